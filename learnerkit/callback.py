@@ -1,0 +1,224 @@
+"""The base of all callbacks, the check of their hooks, and the dispatch that calls them.
+
+A callback is a class with methods named after events (`learnerkit.events.Event`). It reads the learner's attributes
+as its own, and writes them as `self.learn.x = ...`.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fastcore.basics import camel2snake
+
+from learnerkit import world
+from learnerkit.events import INNER_EVENTS, Event
+from learnerkit.utils import add_note_once, did_you_mean
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+LEVELS = ("fit", "epoch", "train", "validate", "batch")
+"""The levels of the loop that have a cleanup event."""
+
+_RUN_FLAGS = ("run", "run_train", "run_valid")
+
+
+class Callback:
+    """Something that happens during training: subclass it, or pass functions: `Callback(after_batch=f, order=0)`.
+
+    Attributes:
+        order: callbacks run in ascending order at every event, cleanups in descending order; ties as added.
+        run: set it to False to sit out; a change made during a fit is undone at its end.
+        run_train: whether the events of a batch are heard in training.
+        run_valid: whether the events of a batch are heard in validation and prediction.
+        rank0_only: run on rank 0 alone.
+        only_fit: sit out `validate` and `get_preds`: for what records, logs, tracks or saves a fit.
+        learn: the learner, once added to one.
+
+    Args:
+        order: overrides the class's.
+        hooks: functions by event name; each gets the callback as its only argument.
+
+    Raises:
+        TypeError: a keyword that is neither `order` nor an event.
+    """
+
+    order: int = 0
+    run: bool = True
+    run_train: bool = True
+    run_valid: bool = True
+    rank0_only: bool = False
+    only_fit: bool = False
+    learn: "Learner | None" = None
+
+    def __init__(self, *, order: int | None = None, **hooks: Callable[["Callback"], None]):
+        if order is not None:
+            self.order = order
+        for event, hook in hooks.items():
+            if event not in list(Event):
+                near = did_you_mean(event, [*Event, "order"])
+                raise TypeError(f"{type(self).__name__} got the keyword {event!r}, which is no event{near}")
+            setattr(self, event, partial(hook, self))
+
+    @classmethod
+    def on(cls, event: str, order: int = 0) -> Callable[[Callable[["Callback"], None]], "Callback"]:
+        """Make a callback of one function: `@Callback.on('after_batch')`."""
+        return lambda hook: cls(order=order, **{event: hook})
+
+    @property
+    def name(self) -> str:
+        """The attribute of the learner by which others find this callback: `Recorder` is `learn.recorder`."""
+        return camel2snake(type(self).__name__.removesuffix("Callback")) or "callback"
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached when the callback has no such attribute itself.
+        learn = self.__dict__.get("learn")
+        if learn is not None and not name.startswith("__"):
+            try:
+                return getattr(learn, name)
+            except AttributeError:
+                pass
+        where = "nor has its learner" if learn is not None else "and it is not added to a learner"
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}, {where}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        learn = self.__dict__.get("learn")
+        if learn is not None:
+            if learn._dispatch is not None and name in _RUN_FLAGS:
+                learn._dispatch.changed()
+            elif learn._dispatch is not None and not self._owns(name) and hasattr(learn, name):
+                raise AttributeError(
+                    f"{type(self).__name__} assigned self.{name}, but {name!r} belongs to the learner: write "
+                    f"`self.learn.{name} = ...`, or set self.{name} in __init__ to make it the callback's own"
+                )
+        object.__setattr__(self, name, value)
+
+    def _owns(self, name: str) -> bool:
+        return name in self.__dict__ or hasattr(type(self), name)
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+
+def check_hooks(cb: Callback) -> None:
+    """Refuse a callback with a method that is meant as a hook but is none.
+
+    Raises:
+        TypeError: a name like an event's that is no event, or a hook that needs arguments.
+    """
+    for name in dir(type(cb)):
+        if name in Callback.__dict__ or name.startswith("_") or not callable(getattr(type(cb), name, None)):
+            continue
+        if name not in list(Event):
+            prefixed = name.startswith(("before_", "after_", "cleanup_"))
+            near = did_you_mean(name, Event, cutoff=0.6 if prefixed else 0.9)
+            if prefixed or near:
+                raise TypeError(
+                    f"{cb}.{name} is not an event{near} (a helper method may be named otherwise, or _{name})"
+                )
+    for event in Event:
+        hook = getattr(cb, event, None) if cb._owns(event) else None
+        if hook is None:
+            continue
+        try:
+            inspect.signature(hook).bind()
+        except TypeError:
+            raise TypeError(
+                f"{cb}.{event}{inspect.signature(hook)} takes arguments; a hook takes none but self: "
+                "it finds everything on self and self.learn"
+            ) from None
+
+
+class Dispatch:
+    """Who runs at which event: resolved once per run, so that an event nobody hears costs a look-up.
+
+    It is resolved again only when a callback is added or removed, or sets one of its `run` flags.
+
+    Args:
+        cbs: the learner's own list, so that callbacks added in mid-run are found.
+        fitting: whether callbacks marked `only_fit` take part.
+    """
+
+    def __init__(self, cbs: list[Callback], fitting: bool):
+        self.cbs, self.fitting = cbs, fitting
+        self.training = True
+        self._owed: list[list] = []
+        self.changed()
+
+    def changed(self) -> None:
+        """Note that callbacks or their flags are no longer what they were."""
+        self._tables: dict[bool, dict[str, list]] = {}
+
+    def listeners(self, event: str) -> list[Callback]:
+        """The callbacks that hear `event` in the present phase, in order."""
+        flag = ("run_train" if self.training else "run_valid") if event in INNER_EVENTS else "run"
+        return [
+            cb
+            for cb in sorted(self.cbs, key=lambda cb: cb.order)
+            if cb._owns(event)
+            and cb.run
+            and getattr(cb, flag)
+            and (self.fitting or not cb.only_fit)
+            and (not cb.rank0_only or world.is_main())
+        ]
+
+    def _resolve(self) -> dict[str, list]:
+        table = {event: [(cb, getattr(cb, event)) for cb in self.listeners(event)] for event in Event}
+        for level in LEVELS:
+            entering = f"before_{level}"
+            owing = self.listeners(f"cleanup_{level}")
+            if owing:
+                heard = [cb for cb, _ in table[entering]]
+                table[entering] = [
+                    (cb, partial(self._enter, cb, level) if cb in owing else getattr(cb, entering))
+                    for cb in sorted({*heard, *owing}, key=self._place)
+                ]
+        self._tables[self.training] = table
+        return table
+
+    def _place(self, cb: Callback) -> tuple[int, int]:
+        return cb.order, self.cbs.index(cb)
+
+    def _enter(self, cb: Callback, level: str) -> None:
+        # Owed before the hook runs: a hook that fails half-way has its cleanup run too.
+        self._owed[-1].append((cb, f"cleanup_{level}"))
+        before = getattr(cb, f"before_{level}") if cb._owns(f"before_{level}") else None
+        if before is not None:
+            before()
+
+    def fire(self, event: str) -> None:
+        """Call everyone who listens to `event`; an exception gains a note with the callback and the event."""
+        table = self._tables.get(self.training) or self._resolve()
+        for cb, hook in table[event]:
+            try:
+                hook()
+            except BaseException as e:
+                add_note_once(e, f"raised in {cb!r}.{event}")
+                raise
+
+    def __enter__(self) -> "Dispatch":
+        """Open a level: the `before_*` events fired inside come to owe cleanups."""
+        self._owed.append([])
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
+        """Run the cleanups owed: all of them, in reverse order, even if one fails.
+
+        An error of the level itself goes on, with a note for each cleanup that failed too; otherwise the first
+        error of a cleanup is raised.
+        """
+        owed = self._owed.pop()
+        failed = None
+        for cb, event in reversed(owed):
+            try:
+                with world.no_collectives(f"{cb!r}.{event}"):
+                    getattr(cb, event)()
+            except BaseException as e:
+                add_note_once(e, f"raised in {cb!r}.{event}")
+                if error is None and failed is None:
+                    failed = e
+                else:
+                    (error or failed).add_note(f"then {cb!r}.{event} failed too: {type(e).__name__}: {e}")
+        if failed is not None:
+            raise failed

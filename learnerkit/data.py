@@ -1,0 +1,392 @@
+"""Data: the loaders of a Learner, how a batch is split and moved, and the order in which samples are drawn."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from learnerkit import world
+
+# Batches
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """`batch` with every tensor in it on `device`, however it is nested; copies from pinned memory do not block."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    return map_batch(lambda t: t.to(device, non_blocking=True), batch)
+
+
+def map_batch(f: Callable[[Tensor], Any], batch: Any) -> Any:
+    """`batch` with `f` applied to every tensor in tuples, lists, named tuples and mappings."""
+    if isinstance(batch, Tensor):
+        return f(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_batch(f, b) for b in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)([map_batch(f, b) for b in batch])
+    if isinstance(batch, Mapping):
+        return {k: map_batch(f, v) for k, v in batch.items()}
+    return batch
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Every tensor in a nested batch, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        yield from chain.from_iterable(map(tensors_in, batch.values()))
+    elif isinstance(batch, tuple | list):
+        yield from chain.from_iterable(map(tensors_in, batch))
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples in a batch: the length of its first tensor."""
+    first = batch[0] if isinstance(batch, tuple) and batch else batch
+    if not isinstance(first, Tensor):
+        first = next(tensors_in(batch), first)
+    try:
+        return len(first)
+    except TypeError:
+        return 1
+
+
+# Loaders
+
+
+class DataLoaders:
+    """The training loader, the validation loader and any more of a Learner.
+
+    Args:
+        train: a torch `DataLoader`, or on one process any iterable of batches.
+        valid: the same for validation; without it validation is skipped.
+        more: further loaders, read as `dls[2]`, ...
+        device: where batches and model go; by default the accelerator of this local rank, else the CPU.
+        n_inp: how many entries of a tuple batch are inputs; by default all but the last.
+        target_keys: which entries of a mapping batch are targets.
+
+    Raises:
+        TypeError: a loader that cannot be iterated over.
+        ValueError: `n_inp` below 1.
+    """
+
+    def __init__(
+        self,
+        train: Iterable,
+        valid: Iterable | None = None,
+        *more: Iterable,
+        device: torch.device | str | int | None = None,
+        n_inp: int | None = None,
+        target_keys: tuple[str, ...] = ("labels",),
+    ):
+        self.loaders = [train, valid, *more]
+        for i, dl in enumerate(self.loaders):
+            _check_loader(dl, i)
+        if n_inp is not None and n_inp < 1:
+            raise ValueError(f"got n_inp={n_inp}; a batch has at least one input")
+        self.n_inp = n_inp
+        self.target_keys = (target_keys,) if isinstance(target_keys, str) else tuple(target_keys)
+        self._device = torch.device(device) if device is not None else None
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_ds: Dataset,
+        valid_ds: Dataset | None = None,
+        *more: Dataset,
+        bs: int = 64,
+        valid_bs: int | None = None,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        device: torch.device | str | int | None = None,
+        n_inp: int | None = None,
+        target_keys: tuple[str, ...] = ("labels",),
+        **loader_kwargs: Any,
+    ) -> "DataLoaders":
+        """Make the loaders from datasets; a `TensorDataset`, or a `Subset` of one, is read in whole batches.
+
+        Args:
+            train_ds, valid_ds, more: map-style or iterable datasets.
+            bs: samples in a training batch.
+            valid_bs: samples in a batch of the other loaders; by default `bs`.
+            shuffle: whether training draws in random order (map-style datasets).
+            num_workers: worker processes of each loader; whole-batch reading needs none and starts none.
+            loader_kwargs: for `torch.utils.data.DataLoader`; `sampler`, `batch_sampler` and `drop_last` concern the
+                training loader alone. Pinned memory is on where there is a CUDA device.
+        """
+        train_only = {k: loader_kwargs.pop(k) for k in _TRAIN_ONLY if k in loader_kwargs}
+        loader_kwargs["num_workers"] = num_workers
+        if "batch_sampler" not in train_only:
+            train_only["batch_size"] = bs
+            if "sampler" not in train_only and not isinstance(train_ds, IterableDataset):
+                train_only["shuffle"] = shuffle
+        train = RowsLoader(train_ds, **train_only, **loader_kwargs)
+        others = [
+            None if ds is None else RowsLoader(ds, batch_size=valid_bs or bs, **loader_kwargs)
+            for ds in (valid_ds, *more)
+        ]
+        dls = cls(train, *others, device=device, n_inp=n_inp, target_keys=target_keys)
+        dls._pins = "pin_memory" not in loader_kwargs
+        return dls
+
+    _pins = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches and model go; found at first use."""
+        if self._device is None:
+            self._device = world.default_device()
+        if self._pins and self._device.type == "cuda":
+            for dl in filter(None, self.loaders):
+                dl.pin_memory = True
+        return self._device
+
+    @property
+    def train(self) -> Iterable:
+        return self.loaders[0]
+
+    @property
+    def valid(self) -> Iterable | None:
+        return self.loaders[1]
+
+    def __getitem__(self, i: int) -> Iterable:
+        try:
+            found = self.loaders[i]
+        except IndexError:
+            found = None
+        if found is None:
+            raise IndexError(f"there is no loader {i}; there are {[i for i, dl in enumerate(self.loaders) if dl is not None]}")
+        return found
+
+    @property
+    def train_ds(self) -> Dataset | None:
+        return getattr(self.train, "dataset", None)
+
+    @property
+    def valid_ds(self) -> Dataset | None:
+        return getattr(self.valid, "dataset", None)
+
+    def one_batch(self) -> Any:
+        """The first batch of the training loader, on the device."""
+        with keep_seeds():
+            return to_device(next(iter(self.train)), self.device)
+
+    def split(self, batch: Any, keep_targets: bool = False) -> tuple[tuple, tuple]:
+        """A batch as (xb, yb): inputs and targets.
+
+        Args:
+            batch: a tuple or list, a mapping, or anything else, which is the only input.
+            keep_targets: leave the targets of a mapping among its inputs too, for a model that makes its own loss.
+
+        Raises:
+            ValueError: a tuple batch that is empty or shorter than `n_inp`.
+        """
+        if isinstance(batch, tuple | list):
+            cut = self.n_inp or max(1, len(batch) - 1)
+            if len(batch) < cut or not batch:
+                raise ValueError(f"got a batch of {len(batch)} entries; n_inp={self.n_inp} asks for that many inputs")
+            return tuple(batch[:cut]), tuple(batch[cut:])
+        if isinstance(batch, Mapping):
+            targets = tuple(batch[k] for k in self.target_keys if k in batch)
+            inputs = batch if keep_targets else {k: v for k, v in batch.items() if k not in self.target_keys}
+            return (inputs,), targets
+        return (batch,), ()
+
+
+_TRAIN_ONLY = ("sampler", "batch_sampler", "drop_last")
+
+
+def _check_loader(dl: Any, i: int) -> None:
+    name = ("training", "validation")[i] if i < 2 else f"{i}."
+    if i == 1 and dl is None:
+        return
+    if not hasattr(dl, "__iter__") and not hasattr(dl, "__getitem__"):
+        raise TypeError(
+            f"the {name} loader is a {type(dl).__name__}, which cannot be iterated over; "
+            "pass a DataLoader or another iterable of batches"
+        )
+    if isinstance(dl, Dataset) and not isinstance(dl, IterableDataset):
+        raise TypeError(
+            f"the {name} loader is a dataset ({type(dl).__name__}); use DataLoaders.from_datasets, or put it into a DataLoader"
+        )
+
+
+def loader_len(dl: Iterable) -> int | None:
+    """The number of batches of a loader, or `None` if it does not say."""
+    try:
+        return len(dl)
+    except TypeError:
+        return None
+
+
+# Whole-batch reading
+
+
+def _rows(dataset: Dataset) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+    """(tensors, index into them or None) of a TensorDataset or of nested Subsets of one; else `None`."""
+    if type(dataset) is TensorDataset:
+        return dataset.tensors, None
+    if type(dataset) is Subset:
+        inner = _rows(dataset.dataset)
+        if inner is not None:
+            tensors, index = inner
+            chosen = torch.as_tensor(dataset.indices, dtype=torch.long)
+            return tensors, chosen if index is None else index[chosen]
+    return None
+
+
+class RowsLoader(DataLoader):
+    """A torch `DataLoader` that reads a batch of a `TensorDataset` by one `index_select` for each tensor.
+
+    That is about eight times as fast as fetching and collating samples one by one, and no worker can be faster, so
+    none is started. For other datasets, or a `collate_fn` of one's own, it is torch's loader unchanged.
+    """
+
+    def __init__(self, dataset: Dataset, **kwargs: Any):
+        super().__init__(dataset, **kwargs)
+        self._by_rows = _rows(dataset) is not None and self.collate_fn is default_collate
+        if self._by_rows and type(self.batch_sampler) is BatchSampler:
+            # torch's loader forbids the assignment to protect its own invariants, which hold here.
+            self.__dict__["batch_sampler"] = IndexBatches(self.sampler, self.batch_size, self.drop_last)
+
+    def __iter__(self) -> Iterator:
+        return self._read_rows() if self._by_rows else super().__iter__()
+
+    def _read_rows(self) -> Iterator[list[Tensor]]:
+        tensors, index = _rows(self.dataset)
+        pin = self.pin_memory and torch.accelerator.is_available()
+        # torch's loader draws a seed for its workers here; the same draw keeps random streams the same.
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        for rows in self.batch_sampler:
+            rows = torch.as_tensor(rows, dtype=torch.long)
+            if index is not None:
+                rows = index.index_select(0, rows)
+            batch = [t.index_select(0, rows) for t in tensors]
+            yield [t.pin_memory() for t in batch] if pin else batch
+
+
+class IndexBatches(BatchSampler):
+    """torch's `BatchSampler`, but batches of a plain random or sequential sampler are slices of one index tensor."""
+
+    def __iter__(self) -> Iterator:
+        order = self._order()
+        if order is None:
+            yield from super().__iter__()
+            return
+        for rows in order.split(self.batch_size):
+            if len(rows) == self.batch_size or not self.drop_last:
+                yield rows
+
+    def _order(self) -> Tensor | None:
+        sampler = self.sampler
+        if type(sampler) is SequentialSampler:
+            return torch.arange(len(sampler.data_source))
+        whole = type(sampler) is RandomSampler and not sampler.replacement
+        if not whole or sampler.num_samples != len(sampler.data_source):
+            return None
+        generator = sampler.generator
+        if generator is None:  # as torch's RandomSampler does
+            generator = torch.Generator()
+            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        return torch.randperm(sampler.num_samples, generator=generator)
+
+
+# The order of samples
+
+
+class SampleOrder:
+    """Seeds for the sample order of each epoch of a fit.
+
+    Epoch e is drawn with the seed that torch's own loader would have drawn from the global generator, had nothing else
+    used that since the fit began. So a fit sees the order of a plain torch loop with the same seed, and no dropout,
+    augmentation or validation, on any number of ranks, can change it.
+    """
+
+    def __init__(self):
+        self.generator = torch.Generator()
+        self.generator.set_state(torch.get_rng_state())
+        self._seeds: list[int] = []
+
+    def seed(self, epoch: int) -> int:
+        """The seed of an epoch (counted from 0)."""
+        while len(self._seeds) <= epoch:
+            # The first draw is the one that torch's loader makes for its workers.
+            _, seed = (
+                int(torch.empty((), dtype=torch.int64).random_(generator=self.generator)) for _ in range(2)
+            )
+            self._seeds.append(seed)
+        return self._seeds[epoch]
+
+
+def samplers_of(dl: Any) -> list:
+    """The sampler objects behind a loader, from the batch sampler inwards."""
+    found, inner = [], getattr(dl, "batch_sampler", None) or getattr(dl, "sampler", None)
+    while inner is not None and not any(inner is s for s in found):
+        found.append(inner)
+        inner = getattr(inner, "sampler", None) or getattr(inner, "batch_sampler", None)
+    return found
+
+
+@contextmanager
+def seeded_samplers(dl: Any, seed: int) -> Iterator[None]:
+    """Give the samplers behind `dl` that would use the global generator one with `seed`, for as long as this lasts."""
+    lent = [s for s in samplers_of(dl) if getattr(s, "generator", seed) is None]
+    for sampler in lent:
+        sampler.generator = torch.Generator().manual_seed(seed)
+    try:
+        yield
+    finally:
+        for sampler in lent:
+            sampler.generator = None
+
+
+@contextmanager
+def keep_seeds() -> Iterator[None]:
+    """Give the host's random generators (torch, python, numpy) their state back at the end."""
+    states = world.seed_states()
+    try:
+        yield
+    finally:
+        world.set_seed_states(states)
+
+
+def in_order(dl: Any, name: str) -> Any:
+    """`dl` reading its whole dataset once, in dataset order, whatever its sampler; other iterables as they are."""
+    if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset):
+        return dl
+    sampler = SequentialSampler(dl.dataset)
+    if dl.batch_sampler is None:
+        if type(dl.sampler) in (SequentialSampler, RandomSampler):
+            return with_batches(dl, sampler=sampler)
+        raise ValueError(
+            f"loader {name} has batch_size=None and a {type(dl.sampler).__name__}, so its dataset cannot be read in "
+            "order; pass get_preds a loader of your own as dl="
+        )
+    size = getattr(dl.batch_sampler, "batch_size", None) or 64
+    return with_batches(dl, batch_sampler=IndexBatches(sampler, size, False) if _reads_rows(dl) else BatchSampler(sampler, size, False))
+
+
+def _reads_rows(dl: DataLoader) -> bool:
+    return getattr(dl, "_by_rows", False)
+
+
+def with_batches(dl: DataLoader, **samplers: Any) -> DataLoader:
+    """A copy of `dl` that draws from another `sampler` or `batch_sampler`; all else, also of a subclass, is kept."""
+    twin = DataLoader.__new__(type(dl))
+    # torch's loader forbids assigning samplers once made; the copy is a loader being made.
+    twin.__dict__.update(dl.__dict__ | samplers | {"_iterator": None})
+    return twin

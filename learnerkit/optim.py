@@ -1,0 +1,168 @@
+"""Parameter groups, their hyper-parameters and their optimizer.
+
+A splitter's group is what a list of learning rates counts. The optimizer may hold it as two of its own groups, weights
+and norms-and-biases, once a weight decay was given; each carries its splitter's group as `splitter_group`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+GROUP = "splitter_group"
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+
+
+def make_groups(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) -> list[dict]:
+    """The parameter groups for an optimizer: those of `splitter`, or one with every parameter.
+
+    Frozen parameters are included: optimizers pass over parameters without gradients, so they can be unfrozen later.
+
+    Raises:
+        ValueError: no parameter requires a gradient.
+    """
+    groups = list(splitter(model)) if splitter else [list(model.parameters())]
+    if groups and isinstance(groups[0], Tensor):
+        groups = [groups]
+    groups = [list(group) for group in groups]
+    if not any(p.requires_grad for group in groups for p in group):
+        count = sum(len(group) for group in groups)
+        raise ValueError(
+            f"{type(model).__name__} has no trainable parameters ({count} parameters, all frozen); unfreeze some with "
+            "`p.requires_grad_(True)`, or check the splitter"
+        )
+    return [{"params": group, GROUP: i} for i, group in enumerate(groups) if group]
+
+
+def n_groups(opt: Optimizer) -> int:
+    """The number of the splitter's groups in `opt`."""
+    return 1 + max(_group_of(i, g) for i, g in enumerate(opt.param_groups))
+
+
+def _group_of(i: int, group: dict) -> int:
+    # A factory that makes its own groups loses the mark: each is then a group of its own.
+    return group.get(GROUP, i)
+
+
+def set_hyper(opt: Optimizer, name: str, values: float | Sequence[float]) -> None:
+    """Set a hyper-parameter: one value for all of the splitter's groups, or one for each.
+
+    Args:
+        name: an entry of the optimizer's groups; 'momentum' also means the first of `betas`.
+
+    Raises:
+        ValueError: the optimizer has no such hyper-parameter.
+    """
+    for i, group in enumerate(opt.param_groups):
+        value = values if isinstance(values, int | float) else values[_group_of(i, group)]
+        if name == "momentum" and name not in group and "betas" in group:
+            group["betas"] = (value, *group["betas"][1:])
+        elif name not in group:
+            raise ValueError(
+                f"{type(opt).__name__} has no hyper-parameter {name!r}; it has "
+                f"{sorted(k for k in group if k not in ('params', GROUP))}"
+            )
+        elif isinstance(group[name], Tensor):
+            group[name].fill_(value)
+        else:
+            group[name] = value
+
+
+def has_momentum(opt: Optimizer) -> bool:
+    """Whether `set_hyper(opt, 'momentum', ...)` means something."""
+    return all("momentum" in g or "betas" in g for g in opt.param_groups)
+
+
+def rates(lr: float | slice | Sequence[float], count: int) -> list[float]:
+    """Learning rates for `count` groups.
+
+    A number is for all; `slice(hi)` is `hi` for the last and a tenth of it for the others; `slice(lo, hi)` is a
+    geometric row; a list has one for each.
+
+    Raises:
+        TypeError: another type.
+        ValueError: a list of another length, a slice with a step, or a rate that is no positive number.
+    """
+    if isinstance(lr, slice):
+        if lr.stop is None or lr.step is not None:
+            raise ValueError(f"got lr={lr}; write slice(hi) or slice(lo, hi)")
+        if lr.start is None:
+            found = [lr.stop / 10] * (count - 1) + [lr.stop]
+        elif count == 1:
+            found = [lr.stop]
+        else:
+            step = (lr.stop / lr.start) ** (1 / (count - 1))
+            found = [lr.start * step**i for i in range(count)]
+    elif isinstance(lr, list | tuple):
+        if len(lr) != count:
+            raise ValueError(f"got {len(lr)} learning rates for {count} parameter groups (the splitter's groups)")
+        found = list(lr)
+    elif isinstance(lr, int | float) or (isinstance(lr, Tensor) and lr.ndim == 0):
+        found = [float(lr)] * count
+    else:
+        raise TypeError(f"got lr={lr!r}; a learning rate is a number, a slice, or a list with one number per group")
+    if not all(rate >= 0 for rate in found):
+        raise ValueError(f"got the learning rates {found}; they must not be negative")
+    return found
+
+
+def set_decay(opt: Optimizer, model: nn.Module, wd: float, wd_bn_bias: bool) -> None:
+    """Give weights the decay `wd`, and norms and biases 0 unless `wd_bn_bias`; optimizer state is kept.
+
+    Raises:
+        ValueError: the optimizer has no weight decay.
+    """
+    if not wd_bn_bias:
+        split_decay(opt, model)
+    set_hyper(opt, "weight_decay", wd)
+    if not wd_bn_bias:
+        bare = set(map(id, norms_and_biases(model)))
+        for group in opt.param_groups:
+            if all(id(p) in bare for p in group["params"]):
+                group["weight_decay"] = 0.0
+
+
+def split_decay(opt: Optimizer, model: nn.Module) -> None:
+    """Part each group of `opt` into weights, then norms and biases, keeping its options and the optimizer's state."""
+    bare = set(map(id, norms_and_biases(model)))
+    parted = []
+    for i, group in enumerate(opt.param_groups):
+        for is_bare in (False, True):
+            params = [p for p in group["params"] if (id(p) in bare) == is_bare]
+            if params:
+                parted.append({**group, "params": params, GROUP: _group_of(i, group)})
+    opt.param_groups[:] = parted
+
+
+def norms_and_biases(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that weight decay leaves alone: those of normalisation layers, and every bias."""
+    return [
+        p
+        for module in model.modules()
+        for name, p in module.named_parameters(recurse=False)
+        if isinstance(module, _NORMS) or name.endswith("bias")
+    ]
+
+
+def state_to_params(opt: Optimizer) -> None:
+    """Bring optimizer state to the device of its parameter, where the model has moved since."""
+    for p, state in opt.state.items():
+        for key, value in state.items():
+            # Step counters stay where the optimizer put them: on the host unless it is capturable or fused.
+            if isinstance(value, Tensor) and value.ndim and value.device != p.device:
+                state[key] = value.to(p.device)
+
+
+def load_state(opt: Optimizer, state: dict, model: nn.Module) -> None:
+    """Load a saved state, also one saved with groups parted for weight decay.
+
+    Raises:
+        ValueError: the state is of other parameter groups.
+    """
+    if len(state["param_groups"]) != len(opt.param_groups):
+        split_decay(opt, model)
+    with torch.no_grad():
+        opt.load_state_dict(state)

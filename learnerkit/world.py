@@ -1,0 +1,381 @@
+"""Ranks, world size, collectives and seeds: every function answers on any number of processes, also on one.
+
+Facts are read when asked, never at import: from the process group, else from the environment a launcher made
+(`RANK`, `LOCAL_RANK`, `WORLD_SIZE`), else 0, 0 and 1. The process group is made at first need and lives until the
+process ends. On one process a collective is the identity.
+"""
+
+import atexit
+import functools
+import hashlib
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+# Facts
+
+
+def is_joined() -> bool:
+    """Whether this process is in a process group (`world_size() > 1` says whether it is meant to be)."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This process's number among all processes of the run."""
+    return dist.get_rank() if is_joined() else int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    """The number of processes of the run."""
+    return dist.get_world_size() if is_joined() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def local_rank() -> int:
+    """This process's number among those of its machine: the index of its accelerator.
+
+    Without `LOCAL_RANK` (processes started by `mp.spawn`, say) all ranks are taken to share one machine.
+    """
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    return rank() % max(1, torch.accelerator.device_count()) if is_joined() else 0
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, the one process that prints, plots and saves."""
+    return rank() == 0
+
+
+def default_device() -> torch.device:
+    """The accelerator of this local rank, else the CPU.
+
+    Raises:
+        RuntimeError: there are fewer accelerators than local ranks.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    index, count = local_rank(), torch.accelerator.device_count()
+    if index >= count:
+        raise RuntimeError(
+            f"local rank {index} has no accelerator: this machine shows {count} ({accelerator.type}); "
+            f"start at most {count} processes, or train on the CPU with device='cpu'"
+        )
+    return torch.device(accelerator.type, index)
+
+
+# The process group
+
+
+def join(timeout: float | timedelta | None = None) -> None:
+    """Make the process group of this run unless there is one or the run is one process; every rank must reach this.
+
+    Args:
+        timeout: seconds (or a timedelta) a collective may wait; `None` is torch's own default.
+    """
+    if is_joined() or world_size() == 1:
+        return
+    device = default_device()
+    if device.type == "cpu":
+        backend = "gloo"
+    else:
+        torch.accelerator.set_device_index(device.index)
+        # CPU tensors (predictions, counts) travel by gloo, so they need no room on the accelerator.
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    if timeout is not None and not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
+    dist.init_process_group(backend, timeout=timeout)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if is_joined():
+        dist.destroy_process_group()
+
+
+def store() -> dist.Store:
+    """The key-value store behind the process group, for messages that no collective should carry."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def _wire(x: Tensor) -> Tensor:
+    """`x` where the process group can take it: as it is, or on the accelerator for a group that knows no CPU."""
+    backends = dist.get_backend_config() if x.device.type == "cpu" else ""
+    return x.to(default_device()) if backends and "cpu" not in backends else x
+
+
+# Collectives: every rank must reach each of them, in the same order
+
+_silent: ContextVar[str] = ContextVar("silent", default="")
+
+
+@contextmanager
+def no_collectives(where: str) -> Iterator[None]:
+    """Refuse collectives in here, naming `where`: its peers may never come, and it would wait for ever."""
+    token = _silent.set(where)
+    try:
+        yield
+    finally:
+        _silent.reset(token)
+
+
+def _meet(what: str) -> bool:
+    """Whether there are peers to meet for collective `what`; joins them first.
+
+    Raises:
+        RuntimeError: inside `no_collectives`.
+    """
+    if world_size() == 1:
+        return False
+    if _silent.get():
+        raise RuntimeError(
+            f"{_silent.get()} called world.{what}: the other ranks may not come here (after a failure, or because "
+            "it runs on rank 0 alone), so it would wait for ever; communicate in an event that all ranks reach"
+        )
+    join()
+    return True
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if _meet("barrier"):
+        dist.barrier()
+
+
+def reduce(x: T, op: str = "sum") -> T:
+    """`x` combined over all ranks, on every rank; `x` itself is left as it is.
+
+    Args:
+        x: a tensor of the same shape on every rank, or a number.
+        op: 'sum', 'mean', 'max' or 'min'.
+
+    Raises:
+        ValueError: an unknown `op`.
+    """
+    if op not in (*_OPS, "mean"):
+        raise ValueError(f"reduce got op={op!r}; it takes 'sum', 'mean', 'max' or 'min'")
+    if not _meet("reduce"):
+        return x
+    if not isinstance(x, Tensor):
+        return reduce(torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None), op).item()
+    total = _wire(x.detach()).clone()
+    dist.all_reduce(total, _OPS.get(op, dist.ReduceOp.SUM))
+    return (total / world_size() if op == "mean" else total).to(x.device)
+
+
+def broadcast(x: T, src: int = 0) -> T:
+    """Rank `src`'s `x`, on every rank: a tensor of the same shape everywhere, or any object that can be pickled."""
+    if not _meet("broadcast"):
+        return x
+    if isinstance(x, Tensor):
+        copy = _wire(x.detach()).clone()
+        dist.broadcast(copy, src)
+        return copy.to(x.device)
+    box = [x]
+    dist.broadcast_object_list(box, src)
+    return box[0]
+
+
+def all_gather(x: T) -> list[T]:
+    """The `x` of every rank, in rank order: tensors of one shape, or any objects that can be pickled."""
+    if not _meet("all_gather"):
+        return [x]
+    if isinstance(x, Tensor):
+        local = _wire(x.detach()).contiguous()
+        parts = [torch.empty_like(local) for _ in range(world_size())]
+        dist.all_gather(parts, local)
+        return [p.to(x.device) for p in parts]
+    everyone: list[Any] = [None] * world_size()
+    dist.all_gather_object(everyone, x)
+    return everyone
+
+
+def gather_pieces(pieces: Iterable[tuple[int, Tensor]], on: str = "all") -> list[Tensor] | None:
+    """The pieces of all ranks, in the order of their places.
+
+    Ranks may hold different numbers of pieces, of any shapes and types, or none.
+
+    Args:
+        pieces: (place, tensor) pairs of this rank; a place is unique over all ranks.
+        on: 'all', or 'rank0' where the other ranks need nothing: they get `None`.
+    """
+    pieces = sorted(pieces, key=lambda piece: piece[0])
+    if not _meet("gather_pieces"):
+        return [tensor for _, tensor in pieces]
+    tensors = [tensor.detach().cpu().contiguous() for _, tensor in pieces]
+    # Bytes travel, so that one exchange serves every type; shorter ranks pad to the longest.
+    load = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors]) if tensors else torch.empty(0).byte()
+    labels = all_gather([(place, t.shape, t.dtype) for (place, _), t in zip(pieces, tensors, strict=True)])
+    sizes = [sum(shape.numel() * dtype.itemsize for _, shape, dtype in label) for label in labels]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(load)] = load
+    padded = _wire(padded)
+    wanted = on == "all" or is_main()
+    loads = [torch.empty_like(padded) for _ in sizes] if wanted else None
+    if on == "all":
+        dist.all_gather(loads, padded)
+    else:
+        dist.gather(padded, loads, dst=0)
+    if not wanted:
+        return None
+    found = []
+    for label, part in zip(labels, loads, strict=True):
+        part, start = part.cpu(), 0
+        for place, shape, dtype in label:
+            stop = start + shape.numel() * dtype.itemsize
+            # A clone: a slice of bytes need not be aligned for its type.
+            found.append((place, part[start:stop].clone().view(dtype).reshape(shape)))
+            start = stop
+    return [tensor for _, tensor in sorted(found, key=lambda piece: piece[0])]
+
+
+def same_everywhere(x: object) -> bool:
+    """Whether every rank brought an equal `x` (compared by `repr`, so numbers and plain containers)."""
+    digest = hashlib.sha256(repr(x).encode()).hexdigest()
+    return len(set(all_gather(digest))) == 1
+
+
+# Rank 0 first, rank 0 alone
+
+
+def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = False) -> T | Callable:
+    """Call `f(*args)` on rank 0, and only then on the others: `rank0_first(download, url)`; or `@rank0_first()`.
+
+    The others wait as long as rank 0 needs. Every rank must reach this. If `f` fails on rank 0 it is not tried on
+    the others.
+
+    Args:
+        f: what to call; without it a decorator is returned, so that each call of the function goes rank 0 first.
+        args: its arguments.
+        per_node: the first rank of each machine goes first, for files that machines do not share.
+
+    Returns:
+        What `f` returned on this rank.
+
+    Raises:
+        RuntimeError: on the waiting ranks, when the first one failed.
+    """
+    if f is None:
+        return lambda func: functools.wraps(func)(
+            lambda *args, **kwargs: rank0_first(functools.partial(func, **kwargs), *args, per_node=per_node)
+        )
+    if not _meet("rank0_first"):
+        return f(*args)
+    node = int(os.environ.get("GROUP_RANK", 0)) if per_node else 0
+    key = f"learnerkit/rank0_first/{_count_call('rank0_first')}/{node}"
+    if (local_rank() if per_node else rank()) == 0:
+        try:
+            result = f(*args)
+        except BaseException as e:
+            store().set(key, f"{type(e).__name__}: {e}")
+            raise
+        store().set(key, "")
+        return result
+    # By the store, not a barrier: a long download must not run into a collective's timeout.
+    store().wait([key], timedelta(days=7))
+    failure = store().get(key).decode()
+    if failure:
+        raise RuntimeError(f"rank 0 failed in rank0_first({getattr(f, '__name__', f)}): {failure}")
+    return f(*args)
+
+
+def on_rank0(f: Callable[..., T]) -> Callable[..., T | None]:
+    """`f` as a function that runs on rank 0 and returns `None`, at once, on every other rank."""
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> T | None:
+        return f(*args, **kwargs) if is_main() else None
+
+    return run
+
+
+def follow_rank0(name: str, timeout: float = 300.0) -> None:
+    """Return on every rank only after rank 0 has made the same call; rank 0 itself never waits.
+
+    Args:
+        name: what the call is about; the k-th call of that name on a rank waits for rank 0's k-th.
+        timeout: seconds the other ranks wait.
+
+    Raises:
+        TimeoutError: rank 0 did not come.
+    """
+    if not _meet(name):
+        return
+    key = f"learnerkit/{name}/{_count_call(name)}"
+    if is_main():
+        store().set(key, "")
+        return
+    try:
+        store().wait([key], timedelta(seconds=timeout))
+    except dist.DistStoreError:
+        raise TimeoutError(
+            f"rank {rank()} waited {timeout:.0f} s for rank 0 in {name!r}; "
+            "every rank, rank 0 among them, must make this call"
+        ) from None
+
+
+def _count_call(name: str) -> int:
+    """How often this rank has called `name`, this call included: ranks that run one program count alike."""
+    return store().add(f"learnerkit/{name}/calls/{rank()}", 1)
+
+
+# Seeds
+
+
+def set_seed(seed: int, reproducible: bool = False) -> None:
+    """Seed python, numpy and torch: one model initialisation and one sample order, whatever the number of ranks.
+
+    Under DDP dropout and augmentation still differ by rank and by worker: ranks other than 0 move on to streams of
+    their own when training starts.
+
+    Args:
+        seed: the same number on every rank.
+        reproducible: also ask torch for deterministic algorithms, which can be slower.
+    """
+    torch.manual_seed(seed)
+    _seed_others(seed)
+    if reproducible:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by torch's reproducibility notes
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+
+
+def spread_seeds() -> None:
+    """Move ranks other than 0 to random streams of their own if all still share one; every rank must reach this."""
+    if world_size() > 1 and same_everywhere(torch.get_rng_state().tolist()) and not is_main():
+        seed = (torch.initial_seed() + 0x9E3779B97F4A7C15 * rank()) % 2**63
+        torch.manual_seed(seed)
+        _seed_others(seed)
+
+
+def _seed_others(seed: int) -> None:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def seed_states() -> tuple:
+    """The states of the host's random generators: torch's, python's and, where it is used, numpy's."""
+    numpy = sys.modules.get("numpy")
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+
+
+def set_seed_states(states: tuple) -> None:
+    """Put `seed_states` back."""
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    if states[2] is not None:
+        sys.modules["numpy"].random.set_state(states[2])

@@ -1,0 +1,31 @@
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+EXAMPLES = ["matplotlib>=3.8"]
+DEV = [
+    *EXAMPLES,
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "ruff>=0.9",
+    "psutil>=5.9",
+    "torchmetrics>=1.4",
+    "torcheval>=0.0.7",
+    "nbclient>=0.10",
+    "nbformat>=5.10",
+    "ipykernel>=6.29",
+]
+
+setup(
+    name="learnerkit",
+    version="0.1.0",
+    description="A small training library on PyTorch: a Learner with two-way callbacks, right on any number of processes.",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    python_requires=">=3.11",
+    packages=find_packages(include=["learnerkit", "learnerkit.*"]),
+    package_data={"learnerkit": ["assets/*"]},
+    install_requires=["torch>=2.10", "torchvision", "fastcore>=1.7", "tqdm>=4.66"],
+    extras_require={"examples": EXAMPLES, "dev": DEV},
+)
