@@ -7,3 +7,82 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getattr__
+    from learnerkit import datasets as datasets
+    from learnerkit import world as world
+    from learnerkit.callback import Callback as Callback
+    from learnerkit.callbacks.progress import ProgressCallback as ProgressCallback
+    from learnerkit.callbacks.recorder import Recorder as Recorder
+    from learnerkit.callbacks.schedule import ParamScheduler as ParamScheduler
+    from learnerkit.callbacks.schedule import combined_cos as combined_cos
+    from learnerkit.callbacks.training import TrainEvalCallback as TrainEvalCallback
+    from learnerkit.data import DataLoaders as DataLoaders
+    from learnerkit.events import CancelBackwardException as CancelBackwardException
+    from learnerkit.events import CancelBatchException as CancelBatchException
+    from learnerkit.events import CancelEpochException as CancelEpochException
+    from learnerkit.events import CancelFitException as CancelFitException
+    from learnerkit.events import CancelStepException as CancelStepException
+    from learnerkit.events import CancelTrainException as CancelTrainException
+    from learnerkit.events import CancelValidException as CancelValidException
+    from learnerkit.events import Event as Event
+    from learnerkit.learner import Learner as Learner
+    from learnerkit.metrics import AccumMetric as AccumMetric
+    from learnerkit.metrics import Metric as Metric
+    from learnerkit.metrics import accuracy as accuracy
+    from learnerkit.metrics import error_rate as error_rate
+    from learnerkit.metrics import mae as mae
+    from learnerkit.metrics import mse as mse
+    from learnerkit.metrics import perplexity as perplexity
+    from learnerkit.metrics import rmse as rmse
+    from learnerkit.metrics import top_k_accuracy as top_k_accuracy
+    from learnerkit.parallel import DistributedCallback as DistributedCallback
+    from learnerkit.parallel import ParallelCallback as ParallelCallback
+    from learnerkit.utils import unwrap as unwrap
+    from learnerkit.world import on_rank0 as on_rank0
+    from learnerkit.world import rank0_first as rank0_first
+    from learnerkit.world import set_seed as set_seed
+
+_HOMES = {
+    "callback": ["Callback"],
+    "callbacks.progress": ["ProgressCallback"],
+    "callbacks.recorder": ["Recorder"],
+    "callbacks.schedule": ["ParamScheduler", "combined_cos"],
+    "callbacks.training": ["TrainEvalCallback"],
+    "data": ["DataLoaders"],
+    "events": [
+        "CancelBackwardException",
+        "CancelBatchException",
+        "CancelEpochException",
+        "CancelFitException",
+        "CancelStepException",
+        "CancelTrainException",
+        "CancelValidException",
+        "Event",
+    ],
+    "learner": ["Learner"],
+    "metrics": [
+        "AccumMetric", "Metric", "accuracy", "error_rate", "mae", "mse", "perplexity", "rmse", "top_k_accuracy"
+    ],
+    "parallel": ["DistributedCallback", "ParallelCallback"],
+    "utils": ["unwrap"],
+    "world": ["on_rank0", "rank0_first", "set_seed"],
+}  # fmt: skip
+
+_home_of = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted([*_home_of, "datasets", "world"])  # noqa: PLE0605 - names made above
+
+
+def __getattr__(name: str) -> object:
+    if name in ("datasets", "world"):
+        return import_module(f"learnerkit.{name}")
+    if name not in _home_of:
+        raise AttributeError(f"module 'learnerkit' has no attribute {name!r}")
+    found = getattr(import_module(f"learnerkit.{_home_of[name]}"), name)
+    globals()[name] = found  # the next look-up does not come here
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

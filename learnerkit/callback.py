@@ -5,14 +5,15 @@ as its own, and writes them as `self.learn.x = ...`.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastcore.basics import camel2snake
 
 from learnerkit import world
-from learnerkit.events import INNER_EVENTS, Event
+from learnerkit.events import INNER_EVENTS, LOOP, Event
 from learnerkit.utils import add_note_once, did_you_mean
 
 if TYPE_CHECKING:
@@ -222,3 +223,34 @@ class Dispatch:
                     (error or failed).add_note(f"then {cb!r}.{event} failed too: {type(e).__name__}: {e}")
         if failed is not None:
             raise failed
+
+
+@contextmanager
+def kept_flags(cbs: list[Callback]) -> Iterator[None]:
+    """Give every callback its own `run` flags back at the end."""
+    before = [(cb, {k: cb.__dict__[k] for k in _RUN_FLAGS if k in cb.__dict__}) for cb in cbs]
+    try:
+        yield
+    finally:
+        for cb, flags in before:
+            for name in _RUN_FLAGS:
+                cb.__dict__.pop(name, None)
+            cb.__dict__.update(flags)
+
+
+def describe_loop(cbs: list[Callback]) -> str:
+    """The text of the loop with, at each event, the callbacks that hear it."""
+    dispatch = Dispatch(cbs, fitting=True)
+    lines = []
+    for line in LOOP.strip().splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        if line.strip() == "before_validate":
+            dispatch.training = False
+        named = [word for word in line.split() if word in list(Event)]
+        if not named:
+            lines.append(line)
+        for event in named:
+            hearing = dispatch.listeners(event)
+            if hearing or not event.startswith(("after_cancel_", "cleanup_")):
+                lines.append(f"{indent}{event}".ljust(44) + ", ".join(map(repr, hearing)))
+    return "\n".join(line.rstrip() for line in lines)

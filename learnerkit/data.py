@@ -54,6 +54,18 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
         yield from chain.from_iterable(map(tensors_in, batch))
 
 
+def is_mapping(batch: Any) -> bool:
+    """Whether a batch goes to the model as keyword arguments."""
+    return type(batch) not in (tuple, list) and isinstance(batch, Mapping)
+
+
+def entry(output: Any, name: str, default: Any = None) -> Any:
+    """An entry of a model's output, be it an attribute or a key."""
+    if isinstance(output, Mapping):
+        return output.get(name, default)
+    return getattr(output, name, default)
+
+
 def batch_size(batch: Any) -> int:
     """The number of samples in a batch: the length of its first tensor."""
     first = batch[0] if isinstance(batch, tuple) and batch else batch
@@ -63,6 +75,46 @@ def batch_size(batch: Any) -> int:
         return len(first)
     except TypeError:
         return 1
+
+
+def concat(batches: list) -> Any:
+    """Batches of one structure joined along their first dimension.
+
+    Tensors whose other dimensions differ from batch to batch come as a list, one tensor for each sample.
+    """
+    first = batches[0]
+    if isinstance(first, Tensor):
+        if len({(t.shape[1:], t.ndim) for t in batches}) > 1:
+            return [row for t in batches for row in t]
+        return torch.cat(batches) if first.ndim else torch.stack(batches)
+    if isinstance(first, Mapping):
+        return {k: concat([b[k] for b in batches]) for k in first}
+    if isinstance(first, tuple | list):
+        columns = [concat(list(column)) for column in zip(*batches, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    return list(chain.from_iterable(batches)) if isinstance(first, list) else list(batches)
+
+
+def gather_batches(batches: list[tuple[Any, Any]], sharded: bool, on: str = "all") -> list | None:
+    """The batches of all ranks in the order of their places; every rank must reach this if `sharded`.
+
+    Args:
+        batches: (place, batch) pairs; the tensors of a batch may be nested, all batches have one structure.
+        sharded: whether ranks hold different batches; if not, this rank's are the answer.
+        on: 'all', or 'rank0': the other ranks get `None`.
+    """
+    if not sharded:
+        return [batch for _, batch in batches]
+    # A rank without data learns the structure from the others.
+    mine = map_batch(lambda t: torch.empty(0), batches[0][1]) if batches else None
+    structure = next((s for s in world.all_gather(mine) if s is not None), None)
+    pieces = [((place, i), t) for place, batch in batches for i, t in enumerate(tensors_in(batch))]
+    tensors = world.gather_pieces(pieces, on)
+    if tensors is None or structure is None:
+        return None if tensors is None else []
+    found = iter(tensors)
+    count = len(tensors) // max(1, sum(1 for _ in tensors_in(structure)))
+    return [map_batch(lambda _: next(found), structure) for _ in range(count)]
 
 
 # Loaders
@@ -169,7 +221,9 @@ class DataLoaders:
         except IndexError:
             found = None
         if found is None:
-            raise IndexError(f"there is no loader {i}; there are {[i for i, dl in enumerate(self.loaders) if dl is not None]}")
+            raise IndexError(
+                f"there is no loader {i}; there are {[i for i, dl in enumerate(self.loaders) if dl is not None]}"
+            )
         return found
 
     @property
@@ -198,7 +252,9 @@ class DataLoaders:
         if isinstance(batch, tuple | list):
             cut = self.n_inp or max(1, len(batch) - 1)
             if len(batch) < cut or not batch:
-                raise ValueError(f"got a batch of {len(batch)} entries; n_inp={self.n_inp} asks for that many inputs")
+                raise ValueError(
+                    f"got a batch of {len(batch)} entries; n_inp={self.n_inp} asks for that many inputs"
+                )
             return tuple(batch[:cut]), tuple(batch[cut:])
         if isinstance(batch, Mapping):
             targets = tuple(batch[k] for k in self.target_keys if k in batch)
@@ -377,7 +433,12 @@ def in_order(dl: Any, name: str) -> Any:
             "order; pass get_preds a loader of your own as dl="
         )
     size = getattr(dl.batch_sampler, "batch_size", None) or 64
-    return with_batches(dl, batch_sampler=IndexBatches(sampler, size, False) if _reads_rows(dl) else BatchSampler(sampler, size, False))
+    return with_batches(
+        dl,
+        batch_sampler=IndexBatches(sampler, size, False)
+        if _reads_rows(dl)
+        else BatchSampler(sampler, size, False),
+    )
 
 
 def _reads_rows(dl: DataLoader) -> bool:

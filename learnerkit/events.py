@@ -84,7 +84,9 @@ class Event(StrEnum):
     cleanup_fit = "cleanup_fit"
 
 
-INNER_EVENTS = tuple(e for e in Event if "_batch" in e or e.endswith(("_pred", "_loss", "_backward", "_step")))
+INNER_EVENTS = tuple(
+    e for e in Event if "_batch" in e or e.endswith(("_pred", "_loss", "_backward", "_step"))
+)
 """The events of one batch: only these heed a callback's `run_train` and `run_valid`."""
 
 

@@ -1,7 +1,7 @@
 """Start one process per GPU of this machine, watch them, and say which one failed first.
 
-``python -m learnerkit.launch train.py`` needs the standard library only: torch is imported by the processes it
-starts, never here. Reads from top to bottom: the command line, then the steps start, watch, stop and report.
+``python -m learnerkit.launch train.py`` needs the standard library only; torch is imported by the processes
+that it starts. The file reads downwards: the command line, then the steps start, watch, stop and report.
 """
 
 import argparse
@@ -27,15 +27,18 @@ __all__ = ["main"]
 WORKER = Path(__file__).with_name("_worker.py")
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
-GPU_DEVICE_FILES = ("/dev/nvidia0", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, either under WSL
+GPU_DEVICE_FILES = ("/dev/nvidia0", "/dev/kfd")  # NVIDIA, AMD
 
 POLL_SECONDS = 0.02
 SETTLE_SECONDS = 0.3  # after a failure: time for the other ranks to fail by themselves and say why
 GRACE_SECONDS = 5.0  # after a failure or Ctrl-C
 LONG_GRACE_SECONDS = 30.0  # after SIGTERM and the like, which a script may answer by saving a checkpoint
+KILL_SECONDS = 5.0  # for the kernel to clear away what was killed
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-OTHER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+OTHER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # passed on, and nothing more
+
+Signals = Callable[[float], Sequence[int]]  # see received_signals
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Job:
 
     command: list[str]  # script.py args..., or -m module args...
     nproc: int
-    gpus: str | None = None  # CUDA_VISIBLE_DEVICES of the processes; None leaves it as it is
+    gpus: str | None = None  # CUDA_VISIBLE_DEVICES for the processes; None: as it is
     grace: float | None = None
     unbuffered: bool = False
 
@@ -57,7 +60,7 @@ class Rank:
     process: subprocess.Popen
     report_file: IO[bytes]
     ended: float  # on the monotonic clock; while the process runs, when it was last seen alive
-    code: int | None = None  # as in Popen: minus the signal's number if a signal ended it
+    code: int | None = None  # as in Popen: minus the number of the signal that ended it
     report: dict = field(default_factory=dict)
     stop_signals: list[int] = field(default_factory=list)  # what the launcher sent to end it
 
@@ -66,12 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     try:
         return run_attempt(parse(argv))
-    except KeyboardInterrupt:  # before the signals are watched
+    except KeyboardInterrupt:  # only before run_attempt watches the signals
         return 128 + signal.SIGINT
 
 
 def run_attempt(job: Job) -> int:
-    """Run the job once, from a fresh store to the report; nothing of it stays behind."""
+    """Run the job once, with a store of its own, and return the exit code; no process of it is left."""
     began = time.monotonic()
     ranks: list[Rank] = []
     with received_signals() as signals:
@@ -96,9 +99,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None) -> Job:
-    """Turn the command line into a Job; everything after the script or module belongs to it, untouched."""
+    """Turn the command line into a Job; what follows the script or module belongs to it, untouched."""
     parser = Parser(
-        prog="python -m learnerkit.launch",
         usage="python -m learnerkit.launch [options] script.py [arguments of the script]\n"
         "       python -m learnerkit.launch [options] -m package.module [arguments of the module]",
         description="Run a training script once per GPU of this machine; on a machine without GPUs, once.",
@@ -106,50 +108,37 @@ def parse(argv: Sequence[str] | None) -> Job:
         "  python -m learnerkit.launch train.py --epochs 5        every GPU\n"
         "  python -m learnerkit.launch --gpus 0,2 train.py        two of them\n"
         "  python -m learnerkit.launch --nproc 2 -m pkg.train     two processes, also without a GPU\n\n"
-        "The exit code is the script's; 128 + n if signal n ended it.",
+        "The exit code is the script's, or 128 + n if signal n ended it.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    number = parser.add_mutually_exclusive_group()
-    number.add_argument(
-        "--nproc", "--nproc-per-node", type=positive, metavar="N", help="number of processes (default: one per GPU)"
+    grace = f"{GRACE_SECONDS:.0f} after a failure or Ctrl-C, {LONG_GRACE_SECONDS:.0f} after SIGTERM"
+    add = parser.add_argument
+    add(
+        "--nproc",
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="number of processes (default: one per GPU)",
     )
-    number.add_argument("--gpus", metavar="0,1", help="use these GPUs, one process each")
-    parser.add_argument(
-        "--grace",
-        type=seconds,
-        metavar="S",
-        help="seconds a process gets to stop before it is killed (default: "
-        f"{GRACE_SECONDS:.0f} after a failure or Ctrl-C, {LONG_GRACE_SECONDS:.0f} after SIGTERM)",
-    )
-    parser.add_argument("-u", dest="unbuffered", action="store_true", help="do not buffer the script's output")
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="...", help="run a module, as python -m")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add("--gpus", metavar="0,1", help="the GPUs to use, by index, with one process each")
+    add("--grace", type=float, metavar="S", help=f"seconds to stop in before being killed (default: {grace})")
+    add("-u", dest="unbuffered", action="store_true", help="do not buffer the output of the processes")
+    add("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m does")
+    add("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     try:
-        command = target(options.module, options.script)
+        command = choose_command(options.module, options.script)
         nproc, gpus = choose_processes(options.nproc, options.gpus, os.environ)
+        if options.grace is not None and not 0 <= options.grace < float("inf"):
+            raise ValueError(f"--grace {options.grace}: give seconds, 0 or more")
     except ValueError as error:
         parser.error(str(error))
     return Job(command, nproc, gpus, options.grace, options.unbuffered)
 
 
-def positive(text: str) -> int:
-    """Read a number of processes."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 on, got {text!r}")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    """Read a time."""
-    if not re.fullmatch(r"\d+(\.\d*)?|\.\d+", text):
-        raise argparse.ArgumentTypeError(f"expected seconds, such as 5 or 0.5, got {text!r}")
-    return float(text)
-
-
-def target(module: list[str] | None, script: list[str]) -> list[str]:
-    """Return what the workers are to run, after a look whether it is there."""
+def choose_command(module: list[str] | None, script: list[str]) -> list[str]:
+    """Return what each process is to run."""
     if module:
         return ["-m", *module]
     if script[:1] == ["--"]:
@@ -157,38 +146,50 @@ def target(module: list[str] | None, script: list[str]) -> list[str]:
     if not script:
         raise ValueError("nothing to run: name a script (train.py) or a module (-m package.module)")
     if not os.path.isfile(script[0]):
-        raise ValueError(f"there is no script {script[0]!r} (looked in {os.getcwd()})")
+        raise ValueError(
+            f"{script[0]!r} is no file (seen from {os.getcwd()}); name a Python script, or use -m"
+        )
     return script
 
 
-# The GPUs, without torch
+# GPUs, found without torch
 
 
-def choose_processes(nproc: int | None, gpus: str | None, environ: Mapping[str, str]) -> tuple[int, str | None]:
-    """Return the number of processes and, where `gpus` names some, their CUDA_VISIBLE_DEVICES."""
+def choose_processes(
+    nproc: int | None, gpus: str | None, environ: Mapping[str, str]
+) -> tuple[int, str | None]:
+    """Return the number of processes and, if `gpus` picks some, the CUDA_VISIBLE_DEVICES for them."""
+    if nproc is not None and gpus is not None:
+        raise ValueError(
+            "--nproc does not go with --gpus, which starts one process per GPU; leave one of them out"
+        )
+    if nproc is not None and nproc < 1:
+        raise ValueError(f"--nproc {nproc}: give the number of processes, 1 or more")
     names = gpu_names(environ)
     if gpus is not None:
         chosen = choose_gpus(gpus, names)
         return len(chosen), ",".join(chosen)
-    if nproc and names and nproc > len(names):
+    if nproc and nproc > len(names) > 0:
         raise ValueError(
-            f"--nproc {nproc}, but there are {len(names)} GPUs to use and each process needs its own. "
-            "Ask for fewer, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
+            f"--nproc {nproc}: every process needs a GPU of its own, and {len(names)} can be used; "
+            "ask for fewer, or set CUDA_VISIBLE_DEVICES= (to nothing) to run on the CPU"
         )
     return nproc or max(len(names), 1), None
 
 
 def choose_gpus(gpus: str, names: list[str]) -> list[str]:
-    """Return the names of the GPUs listed by index in `gpus`."""
+    """Return the names of the GPUs whose indices are listed in `gpus`."""
     indices = [int(part) if part.strip().isdecimal() else -1 for part in gpus.split(",")]
     if len(set(indices)) < len(indices) or not all(0 <= index < len(names) for index in indices):
-        allowed = f"indices from 0 to {len(names) - 1}, each once" if names else "nothing here: no GPU was found"
-        raise ValueError(f"--gpus {gpus!r}: allowed are {allowed}")
+        allowed = (
+            f"give indices from 0 to {len(names) - 1}, each once" if names else "no GPU can be used here"
+        )
+        raise ValueError(f"--gpus {gpus}: {allowed}")
     return [names[index] for index in indices]
 
 
 def gpu_names(environ: Mapping[str, str]) -> list[str]:
-    """Return the GPUs a process of this environment sees, each as CUDA_VISIBLE_DEVICES would name it."""
+    """Return the GPUs that a process of this environment sees, named as in CUDA_VISIBLE_DEVICES."""
     if "CUDA_VISIBLE_DEVICES" in environ:
         return listed_gpus(environ["CUDA_VISIBLE_DEVICES"])
     count = count_with_nvml()
@@ -198,7 +199,7 @@ def gpu_names(environ: Mapping[str, str]) -> list[str]:
 
 
 def listed_gpus(visible: str) -> list[str]:
-    """Return the entries of a CUDA_VISIBLE_DEVICES: indices, GPU or MIG names. CUDA stops at the first bad one."""
+    """Return the indices, GPU and MIG names in a CUDA_VISIBLE_DEVICES, up to the first bad one like CUDA."""
     names = []
     for name in map(str.strip, visible.split(",")):
         if not re.fullmatch(r"\d+|(GPU|MIG)-.+", name):
@@ -208,7 +209,7 @@ def listed_gpus(visible: str) -> list[str]:
 
 
 def count_with_nvml() -> int | None:
-    """Ask the driver's management library; None if it is missing or does not answer."""
+    """Ask the driver's management library; None if there is none or it does not answer."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -222,7 +223,7 @@ def count_with_nvml() -> int | None:
 
 
 def count_with_torch() -> int:
-    """Ask torch in another process: slow, but it knows the GPUs of every maker."""
+    """Ask torch, in a process of its own: slow, but it knows the GPUs of every maker."""
     question = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     answer = subprocess.run(question, stdout=subprocess.PIPE, text=True).stdout.strip()
     return int(answer) if answer.isdecimal() else 0
@@ -232,31 +233,31 @@ def count_with_torch() -> int:
 
 
 def start(job: Job, ranks: list[Rank]) -> None:
-    """Start the processes, adding each to `ranks` as soon as it runs.
+    """Start the processes; each joins `ranks` as soon as it runs.
 
-    The store in which they meet listens on loopback only. Its socket is bound here, where the kernel picks a free
-    port, and handed over to rank 0, so no port is fixed and none can be taken in between.
+    The store in which they meet listens on loopback only. Its socket is bound here, to a port that the kernel
+    picks, and handed to rank 0: no port is fixed, and none can be taken by others in between.
     """
+    interpreter = [sys.executable, "-u"] if job.unbuffered else [sys.executable]
     with socket.create_server((LOOPBACK, 0)) as listener:
         for number in range(job.nproc):
+            report_file = tempfile.TemporaryFile()  # noqa: SIM115  (without a name: nothing is left to remove)
             store_fd = listener.fileno() if number == 0 else None
-            # Without a name in the file system nobody has to remove the file, whatever happens to the launcher.
-            report_file = tempfile.TemporaryFile()  # noqa: SIM115
             setup = {"launcher": os.getpid(), "report_fd": report_file.fileno(), "store_fd": store_fd}
+            env = rank_environment(os.environ, job, number, listener.getsockname()[1])
             process = subprocess.Popen(
-                [sys.executable, *(["-u"] if job.unbuffered else []), str(WORKER), *job.command],
-                env=rank_environment(os.environ, job, number, listener.getsockname()[1])
-                | {"LEARNERKIT_WORKER": json.dumps(setup)},
+                [*interpreter, str(WORKER), *job.command],
+                env=env | {"LEARNERKIT_WORKER": json.dumps(setup)},
                 stdin=subprocess.DEVNULL,
-                pass_fds=[descriptor for descriptor in (report_file.fileno(), store_fd) if descriptor],
-                process_group=0,  # so that what the rank starts can be ended with it
+                pass_fds=[fd for fd in (report_file.fileno(), store_fd) if fd is not None],
+                process_group=0,  # what the rank starts can be ended together with it
             )
             ranks.append(Rank(number, process, report_file, ended=time.monotonic()))
 
 
 def rank_environment(environ: Mapping[str, str], job: Job, number: int, port: int) -> dict[str, str]:
-    """Return the environment of one rank: a copy, in which nothing of another launcher is left."""
-    stale = re.compile("TORCHELASTIC_|GROUP_|ROLE_|NODE_RANK$")
+    """Return the environment of one rank: a copy without what another launcher may have left in it."""
+    stale = re.compile("TORCHELASTIC_|GROUP_(RANK|WORLD_SIZE)|ROLE_(RANK|WORLD_SIZE|NAME)|NODE_RANK")
     env = {name: value for name, value in environ.items() if not stale.match(name)}
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         env.setdefault(name, LOOPBACK_INTERFACE)
@@ -271,8 +272,8 @@ def rank_environment(environ: Mapping[str, str], job: Job, number: int, port: in
         "LOCAL_WORLD_SIZE": str(job.nproc),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served already: every rank connects to it
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served already: rank 0 too only connects to it
+        "TORCHELASTIC_RESTART_COUNT": "0",  # older versions of torch look for it then
     }
 
 
@@ -280,15 +281,15 @@ def rank_environment(environ: Mapping[str, str], job: Job, number: int, port: in
 
 
 @contextmanager
-def received_signals() -> Iterator[Callable[[float], Sequence[int]]]:
+def received_signals() -> Iterator[Signals]:
     """Collect the signals sent to the launcher; gives a function that waits some seconds for the next ones.
 
-    The end of a process is a signal too (SIGCHLD), so waiting ends at once when a rank does.
+    A rank that ends sends SIGCHLD, which ends such a wait at once.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    # What was ignored when the launcher was started (SIGHUP under nohup) stays ignored, here and in the ranks.
-    # Not so SIGCHLD: without it the exit codes are lost.
+    # What was ignored when the launcher started stays so, here and in the ranks, such as SIGHUP under nohup.
+    # SIGCHLD must not, or exit codes would be lost.
     heard = [s for s in (*ENDING_SIGNALS, *OTHER_SIGNALS) if signal.getsignal(s) is not signal.SIG_IGN]
     old_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     old_handlers = {s: signal.signal(s, lambda *_: None) for s in (*heard, signal.SIGCHLD)}
@@ -308,8 +309,8 @@ def received_signals() -> Iterator[Callable[[float], Sequence[int]]]:
         os.close(write_end)
 
 
-def watch(ranks: list[Rank], signals: Callable[[float], Sequence[int]]) -> int | None:
-    """Wait until every rank has ended or one has failed, or for a signal that ends the run, which is returned."""
+def watch(ranks: list[Rank], signals: Signals) -> int | None:
+    """Wait until all ranks have ended, one has failed, or a signal asks for the end; return that signal."""
     while running(ranks) and not any(rank.code for rank in ranks):
         for signum in signals(POLL_SECONDS):
             if signum in ENDING_SIGNALS:
@@ -319,59 +320,58 @@ def watch(ranks: list[Rank], signals: Callable[[float], Sequence[int]]) -> int |
 
 
 def running(ranks: list[Rank]) -> list[Rank]:
-    """Return the ranks that still run, and take note of those that ended."""
+    """Return the ranks that still run; what ended since the last call is noted."""
     for rank in ranks:
-        if rank.code is not None:
-            continue
         now = time.monotonic()
-        code = rank.process.poll()
-        if code is None:
+        if rank.code is None and rank.process.poll() is None:
             rank.ended = now
-        else:
-            take_note(rank, code)
+        elif rank.code is None:
+            note_end(rank)
     return [rank for rank in ranks if rank.code is None]
 
 
-def take_note(rank: Rank, code: int) -> None:
-    """Record how a rank ended, and kill what it left running: loader workers, programs it started.
+def note_end(rank: Rank) -> None:
+    """Note how a rank ended, and kill what it left running (loader workers, other programs).
 
-    A rank that could not write a report (a signal, os._exit) ended when it was last seen alive at the earliest, so
-    that an error this caused in another rank counts as the later one.
+    A rank that was killed wrote no report. It counts as ended when it was last seen alive, so that the error
+    which its end caused in another rank comes after it.
     """
-    kill_group(rank)
-    rank.report_file.seek(0)
-    rank.report = json.loads(rank.report_file.read() or "{}")
-    rank.report_file.close()
-    rank.code = rank.report.get("code", code)
+    signal_group(rank, signal.SIGKILL)
+    with rank.report_file as file:
+        file.seek(0)
+        try:
+            rank.report = json.load(file)
+        except ValueError:
+            rank.report = {}
+    rank.code = rank.report.get("code", rank.process.returncode)
     rank.ended = rank.report.get("time", rank.ended)
 
 
 def send(ranks: list[Rank], signum: int) -> None:
-    """Send a signal to the ranks that run: to them alone, since loader workers must live until a rank has saved."""
-    for rank in ranks:
-        if rank.code is None:
-            rank.process.send_signal(signum)
+    """Send a signal to the ranks, and not to their loader workers, which they may need in order to save."""
+    for rank in running(ranks):
+        rank.process.send_signal(signum)
 
 
 # Stop
 
 
 def stop(ranks: list[Rank], signals: Signals, signum: int | None, grace: float | None) -> None:
-    """Ask the ranks that still run to end, with `signum` or after a failure SIGTERM, and give them some time."""
+    """Ask the ranks that still run to end, by `signum` (SIGTERM after a failure), and give them some time."""
+    default_grace = GRACE_SECONDS if signum in (None, signal.SIGINT) else LONG_GRACE_SECONDS
     if signum is None:
         wait_for_end(ranks, signals, SETTLE_SECONDS)
-        signum, default = signal.SIGTERM, GRACE_SECONDS
+        signum = signal.SIGTERM
     else:
         say(f"{signal.Signals(signum).name} received, waiting for the ranks to stop (Ctrl-C kills them)")
-        default = GRACE_SECONDS if signum == signal.SIGINT else LONG_GRACE_SECONDS
     for rank in running(ranks):
         rank.stop_signals.append(signum)
     send(ranks, signum)
-    wait_for_end(ranks, signals, default if grace is None else grace)
+    wait_for_end(ranks, signals, default_grace if grace is None else grace)
 
 
 def wait_for_end(ranks: list[Rank], signals: Signals, seconds: float) -> None:
-    """Wait until no rank runs, for at most `seconds`; Ctrl-C ends the wait, other signals are passed on."""
+    """Wait until no rank runs, at most `seconds`; Ctrl-C ends the wait, other signals are passed on."""
     deadline = time.monotonic() + seconds
     while running(ranks) and time.monotonic() < deadline:
         for signum in signals(POLL_SECONDS):
@@ -384,25 +384,20 @@ def kill(ranks: list[Rank]) -> None:
     """Kill the ranks that still run, and return when nothing of the run is left."""
     for rank in running(ranks):
         rank.stop_signals.append(signal.SIGKILL)
-        kill_group(rank)
+        signal_group(rank, signal.SIGKILL)
     deadline = time.monotonic() + KILL_SECONDS
-    while (running(ranks) or any(map(group_exists, ranks))) and time.monotonic() < deadline:
+    while (running(ranks) or any(signal_group(rank, 0) for rank in ranks)) and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
-def kill_group(rank: Rank) -> None:
-    """Kill a rank and what it has started."""
+def signal_group(rank: Rank, signum: int) -> bool:
+    """Send a signal to a rank and all that it has started; tell whether anything of them was left."""
     try:
-        os.killpg(rank.process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # nothing is left, or (on macOS) only dead processes
-        pass
-
-
-def group_exists(rank: Rank) -> bool:
-    """Tell whether a rank, or something it has started, is left."""
-    try:
-        os.killpg(rank.process.pid, 0)
-    except (ProcessLookupError, PermissionError):
+        os.killpg(rank.process.pid, signum)
+    except (
+        ProcessLookupError,
+        PermissionError,
+    ):  # PermissionError: on macOS, if only dead processes are left
         return False
     return True
 
@@ -413,13 +408,62 @@ def group_exists(rank: Rank) -> bool:
 def report(ranks: list[Rank], signum: int | None, began: float) -> int:
     """Say what went wrong, the first failure first, and return the exit code of the run."""
     failures = sorted(filter(failed, ranks), key=lambda rank: rank.ended)
-    if failures:
-        say(first_failure(failures[0], began, with_traceback=signum != signal.SIGINT))
+    for rank in failures[:1]:
+        details = rank.report.get(
+            "error" if signum == signal.SIGINT else "traceback"
+        )  # after Ctrl-C one line will do
+        say(
+            f"rank {rank.number} {fate(rank)} after {rank.ended - began:.1f} s"
+            + (f":\n{details}" if details else "")
+        )
     for rank in failures[1:]:
-        say(f"rank {rank.number} then {rank.report.get('error') and 'failed: ' + rank.report['error'] or fate(rank)}")
+        error = rank.report.get("error")
+        say(f"rank {rank.number} then " + (f"failed: {error}" if error else fate(rank)))
     for rank in ranks:
         if rank not in failures and (failures or signal.SIGKILL in rank.stop_signals):
-            say(f"rank {rank.number} {fate(rank)}")
+            say(f"rank {rank.number} {fate(rank)} after {rank.ended - began:.1f} s")
     if signum is not None:
         return 128 + signum
-    return shell_code(failures[0].code) if failures else 0
+    code = failures[0].code if failures else 0
+    return code if code >= 0 else 128 - code
+
+
+def failed(rank: Rank) -> bool:
+    """Tell whether a rank ended badly, other than by being stopped."""
+    return rank.code not in (None, 0) and not stopped(rank)
+
+
+def stopped(rank: Rank) -> bool:
+    """Tell whether a rank ended by a signal of the launcher, or with the exit code that stands for it."""
+    return any(rank.code in (-signum, 128 + signum) for signum in rank.stop_signals)
+
+
+def fate(rank: Rank) -> str:
+    """Say in a few words how a rank ended."""
+    if rank.code is None:
+        return f"does not die: process {rank.process.pid} hangs in the kernel"
+    if stopped(rank):
+        return (
+            "did not stop in time and was killed"
+            if rank.code == -signal.SIGKILL
+            else "was stopped by the launcher"
+        )
+    if rank.code == -signal.SIGKILL:
+        return "was killed by signal 9 (SIGKILL), as the kernel does when memory runs out (see dmesg),"
+    if rank.code < 0:
+        return f"was killed by signal {-rank.code} ({signal.strsignal(-rank.code)})"
+    return f"failed (exit code {rank.code})" if rank.code else "ended with exit code 0"
+
+
+def say(text: str) -> None:
+    """Print to stderr, with control characters escaped: they could forge lines or steer the terminal."""
+    controls = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+    text = re.sub(controls, lambda match: match[0].encode("unicode_escape").decode(), text.rstrip())
+    try:
+        print(f"learnerkit.launch: {text}", file=sys.stderr, flush=True)
+    except OSError:  # the terminal is gone (SIGHUP), but the ranks are still to be stopped
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -50,20 +51,25 @@ class LossWeight:
                 "number of items the loss averages over"
             )
         if loss_weight is None and option(loss_func, "reduction") == "none":
-            raise ValueError(f"{loss_func} has reduction='none', so the loss is no scalar; use 'mean' or 'sum'")
+            raise ValueError(
+                f"{loss_func} has reduction='none', so the loss is no scalar; use 'mean' or 'sum'"
+            )
         self.sums = loss_weight == "sum" or (loss_weight is None and option(loss_func, "reduction") == "sum")
-        self._count = loss_weight if callable(loss_weight) else None
+        self._given = callable(loss_weight)
+        self._count = loss_weight if self._given else None
         if self._count is None and not self.sums and is_cross_entropy(loss_func):
             self._count = partial(
                 _count_classes, option(loss_func, "weight"), option(loss_func, "ignore_index", -100)
             )
 
     def count(self, yb: tuple, batch_size: int) -> int | Tensor:
-        """The number of items behind a batch's loss; a 0-dim tensor where it must be counted on the device."""
+        """The number of items behind a batch's loss; a 0-dim tensor, on every rank alike, where it is counted."""
         if self._count is None or not yb:
             return batch_size
-        found = self._count(*yb)
-        return batch_size if found is None else found
+        found = self._count(*yb) if batch_size or not self._given else 0
+        if found is None:
+            return batch_size
+        return found if isinstance(found, Tensor) else torch.tensor(found)
 
 
 def _count_classes(weight: Tensor | None, ignore_index: int, target: Any, *rest: Any) -> Tensor | None:

@@ -4,6 +4,7 @@ Every metric counts each sample exactly once, whatever the batches and the numbe
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from learnerkit import world
-from learnerkit.data import batch_size, tensors_in
+from learnerkit.data import concat, gather_batches, map_batch
 from learnerkit.losses import kernel
-from learnerkit.utils import describe
+from learnerkit.scalars import HostScalars
+from learnerkit.utils import describe, listify
 
 # Functions: f(pred, *targets) -> 0-dim tensor, a mean over samples
 
@@ -83,7 +85,9 @@ class Metric:
             ValueError: another `reduce`.
         """
         if reduce not in self._REDUCTIONS:
-            raise ValueError(f"add_state({name!r}) got reduce={reduce!r}; it takes {', '.join(map(repr, self._REDUCTIONS))}")
+            raise ValueError(
+                f"add_state({name!r}) got reduce={reduce!r}; it takes {', '.join(map(repr, self._REDUCTIONS))}"
+            )
         default = [] if reduce == "cat" else torch.as_tensor(default)
         self.__dict__.setdefault("_states", {})[name] = (default, reduce)
         setattr(self, name, copy.deepcopy(default))
@@ -121,38 +125,45 @@ class AccumMetric(Metric):
 
     def update(self, pred: Any, *targets: Any) -> None:
         """Keep a batch, on the host."""
-        self.batches.append((pred, *targets))
+        self.batches.append(map_batch(lambda t: t.detach().cpu(), (pred, *targets)))
 
     def compute(self) -> Any:
         """`func` of everything kept."""
-        return self.func(*(torch.cat(column) for column in zip(*self.batches, strict=True)))
+        return self.func(*concat(self.batches))
 
 
-class _RootMetric(Metric):
+class _MeanOf(Metric):
+    """A function of the mean of something over all samples."""
+
     def __init__(self, name: str | None = None):
         super().__init__(name)
-        self.add_state("total", torch.zeros((), dtype=torch.float64))
-        self.add_state("count", torch.zeros((), dtype=torch.float64))
+        self.add_state("total", 0.0)
+        self.add_state("count", 0)
 
     def _add(self, total: Tensor, count: int | Tensor) -> None:
-        # float64 does not exist on every accelerator, so the sums are kept on the host's side of `total`.
-        self.total = self.total.to(total.device) + total.detach()
+        self.total = self.total + _wide(total.detach())
         self.count = self.count + count
 
 
-class rmse(_RootMetric):  # noqa: N801 - named like the function metrics beside it
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.device.type == "mps" else x.double()  # MPS has no float64
+
+
+class rmse(_MeanOf):  # noqa: N801 - named like the function metrics beside it
     """Root of the mean squared error over all elements of all samples."""
 
     def update(self, pred: Tensor, target: Tensor) -> None:
         """Add a batch's squared errors."""
-        self._add(F.mse_loss(pred.flatten(), target.flatten().to(pred.dtype), reduction="sum"), target.numel())
+        self._add(
+            F.mse_loss(pred.flatten(), target.flatten().to(pred.dtype), reduction="sum"), target.numel()
+        )
 
     def compute(self) -> Tensor:
         """The root of their mean."""
         return (self.total / self.count).sqrt()
 
 
-class perplexity(_RootMetric):  # noqa: N801
+class perplexity(_MeanOf):  # noqa: N801
     """Exponential of the mean cross-entropy over all targets that are not `ignore_index`.
 
     Args:
@@ -171,3 +182,194 @@ class perplexity(_RootMetric):  # noqa: N801
     def compute(self) -> Tensor:
         """The exponential of the mean."""
         return (self.total / self.count).exp()
+
+
+# Meters: one interface for every kind of metric
+
+
+def make_meters(metrics: Any) -> list["Meter"]:
+    """A meter for each metric: a function, an object, a class of ours, a list of them, or a dict with their names.
+
+    Raises:
+        TypeError: something that is no metric.
+        ValueError: two metrics of one name.
+    """
+    named = metrics.items() if isinstance(metrics, Mapping) else [(None, m) for m in listify(metrics)]
+    meters = [_make_meter(metric, name) for name, metric in named]
+    names = [m.name for m in meters]
+    twice = {n for n in names if names.count(n) > 1}
+    if twice:
+        raise ValueError(
+            f"two metrics are named {sorted(twice)}; name them by a dict: metrics={{'name': metric, ...}}"
+        )
+    return meters
+
+
+def _make_meter(metric: Any, name: str | None) -> "Meter":
+    if isinstance(metric, type) and issubclass(metric, Metric):
+        metric = metric()
+    if isinstance(metric, Metric):
+        return StatesMeter(metric, name) if metric.__dict__.get("_states") else GatheringMeter(metric, name)
+    if all(callable(getattr(metric, part, None)) for part in ("reset", "update", "compute")):
+        if hasattr(metric, "sync_on_compute"):
+            return TorchmetricsMeter(metric, name)
+        return MergingMeter(metric, name) if hasattr(metric, "merge_state") else GatheringMeter(metric, name)
+    if callable(metric):
+        return MeanMeter(metric, name)
+    raise TypeError(
+        f"got the metric {metric!r}; a metric is a function f(pred, *targets) that is a mean over samples, an "
+        "AccumMetric, or an object with reset, update and compute"
+    )
+
+
+def _name_of(metric: Any) -> str:
+    found = kernel(metric)
+    return getattr(found, "name", None) or getattr(found, "__name__", type(found).__name__.lower())
+
+
+class Meter:
+    """Feeds one metric, batch by batch, and reads it at the end.
+
+    Args:
+        metric: what the user gave.
+        name: its column; by default the metric's own name.
+    """
+
+    def __init__(self, metric: Any, name: str | None = None):
+        self.metric, self.name = metric, name or _name_of(metric)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.metric.reset()
+
+    def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
+        """Take a batch: its place in the order of the data, its number of samples, its predictions and targets."""
+        self.metric.update(_detached(pred), *targets)
+
+    def result(self, sharded: bool) -> float:
+        """The metric over everything; if `sharded`, over all ranks, each of which must reach this."""
+        if sharded:
+            self.combine()
+        with warnings.catch_warnings():
+            # torchmetrics warns where a rank had no batch of its own, which is fine here.
+            warnings.filterwarnings(
+                "ignore", message="The ``compute`` method of metric", category=UserWarning
+            )
+            return self.scalar(self.metric.compute())
+
+    def combine(self) -> None:
+        """Bring the other ranks' samples into the metric."""
+
+    def scalar(self, value: Any) -> float:
+        """`value` as a number.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, "__float__"):
+            return float(value)
+        raise ValueError(
+            f"metric {self.name!r} returned {describe(value)}; a metric returns a number or a tensor with one element "
+            "(take the mean inside it, or give one metric for each value)"
+        )
+
+
+def _detached(pred: Any) -> Any:
+    return pred.detach() if isinstance(pred, Tensor) else map_batch(Tensor.detach, pred)
+
+
+class MeanMeter(Meter):
+    """A function that is a mean over samples: its values, weighted by batch size."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.values, self.sizes = HostScalars(), []
+
+    def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
+        """Take the mean of a batch; it stays on the device."""
+        value = self.metric(_detached(pred), *targets)
+        is_scalar = isinstance(value, Tensor) and value.ndim == 0
+        self.values.append(value.detach() if is_scalar else self.scalar(value))
+        self.sizes.append(size)
+
+    def result(self, sharded: bool) -> float:
+        """The mean over all samples."""
+        total = sum(value * size for value, size in zip(self.values.all(), self.sizes, strict=True))
+        return weighted_mean(total, sum(self.sizes), sharded)
+
+
+def weighted_mean(total: float, count: float, sharded: bool) -> float:
+    """total / count over all ranks if `sharded`, NaN where nothing was counted."""
+    if sharded:
+        total, count = world.reduce(torch.tensor([total, count], dtype=torch.float64)).tolist()
+    return total / count if count else float("nan")
+
+
+class StatesMeter(Meter):
+    """A `Metric`: its states are combined as they were declared."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.places: dict[str, list] = {}
+
+    def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
+        """Update the metric, noting where in the order each new piece of a 'cat' state belongs."""
+        super().update(place, size, pred, targets)
+        for name, (_, reduce) in self.metric._states.items():
+            if reduce == "cat":
+                places = self.places.setdefault(name, [])
+                places += [(place, i) for i in range(len(places), len(getattr(self.metric, name)))]
+
+    def combine(self) -> None:
+        """Combine every declared state over the ranks."""
+        for name, (_, reduce) in self.metric._states.items():
+            value = getattr(self.metric, name)
+            if reduce == "cat":
+                whole = world.gather_pieces(list(zip(self.places.get(name, []), value, strict=True)))
+            else:
+                # From the host: a rank without data still has its state there.
+                whole = world.reduce(torch.as_tensor(value).detach().cpu(), reduce)
+            setattr(self.metric, name, whole)
+
+
+class GatheringMeter(Meter):
+    """An object whose states cannot be combined: it gets everything, from all ranks, in order."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.metric.reset()
+        self.batches: list[tuple] = []
+
+    def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
+        """Keep a batch on the host."""
+        self.batches.append((place, map_batch(lambda t: t.detach().cpu(), (pred, *targets))))
+
+    def result(self, sharded: bool) -> float:
+        """Let the metric see all batches, and read it."""
+        batches = gather_batches(self.batches, sharded=sharded)
+        for batch in batches:
+            self.metric.update(*batch)
+        return self.scalar(self.metric.compute()) if batches else float("nan")
+
+
+class MergingMeter(Meter):
+    """An object that merges the states of others (torcheval's `merge_state`)."""
+
+    def combine(self) -> None:
+        """Merge the other ranks' metrics into this one, in rank order."""
+        first, *rest = world.all_gather(self.metric)
+        self.metric = first.merge_state(rest)
+
+
+class TorchmetricsMeter(Meter):
+    """A torchmetrics object, which communicates by itself when asked to compute."""
+
+    def result(self, sharded: bool) -> float:
+        """Compute, with the ranks' states combined if the data are sharded and only then."""
+        if not sharded:
+            self.metric.sync_on_compute = False
+        try:
+            return super().result(sharded)
+        finally:
+            self.metric.sync_on_compute = True

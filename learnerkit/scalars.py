@@ -53,8 +53,8 @@ class HostScalars:
         if device is None:
             self._host.extend(_to_floats(pending))
             return
-        values = torch.stack([torch.as_tensor(v, device=device).float() for v in pending])
-        landing = torch.empty(len(values), pin_memory=device.type == "cuda")
+        values = torch.stack([torch.as_tensor(v, device=device) for v in pending])
+        landing = torch.empty(len(values), dtype=values.dtype, pin_memory=device.type == "cuda")
         landing.copy_(values, non_blocking=device.type == "cuda")
         event = torch.Event(device)
         event.record()
@@ -67,5 +67,5 @@ class HostScalars:
 
 def _to_floats(values: Sequence[float | Tensor]) -> list[float]:
     if values and all(isinstance(v, Tensor) for v in values):
-        return torch.stack([v.double() for v in values]).tolist()
+        return torch.stack(values).tolist()  # several times as fast as one by one
     return [float(v) for v in values]

@@ -203,13 +203,13 @@ def all_gather(x: T) -> list[T]:
     return everyone
 
 
-def gather_pieces(pieces: Iterable[tuple[int, Tensor]], on: str = "all") -> list[Tensor] | None:
+def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list[Tensor] | None:
     """The pieces of all ranks, in the order of their places.
 
     Ranks may hold different numbers of pieces, of any shapes and types, or none.
 
     Args:
-        pieces: (place, tensor) pairs of this rank; a place is unique over all ranks.
+        pieces: (place, tensor) pairs of this rank; a place is a number or a tuple, unique over all ranks.
         on: 'all', or 'rank0' where the other ranks need nothing: they get `None`.
     """
     pieces = sorted(pieces, key=lambda piece: piece[0])
@@ -348,7 +348,9 @@ def set_seed(seed: int, reproducible: bool = False) -> None:
     torch.manual_seed(seed)
     _seed_others(seed)
     if reproducible:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by torch's reproducibility notes
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # asked for by torch's reproducibility notes
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
 
@@ -356,9 +358,21 @@ def set_seed(seed: int, reproducible: bool = False) -> None:
 def spread_seeds() -> None:
     """Move ranks other than 0 to random streams of their own if all still share one; every rank must reach this."""
     if world_size() > 1 and same_everywhere(torch.get_rng_state().tolist()) and not is_main():
-        seed = (torch.initial_seed() + 0x9E3779B97F4A7C15 * rank()) % 2**63
+        seed = stream_seed(torch.initial_seed(), rank())
         torch.manual_seed(seed)
         _seed_others(seed)
+
+
+def stream_seed(seed: int, number: int) -> int:
+    """The seed of stream `number` of those that belong to `seed`; stream 0 is `seed` itself."""
+    # An odd constant (2**64 over the golden ratio) keeps neighbouring numbers' seeds far apart.
+    return (seed + 0x9E3779B97F4A7C15 * number) % 2**63
+
+
+def seed_host(seed: int) -> None:
+    """Seed the host's generators alone: torch's CPU one, python's and numpy's."""
+    torch.default_generator.manual_seed(seed)
+    _seed_others(seed)
 
 
 def _seed_others(seed: int) -> None:

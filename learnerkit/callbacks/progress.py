@@ -1,0 +1,170 @@
+"""Progress: a live bar under a table in a terminal, an HTML table and bar in a notebook, plain lines elsewhere."""
+
+import html
+import io
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from learnerkit.callback import Callback
+from learnerkit.callbacks.recorder import TableLogger, format_row, format_value
+from learnerkit.data import loader_len
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+_REFRESH = 0.1  # seconds between two drawings of the bar
+
+
+def in_notebook() -> bool:
+    """Whether this runs in a Jupyter kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return getattr(shell, "kernel", None) is not None
+
+
+class ProgressCallback(Callback):
+    """Shows how far training has come: smoothed loss, remaining time, and the table of finished epochs.
+
+    The table goes to standard output and the terminal's bar to standard error, so that a redirected output holds whole
+    lines only. The bar is redrawn ten times a second at most, from losses that have arrived on the host.
+    """
+
+    order = 60
+    rank0_only = True
+
+    def __init__(self):
+        super().__init__()
+        self._bar: tqdm | None = None
+        self._page: NotebookPage | None = None
+        self._logger: Any = None
+        self._next = 0.0
+        self._skipped = 0
+
+    def before_fit(self):
+        learn = self.learn
+        if in_notebook():
+            self._page = NotebookPage(learn)
+        if learn.task == "fit" and isinstance(learn.logger, TableLogger):
+            self._logger = learn.logger
+            learn.logger = self._page or TableLogger(learn, _print_above)
+            learn.logger.header()
+
+    def before_train(self):
+        learn = self.learn
+        steps = loader_len(learn.dl)
+        self._skipped = (steps or 0) * learn._start_epoch
+        self._show_bar(f"epoch {learn.epoch}/{learn.n_epoch}", steps and steps * learn.n_epoch)
+
+    def before_validate(self):
+        learn = self.learn
+        what = "predicting" if learn.task == "predict" else "validating"
+        where = f"epoch {learn.epoch}/{learn.n_epoch} " if learn.task == "fit" else ""
+        self._show_bar(where + what, loader_len(learn.dl))
+
+    def after_batch(self):
+        if self._bar is not None:
+            now = time.perf_counter()
+            if now >= self._next:
+                self._next = now + _REFRESH
+                self._draw()
+
+    def cleanup_fit(self):
+        if self._bar is not None:
+            self._bar.close()
+        if self._page is not None:
+            self._page.show()
+        if self._logger is not None:
+            self.learn.logger = self._logger
+        self._bar = self._page = self._logger = None
+
+    def _show_bar(self, text: str, total: int | None) -> None:
+        if self._bar is None and (self._page or sys.stderr.isatty()):
+            self._next = time.perf_counter() + _REFRESH
+            # In a notebook tqdm keeps the time and words the bar, and the page shows it.
+            where = {"file": io.StringIO()} if self._page else {"dynamic_ncols": True}
+            self._bar = tqdm(total=total, leave=False, bar_format=_BAR if total else None, **where)
+        if self._bar is not None:
+            self._bar.set_description_str(text)
+
+    def _draw(self) -> None:
+        learn, bar = self.learn, self._bar
+        if learn.task == "fit":
+            bar.n = self._skipped + learn.train_iter
+            loss = learn.recorder.recent_loss() if hasattr(learn, "recorder") else None
+            if loss is not None:
+                bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+        else:
+            bar.n = learn.iter + 1
+        bar.refresh()
+        if self._page is not None:
+            self._page.show(bar)
+
+
+_BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}] {postfix}"
+_WORDS = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}] {postfix}"
+
+
+def _print_above(line: str) -> None:
+    # tqdm clears its bars, writes the line and draws them again; flushed, so that a log file can be followed.
+    tqdm.write(line, file=sys.stdout)
+    sys.stdout.flush()
+
+
+class NotebookPage:
+    """One output of a notebook cell: the table so far and, below it, a bar that goes away at the end.
+
+    Args:
+        learn: whose recorder knows the columns.
+    """
+
+    def __init__(self, learn: "Learner"):
+        self.learn = learn
+        self.rows: list[list] = []
+        self._handle: Any = None
+
+    def __call__(self, row: list) -> None:
+        """Add a row: this is the learner's logger meanwhile."""
+        self.rows.append(row)
+        self.show()
+
+    def header(self) -> None:
+        """Show the columns before there is a row."""
+        self.show()
+
+    def show(self, bar: tqdm | None = None) -> None:
+        """Draw everything anew, in the place where it was."""
+        from IPython.display import display
+
+        content = {"text/html": self._html(bar), "text/plain": self._text()}
+        if self._handle is None:
+            self._handle = display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
+
+    def _html(self, bar: tqdm | None) -> str:
+        lines = []
+        if self.learn.task == "fit":
+            cells = '<th style="text-align: right">', "</th>"
+            lines.append(
+                "<table><thead>" + _html_row(self.learn.recorder.metric_names, *cells) + "</thead><tbody>"
+            )
+            lines += [_html_row(row, '<td style="text-align: right">', "</td>") for row in self.rows]
+            lines.append("</tbody></table>")
+        if bar is not None:
+            words = html.escape(bar.format_meter(**{**bar.format_dict, "bar_format": _WORDS}))
+            span = f'value="{bar.n}" max="{bar.total}"' if bar.total else ""
+            lines.append(f'<div><progress {span} style="width: 20em"></progress> <code>{words}</code></div>')
+        return "\n".join(lines)
+
+    def _text(self) -> str:
+        if self.learn.task != "fit":
+            return ""
+        names = self.learn.recorder.metric_names
+        return "\n".join(format_row(names, row) for row in [names, *self.rows])
+
+
+def _html_row(cells: list, start: str, end: str) -> str:
+    return "<tr>" + "".join(start + html.escape(format_value(cell)) + end for cell in cells) + "</tr>"

@@ -1,0 +1,412 @@
+"""What a fit leaves behind: losses, metrics, rates, the table's rows and the plot of the loss."""
+
+import copy
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from learnerkit import checks, world
+from learnerkit.callback import Callback
+from learnerkit.metrics import Meter, make_meters, weighted_mean
+from learnerkit.scalars import HostScalars
+from learnerkit.utils import add_note_once, describe, format_time
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+
+class LossMeter:
+    """The losses of a row of batches and how much each of them counts; nothing waits for the device until it is read."""
+
+    def __init__(self):
+        self.losses, self.counts = HostScalars(), HostScalars()
+
+    def update(self, learn: "Learner") -> None:
+        """Take a batch's loss; a batch without one (cancelled before) counts nothing."""
+        lost = learn.loss is None
+        self.losses.append(0.0 if lost else learn.loss)
+        self.counts.append(0 if lost else learn.loss_count)
+
+    def weighed(self, sums: bool, sharded: bool) -> tuple[list[float], list[float]]:
+        """(weighted losses, weights) of each batch; if `sharded`, of each step over all ranks."""
+        counts = self.counts.all()
+        totals = [loss if sums else loss * n for loss, n in zip(self.losses.all(), counts, strict=True)]
+        if sharded:
+            totals, counts = world.reduce(torch.tensor([totals, counts], dtype=torch.float64)).tolist()
+        return totals, counts
+
+    def mean(self, sums: bool, sharded: bool) -> float:
+        """The mean over everything counted, on all ranks if `sharded`."""
+        totals, counts = self.weighed(sums, sharded=False)
+        return weighted_mean(sum(totals), sum(counts), sharded)
+
+
+class Evaluation:
+    """Loss and metrics over the batches of one reading of a loader.
+
+    Args:
+        meters: the metrics'.
+    """
+
+    def __init__(self, meters: list[Meter]):
+        self.meters = meters
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.loss, self.batches, self.sharded = LossMeter(), 0, False
+        for meter in self.meters:
+            meter.reset()
+
+    def update(self, learn: "Learner") -> None:
+        """Take the present batch.
+
+        Raises:
+            ValueError: it has neither targets nor a loss of the model's own.
+        """
+        self.batches += 1
+        self.sharded = learn.sharded
+        if not learn.training:
+            checks.check_trainable(learn)
+        self.loss.update(learn)
+        for meter in self.meters:
+            if learn.batch_size and learn.pred is not None:
+                try:
+                    meter.update(learn.batch_index, learn.batch_size, learn.pred, learn.yb)
+                except Exception as e:
+                    got = f"predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}"
+                    add_note_once(e, f"metric {meter.name!r} got {got}")
+                    raise
+
+    def metrics(self) -> list[float]:
+        """Each metric; every rank must reach this if the data are sharded."""
+        if not (world.reduce(self.batches) if self.sharded else self.batches):
+            return [float("nan")] * len(self.meters)
+        return [meter.result(self.sharded) for meter in self.meters]
+
+
+class EvaluationCallback(Callback):
+    """Loss and metrics of one validation, in `values`: what `Learner.validate` returns."""
+
+    order = 50
+    run_train = False
+
+    def __init__(self):
+        super().__init__()
+        self.values: list[float] = []
+
+    def before_validate(self):
+        # Copies: in mid-fit the recorder may be using the metrics themselves.
+        self._evaluation = Evaluation(make_meters(copy.deepcopy(self.learn.metrics)))
+
+    def after_batch(self):
+        self._evaluation.update(self.learn)
+
+    def after_validate(self):
+        found = self._evaluation
+        # Ranks left without a batch must know that the others share the data with them.
+        found.sharded = self.learn.sharded
+        self.values = [found.loss.mean(self.learn.loss_weighting.sums, found.sharded), *found.metrics()]
+
+
+class Smoother:
+    """An exponential average corrected for its start, as in Adam (Kingma and Ba, https://arxiv.org/abs/1412.6980).
+
+    Within an epoch it follows this rank's losses; when the epoch is closed, those of all ranks take their place.
+
+    Args:
+        beta: share of the past in each value.
+    """
+
+    def __init__(self, beta: float):
+        self.beta = beta
+        self.values: list[float] = []
+        self._average, self._count, self._taken = 0.0, 0, 0
+        self._start = (0, 0.0, 0)
+
+    def extend(self, losses: list[float]) -> None:
+        """Follow the losses of the open epoch, of which some may be known already."""
+        for loss in losses[self._taken :]:
+            self._add(loss)
+        self._taken = len(losses)
+
+    def close(self, losses: list[float | None]) -> None:
+        """End the epoch with its final losses; `None` is a step in which nothing counted."""
+        length, self._average, self._count = self._start
+        del self.values[length:]
+        for loss in losses:
+            self._add(loss)
+        self._taken, self._start = 0, (len(self.values), self._average, self._count)
+
+    def _add(self, loss: float | None) -> None:
+        if loss is not None:
+            self._average = self.beta * self._average + (1 - self.beta) * loss
+            self._count += 1
+        self.values.append(self._average / (1 - self.beta**self._count) if self._count else float("nan"))
+
+
+class Recorder(Callback):
+    """Records a fit: losses, metrics and rates; writes the table's rows to `learn.logger`.
+
+    Args:
+        add_time: whether the last column is the epoch's time.
+        train_metrics: whether metrics are taken on training batches too.
+        valid_metrics: whether metrics are taken in validation.
+        beta: smoothing of `losses`: an exponential average, corrected for its start.
+
+    Attributes:
+        metric_names: the columns.
+        values: one list for each epoch: the columns but epoch and time.
+        log: the last row; `final_record`: the last of `values`.
+        losses: the smoothed training loss at every step, over all ranks once an epoch is over.
+        lrs: the last group's learning rate at every step.
+        iters: the number of steps at the end of each epoch.
+        hps: scheduled hyper-parameters at every step, by name.
+        history: the earlier fits, each with these attributes.
+    """
+
+    order = 50
+    only_fit = True
+
+    def __init__(
+        self,
+        add_time: bool = True,
+        train_metrics: bool = False,
+        valid_metrics: bool = True,
+        beta: float = 0.98,
+    ):
+        super().__init__()
+        if not 0 <= beta < 1:
+            raise ValueError(f"got beta={beta}; the smoothing is 0 (none) or more, and less than 1")
+        self.add_time, self.train_metrics, self.valid_metrics, self.beta = (
+            add_time,
+            train_metrics,
+            valid_metrics,
+            beta,
+        )
+        self.history: list[SimpleNamespace] = []
+        self._start()
+
+    def _start(self) -> None:
+        self.values: list[list[float]] = []
+        self.lrs: list[float] = []
+        self.iters: list[int] = []
+        self.hps: dict[str, list[float]] = {}
+        self.log: list = []
+        self.final_record: list[float] = []
+        self.metric_names: list[str] = []
+        self._logged: dict[str, HostScalars] = {}
+        self._train_meters: list[Meter] = []
+        self._valid_meters: list[Meter] = []
+        self._smooth = Smoother(self.beta)
+        self._open = False
+
+    @property
+    def losses(self) -> list[float]:
+        """The smoothed training loss at every step; reading it in mid-epoch waits for the device."""
+        if self._open:
+            self._smooth.extend(self._train.loss.losses.all())
+        return self._smooth.values
+
+    @property
+    def smooth_loss(self) -> float | None:
+        """The last of `losses`."""
+        return self.losses[-1] if self.losses else None
+
+    def recent_loss(self) -> float | None:
+        """The smoothed loss of the newest step that the host knows of; never waits."""
+        if self._open:
+            self._smooth.extend(self._train.loss.losses.poll())
+        return self._smooth.values[-1] if self._smooth.values else None
+
+    def log_metric(self, name: str, value: float | Tensor) -> None:
+        """Take a value into the column `name` of this epoch's row.
+
+        Raises:
+            ValueError: no single number, or the name of another column.
+        """
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"log_metric({name!r}) got {describe(value)}; it takes one number")
+            value = value.detach().reshape(())
+        if name not in self._logged:
+            if name in (*self._names(), "epoch", "time"):
+                raise ValueError(f"log_metric got {name!r}, which is a column already; choose another name")
+            self._logged[name] = HostScalars()
+        self._logged[name].append(value)
+
+    def before_fit(self):
+        if self.values or self.lrs:
+            kept = ("metric_names", "values", "losses", "lrs", "iters", "hps", "final_record", "log")
+            self.history.append(SimpleNamespace(**{name: getattr(self, name) for name in kept}))
+        self._start()
+        metrics = self.learn.metrics
+        # Copies in training, so that a metric's states in validation are its own.
+        self._train_meters = make_meters(copy.deepcopy(metrics)) if self.train_metrics else []
+        self._valid_meters = make_meters(metrics) if self.valid_metrics else []
+        self.metric_names = ["epoch", *self._names(), *(["time"] if self.add_time else [])]
+
+    def _names(self) -> list[str]:
+        train, valid = [m.name for m in self._train_meters], [m.name for m in self._valid_meters]
+        if self.train_metrics:
+            train, valid = [f"train_{name}" for name in train], [f"valid_{name}" for name in valid]
+        return ["train_loss", *train, *(["valid_loss", *valid] if self.learn.dls.valid is not None else [])]
+
+    def before_epoch(self):
+        self._began = time.perf_counter()
+        self._train, self._valid = Evaluation(self._train_meters), Evaluation(self._valid_meters)
+        self._logged = {}
+        self._open = True
+
+    def after_batch(self):
+        learn = self.learn
+        if not learn.training:
+            self._valid.update(learn)
+        elif learn.loss is not None or learn.sharded:  # ranks must agree on the number of steps
+            self._train.update(learn)
+            if learn.opts:
+                self.lrs.append(float(learn.opts[-1].param_groups[-1]["lr"]))
+
+    def after_train(self):
+        self._train.sharded = self.learn.sharded
+
+    def after_validate(self):
+        # A rank left without a batch must know that the others share the data with it.
+        self._valid.sharded = self.learn.sharded
+
+    def after_epoch(self):
+        sums = self.learn.loss_weighting.sums
+        values = [self._train_loss(), *self._train.metrics()]
+        if self.learn.dls.valid is not None:
+            values += [self._valid.loss.mean(sums, self._valid.sharded), *self._valid.metrics()]
+        logged = self._logged_means()
+        self.metric_names = ["epoch", *self._names(), *logged, *(["time"] if self.add_time else [])]
+        self.final_record = [*values, *logged.values()]
+        self.values.append(self.final_record)
+        self.iters.append(len(self.lrs))
+        took = [format_time(time.perf_counter() - self._began)] if self.add_time else []
+        self.log = [self.learn.epoch, *self.final_record, *took]
+        self.learn.logger(self.log)
+
+    def after_fit(self):
+        if self._open:  # cut short in mid-epoch
+            self._train_loss()
+
+    def _train_loss(self) -> float:
+        """The epoch's mean training loss over all ranks, whose steps replace this rank's own in `losses`."""
+        sums = self.learn.loss_weighting.sums
+        totals, counts = self._train.loss.weighed(sums, self._train.sharded)
+        steps = [
+            (total if sums else total / n) if n else None for total, n in zip(totals, counts, strict=True)
+        ]
+        self._smooth.close(steps)
+        self._open = False
+        return sum(totals) / sum(counts) if sum(counts) else float("nan")
+
+    def _logged_means(self) -> dict[str, float]:
+        found = {name: (sum(v.all()), len(v)) for name, v in self._logged.items()}
+        if self._train.sharded:
+            # A callback may log on some ranks alone, so names travel with their sums.
+            everyone = world.all_gather(found)
+            names = list(dict.fromkeys(name for rank in everyone for name in rank))
+            found = {
+                n: tuple(map(sum, zip(*(rank[n] for rank in everyone if n in rank), strict=True)))
+                for n in names
+            }
+        return {name: total / count for name, (total, count) in found.items()}
+
+    def plot_loss(
+        self,
+        skip_start: int = 5,
+        with_valid: bool = True,
+        all_fits: bool = False,
+        log: bool = False,
+        ax: Any = None,
+    ) -> Any:
+        """Plot the smoothed training loss at every step, and the validation loss at the end of each epoch.
+
+        Args:
+            skip_start: leave out the first steps, whose loss would flatten the rest.
+            with_valid: whether to show validation.
+            all_fits: put the earlier fits (`history`) before the last one.
+            log: whether the loss has a logarithmic axis.
+            ax: the matplotlib axes to draw on.
+
+        Returns:
+            The axes; `None` on ranks other than 0.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        if not world.is_main():
+            return None
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as e:
+            raise ImportError("plot_loss needs matplotlib: pip install matplotlib") from e
+        if ax is None:
+            ax = plt.subplots()[1]
+        losses, valid, ends, before = [], [], [], 0
+        for fit in [*(self.history if all_fits else []), self]:
+            if "valid_loss" in fit.metric_names:
+                column = fit.metric_names.index("valid_loss") - 1
+                valid += [row[column] for row in fit.values]
+                ends += [before + i for i in fit.iters]
+            losses += fit.losses
+            before = len(losses)
+        skip = min(skip_start, max(0, len(losses) - 2))
+        ax.plot(range(skip + 1, len(losses) + 1), losses[skip:], label="train (smoothed)")
+        if with_valid and valid:
+            ax.plot(ends, valid, "o-", label="valid")
+        ax.set(xlabel="step", ylabel="loss", title="Training loss")
+        if log:
+            ax.set_yscale("log")
+        ax.legend()
+        return ax
+
+
+# The table
+
+
+class TableLogger:
+    """The logger of a Learner: prints each row under a header, as plain lines that read well in a log file.
+
+    Args:
+        learn: whose recorder knows the columns.
+        write: prints one line.
+    """
+
+    def __init__(self, learn: "Learner", write: Callable[[str], None] = print):
+        self.learn, self.write = learn, write
+        self._names: list[str] = []
+        self._rows = 0
+
+    def __call__(self, row: list) -> None:
+        """Print a row, and before it the header where that is due: for a new fit, or when the columns changed."""
+        recorder = self.learn.recorder
+        if recorder.metric_names != self._names or (self._rows and len(recorder.values) == 1):
+            self.header()
+        self._rows += 1
+        self.write(format_row(self._names, row))
+
+    def header(self) -> None:
+        """Print the header."""
+        self._names, self._rows = list(self.learn.recorder.metric_names), 0
+        self.write(format_row(self._names, self._names))
+
+
+def format_value(value: Any) -> str:
+    """A cell's text: six decimals, four digits for large numbers."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.6f}" if abs(value) < 1e5 else f"{value:.4g}"
+
+
+def format_row(names: list[str], row: list) -> str:
+    """A line of the table, its cells right-aligned under the names."""
+    widths = [len(name) if name == "epoch" else 7 if name == "time" else max(9, len(name)) for name in names]
+    return "  ".join(format_value(cell).rjust(width) for cell, width in zip(row, widths, strict=True))

@@ -1,0 +1,195 @@
+"""Checks at the rim: bad input gets an error that says what was got, what is allowed and what to do."""
+
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from learnerkit.callback import Callback, check_hooks
+from learnerkit.data import DataLoaders, loader_len
+from learnerkit.losses import kernel
+from learnerkit.utils import describe
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+_ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+_ELEMENTWISE_FUNCTIONS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+
+
+def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any) -> None:
+    """Refuse arguments of the wrong kind."""
+    if not isinstance(dls, DataLoaders):
+        raise TypeError(
+            f"dls is a {type(dls).__name__}; pass DataLoaders(train, valid) or DataLoaders.from_datasets"
+        )
+    if not isinstance(model, nn.Module):
+        made = ", not the class" if isinstance(model, type) else ""
+        raise TypeError(f"model is {model!r}; pass an nn.Module{made}")
+    if loss_func is not None and (not callable(loss_func) or isinstance(loss_func, type)):
+        raise TypeError(
+            f"loss_func is {loss_func!r}; pass a function or a module, such as nn.CrossEntropyLoss()"
+        )
+    if not callable(opt_func):
+        raise TypeError(
+            f"opt_func is {opt_func!r}; pass an optimizer class, or a function of (param_groups, lr)"
+        )
+
+
+def check_callback(learn: "Learner", cb: Any) -> None:
+    """Refuse what is no callback, or cannot be this learner's."""
+    if not isinstance(cb, Callback):
+        raise TypeError(
+            f"got the callback {cb!r}; a callback is a Callback, its class, or Callback(after_batch=f)"
+        )
+    check_hooks(cb)
+    if cb.learn is not None:
+        owner = "this learner already" if cb.learn is learn else "another learner"
+        raise ValueError(f"{cb} belongs to {owner}; make another one, or remove it there with remove_cb")
+    if not isinstance(getattr(type(learn), cb.name, learn.__dict__.get(cb.name)), Callback | None):
+        raise ValueError(
+            f"{cb} would hide learn.{cb.name}: give its class another name, or a `name` of its own"
+        )
+
+
+def check_fit(learn: "Learner", n_epoch: Any, start_epoch: Any) -> None:
+    """Refuse a fit that cannot run."""
+    if learn.task is not None:
+        raise RuntimeError(
+            f"fit was called during {learn.task!r}; a callback may call validate or get_preds, not fit"
+        )
+    for name, value in (("n_epoch", n_epoch), ("start_epoch", start_epoch)):
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"got {name}={value!r}; it is a whole number, 0 or more")
+    check_not_empty(learn.dls.train, "the training loader")
+    if learn.dls.valid is not None:
+        check_not_empty(learn.dls.valid, "the validation loader")
+
+
+def check_not_empty(dl: Iterable, name: str) -> None:
+    """Refuse a loader that says it has no batches."""
+    if loader_len(dl) == 0:
+        raise ValueError(f"{name} is empty{_why_empty(dl)}")
+
+
+def _why_empty(dl: Any) -> str:
+    size, bs = loader_len(getattr(dl, "dataset", None)), getattr(dl, "batch_size", None)
+    if size and getattr(dl, "drop_last", False):
+        return f": {size} samples are less than a batch of {bs}, and drop_last=True; use a smaller batch size"
+    return f": its dataset has {size} samples" if size is not None else ": it has no batches"
+
+
+def check_read(learn: "Learner") -> None:
+    """Refuse a loader that turned out to have no batches."""
+    if learn.iter < 0 and not learn.sharded:
+        name = "training" if learn.training else "validation"
+        once = "; an iterator can be read only once: pass a list, a DataLoader or a class with __iter__"
+        raise ValueError(
+            f"the {name} loader gave no batches in epoch {learn.epoch}{once if not _again(learn.dl) else ''}"
+        )
+
+
+def _again(dl: Any) -> bool:
+    return not hasattr(dl, "__next__")
+
+
+def check_length(dl: Iterable, who: str) -> int:
+    """The number of batches, which `who` needs to know."""
+    length = loader_len(dl)
+    if length is None:
+        raise ValueError(
+            f"{who} needs to know how many batches an epoch has, but the training loader ({type(dl).__name__}) has no "
+            "length; give it a __len__, or train with fit at a constant rate"
+        )
+    return length
+
+
+def check_shapes(learn: "Learner") -> None:
+    """Refuse, on the first batch, predictions and targets that an elementwise loss would silently broadcast."""
+    if learn.iter != 0 or len(learn.yb) != 1:
+        return
+    loss, pred, target = kernel(learn.loss_func), learn.pred, learn.yb[0]
+    if not isinstance(loss, _ELEMENTWISE) and loss not in _ELEMENTWISE_FUNCTIONS:
+        return
+    if isinstance(pred, Tensor) and isinstance(target, Tensor) and pred.shape != target.shape:
+        raise ValueError(
+            f"the model's predictions have the shape {tuple(pred.shape)}, the targets {tuple(target.shape)}, and "
+            f"{type(loss).__name__ if isinstance(loss, nn.Module) else loss.__name__} compares them element by element: "
+            "they must be the same (reshape one of them, for instance with .squeeze(1) or .unsqueeze(1))"
+        )
+
+
+def check_loss(learn: "Learner") -> None:
+    """Refuse a loss that cannot be differentiated."""
+    loss = learn.loss_grad
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise ValueError(
+            f"the loss is no scalar: loss_func returned {describe(loss)}; return a 0-dim tensor, for instance its "
+            ".mean() (reduction='mean')"
+        )
+
+
+def check_trainable(learn: "Learner") -> None:
+    """Refuse to train on without a loss."""
+    if learn.loss_grad is None:
+        if learn.loss_func is None:
+            raise ValueError(
+                f"there is no loss: loss_func is None and the model returned {describe(learn.output)} without a `loss`; "
+                "give the Learner a loss_func, or let the model return its own"
+            )
+        raise ValueError(
+            f"there is no loss: the batch {describe(learn.batch)} has no targets; let the dataset return "
+            "(input, target), set DataLoaders(n_inp=..., target_keys=...), or set learn.yb in a callback's before_batch"
+        )
+
+
+def check_opt(opt: Any) -> None:
+    """Refuse what `create_opt` may not leave in `learn.opt`."""
+    found = list(opt.values()) if isinstance(opt, dict) else [opt]
+    if not found or not all(isinstance(o, Optimizer) for o in found):
+        raise TypeError(
+            f"opt_func or create_opt made {opt!r}; it must be a torch optimizer, or a dict of them by name"
+        )
+
+
+def read_state(path: Path, device: Any) -> dict:
+    """A saved file's content; damage and foreign content are errors that name the file."""
+    if not path.is_file():
+        there = sorted(p.stem for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
+        raise FileNotFoundError(f"there is no file {path}; saved there: {', '.join(there) or 'nothing'}")
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as e:
+        raise ValueError(
+            f"{path} is damaged, or not made by Learner.save: {str(e).splitlines()[0] if str(e) else e!r}"
+        ) from e
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} holds a {type(state).__name__}, not the weights of a model")
+    return state
+
+
+def check_state(model: nn.Module, weights: dict, strict: bool, path: Path) -> None:
+    """Refuse weights that do not fit before any is loaded, so that a failure changes nothing."""
+    own = model.state_dict()
+    shapes = [
+        f"{k}: {tuple(v.shape)} in the file, {tuple(own[k].shape)} in the model"
+        for k, v in weights.items()
+        if isinstance(v, Tensor) and isinstance(own.get(k), Tensor) and v.shape != own[k].shape
+    ]
+    missing = [k for k in own if k not in weights] if strict else []
+    surplus = [k for k in weights if k not in own] if strict else []
+    for what, found in (
+        ("differ in shape", shapes),
+        ("are not in the file", missing),
+        ("are not in the model", surplus),
+    ):
+        if found:
+            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+            raise ValueError(
+                f"{path} does not fit {type(model).__name__}: these {what}: {'; '.join(map(str, found[:5]))}{more}"
+            )

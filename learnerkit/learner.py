@@ -1,0 +1,647 @@
+"""The Learner: the training loop, and the verbs its users call."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from learnerkit import checks, optim, parallel, world
+from learnerkit.callback import Callback, Dispatch, describe_loop, kept_flags
+from learnerkit.callbacks.prediction import GatherPredictions
+from learnerkit.callbacks.progress import ProgressCallback
+from learnerkit.callbacks.recorder import EvaluationCallback, Recorder, TableLogger
+from learnerkit.callbacks.schedule import ParamScheduler, combined_cos
+from learnerkit.callbacks.training import TrainEvalCallback
+from learnerkit.data import (
+    DataLoaders,
+    batch_size,
+    entry,
+    in_order,
+    is_mapping,
+    keep_seeds,
+    loader_len,
+    tensors_in,
+    to_device,
+)
+from learnerkit.events import (
+    CancelBackwardException,
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+    CancelStepException,
+    CancelTrainException,
+    CancelValidException,
+    Event,
+)
+from learnerkit.losses import LossWeight
+from learnerkit.utils import (
+    add_note_once,
+    describe,
+    listify,
+    plain_name,
+    save_whole,
+    training_modes,
+    unwrap,
+)
+
+_BATCH_STATE = {
+    "dl": None, "batch": None, "batch_size": 0, "batch_index": 0, "xb": (), "yb": (), "pred": None, "output": None,
+    "loss": None, "loss_grad": None, "loss_count": 0, "grad_weight": None, "iter": 0, "n_iter": None, "sharded": False,
+}  # fmt: skip
+"""What a run sets batch by batch, and what it is when nothing runs."""
+
+_RUN_STATE = (*_BATCH_STATE, "training", "task", "_dispatch")
+
+
+class Learner:
+    """Trains a model on data, with callbacks that can read and change everything on the way.
+
+    Args:
+        dls: the loaders.
+        model: any module; it moves to the loaders' device at first use and stays there.
+        loss_func: f(pred, *targets) -> scalar; `None` for a model that returns its own loss as `output.loss`.
+        opt_func: called as `opt_func(param_groups, lr=lr)`: any torch optimizer class, or a function.
+        lr: the learning rate of `fit` where none is given.
+        splitter: f(model) -> lists of parameters, one for each group that may have its own learning rate.
+        cbs: callbacks beside the default ones.
+        metrics: functions, `Metric` objects, torchmetrics or torcheval objects; a dict gives them names.
+        path, model_dir: `save` and `load` use the directory path/model_dir.
+        wd: weight decay of weights, but not of norms and biases; `None` leaves it to the optimizer.
+        wd_bn_bias: decay norms and biases too.
+        train_bn: keep norm layers of frozen groups trainable.
+        moms: momenta at the start, peak and end of `fit_one_cycle`.
+        loss_weight: what the loss averages over if not samples: a function of the targets that counts it, or 'sum'.
+        default_cbs: start with `TrainEvalCallback`, `Recorder` and `ProgressCallback`.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot work; the message says what would.
+    """
+
+    def __init__(
+        self,
+        dls: DataLoaders,
+        model: nn.Module,
+        loss_func: Callable[..., Tensor] | None = None,
+        *,
+        opt_func: Callable[..., Optimizer] = AdamW,
+        lr: float | slice | list = 1e-3,
+        splitter: Callable[[nn.Module], Iterable] | None = None,
+        cbs: Callback | Iterable[Callback] | None = None,
+        metrics: Any = None,
+        path: str | Path = ".",
+        model_dir: str | Path = "models",
+        wd: float | None = None,
+        wd_bn_bias: bool = False,
+        train_bn: bool = True,
+        moms: tuple[float, float, float] = (0.95, 0.85, 0.95),
+        loss_weight: Callable[..., Tensor] | str | None = None,
+        default_cbs: bool = True,
+    ):
+        checks.check_learner(dls, model, loss_func, opt_func)
+        self.dls, self.model, self.loss_func = dls, model, loss_func
+        self.opt_func, self.lr, self.splitter, self.metrics = opt_func, lr, splitter, metrics
+        self.path, self.model_dir = Path(path), Path(model_dir)
+        self.wd, self.wd_bn_bias, self.train_bn, self.moms = wd, wd_bn_bias, train_bn, moms
+        self.loss_weight = loss_weight
+        LossWeight(loss_func, loss_weight)  # refuses what it cannot take, here rather than in fit
+        self.opt: Optimizer | dict[str, Optimizer] | None = None
+        self.logger: Callable[[list], None] = TableLogger(self)
+        self.cbs: list[Callback] = []
+        self._dispatch: Dispatch | None = None
+        self.task: str | None = None
+        self.training = False
+        self.epoch = self.n_epoch = self.train_iter = self._start_epoch = 0
+        self.pct_train = 0.0
+        self.__dict__.update(_BATCH_STATE)
+        self.add_cbs([TrainEvalCallback(), Recorder(), ProgressCallback()] if default_cbs else [])
+        self.add_cbs(cbs)
+        self._dispatch = Dispatch(self.cbs, fitting=True)
+        try:
+            self._fire(Event.after_create)
+        finally:
+            self._dispatch = None
+
+    # The loop, from the outside in. It stays on one screen; what is not the loop itself is a callback.
+
+    def _fit(self) -> None:
+        for self.epoch in range(self._start_epoch, self.n_epoch):
+            self._level("epoch", self._one_epoch, CancelEpochException)
+
+    def _one_epoch(self) -> None:
+        self._read(self.dls.train, training=True)
+        if self.dls.valid is not None:
+            self._read(self.dls.valid, training=False)
+
+    def _read(self, dl: Iterable, training: bool) -> None:
+        "Train on a loader, or validate on it."
+        self.dl, self.training = dl, training
+        if training:
+            self._level("train", self._all_batches, CancelTrainException)
+        else:
+            with torch.no_grad(), keep_seeds():
+                self._level("validate", self._all_batches, CancelValidException)
+
+    def _all_batches(self) -> None:
+        self.n_iter, self.iter = loader_len(self.dl), -1
+        for self.iter, self.batch in enumerate(self.dl):
+            self._one_batch()
+        checks.check_read(self)
+
+    def _one_batch(self) -> None:
+        self.batch = to_device(self.batch, self.dls.device)
+        self.xb, self.yb = self.dls.split(self.batch, keep_targets=self.loss_func is None)
+        self.batch_size, self.batch_index = batch_size(self.xb), self.iter
+        self.pred = self.output = self.loss = self.loss_grad = None
+        self._level("batch", self._do_batch, CancelBatchException)
+
+    def _do_batch(self) -> None:
+        self._forward()
+        self._fire("after_pred")
+        self._take_loss()
+        self._fire("after_loss")
+        if self.training:
+            self._events("backward", self._weighted_backward, CancelBackwardException)
+            self._events("step", self._step, CancelStepException)
+            self._zero_grad()
+
+    def _weighted_backward(self) -> None:
+        checks.check_trainable(self)
+        if self.grad_weight is not None:
+            self.loss_grad = self.loss_grad * self.grad_weight
+        self._backward()
+
+    def _level(self, name: str, body: Callable[[], None], cancel: type[Exception]) -> None:
+        "A level of the loop that callbacks clean up after, however it ends."
+        with self._dispatch:
+            self._events(name, body, cancel)
+
+    def _events(self, name: str, body: Callable[[], None], cancel: type[Exception]) -> None:
+        "`before_x`, the body, `after_cancel_x` if it was cancelled, `after_x`."
+        try:
+            try:
+                self._fire("before_" + name)
+                body()
+            except cancel:
+                self._fire("after_cancel_" + name)
+            self._fire("after_" + name)
+        except cancel:
+            pass  # cancelled when it was over already
+
+    def _fire(self, event: str) -> None:
+        self._dispatch.fire(event)
+
+    def _take_loss(self) -> None:
+        "The loss, where there is something to take it of; its errors gain the shapes it got."
+        if self.task == "predict" or not (
+            self.yb or self.loss_func is None or type(self)._loss is not Learner._loss
+        ):
+            return
+        if self.batch_size == 0:
+            # A rank without data only keeps its peers company: gradients of zero, and no mean of nothing (a NaN).
+            self.loss_grad = sum(t.sum() for t in tensors_in(self.output) if t.requires_grad) * 0.0
+            self.loss, self.loss_count = self.loss_grad.detach(), self.loss_weighting.count(self.yb, 0)
+            return
+        try:
+            checks.check_shapes(self)
+            self._loss()
+        except Exception as e:
+            add_note_once(e, f"the loss got predictions: {describe(self.pred)}; targets: {describe(self.yb)}")
+            raise
+        if self.loss_grad is not None:
+            checks.check_loss(self)
+            self.loss_count = self.loss_weighting.count(self.yb, self.batch_size)
+
+    # Seams: what a subclass may override, called inside the events above.
+
+    def _forward(self) -> None:
+        "Set `output` and `pred` from the model."
+        self.output = self.model(**self.xb[0]) if is_mapping(self.batch) else self.model(*self.xb)
+        self.pred = (
+            self.output if isinstance(self.output, Tensor) else entry(self.output, "logits", self.output)
+        )
+
+    def _loss(self) -> None:
+        "Set `loss_grad`, which is differentiated, and `loss`, which is recorded."
+        own = self.loss_func is None
+        self.loss_grad = entry(self.output, "loss") if own else self.loss_func(self.pred, *self.yb)
+        self.loss = None if self.loss_grad is None else self.loss_grad.detach()
+
+    def _backward(self) -> None:
+        "Compute gradients."
+        self.loss_grad.backward()
+
+    def _step(self) -> None:
+        "Let the optimizer step, or each of them."
+        for opt in self.opts:
+            opt.step()
+
+    def _zero_grad(self) -> None:
+        "Clear the gradients."
+        for opt in self.opts:
+            opt.zero_grad()
+
+    def create_opt(self) -> None:
+        """Set `opt`: by default one optimizer of the splitter's groups; a subclass may make a dict of them."""
+        first = max(optim.rates(self.lr, 2)) if not isinstance(self.lr, list | tuple) else max(self.lr)
+        self.opt = self.opt_func(optim.make_groups(self.model, self.splitter), lr=first)
+
+    # Runs
+
+    def fit(
+        self,
+        n_epoch: int,
+        lr: float | slice | list | None = None,
+        wd: float | None = None,
+        cbs: Callback | Iterable[Callback] | None = None,
+        reset_opt: bool = False,
+        start_epoch: int = 0,
+    ) -> None:
+        """Train for `n_epoch` epochs at a constant learning rate, validating after each.
+
+        However it ends, model, loaders, logger, callbacks and the modes of modules are afterwards what they were.
+
+        Args:
+            n_epoch: epochs in all.
+            lr: one rate; `slice(hi)` or `slice(lo, hi)` over the parameter groups; or a list; default the Learner's.
+            wd: weight decay; default the Learner's.
+            cbs: callbacks for this fit alone.
+            reset_opt: start with a new optimizer instead of the last fit's.
+            start_epoch: skip the epochs before this one.
+
+        Raises:
+            ValueError: data, loss, metrics or arguments that cannot work, before anything is changed where possible.
+        """
+        checks.check_fit(self, n_epoch, start_epoch)
+        parallel.warn_outside_context(self)
+        with self._running("fit", cbs):
+            self._make_opt(reset_opt)
+            for opt in self.opts:
+                optim.set_hyper(opt, "lr", optim.rates(self.lr if lr is None else lr, optim.n_groups(opt)))
+                wd = self.wd if wd is None else wd
+                if wd is not None:
+                    optim.set_decay(opt, self.model, wd, self.wd_bn_bias)
+            self.n_epoch, self._start_epoch = n_epoch, start_epoch
+            self._level("fit", self._fit, CancelFitException)
+
+    def fit_one_cycle(
+        self,
+        n_epoch: int,
+        lr_max: float | slice | list | None = None,
+        div: float = 25.0,
+        div_final: float = 1e5,
+        pct_start: float = 0.25,
+        wd: float | None = None,
+        moms: tuple[float, float, float] | None = None,
+        cbs: Callback | Iterable[Callback] | None = None,
+        reset_opt: bool = False,
+        start_epoch: int = 0,
+    ) -> None:
+        """`fit` with the 1cycle policy (Smith, https://arxiv.org/abs/1803.09820): rates up and down along cosines.
+
+        Args:
+            n_epoch, wd, cbs, reset_opt, start_epoch: as in `fit`.
+            lr_max: the peak; default the Learner's `lr`.
+            div: the first rate is lr_max / div.
+            div_final: the last rate is lr_max / div_final.
+            pct_start: share of the steps on the way up.
+            moms: momentum at the start, the peak and the end; default the Learner's. Optimizers without are left alone.
+
+        Raises:
+            ValueError: the training loader has no length, so that there is no telling how far training has come.
+        """
+        checks.check_fit(self, n_epoch, start_epoch)
+        self._make_opt(reset_opt)
+        scheds = {"lr": [], "momentum": combined_cos(pct_start, *(moms or self.moms))}
+        counts = {optim.n_groups(opt) for opt in self.opts}
+        peaks = optim.rates(self.lr if lr_max is None else lr_max, max(counts))
+        scheds["lr"] = [combined_cos(pct_start, peak / div, peak, peak / div_final) for peak in peaks]
+        if not all(optim.has_momentum(opt) for opt in self.opts):
+            del scheds["momentum"]
+        self.fit(n_epoch, peaks, wd, [ParamScheduler(scheds), *listify(cbs)], start_epoch=start_epoch)
+
+    def validate(
+        self, ds_idx: int = 1, dl: Iterable | None = None, cbs: Callback | Iterable[Callback] | None = None
+    ) -> list[float]:
+        """The loss and each metric on a loader: `[valid_loss, *metrics]`.
+
+        Can also be called from a callback in mid-fit. Under DDP every rank must reach this; each sample counts once.
+
+        Args:
+            ds_idx: which of the loaders.
+            dl: another loader instead.
+            cbs: callbacks for this run alone.
+        """
+        meter = EvaluationCallback()
+        with self._running("validate", [meter, *listify(cbs)]) as nested:
+            self._evaluate(self.dls[ds_idx] if dl is None else dl, nested)
+        return meter.values
+
+    def get_preds(
+        self,
+        ds_idx: int = 1,
+        dl: Iterable | None = None,
+        *,
+        with_input: bool = False,
+        with_loss: bool = False,
+        with_decoded: bool = False,
+        act: Callable[[Tensor], Tensor] | None = None,
+        on: str = "all",
+        cbs: Callback | Iterable[Callback] | None = None,
+    ) -> tuple:
+        """Predictions for every sample once, in order, on the host: `(preds, targets)` and what else is asked for.
+
+        Under DDP every rank must reach this and gets the whole. Predictions are the model's raw outputs.
+
+        Args:
+            ds_idx: which dataset, read in its own order whatever its loader's sampler.
+            dl: a loader instead, read in its own order.
+            with_input: put the inputs first.
+            with_loss: put the loss of each sample last; needs a loss that takes `reduction`.
+            with_decoded: add the decoded predictions: argmax for a cross-entropy loss, else `loss_func.decode`.
+            act: a function of the predictions, such as `torch.sigmoid`.
+            on: 'all', or 'rank0': the other ranks get `None` for each item.
+            cbs: callbacks for this run alone.
+
+        Returns:
+            (inputs?, preds, targets, decoded?, losses?); targets are `None` where the data have none.
+
+        Raises:
+            ValueError: a loss or data of which the items asked for cannot be had.
+        """
+        gather = GatherPredictions(with_input, with_loss, with_decoded, act, on)
+        dl = in_order(self.dls[ds_idx], str(ds_idx)) if dl is None else dl
+        with self._running("predict", [gather, *listify(cbs)]) as nested:
+            self._evaluate(dl, nested)
+        return gather.items
+
+    def _evaluate(self, dl: Iterable, nested: bool) -> None:
+        "Read a loader without training; inside another run without the events of its outer levels."
+        checks.check_not_empty(dl, "the loader")
+
+        def read() -> None:
+            self._read(dl, training=False)
+
+        if nested:
+            read()
+        else:
+            self._level("fit", lambda: self._level("epoch", read, CancelEpochException), CancelFitException)
+
+    @contextmanager
+    def _running(self, task: str | None, cbs: Callback | Iterable[Callback] | None = None) -> Iterator[bool]:
+        "One run; what it changes on the learner is put back at its end. Yields whether it is inside another."
+        self._to_device()
+        outer, nested = {name: getattr(self, name) for name in _RUN_STATE}, self._dispatch is not None
+        self.loss_weighting = LossWeight(self.loss_func, self.loss_weight)
+        with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs):
+            self.task, self._dispatch = task, Dispatch(self.cbs, fitting=task not in ("validate", "predict"))
+            try:
+                yield nested
+            finally:
+                for name, value in outer.items():
+                    setattr(self, name, value)
+                if nested:
+                    self._dispatch.changed()
+
+    def _to_device(self) -> None:
+        for module in (self.model, self.loss_func):
+            if isinstance(module, nn.Module):
+                module.to(self.dls.device)
+        for opt in self.opts:
+            optim.state_to_params(opt)
+
+    def _make_opt(self, reset: bool = False) -> None:
+        "An optimizer, if there is none or a new one is wanted."
+        if self.opt is None or reset:
+            self._to_device()
+            made = self.create_opt()
+            self.opt = self.opt if made is None else made
+            checks.check_opt(self.opt)
+
+    @property
+    def opts(self) -> list[Optimizer]:
+        """The optimizers as a list, whether there are none, one or a dict of them."""
+        if isinstance(self.opt, Optimizer):
+            return [self.opt]
+        return list(self.opt.values()) if self.opt else []
+
+    @property
+    def training(self) -> bool:
+        """Whether the present batch is trained on."""
+        return self._training
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        self._training = value
+        if self._dispatch is not None:
+            self._dispatch.training = value
+
+    @property
+    def x(self) -> Any:
+        """The inputs: `xb`, or its only entry."""
+        return self.xb[0] if len(self.xb) == 1 else self.xb
+
+    @property
+    def y(self) -> Any:
+        """The targets: `yb`, or its only entry."""
+        return self.yb[0] if len(self.yb) == 1 else self.yb
+
+    @property
+    def smooth_loss(self) -> float | None:
+        """The training loss, smoothed; reading it in mid-epoch waits for the device."""
+        return self.recorder.smooth_loss
+
+    # Callbacks
+
+    def add_cb(self, cb: Callback | type[Callback]) -> "Learner":
+        """Add a callback.
+
+        Raises:
+            TypeError: no callback, or one with a misspelled hook.
+            ValueError: a callback that is another learner's, or whose name would hide an attribute of the learner.
+        """
+        cb = cb() if isinstance(cb, type) else cb
+        checks.check_callback(self, cb)
+        cb.learn = self
+        self.cbs.append(cb)
+        setattr(self, cb.name, cb)
+        self._callbacks_changed()
+        return self
+
+    def remove_cb(self, cb: Callback | type[Callback]) -> "Learner":
+        """Remove a callback, or every one of a class."""
+        for gone in [c for c in self.cbs if c is cb or (isinstance(cb, type) and isinstance(c, cb))]:
+            self.cbs.remove(gone)
+            if getattr(self, gone.name, None) is gone:
+                delattr(self, gone.name)
+            gone.learn = None
+        self._callbacks_changed()
+        return self
+
+    def add_cbs(self, cbs: Callback | Iterable[Callback] | None) -> "Learner":
+        """Add several callbacks."""
+        for cb in listify(cbs):
+            self.add_cb(cb)
+        return self
+
+    def remove_cbs(self, cbs: Callback | Iterable[Callback] | None) -> "Learner":
+        """Remove several callbacks."""
+        for cb in listify(cbs):
+            self.remove_cb(cb)
+        return self
+
+    def _callbacks_changed(self) -> None:
+        if self._dispatch is not None:
+            self._dispatch.changed()
+
+    @contextmanager
+    def added_cbs(self, cbs: Callback | Iterable[Callback] | None) -> Iterator["Learner"]:
+        """Have some callbacks for a while."""
+        added = [cb() if isinstance(cb, type) else cb for cb in listify(cbs)]
+        try:
+            self.add_cbs(added)
+            yield self
+        finally:
+            self.remove_cbs(added)
+
+    @contextmanager
+    def removed_cbs(self, cbs: Callback | Iterable[Callback] | None) -> Iterator["Learner"]:
+        """Do without some callbacks (or classes of them) for a while; they come back in their places."""
+        before = list(self.cbs)
+        self.remove_cbs(cbs)
+        try:
+            yield self
+        finally:
+            gone = [cb for cb in before if cb not in self.cbs]
+            self.add_cbs(gone)
+            self.cbs.sort(key=lambda cb: before.index(cb) if cb in before else len(before))
+
+    def no_bar(self) -> Any:
+        """A context without progress bar; the table is still printed."""
+        return self.removed_cbs(ProgressCallback)
+
+    @contextmanager
+    def no_logging(self) -> Iterator["Learner"]:
+        """A context in which no table is printed."""
+        logger, self.logger = self.logger, lambda row: None
+        try:
+            yield self
+        finally:
+            self.logger = logger
+
+    def log_metric(self, name: str, value: float | Tensor) -> None:
+        """Add a value to a column of the table: its mean over the epoch and all ranks. Tensors stay on the device.
+
+        Args:
+            name: the column.
+            value: a number or a tensor with one element.
+        """
+        if self.task == "fit" and hasattr(self, "recorder"):
+            self.recorder.log_metric(name, value)
+
+    def show_training_loop(self) -> None:
+        """Print the loop, and at each event the callbacks that run there, in order."""
+        print(describe_loop(self.cbs))
+
+    # Files
+
+    def save(self, file: str | Path, with_opt: bool = True) -> Path:
+        """Write the model's weights, and the optimizer's state, on rank 0. Never waits for other ranks.
+
+        The file is whole or not there at all, and loads with `torch.load(..., weights_only=True)`; no key begins with
+        'module.', whatever wraps the model.
+
+        Args:
+            file: a name inside path/model_dir ('.pth' is added), or a `pathlib.Path`, taken as it is.
+            with_opt: save {'model': ..., 'opt': ...} rather than the weights alone.
+
+        Returns:
+            The path.
+        """
+        path = self._file(file)
+        if world.is_main():
+            state: Any = unwrap(self.model).state_dict()
+            if with_opt and self.opt is not None:
+                opt = self.opt
+                one = isinstance(opt, Optimizer)
+                state = {
+                    "model": state,
+                    "opt": opt.state_dict() if one else {k: o.state_dict() for k, o in opt.items()},
+                }
+            save_whole(state, path)
+        return path
+
+    def load(
+        self,
+        file: str | Path,
+        with_opt: bool = True,
+        strict: bool = True,
+        device: torch.device | str | int | None = None,
+    ) -> "Learner":
+        """Read what `save` wrote, on every rank, once rank 0's last save is on disk.
+
+        If it does not fit, nothing is changed.
+
+        Args:
+            file: as in `save`.
+            with_opt: also load the optimizer's state, if the file has one.
+            strict: whether the file must have exactly the model's keys.
+            device: where to read the file to; by default the host.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: a damaged file, or one of another model.
+        """
+        world.follow_rank0("load")
+        state = checks.read_state(self._file(file), "cpu" if device is None else device)
+        saved_opt = state.get("opt") if set(state) == {"model", "opt"} else None
+        model = unwrap(self.model)
+        weights = state["model"] if saved_opt is not None else state
+        checks.check_state(model, weights, strict, self._file(file))
+        self._to_device()
+        model.load_state_dict(weights, strict=strict)
+        if with_opt and saved_opt is not None:
+            self._make_opt()
+            named = {"": self.opt} if isinstance(self.opt, Optimizer) else self.opt
+            for name, opt in named.items():
+                optim.load_state(opt, saved_opt[name] if name else saved_opt, model)
+        return self
+
+    def _file(self, file: str | Path) -> Path:
+        if isinstance(file, Path):
+            return file
+        return self.path / self.model_dir / (plain_name(file).removesuffix(".pth") + ".pth")
+
+    # Several devices and processes (learnerkit.parallel)
+
+    def to_parallel(self, device_ids: list[int] | None = None) -> "Learner":
+        """Train on several GPUs of this process with `nn.DataParallel`."""
+        return self.add_cb(parallel.ParallelCallback(device_ids))
+
+    def detach_parallel(self) -> "Learner":
+        """Undo `to_parallel`."""
+        return self.remove_cb(parallel.ParallelCallback)
+
+    def parallel_ctx(self, device_ids: list[int] | None = None) -> Any:
+        """A context with `to_parallel`."""
+        return self.added_cbs(parallel.ParallelCallback(device_ids))
+
+    def to_distributed(self, **kwargs: Any) -> "Learner":
+        """Train with DistributedDataParallel; `kwargs` are those of `DistributedCallback`."""
+        return self.add_cb(parallel.DistributedCallback(**kwargs))
+
+    def detach_distributed(self) -> "Learner":
+        """Undo `to_distributed`; the process group lives on."""
+        return self.remove_cb(parallel.DistributedCallback)
+
+    def distrib_ctx(self, nproc: int | None = None, **kwargs: Any) -> Any:
+        """A context with `to_distributed` where a launcher started several processes; elsewhere it does nothing.
+
+        Args:
+            nproc: for notebook kernels alone; a script's processes are started by `python -m learnerkit.launch`.
+            kwargs: those of `DistributedCallback`.
+        """
+        return parallel.distrib_ctx(self, nproc, **kwargs)

@@ -1,0 +1,225 @@
+"""The sampler swap: each rank reads its share of the batches that the user's own loader would give."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+
+from learnerkit import world
+from learnerkit.data import IndexBatches, samplers_of, with_batches
+
+
+class Share(NamedTuple):
+    """What one batch of a rank is of the whole.
+
+    Attributes:
+        place: of the batch in the order of all ranks' batches.
+        size: samples of it that count; 0 for a rank that only keeps its peers company.
+        total: samples of all ranks in this step; `None` where only the data tell.
+    """
+
+    place: int
+    size: int
+    total: int | None
+
+
+def split_evenly(batch: Any, parts: int, least: int) -> list:
+    """`batch` cut into `parts` consecutive pieces, as even as can be; the last ones are empty if there is too little.
+
+    Args:
+        batch: a list or tensor of indices.
+        parts: how many pieces.
+        least: samples below which no piece may fall while one piece can be given up for it.
+    """
+    n = len(batch)
+    used = max(1, min(parts, n // least))
+    sizes = [n // used + (i < n % used) for i in range(used)] + [0] * (parts - used)
+    ends = list(accumulate(sizes))
+    return [batch[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def join_batches(batches: list) -> Any:
+    """Index batches as one."""
+    if all(isinstance(b, Tensor) for b in batches):
+        return torch.cat(batches)
+    return [i for b in batches for i in b]
+
+
+def deal(batches: Iterable, ranks: int, split: bool, least: int) -> Iterator[list]:
+    """Deal a stream of index batches to ranks, one list with a piece for each rank per step.
+
+    Args:
+        batches: the user's stream, the same on every rank.
+        ranks: how many.
+        split: cut each batch into a piece for each rank; otherwise a step takes a batch for each rank, and the last,
+            uneven step is spread over all of them.
+        least: the fewest samples a rank should get.
+    """
+    if split:
+        for batch in batches:
+            yield split_evenly(batch, ranks, least)
+        return
+    group: list = []
+    for batch in batches:
+        # One batch late, so that the last group is known to be the last.
+        if len(group) == ranks:
+            yield group
+            group = []
+        group.append(batch)
+    if len(group) == ranks and len({len(b) for b in group}) == 1:
+        yield group
+    elif group:
+        yield split_evenly(join_batches(group), ranks, least)
+
+
+class RankBatches:
+    """A batch sampler with one rank's share of another one, which every rank draws alike.
+
+    Args:
+        batches: the user's batch sampler.
+        rank, ranks: whose share of how many.
+        split: as in `deal`.
+        least: as in `deal`.
+        training: every rank takes every step, if need be with a sample that does not count; in evaluation steps
+            without samples are left out, and batches are never spread.
+        seed: makes all ranks draw alike from samplers that use the global generators; `None` leaves them be.
+        opaque: the items stand for whole batches, whose sizes only their data tell.
+    """
+
+    def __init__(
+        self,
+        batches: Any,
+        rank: int,
+        ranks: int,
+        *,
+        split: bool = False,
+        least: int = 1,
+        training: bool = True,
+        seed: int | None = None,
+        opaque: bool = False,
+    ):
+        self.batches, self.rank, self.ranks = batches, rank, ranks
+        self.split, self.least, self.training, self.seed, self.opaque = split, least, training, seed, opaque
+        self.shares: deque[Share] = deque()
+
+    def __len__(self) -> int:
+        n = len(self.batches)
+        if self.split:
+            return n
+        return -(-n // self.ranks) if self.training else len(range(self.rank, n, self.ranks))
+
+    def __iter__(self) -> Iterator:
+        # Loaders with workers draw ahead of what they give out, in the same order: the shares wait in a queue.
+        self.shares = shares = deque()
+        stream = self.batches if self.seed is None else same_stream(self.batches, self.seed)
+        if self.opaque:
+            stream = ([item] for item in stream)
+        for share, batch in self._spread(stream) if self.split or self.training else self._take_turns(stream):
+            shares.append(share._replace(total=None) if self.opaque else share)
+            yield batch[0] if self.opaque else batch
+
+    def _spread(self, stream: Iterable) -> Iterator[tuple[Share, Any]]:
+        for step, pieces in enumerate(deal(stream, self.ranks, self.split, self.least)):
+            mine = pieces[self.rank]
+            if len(mine) or self.training:
+                share = Share(step * self.ranks + self.rank, len(mine), sum(map(len, pieces)))
+                # A real sample even where none counts: its empty slice has the right shapes and types.
+                yield share, mine if len(mine) else pieces[0][:1]
+
+    def _take_turns(self, stream: Iterable) -> Iterator[tuple[Share, Any]]:
+        for place, batch in enumerate(stream):
+            if place % self.ranks == self.rank:
+                yield Share(place, len(batch), len(batch)), batch
+
+
+def same_stream(batches: Iterable, seed: int) -> Iterator:
+    """Iterate with the host's global generators seeded, which get their own states back between any two steps."""
+    inside = None
+    stream = None
+    while True:
+        outside = world.seed_states()
+        world.seed_host(seed) if inside is None else world.set_seed_states(inside)
+        try:
+            stream = iter(batches) if stream is None else stream
+            batch = next(stream)
+            inside = world.seed_states()
+        except StopIteration:
+            return
+        finally:
+            world.set_seed_states(outside)
+        yield batch
+
+
+def rank_loader(dl: Any, name: str, *, training: bool, split: bool, least: int, seed: int) -> DataLoader:
+    """A copy of `dl` that reads this rank's share: the user's samplers, collate, workers and pinning are kept.
+
+    Args:
+        dl: the user's loader.
+        name: what to call it in errors.
+        training, split, least: as in `RankBatches`.
+        seed: the same on every rank.
+
+    Raises:
+        TypeError: a loader whose batches cannot be shared out.
+        ValueError: one that shares them out itself, or gives them in no fixed order.
+    """
+    if not isinstance(dl, DataLoader):
+        raise TypeError(
+            f"{name} is a {type(dl).__name__}; under DDP it must be a torch DataLoader, whose sampler tells what each "
+            "rank reads"
+        )
+    if isinstance(dl.dataset, IterableDataset):
+        raise TypeError(
+            f"{name} reads the iterable dataset {type(dl.dataset).__name__}, which has no indices to share out among "
+            "ranks; use a map-style dataset (with __getitem__ and __len__), or train on one process"
+        )
+    if not dl.in_order and dl.num_workers:
+        raise ValueError(f"{name} has in_order=False; sharing batches out among ranks needs their order")
+    samplers = samplers_of(dl)
+    if any(isinstance(s, DistributedSampler) for s in samplers):
+        raise ValueError(
+            f"{name} has a DistributedSampler, which shares the data out a second time; give the loader the sampler of "
+            "one process (or shuffle=True), and every rank gets its part of it"
+        )
+    opaque = dl.batch_sampler is None and not isinstance(dl.sampler, BatchSampler)
+    if opaque and split:
+        raise ValueError(
+            f"{name} has batch_size=None, so its batches are made by the dataset and cannot be cut; use "
+            "split_batches=False, or let the loader make the batches"
+        )
+    own_generators = all(type(s) in _SEEDED or getattr(s, "generator", None) is not None for s in samplers)
+    batches = RankBatches(
+        dl.sampler if dl.batch_sampler is None else dl.batch_sampler,
+        world.rank(),
+        world.world_size(),
+        split=split,
+        least=least,
+        training=training,
+        seed=None if own_generators else seed,
+        opaque=opaque,
+    )
+    twin = with_batches(dl, **{"sampler" if dl.batch_sampler is None else "batch_sampler": batches})
+    if dl.num_workers and not world.is_main():
+        twin.worker_init_fn = partial(_seed_worker, dl.worker_init_fn, world.rank())
+    return twin
+
+
+# Samplers that draw from nothing but the generator they were lent (`seeded_samplers`), or from none.
+_SEEDED = (BatchSampler, IndexBatches, SequentialSampler)
+
+
+def shares_of(dl: DataLoader) -> deque[Share]:
+    """The shares of the batches that a `rank_loader` has yet to give out."""
+    return (dl.sampler if dl.batch_sampler is None else dl.batch_sampler).shares
+
+
+def _seed_worker(worker_init_fn: Any, rank: int, worker: int) -> None:
+    """Move a loader worker of another rank than 0 to a random stream of its own: its seed may be rank 0's."""
+    world.seed_host(world.stream_seed(torch.initial_seed(), rank))
+    if worker_init_fn is not None:
+        worker_init_fn(worker)

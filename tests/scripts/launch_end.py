@@ -1,0 +1,53 @@
+"""End in the way the first argument says, on rank 1 unless stated otherwise; the other ranks wait for it."""
+
+import atexit
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+how, rank = sys.argv[1], int(os.environ["RANK"])
+
+
+def wait_to_be_stopped():
+    time.sleep(60)
+
+
+if how == "early":  # rank 1 is done while rank 0 goes on
+    time.sleep(0 if rank else 0.5)
+    print(f"rank {rank} done", flush=True)
+elif how == "straggler":  # every rank leaves a program behind, and one a forked child which fails
+    subprocess.Popen(["sleep", "60"])
+    if os.fork() == 0:
+        raise RuntimeError("only a forked child")
+    os.wait()
+elif how == "stubborn":
+    if rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("ready", flush=True)
+        wait_to_be_stopped()
+    time.sleep(0.3)
+    sys.exit(3)
+elif rank == 0:
+    wait_to_be_stopped()
+elif how == "exit":
+    atexit.register(print, "exit hook ran")
+    sys.exit(3)
+elif how == "text":
+    sys.exit("a last word")
+elif how == "abrupt":
+    print("printed before the end")
+    os._exit(5)
+elif how == "crash":
+    ctypes.string_at(0)
+elif how == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif how == "stuck":  # a thread that nobody can join must not hold up the end
+    atexit.register(print, "exit hook ran")
+    threading.Thread(target=wait_to_be_stopped).start()
+    raise KeyError("stuck")
+elif how == "syntax":
+    compile("a = = 1", "typo.py", "exec")

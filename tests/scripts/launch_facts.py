@@ -1,0 +1,22 @@
+"""Print what a script can see of the interpreter it runs in, one JSON line per process."""
+
+import json
+import os
+import sys
+
+if __name__ == "__main__":
+    facts = {
+        "argv": sys.argv,
+        "path": sys.path,
+        "main": sorted(vars(sys.modules["__main__"])),
+        "same main": vars(sys.modules["__main__"]) is globals(),
+        "file": __file__,
+        "package": __package__,
+        "spec": __spec__ and __spec__.name,
+        "loader": type(__loader__).__name__,
+        "cached": __cached__ is None,
+        "stdin": sys.stdin.read(),
+        "torch": "torch" in sys.modules,
+        "env": {name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    }
+    print(json.dumps(facts), flush=True)

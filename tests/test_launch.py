@@ -1,0 +1,523 @@
+"""The launcher, with real processes wherever processes are the point."""
+
+import ctypes
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from learnerkit import _worker, launch
+from learnerkit.launch import Job, Rank, choose_processes, gpu_names, listed_gpus, parse, rank_environment
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "tests" / "scripts"
+LIMIT = 40  # seconds for any one run
+INF = float("inf")
+
+
+class Run(subprocess.Popen):
+    """A process of a test. Its descendants are found again by a mark in their environment."""
+
+    def __init__(self, *command, mark, env, **options):
+        cleared = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        base = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "LAUNCH_TEST": mark}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.PIPE, "text": True}
+        super().__init__([sys.executable, *map(str, command)], env=cleared | base | env, **pipes | options)
+
+    def wait_for(self, line, times=2):
+        """Read the standard output until a line has come up so many times."""
+        while times:
+            times -= next(self.stdout).strip() == line
+
+    def finish(self):
+        """Wait for the end and return exit code, standard output and standard error."""
+        out, err = self.communicate(timeout=LIMIT)
+        return self.returncode, out, err
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Start processes; at the end of the test nothing they have started may be left."""
+    mark = uuid.uuid4().hex
+    # If pytest itself runs in the background of a shell, SIGINT is ignored there, and so it would be in a child.
+    monkeypatch.setattr(signal, "default_int_handler", signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    runs = []
+
+    def start(*command, env=None, **options):
+        runs.append(Run(*command, mark=mark, env=env or {}, **options))
+        return runs[-1]
+
+    yield start
+    signal.signal(signal.SIGINT, before)
+    left = marked(mark)
+    for process in left:
+        process.kill()
+    for process in runs:
+        process.communicate()
+    assert not left
+
+
+@pytest.fixture
+def launched(run):
+    """Start the launcher."""
+    return lambda *arguments, **options: run("-m", "learnerkit.launch", *arguments, **options)
+
+
+def marked(mark):
+    """Return the living processes with this mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("LAUNCH_TEST") == mark:
+                found.append(process)
+        except psutil.Error:
+            pass
+    return found
+
+
+def says(err):
+    """Return what the launcher itself has printed."""
+    return [line for line in err.splitlines() if line.startswith("learnerkit.launch: ")]
+
+
+# The command line
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "nproc"), [([], 1), (["--nproc", "3"], 3), (["--nproc-per-node", "2"], 2), (["--nproc=4"], 4)]
+)
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
+    own = ["--nproc", "5", "-m", "x", "--", "--gpus", "-u", "-h", "--grace", "--np=1", ""]
+    job = parse([*options, *separator, __file__, *own])
+    assert job == Job([__file__, *own], nproc)
+    assert parse([*options, "-u", "--grace", "1.5", "-m", "pkg.mod", *own]) == Job(
+        ["-m", "pkg.mod", *own], nproc, grace=1.5, unbuffered=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to run"),
+        (["-m"], "nothing to run"),
+        (["no_such_script.py"], "'no_such_script.py' is no file"),
+        (["--nproc", "0", __file__], "--nproc 0: give"),
+        (["--nproc", "two", __file__], "invalid int value: 'two'"),
+        (["--nproc", "2", "--gpus", "0", __file__], "--nproc does not go with --gpus"),
+        (["--gpus", "0", __file__], "no GPU can be used here"),
+        (["--grace", "-1", __file__], "--grace -1.0: give seconds"),
+        (["--grace", "nan", __file__], "--grace nan: give seconds"),
+        (["--npro", "2", __file__], "unrecognized arguments: --npro"),
+    ],
+)
+def test_bad_values_are_one_line_and_code_2(no_gpu, capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        launch.main(arguments)
+    out, err = capsys.readouterr()
+    assert (caught.value.code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+# GPUs
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        ("0,2", ["0", "2"]),
+        (" 1 , 0", ["1", "0"]),
+        ("GPU-8932f937,MIG-GPU-8932f937/1/0", ["GPU-8932f937", "MIG-GPU-8932f937/1/0"]),
+        ("0,-1,2", ["0"]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+    ],
+)
+def test_listed_gpus(visible, names):
+    assert listed_gpus(visible) == names
+    assert gpu_names({"CUDA_VISIBLE_DEVICES": visible}) == names
+
+
+@pytest.mark.parametrize(
+    ("nvml", "device_file", "expected"), [(4, True, 4), (0, True, 0), (None, True, 7), (None, False, 0)]
+)
+def test_gpus_are_counted_by_nvml_then_torch(monkeypatch, tmp_path, nvml, device_file, expected):
+    device = tmp_path / "device"
+    if device_file:
+        device.touch()
+    monkeypatch.setattr(launch, "GPU_DEVICE_FILES", ("/no/such/device", str(device)))
+    monkeypatch.setattr(launch, "count_with_nvml", lambda: nvml)
+    monkeypatch.setattr(launch, "count_with_torch", lambda: 7)
+    assert gpu_names({}) == [str(index) for index in range(expected)]
+
+
+@pytest.mark.parametrize(("started", "answer", "count"), [(0, 0, 3), (9, 0, None), (0, 9, None)])
+def test_nvml_is_asked_through_ctypes(monkeypatch, started, answer, count):
+    def device_count(pointer):
+        ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint))[0] = 3
+        return answer
+
+    library = SimpleNamespace(
+        nvmlInit_v2=lambda: started, nvmlDeviceGetCount_v2=device_count, nvmlShutdown=lambda: 0
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    assert launch.count_with_nvml() == count
+
+
+def test_no_nvml_library(monkeypatch):
+    def missing(name):
+        raise OSError
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert launch.count_with_nvml() is None
+
+
+@pytest.mark.parametrize(("answer", "count"), [("print(2)", 2), ("import no_such_module", 0)])
+def test_torch_is_asked_in_another_process(monkeypatch, answer, count):
+    run = subprocess.run
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **options: run([*command[:2], answer], stderr=-3, **options)
+    )
+    assert launch.count_with_torch() == count
+
+
+def test_number_of_processes():
+    four, none = {"CUDA_VISIBLE_DEVICES": "4,5,GPU-a,7"}, {"CUDA_VISIBLE_DEVICES": ""}
+    assert choose_processes(None, None, four) == (4, None)
+    assert choose_processes(3, None, four) == (3, None)
+    assert choose_processes(None, "2,0", four) == (2, "GPU-a,4")
+    assert choose_processes(None, None, none) == (1, None)
+    assert choose_processes(8, None, none) == (8, None)
+    with pytest.raises(
+        ValueError, match="--nproc 5: every process needs a GPU of its own, and 4 can be used"
+    ):
+        choose_processes(5, None, four)
+    for bad in ("4", "0,0", "x", "", "-1"):
+        with pytest.raises(ValueError, match="give indices from 0 to 3, each once"):
+            choose_processes(None, bad, four)
+
+
+def test_rank_environment():
+    given = {
+        "RANK": "7",
+        "WORLD_SIZE": "9",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "old",
+        "GROUP_RANK": "1",
+    }
+    given |= {"KEPT": "yes", "NCCL_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "3", "GROUP_NAME": "mine"}
+    copy = dict(given)
+    env = rank_environment(given, Job(["x"], 2, gpus="5,6"), 1, 1234)
+    assert given == copy
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    assert env == {
+        "KEPT": "yes",
+        "GROUP_NAME": "mine",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "TP_SOCKET_IFNAME": loopback,
+        "CUDA_VISIBLE_DEVICES": "5,6",
+        "OMP_NUM_THREADS": "1",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1234",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    assert rank_environment({"OMP_NUM_THREADS": "4"}, Job(["x"], 2), 0, 1)["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS" not in rank_environment({}, Job(["x"], 1), 0, 1)
+    assert rank_environment(given, Job(["x"], 1), 0, 1)["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+# The report
+
+
+def ended(number, code, at, error="", stop_signals=()):
+    """Return a rank that has ended; with an error it has written a report."""
+    report = {"error": error, "traceback": f"Traceback of {number}"} if error else {}
+    return Rank(number, None, None, at, code, report, list(stop_signals))
+
+
+def test_the_first_failure_comes_first(capsys):
+    ranks = [
+        ended(0, 1, 12.5, "RuntimeError: closed"),
+        ended(1, -9, 12.0),
+        ended(2, -15, 13.0, stop_signals=[15]),
+        ended(3, 0, 11.0),
+        ended(4, -9, 18.0, stop_signals=[15, 9]),
+        ended(5, 143, 13.0, stop_signals=[15]),
+        ended(6, -6, 14.0, stop_signals=[15]),
+    ]
+    assert launch.report(ranks, None, began=10.0) == 137
+    assert says(capsys.readouterr().err) == [
+        "learnerkit.launch: rank 1 was killed by signal 9 (SIGKILL), as the kernel does when memory runs out "
+        "(see dmesg), after 2.0 s",
+        "learnerkit.launch: rank 0 then failed: RuntimeError: closed",
+        "learnerkit.launch: rank 6 then was killed by signal 6 (SIGABRT)",
+        "learnerkit.launch: rank 2 was stopped by the launcher after 3.0 s",
+        "learnerkit.launch: rank 3 ended with exit code 0 after 1.0 s",
+        "learnerkit.launch: rank 4 did not stop in time and was killed after 8.0 s",
+        "learnerkit.launch: rank 5 was stopped by the launcher after 3.0 s",
+    ]
+
+
+def test_report_of_a_run_that_was_asked_to_end(capsys):
+    obedient = [ended(0, 143, 3.0, stop_signals=[15]), ended(1, 0, 3.0, stop_signals=[15])]
+    assert launch.report(obedient, signal.SIGTERM, began=0.0) == 143
+    assert capsys.readouterr().err == ""
+    failing = [ended(0, 1, 3.0, "OSError: disk full", stop_signals=[15])]
+    assert launch.report(failing, signal.SIGTERM, began=0.0) == 143
+    assert "failed (exit code 1) after 3.0 s:\nTraceback of 0" in capsys.readouterr().err
+    assert launch.report(failing, signal.SIGINT, began=0.0) == 130
+    assert "failed (exit code 1) after 3.0 s:\nOSError: disk full\n" in capsys.readouterr().err
+
+
+def test_control_characters_are_escaped(capsys):
+    launch.say("a\tb\n\x1b[2J\x00\r\x7f\x9b\u2028\u202e é 日本 \ud800")
+    assert (
+        capsys.readouterr()
+        .err.encode(errors="surrogatepass")
+        .decode(errors="replace")
+        .startswith("learnerkit.launch: a\tb\n\\x1b[2J\\x00\\r\\x7f\\x9b\\u2028\\u202e é 日本 ")
+    )
+
+
+def test_a_report_that_cannot_be_written_is_printed(capsys):
+    full = os.open("/dev/full", os.O_WRONLY)
+    _worker.write_report(full, 1, ValueError("lost?"))
+    assert "ValueError: lost?" in capsys.readouterr().err
+
+
+def test_a_broken_report_is_no_report(monkeypatch):
+    monkeypatch.setattr(launch, "signal_group", lambda rank, signum: False)
+    rank = Rank(0, SimpleNamespace(returncode=-9), io.BytesIO(b'{"time": 1.0, "cod'), ended=5.0)
+    launch.note_end(rank)
+    assert (rank.code, rank.ended) == (-9, 5.0)
+
+
+# The processes
+
+
+def test_the_launcher_needs_the_standard_library_only(run):
+    code, out, err = run(
+        "-c",
+        "import sys; before = set(sys.modules); import learnerkit.launch\n"
+        "print({name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names))",
+    ).finish()
+    assert (code, out, err) == (0, "{'learnerkit'}\n", "")
+
+
+def test_help(launched):
+    code, out, err = launched("--help").finish()
+    assert (code, err) == (0, "")
+    assert "--nproc N, --nproc-per-node N" in out
+    assert "examples:" in out
+
+
+@pytest.mark.parametrize("form", ["script", "link", "module"])
+def test_the_script_sees_what_python_would_show_it(run, launched, tmp_path, form):
+    (tmp_path / "link.py").symlink_to(SCRIPTS / "launch_facts.py")
+    target = {
+        "script": ["scripts/launch_facts.py"],
+        "link": [tmp_path / "link.py"],
+        "module": ["-m", "scripts.launch_facts"],
+    }[form]
+    own = ["--nproc", "5", "-m", "x", "--", "--gpus", "a b", "$HOME", ""]
+    stale = {"RANK": "3", "WORLD_SIZE": "9", "MASTER_PORT": "1"}
+    plain = run(*target, *own, cwd=ROOT / "tests", stdin=subprocess.DEVNULL)
+    both = launched("--nproc", 2, *target, *own, cwd=ROOT / "tests", env=stale)
+    code, out, err = both.finish()
+    assert (code, err) == (0, "")
+    expected = json.loads(plain.finish()[1])
+    seen = sorted(map(json.loads, out.splitlines()), key=lambda facts: facts["env"]["RANK"])
+    port = seen[0]["env"]["MASTER_PORT"]
+    for number, facts in enumerate(seen):
+        env = expected["env"] | stale
+        assert facts.pop("env") == rank_environment(env, Job([], 2), number, int(port))
+        assert facts == {name: value for name, value in expected.items() if name != "env"}
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "first"),
+    [
+        ("exit", 3, "rank 1 failed (exit code 3)"),
+        ("text", 1, "rank 1 failed (exit code 1)"),
+        ("abrupt", 5, "rank 1 failed (exit code 5)"),
+        ("crash", 139, "rank 1 was killed by signal 11 (SIGSEGV)"),
+        ("killed", 137, "rank 1 was killed by signal 9 (SIGKILL)"),
+        ("syntax", 1, "rank 1 failed (exit code 1)"),
+    ],
+)
+def test_the_exit_code_is_the_scripts(launched, tmp_path, how, code, first):
+    ended, out, err = launched(
+        "-u", "--nproc", 2, SCRIPTS / "launch_end.py", how, env={"TMPDIR": str(tmp_path)}
+    ).finish()
+    lines = says(err)
+    assert ended == code
+    assert lines[0].startswith(f"learnerkit.launch: {first}")
+    assert lines[1].startswith("learnerkit.launch: rank 0 was stopped by the launcher after ")
+    assert len(lines) == 2
+    assert list(tmp_path.iterdir()) == []
+    extra = {"text": "a last word\n", "crash": "Current thread", "syntax": "SyntaxError: invalid syntax"}
+    assert extra.get(how, "") in err
+    assert out == {"exit": "exit hook ran\n", "abrupt": "printed before the end\n"}.get(how, "")
+
+
+def test_a_thread_without_end_does_not_hold_up_a_failure(launched):
+    began = time.monotonic()
+    code, out, err = launched("--nproc", 2, SCRIPTS / "launch_end.py", "stuck").finish()
+    assert code == 1
+    assert says(err)[0].startswith("learnerkit.launch: rank 1 failed (exit code 1) after 0.")
+    assert "KeyError: 'stuck'" in err
+    assert "in wait_to_be_stopped" in err  # the stack of what was waited for
+    assert time.monotonic() - began < 8
+
+
+def test_a_rank_may_end_early(launched):
+    assert launched("--nproc", 2, SCRIPTS / "launch_end.py", "early").finish() == (
+        0,
+        "rank 1 done\nrank 0 done\n",
+        "",
+    )
+
+
+def test_what_a_rank_leaves_running_is_killed(launched):
+    code, out, err = launched("--nproc", 2, SCRIPTS / "launch_end.py", "straggler").finish()
+    assert code == 0  # the forked child's error is its own, and `run` sees that nothing is left
+    assert says(err) == []
+    assert err.count("RuntimeError: only a forked child") == 2
+
+
+def test_a_rank_that_does_not_stop_is_killed_after_the_grace_time(launched):
+    began = time.monotonic()
+    code, out, err = launched("--nproc", 2, "--grace", 0.5, SCRIPTS / "launch_end.py", "stubborn").finish()
+    assert code == 3
+    assert "rank 0 did not stop in time and was killed" in says(err)[1]
+    assert time.monotonic() - began < 4
+
+
+# Signals
+
+
+def test_ctrl_c(launched):
+    process = launched("--nproc", 2, SCRIPTS / "launch_wait.py", "plain")
+    process.wait_for("ready")
+    process.send_signal(signal.SIGINT)
+    code, out, err = process.finish()
+    assert code == 130
+    assert err == "learnerkit.launch: SIGINT received, waiting for the ranks to stop (Ctrl-C kills them)\n"
+
+
+def test_a_second_ctrl_c_kills_at_once(launched):
+    process = launched("--nproc", 2, SCRIPTS / "launch_wait.py", "deaf")
+    process.wait_for("ready")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    code, out, err = process.finish()
+    assert time.monotonic() - began < 2
+    assert code == 130
+    assert [line for line in says(err) if "was killed" in line] == says(err)[1:]
+    assert len(says(err)) == 3
+
+
+def test_usr1_is_passed_on_and_term_lets_the_script_save(launched):
+    process = launched("--nproc", 2, SCRIPTS / "launch_wait.py", "save")
+    process.wait_for("ready")
+    process.send_signal(signal.SIGUSR1)
+    process.wait_for("saved, going on")
+    process.send_signal(signal.SIGTERM)
+    process.wait_for("heard SIGUSR1 saved SIGTERM")
+    code, out, err = process.finish()
+    assert code == 143
+    assert len(says(err)) == 1
+
+
+def test_usr1_without_a_handler_is_a_failure_of_the_script(launched):
+    process = launched("--nproc", 2, SCRIPTS / "launch_wait.py", "plain")
+    process.wait_for("ready")
+    process.send_signal(signal.SIGUSR1)
+    code, out, err = process.finish()
+    assert code == 128 + signal.SIGUSR1
+    assert "was killed by signal 10 (SIGUSR1)" in says(err)[0]
+
+
+def test_nohup(launched):
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = launched("--nproc", 2, SCRIPTS / "launch_wait.py", "brief")
+    finally:
+        signal.signal(signal.SIGHUP, old)
+    process.wait_for("ready")
+    process.send_signal(signal.SIGHUP)
+    assert process.finish() == (0, "heard\nheard\n", "")
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(launched):
+    process = launched("--nproc", 2, SCRIPTS / "launch_orphans.py")
+    process.wait_for("ready")
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) == 4  # two ranks, a forked child, a DataLoader worker
+    process.kill()
+    gone, alive = psutil.wait_procs(family, timeout=5)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+
+
+# torch.distributed
+
+
+def test_two_jobs_at_once(launched):
+    two = launched("--nproc", 2, SCRIPTS / "launch_group.py", env={"MASTER_PORT": "29500"})
+    one = launched(SCRIPTS / "launch_group.py")
+    ends = []
+    for process, size in ((two, 2), (one, 1)):
+        code, out, err = process.finish()
+        assert (code, says(err)) == (0, []), err
+        facts = sorted(map(json.loads, out.splitlines()), key=lambda each: each["rank"])
+        assert [each["rank"] for each in facts] == list(range(size))
+        assert {each["size"] for each in facts} == {size}
+        assert {each["total"] for each in facts} == {size * (size + 1) / 2}
+        assert {each["debug"] for each in facts} == {"DETAIL"}
+        assert {address for each in facts for address in each["listeners"]} == {"127.0.0.1"}
+        assert facts[0]["squares"] == 0 + 1 + 4 + 9
+
+
+def test_the_user_sees_the_error_and_not_its_echo(launched):
+    began = time.monotonic()
+    code, out, err = launched("--nproc", 2, SCRIPTS / "launch_fail.py").finish()
+    lines = err[err.index("learnerkit.launch: ") :].splitlines()
+    assert code == 1
+    assert time.monotonic() - began < 10
+    assert lines[0].startswith("learnerkit.launch: rank 1 failed (exit code 1) after ")
+    first = "\n".join(lines[1 : lines.index("in batch 7") + 1])
+    assert first.startswith(f'Traceback (most recent call last):\n  File "{SCRIPTS}/launch_fail.py", line ')
+    assert "KeyError: 'the cause'\n\nThe above exception was the direct cause" in first
+    assert "ValueError: bad \\x1b[2J sample\nlearnerkit.launch: \\x9b31m second line" in first
+    assert "_worker.py" not in err
+    assert "runpy" not in err
+    (follower,) = lines[lines.index("in batch 7") + 1 :]
+    assert follower.startswith("learnerkit.launch: rank 0 then failed: RuntimeError: ")
+    assert out == "exit hook ran\n" * 2
