@@ -19,7 +19,7 @@ DEV = [
 setup(
     name="learnerkit",
     version="0.1.0",
-    description="A small training library on PyTorch: a Learner with two-way callbacks, right on any number of processes.",
+    description="A small training library on PyTorch: a Learner with callbacks, right on any number of processes.",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",

@@ -71,7 +71,7 @@ _HOMES = {
 
 _home_of = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted([*_home_of, "datasets", "world"])  # noqa: PLE0605 - names made above
+__all__ = sorted([*_home_of, "datasets", "world"])
 
 
 def __getattr__(name: str) -> object:

@@ -25,44 +25,32 @@ _ELEMENTWISE_FUNCTIONS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
 def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any) -> None:
     """Refuse arguments of the wrong kind."""
     if not isinstance(dls, DataLoaders):
-        raise TypeError(
-            f"dls is a {type(dls).__name__}; pass DataLoaders(train, valid) or DataLoaders.from_datasets"
-        )
+        raise TypeError(f"dls is a {type(dls).__name__}; pass DataLoaders(train, valid) or DataLoaders.from_datasets")
     if not isinstance(model, nn.Module):
         made = ", not the class" if isinstance(model, type) else ""
         raise TypeError(f"model is {model!r}; pass an nn.Module{made}")
     if loss_func is not None and (not callable(loss_func) or isinstance(loss_func, type)):
-        raise TypeError(
-            f"loss_func is {loss_func!r}; pass a function or a module, such as nn.CrossEntropyLoss()"
-        )
+        raise TypeError(f"loss_func is {loss_func!r}; pass a function or a module, such as nn.CrossEntropyLoss()")
     if not callable(opt_func):
-        raise TypeError(
-            f"opt_func is {opt_func!r}; pass an optimizer class, or a function of (param_groups, lr)"
-        )
+        raise TypeError(f"opt_func is {opt_func!r}; pass an optimizer class, or a function of (param_groups, lr)")
 
 
 def check_callback(learn: "Learner", cb: Any) -> None:
     """Refuse what is no callback, or cannot be this learner's."""
     if not isinstance(cb, Callback):
-        raise TypeError(
-            f"got the callback {cb!r}; a callback is a Callback, its class, or Callback(after_batch=f)"
-        )
+        raise TypeError(f"got the callback {cb!r}; a callback is a Callback, its class, or Callback(after_batch=f)")
     check_hooks(cb)
     if cb.learn is not None:
         owner = "this learner already" if cb.learn is learn else "another learner"
         raise ValueError(f"{cb} belongs to {owner}; make another one, or remove it there with remove_cb")
     if not isinstance(getattr(type(learn), cb.name, learn.__dict__.get(cb.name)), Callback | None):
-        raise ValueError(
-            f"{cb} would hide learn.{cb.name}: give its class another name, or a `name` of its own"
-        )
+        raise ValueError(f"{cb} would hide learn.{cb.name}: give its class another name, or a `name` of its own")
 
 
 def check_fit(learn: "Learner", n_epoch: Any, start_epoch: Any) -> None:
     """Refuse a fit that cannot run."""
     if learn.task is not None:
-        raise RuntimeError(
-            f"fit was called during {learn.task!r}; a callback may call validate or get_preds, not fit"
-        )
+        raise RuntimeError(f"fit was called during {learn.task!r}; a callback may call validate or get_preds, not fit")
     for name, value in (("n_epoch", n_epoch), ("start_epoch", start_epoch)):
         if not isinstance(value, int) or value < 0:
             raise ValueError(f"got {name}={value!r}; it is a whole number, 0 or more")
@@ -152,9 +140,7 @@ def check_opt(opt: Any) -> None:
     """Refuse what `create_opt` may not leave in `learn.opt`."""
     found = list(opt.values()) if isinstance(opt, dict) else [opt]
     if not found or not all(isinstance(o, Optimizer) for o in found):
-        raise TypeError(
-            f"opt_func or create_opt made {opt!r}; it must be a torch optimizer, or a dict of them by name"
-        )
+        raise TypeError(f"opt_func or create_opt made {opt!r}; it must be a torch optimizer, or a dict of them by name")
 
 
 def read_state(path: Path, device: Any) -> dict:

@@ -26,19 +26,17 @@ from learnerkit import world
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """`batch` with every tensor in it on `device`, however it is nested; copies from pinned memory do not block."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    return map_batch(lambda t: t.to(device, non_blocking=True), batch)
+    # Asking a tensor for its device is several times as fast as `to` finding nothing to do.
+    return map_batch(lambda t: t if t.device == device else t.to(device, non_blocking=True), batch)
 
 
 def map_batch(f: Callable[[Tensor], Any], batch: Any) -> Any:
     """`batch` with `f` applied to every tensor in tuples, lists, named tuples and mappings."""
     if isinstance(batch, Tensor):
         return f(batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_batch(f, b) for b in batch))
     if isinstance(batch, tuple | list):
-        return type(batch)([map_batch(f, b) for b in batch])
+        found = [f(b) if isinstance(b, Tensor) else map_batch(f, b) for b in batch]
+        return type(batch)(*found) if hasattr(batch, "_fields") else type(batch)(found)
     if isinstance(batch, Mapping):
         return {k: map_batch(f, v) for k, v in batch.items()}
     return batch
@@ -252,9 +250,7 @@ class DataLoaders:
         if isinstance(batch, tuple | list):
             cut = self.n_inp or max(1, len(batch) - 1)
             if len(batch) < cut or not batch:
-                raise ValueError(
-                    f"got a batch of {len(batch)} entries; n_inp={self.n_inp} asks for that many inputs"
-                )
+                raise ValueError(f"got a batch of {len(batch)} entries; n_inp={self.n_inp} asks for that many inputs")
             return tuple(batch[:cut]), tuple(batch[cut:])
         if isinstance(batch, Mapping):
             targets = tuple(batch[k] for k in self.target_keys if k in batch)
@@ -381,9 +377,7 @@ class SampleOrder:
         """The seed of an epoch (counted from 0)."""
         while len(self._seeds) <= epoch:
             # The first draw is the one that torch's loader makes for its workers.
-            _, seed = (
-                int(torch.empty((), dtype=torch.int64).random_(generator=self.generator)) for _ in range(2)
-            )
+            _, seed = (int(torch.empty((), dtype=torch.int64).random_(generator=self.generator)) for _ in range(2))
             self._seeds.append(seed)
         return self._seeds[epoch]
 
@@ -435,9 +429,7 @@ def in_order(dl: Any, name: str) -> Any:
     size = getattr(dl.batch_sampler, "batch_size", None) or 64
     return with_batches(
         dl,
-        batch_sampler=IndexBatches(sampler, size, False)
-        if _reads_rows(dl)
-        else BatchSampler(sampler, size, False),
+        batch_sampler=IndexBatches(sampler, size, False) if _reads_rows(dl) else BatchSampler(sampler, size, False),
     )
 
 

@@ -48,8 +48,8 @@ fit
 """
 
 
-class Event(StrEnum):
-    # The docstring is LOOP: one text is the description, the source of `show_training_loop` and, in the
+class Event(StrEnum):  # noqa: D101 - its docstring is LOOP
+    # One text is the description, the source of `show_training_loop` and, in the
     # tests, the expected order of a recorded run.
     __doc__ = f"Every event a callback can listen to, in the order of the loop:\n{LOOP}"
 
@@ -84,9 +84,7 @@ class Event(StrEnum):
     cleanup_fit = "cleanup_fit"
 
 
-INNER_EVENTS = tuple(
-    e for e in Event if "_batch" in e or e.endswith(("_pred", "_loss", "_backward", "_step"))
-)
+INNER_EVENTS = tuple(e for e in Event if "_batch" in e or e.endswith(("_pred", "_loss", "_backward", "_step")))
 """The events of one batch: only these heed a callback's `run_train` and `run_valid`."""
 
 

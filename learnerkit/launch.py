@@ -124,11 +124,11 @@ def parse(argv: Sequence[str] | None) -> Job:
     add("--gpus", metavar="0,1", help="the GPUs to use, by index, with one process each")
     add("--grace", type=float, metavar="S", help=f"seconds to stop in before being killed (default: {grace})")
     add("-u", dest="unbuffered", action="store_true", help="do not buffer the output of the processes")
-    add("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m does")
-    add("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add("-m", dest="module", action="store_true", help="run a module, as python -m does")
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     try:
-        command = choose_command(options.module, options.script)
+        command = choose_command(options.module, options.command)
         nproc, gpus = choose_processes(options.nproc, options.gpus, os.environ)
         if options.grace is not None and not 0 <= options.grace < float("inf"):
             raise ValueError(f"--grace {options.grace}: give seconds, 0 or more")
@@ -137,32 +137,26 @@ def parse(argv: Sequence[str] | None) -> Job:
     return Job(command, nproc, gpus, options.grace, options.unbuffered)
 
 
-def choose_command(module: list[str] | None, script: list[str]) -> list[str]:
-    """Return what each process is to run."""
-    if module:
-        return ["-m", *module]
-    if script[:1] == ["--"]:
-        script = script[1:]
-    if not script:
+def choose_command(module: bool, command: list[str]) -> list[str]:
+    """Return what each process is to run: a script or ``-m`` and a module, with its arguments."""
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if not command:
         raise ValueError("nothing to run: name a script (train.py) or a module (-m package.module)")
-    if not os.path.isfile(script[0]):
-        raise ValueError(
-            f"{script[0]!r} is no file (seen from {os.getcwd()}); name a Python script, or use -m"
-        )
-    return script
+    if module:
+        return ["-m", *command]
+    if not os.path.isfile(command[0]):
+        raise ValueError(f"{command[0]!r} is no file (seen from {os.getcwd()}); name a Python script, or use -m")
+    return command
 
 
 # GPUs, found without torch
 
 
-def choose_processes(
-    nproc: int | None, gpus: str | None, environ: Mapping[str, str]
-) -> tuple[int, str | None]:
+def choose_processes(nproc: int | None, gpus: str | None, environ: Mapping[str, str]) -> tuple[int, str | None]:
     """Return the number of processes and, if `gpus` picks some, the CUDA_VISIBLE_DEVICES for them."""
     if nproc is not None and gpus is not None:
-        raise ValueError(
-            "--nproc does not go with --gpus, which starts one process per GPU; leave one of them out"
-        )
+        raise ValueError("--nproc does not go with --gpus, which starts one process per GPU; leave one of them out")
     if nproc is not None and nproc < 1:
         raise ValueError(f"--nproc {nproc}: give the number of processes, 1 or more")
     names = gpu_names(environ)
@@ -181,9 +175,7 @@ def choose_gpus(gpus: str, names: list[str]) -> list[str]:
     """Return the names of the GPUs whose indices are listed in `gpus`."""
     indices = [int(part) if part.strip().isdecimal() else -1 for part in gpus.split(",")]
     if len(set(indices)) < len(indices) or not all(0 <= index < len(names) for index in indices):
-        allowed = (
-            f"give indices from 0 to {len(names) - 1}, each once" if names else "no GPU can be used here"
-        )
+        allowed = f"give indices from 0 to {len(names) - 1}, each once" if names else "no GPU can be used here"
         raise ValueError(f"--gpus {gpus}: {allowed}")
     return [names[index] for index in indices]
 
@@ -363,7 +355,7 @@ def stop(ranks: list[Rank], signals: Signals, signum: int | None, grace: float |
         wait_for_end(ranks, signals, SETTLE_SECONDS)
         signum = signal.SIGTERM
     else:
-        say(f"{signal.Signals(signum).name} received, waiting for the ranks to stop (Ctrl-C kills them)")
+        say(f"{signal_name(signum)} received, waiting for the ranks to stop (Ctrl-C kills them)")
     for rank in running(ranks):
         rank.stop_signals.append(signum)
     send(ranks, signum)
@@ -409,13 +401,8 @@ def report(ranks: list[Rank], signum: int | None, began: float) -> int:
     """Say what went wrong, the first failure first, and return the exit code of the run."""
     failures = sorted(filter(failed, ranks), key=lambda rank: rank.ended)
     for rank in failures[:1]:
-        details = rank.report.get(
-            "error" if signum == signal.SIGINT else "traceback"
-        )  # after Ctrl-C one line will do
-        say(
-            f"rank {rank.number} {fate(rank)} after {rank.ended - began:.1f} s"
-            + (f":\n{details}" if details else "")
-        )
+        details = rank.report.get("error" if signum == signal.SIGINT else "traceback")  # after Ctrl-C one line will do
+        say(f"rank {rank.number} {fate(rank)} after {rank.ended - began:.1f} s" + (f":\n{details}" if details else ""))
     for rank in failures[1:]:
         error = rank.report.get("error")
         say(f"rank {rank.number} then " + (f"failed: {error}" if error else fate(rank)))
@@ -443,16 +430,17 @@ def fate(rank: Rank) -> str:
     if rank.code is None:
         return f"does not die: process {rank.process.pid} hangs in the kernel"
     if stopped(rank):
-        return (
-            "did not stop in time and was killed"
-            if rank.code == -signal.SIGKILL
-            else "was stopped by the launcher"
-        )
+        return "did not stop in time and was killed" if rank.code == -signal.SIGKILL else "was stopped by the launcher"
     if rank.code == -signal.SIGKILL:
         return "was killed by signal 9 (SIGKILL), as the kernel does when memory runs out (see dmesg),"
     if rank.code < 0:
-        return f"was killed by signal {-rank.code} ({signal.strsignal(-rank.code)})"
+        return f"was killed by signal {-rank.code} ({signal_name(-rank.code)})"
     return f"failed (exit code {rank.code})" if rank.code else "ended with exit code 0"
+
+
+def signal_name(signum: int) -> str:
+    """Return SIGTERM for 15; real-time signals have no names."""
+    return signal.Signals(signum).name if signum in iter(signal.Signals) else "real-time signal"
 
 
 def say(text: str) -> None:

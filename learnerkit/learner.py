@@ -121,7 +121,7 @@ class Learner:
         self.add_cbs(cbs)
         self._dispatch = Dispatch(self.cbs, fitting=True)
         try:
-            self._fire(Event.after_create)
+            self._dispatch.fire(Event.after_create)
         finally:
             self._dispatch = None
 
@@ -159,10 +159,11 @@ class Learner:
         self._level("batch", self._do_batch, CancelBatchException)
 
     def _do_batch(self) -> None:
+        fire = self._dispatch.fire
         self._forward()
-        self._fire("after_pred")
+        fire("after_pred")
         self._take_loss()
-        self._fire("after_loss")
+        fire("after_loss")
         if self.training:
             self._events("backward", self._weighted_backward, CancelBackwardException)
             self._events("step", self._step, CancelStepException)
@@ -181,24 +182,20 @@ class Learner:
 
     def _events(self, name: str, body: Callable[[], None], cancel: type[Exception]) -> None:
         "`before_x`, the body, `after_cancel_x` if it was cancelled, `after_x`."
+        fire = self._dispatch.fire
         try:
             try:
-                self._fire("before_" + name)
+                fire("before_" + name)
                 body()
             except cancel:
-                self._fire("after_cancel_" + name)
-            self._fire("after_" + name)
+                fire("after_cancel_" + name)
+            fire("after_" + name)
         except cancel:
             pass  # cancelled when it was over already
 
-    def _fire(self, event: str) -> None:
-        self._dispatch.fire(event)
-
     def _take_loss(self) -> None:
         "The loss, where there is something to take it of; its errors gain the shapes it got."
-        if self.task == "predict" or not (
-            self.yb or self.loss_func is None or type(self)._loss is not Learner._loss
-        ):
+        if self.task == "predict" or not (self.yb or self.loss_func is None or type(self)._loss is not Learner._loss):
             return
         if self.batch_size == 0:
             # A rank without data only keeps its peers company: gradients of zero, and no mean of nothing (a NaN).
@@ -220,9 +217,7 @@ class Learner:
     def _forward(self) -> None:
         "Set `output` and `pred` from the model."
         self.output = self.model(**self.xb[0]) if is_mapping(self.batch) else self.model(*self.xb)
-        self.pred = (
-            self.output if isinstance(self.output, Tensor) else entry(self.output, "logits", self.output)
-        )
+        self.pred = self.output if isinstance(self.output, Tensor) else entry(self.output, "logits", self.output)
 
     def _loss(self) -> None:
         "Set `loss_grad`, which is differentiated, and `loss`, which is recorded."

@@ -51,16 +51,12 @@ class LossWeight:
                 "number of items the loss averages over"
             )
         if loss_weight is None and option(loss_func, "reduction") == "none":
-            raise ValueError(
-                f"{loss_func} has reduction='none', so the loss is no scalar; use 'mean' or 'sum'"
-            )
+            raise ValueError(f"{loss_func} has reduction='none', so the loss is no scalar; use 'mean' or 'sum'")
         self.sums = loss_weight == "sum" or (loss_weight is None and option(loss_func, "reduction") == "sum")
         self._given = callable(loss_weight)
         self._count = loss_weight if self._given else None
         if self._count is None and not self.sums and is_cross_entropy(loss_func):
-            self._count = partial(
-                _count_classes, option(loss_func, "weight"), option(loss_func, "ignore_index", -100)
-            )
+            self._count = partial(_count_classes, option(loss_func, "weight"), option(loss_func, "ignore_index", -100))
 
     def count(self, yb: tuple, batch_size: int) -> int | Tensor:
         """The number of items behind a batch's loss; a 0-dim tensor, on every rank alike, where it is counted."""

@@ -149,21 +149,19 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.device.type == "mps" else x.double()  # MPS has no float64
 
 
-class rmse(_MeanOf):  # noqa: N801 - named like the function metrics beside it
+class rmse(_MeanOf):
     """Root of the mean squared error over all elements of all samples."""
 
     def update(self, pred: Tensor, target: Tensor) -> None:
         """Add a batch's squared errors."""
-        self._add(
-            F.mse_loss(pred.flatten(), target.flatten().to(pred.dtype), reduction="sum"), target.numel()
-        )
+        self._add(F.mse_loss(pred.flatten(), target.flatten().to(pred.dtype), reduction="sum"), target.numel())
 
     def compute(self) -> Tensor:
         """The root of their mean."""
         return (self.total / self.count).sqrt()
 
 
-class perplexity(_MeanOf):  # noqa: N801
+class perplexity(_MeanOf):
     """Exponential of the mean cross-entropy over all targets that are not `ignore_index`.
 
     Args:
@@ -199,9 +197,7 @@ def make_meters(metrics: Any) -> list["Meter"]:
     names = [m.name for m in meters]
     twice = {n for n in names if names.count(n) > 1}
     if twice:
-        raise ValueError(
-            f"two metrics are named {sorted(twice)}; name them by a dict: metrics={{'name': metric, ...}}"
-        )
+        raise ValueError(f"two metrics are named {sorted(twice)}; name them by a dict: metrics={{'name': metric, ...}}")
     return meters
 
 
@@ -252,9 +248,7 @@ class Meter:
             self.combine()
         with warnings.catch_warnings():
             # torchmetrics warns where a rank had no batch of its own, which is fine here.
-            warnings.filterwarnings(
-                "ignore", message="The ``compute`` method of metric", category=UserWarning
-            )
+            warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
             return self.scalar(self.metric.compute())
 
     def combine(self) -> None:

@@ -98,16 +98,12 @@ def rates(lr: float | slice | Sequence[float], count: int) -> list[float]:
             found = [lr.start * step**i for i in range(count)]
     elif isinstance(lr, list | tuple):
         if len(lr) != count:
-            raise ValueError(
-                f"got {len(lr)} learning rates for {count} parameter groups (the splitter's groups)"
-            )
+            raise ValueError(f"got {len(lr)} learning rates for {count} parameter groups (the splitter's groups)")
         found = list(lr)
     elif isinstance(lr, int | float) or (isinstance(lr, Tensor) and lr.ndim == 0):
         found = [float(lr)] * count
     else:
-        raise TypeError(
-            f"got lr={lr!r}; a learning rate is a number, a slice, or a list with one number per group"
-        )
+        raise TypeError(f"got lr={lr!r}; a learning rate is a number, a slice, or a list with one number per group")
     if not all(rate >= 0 for rate in found):
         raise ValueError(f"got the learning rates {found}; they must not be negative")
     return found

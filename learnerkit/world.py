@@ -348,9 +348,7 @@ def set_seed(seed: int, reproducible: bool = False) -> None:
     torch.manual_seed(seed)
     _seed_others(seed)
     if reproducible:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # asked for by torch's reproducibility notes
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by torch's reproducibility notes
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
 

@@ -69,11 +69,7 @@ class GatherPredictions(Callback):
             raise ValueError("with_loss=True, but the batches have no targets")
         loss = self._loss_func(learn.pred, *learn.yb)
         # Losses of several elements of a sample are averaged to the sample's.
-        return (
-            loss
-            if loss.ndim == 1 and len(loss) == learn.batch_size
-            else loss.reshape(learn.batch_size, -1).mean(1)
-        )
+        return loss if loss.ndim == 1 and len(loss) == learn.batch_size else loss.reshape(learn.batch_size, -1).mean(1)
 
     def after_validate(self):
         batches = gather_batches(self._batches, self.learn.sharded, self.on)

@@ -148,9 +148,7 @@ class NotebookPage:
         lines = []
         if self.learn.task == "fit":
             cells = '<th style="text-align: right">', "</th>"
-            lines.append(
-                "<table><thead>" + _html_row(self.learn.recorder.metric_names, *cells) + "</thead><tbody>"
-            )
+            lines.append("<table><thead>" + _html_row(self.learn.recorder.metric_names, *cells) + "</thead><tbody>")
             lines += [_html_row(row, '<td style="text-align: right">', "</td>") for row in self.rows]
             lines.append("</tbody></table>")
         if bar is not None:

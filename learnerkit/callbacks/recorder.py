@@ -300,9 +300,7 @@ class Recorder(Callback):
         """The epoch's mean training loss over all ranks, whose steps replace this rank's own in `losses`."""
         sums = self.learn.loss_weighting.sums
         totals, counts = self._train.loss.weighed(sums, self._train.sharded)
-        steps = [
-            (total if sums else total / n) if n else None for total, n in zip(totals, counts, strict=True)
-        ]
+        steps = [(total if sums else total / n) if n else None for total, n in zip(totals, counts, strict=True)]
         self._smooth.close(steps)
         self._open = False
         return sum(totals) / sum(counts) if sum(counts) else float("nan")
@@ -313,10 +311,7 @@ class Recorder(Callback):
             # A callback may log on some ranks alone, so names travel with their sums.
             everyone = world.all_gather(found)
             names = list(dict.fromkeys(name for rank in everyone for name in rank))
-            found = {
-                n: tuple(map(sum, zip(*(rank[n] for rank in everyone if n in rank), strict=True)))
-                for n in names
-            }
+            found = {n: tuple(map(sum, zip(*(rank[n] for rank in everyone if n in rank), strict=True))) for n in names}
         return {name: total / count for name, (total, count) in found.items()}
 
     def plot_loss(

@@ -63,9 +63,7 @@ class DistributedCallback(Callback):
         for name in ddp_kwargs:
             if name not in allowed:
                 near = did_you_mean(name, [*allowed, *signature(DistributedCallback).parameters])
-                raise TypeError(
-                    f"got the argument {name!r}, which neither DistributedCallback nor DDP takes{near}"
-                )
+                raise TypeError(f"got the argument {name!r}, which neither DistributedCallback nor DDP takes{near}")
         self.ddp_kwargs = {"find_unused_parameters": bool(find_unused_parameters), **ddp_kwargs}
         self._warned = False
         self._forget()
@@ -117,9 +115,7 @@ class DistributedCallback(Callback):
                 )
         for opt in learn.opts:
             if not world.same_everywhere(_digest(opt.state_dict())):
-                optim.load_state(
-                    opt, world.broadcast(map_batch(lambda t: t.cpu(), opt.state_dict())), learn.model
-                )
+                optim.load_state(opt, world.broadcast(map_batch(lambda t: t.cpu(), opt.state_dict())), learn.model)
 
     def cleanup_fit(self):
         if self._logger is not None:
@@ -177,9 +173,7 @@ class DistributedCallback(Callback):
         if key not in self._loaders:
             name = "the training loader" if training else "the loader"
             # With statistics per rank, BatchNorm needs two samples on a rank, or none.
-            alone = training and any(
-                not isinstance(m, nn.SyncBatchNorm) for m in _batch_norms(self.learn.model)
-            )
+            alone = training and any(not isinstance(m, nn.SyncBatchNorm) for m in _batch_norms(self.learn.model))
             order = getattr(getattr(self.learn, "train_eval", None), "sample_order", None)
             self._loaders[key] = rank_loader(
                 dl,
@@ -270,11 +264,7 @@ def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> An
 
 def warn_outside_context(learn: "Learner") -> None:
     """Warn that several processes are about to train the same thing, each for itself."""
-    if (
-        world.world_size() > 1
-        and world.is_main()
-        and not any(isinstance(c, DistributedCallback) for c in learn.cbs)
-    ):
+    if world.world_size() > 1 and world.is_main() and not any(isinstance(c, DistributedCallback) for c in learn.cbs):
         warnings.warn(
             f"{world.world_size()} processes each train a whole copy of the model on all the data; "
             "to train one together write `with learn.distrib_ctx(): learn.fit(...)`",

@@ -18,7 +18,7 @@ def wait_to_be_stopped():
 
 if how == "early":  # rank 1 is done while rank 0 goes on
     time.sleep(0 if rank else 0.5)
-    print(f"rank {rank} done", flush=True)
+    os.write(1, f"rank {rank} done\n".encode())
 elif how == "straggler":  # every rank leaves a program behind, and one a forked child which fails
     subprocess.Popen(["sleep", "60"])
     if os.fork() == 0:
@@ -27,7 +27,6 @@ elif how == "straggler":  # every rank leaves a program behind, and one a forked
 elif how == "stubborn":
     if rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        print("ready", flush=True)
         wait_to_be_stopped()
     time.sleep(0.3)
     sys.exit(3)

@@ -1,4 +1,4 @@
-"""Rank 1 raises while rank 0 waits for it in a collective; both leave a process group and a DDP model behind."""
+"""Rank 1 raises while rank 0 waits for it in a collective; both leave a group and a DDP model behind."""
 
 import atexit
 

@@ -1,10 +1,9 @@
-"""Plain torch.distributed code, as it would be written for any launcher; checks what it can see and prints it."""
+"""Plain torch.distributed code, as it would be written for any launcher; prints what it has seen."""
 
 import json
 import os
-import time
 
-os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"  # read while torch is imported: must act on every rank alike
+os.environ["TORCH_DISTRIBUTED_DEBUG"] = "INFO"  # read while torch is imported: must act on every rank alike
 
 import psutil
 import torch
@@ -43,12 +42,7 @@ def main():
         loader = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
         facts["squares"] = next(iter(loader)).sum().item()
     dist.barrier()
-    del model
-    dist.destroy_process_group()
-    dist.init_process_group("gloo")  # a second group in the same processes
-    dist.barrier()
-    facts["time"] = time.monotonic()
-    print(json.dumps(facts), flush=True)
+    os.write(1, json.dumps(facts).encode() + b"\n")
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Have two ranks wait, one of them with a forked DataLoader worker and a forked child, until somebody kills them."""
+"""Two ranks wait, one of them with a forked DataLoader worker and a forked child, until they are killed."""
 
 import os
 import time
@@ -10,5 +10,5 @@ if os.environ["RANK"] == "0":
         time.sleep(60)
     batches = iter(DataLoader(list(range(1000)), num_workers=1, multiprocessing_context="fork"))
     next(batches)
-print("ready", flush=True)
+os.write(1, b"ready\n")
 time.sleep(60)

@@ -8,17 +8,22 @@ import time
 how = sys.argv[1]
 heard = []
 
+
+def tell(line):
+    os.write(1, f"{line}\n".encode())  # in one piece, whatever the other ranks print
+
+
 if how != "plain":  # "save": note the signal and end in order; "deaf": note it and go on
     for signum in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signum, lambda number, frame: heard.append(signal.Signals(number).name))
 if how == "deaf":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-print("ready", flush=True)
+tell("ready")
 end = time.monotonic() + (1.0 if how == "brief" else 60.0)
 while time.monotonic() < end and (how == "deaf" or "SIGTERM" not in heard):
     time.sleep(0.01)
     if how == "save" and heard == ["SIGUSR1"]:
-        print("saved, going on", flush=True)
+        tell("saved, going on")
         heard.append("saved")
-print("heard", *heard, flush=True)
+tell(" ".join(["heard", *heard]))
 sys.exit(143 if heard else 0)
