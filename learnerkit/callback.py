@@ -85,15 +85,15 @@ class Callback:
 
     def __setattr__(self, name: str, value: Any) -> None:
         learn = self.__dict__.get("learn")
-        if learn is not None:
-            if learn._dispatch is not None and name in _RUN_FLAGS:
-                learn._dispatch.changed()
-            elif learn._dispatch is not None and not self._owns(name) and hasattr(learn, name):
-                raise AttributeError(
-                    f"{type(self).__name__} assigned self.{name}, but {name!r} belongs to the learner: write "
-                    f"`self.learn.{name} = ...`, or set self.{name} in __init__ to make it the callback's own"
-                )
+        dispatch = learn and learn._dispatch
+        if dispatch and not self._owns(name) and hasattr(learn, name):
+            raise AttributeError(
+                f"{type(self).__name__} assigned self.{name}, but {name!r} belongs to the learner: write "
+                f"`self.learn.{name} = ...`, or set self.{name} in __init__ to make it the callback's own"
+            )
         object.__setattr__(self, name, value)
+        if dispatch and name in _RUN_FLAGS:
+            dispatch.changed()
 
     def _owns(self, name: str) -> bool:
         return name in self.__dict__ or hasattr(type(self), name)
@@ -148,8 +148,14 @@ class Dispatch:
         self.changed()
 
     def changed(self) -> None:
-        """Note that callbacks or their flags are no longer what they were."""
+        """Look again: callbacks or their flags are no longer what they were."""
         self._tables: dict[bool, dict[str, list]] = {}
+        self.phase(self.training)
+
+    def phase(self, training: bool) -> None:
+        """Turn to training, in which `run_train` counts, or to evaluation, in which `run_valid` does."""
+        self.training = training
+        self.table = self._tables.get(training) or self._resolve()
 
     def listeners(self, event: str) -> list[Callback]:
         """The callbacks that hear `event` in the present phase, in order."""
@@ -175,6 +181,7 @@ class Dispatch:
                     (cb, partial(self._enter, cb, level) if cb in owing else getattr(cb, entering))
                     for cb in sorted({*heard, *owing}, key=self._place)
                 ]
+            table[level] = owing
         self._tables[self.training] = table
         return table
 
@@ -190,8 +197,7 @@ class Dispatch:
 
     def fire(self, event: str) -> None:
         """Call everyone who listens to `event`; an exception gains a note with the callback and the event."""
-        table = self._tables.get(self.training) or self._resolve()
-        for cb, hook in table[event]:
+        for cb, hook in self.table[event]:
             try:
                 hook()
             except BaseException as e:
@@ -245,7 +251,7 @@ def describe_loop(cbs: list[Callback]) -> str:
     for line in LOOP.strip().splitlines():
         indent = line[: len(line) - len(line.lstrip())]
         if line.strip() == "before_validate":
-            dispatch.training = False
+            dispatch.phase(False)
         named = [word for word in line.split() if word in list(Event)]
         if not named:
             lines.append(line)

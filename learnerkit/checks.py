@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
 
 from learnerkit.callback import Callback, check_hooks
 from learnerkit.data import DataLoaders, loader_len
@@ -40,10 +39,10 @@ def check_callback(learn: "Learner", cb: Any) -> None:
     if not isinstance(cb, Callback):
         raise TypeError(f"got the callback {cb!r}; a callback is a Callback, its class, or Callback(after_batch=f)")
     check_hooks(cb)
-    if cb.learn is not None:
+    if cb in learn.cbs or cb.learn not in (None, learn):
         owner = "this learner already" if cb.learn is learn else "another learner"
         raise ValueError(f"{cb} belongs to {owner}; make another one, or remove it there with remove_cb")
-    if not isinstance(getattr(type(learn), cb.name, learn.__dict__.get(cb.name)), Callback | None):
+    if not isinstance(getattr(type(learn), cb.name, learn.__dict__.get(cb.name, cb)), Callback):
         raise ValueError(f"{cb} would hide learn.{cb.name}: give its class another name, or a `name` of its own")
 
 
@@ -99,7 +98,7 @@ def check_length(dl: Iterable, who: str) -> int:
 
 def check_shapes(learn: "Learner") -> None:
     """Refuse, on the first batch, predictions and targets that an elementwise loss would silently broadcast."""
-    if learn.iter != 0 or len(learn.yb) != 1:
+    if len(learn.yb) != 1:
         return
     loss, pred, target = kernel(learn.loss_func), learn.pred, learn.yb[0]
     if not isinstance(loss, _ELEMENTWISE) and loss not in _ELEMENTWISE_FUNCTIONS:
@@ -112,35 +111,25 @@ def check_shapes(learn: "Learner") -> None:
         )
 
 
-def check_loss(learn: "Learner") -> None:
-    """Refuse a loss that cannot be differentiated."""
-    loss = learn.loss_grad
-    if not isinstance(loss, Tensor) or loss.ndim:
-        raise ValueError(
-            f"the loss is no scalar: loss_func returned {describe(loss)}; return a 0-dim tensor, for instance its "
-            ".mean() (reduction='mean')"
+def no_scalar(learn: "Learner") -> ValueError:
+    """The error for a loss that cannot be differentiated."""
+    return ValueError(
+        f"the loss is no scalar: loss_func returned {describe(learn.loss_grad)}; return a 0-dim tensor, for instance "
+        "its .mean() (reduction='mean')"
+    )
+
+
+def no_loss(learn: "Learner") -> ValueError:
+    """The error for a batch without a loss."""
+    if learn.loss_func is None:
+        return ValueError(
+            f"there is no loss: loss_func is None and the model returned {describe(learn.output)} without a `loss`; "
+            "give the Learner a loss_func, or let the model return its own"
         )
-
-
-def check_trainable(learn: "Learner") -> None:
-    """Refuse to train on without a loss."""
-    if learn.loss_grad is None:
-        if learn.loss_func is None:
-            raise ValueError(
-                f"there is no loss: loss_func is None and the model returned {describe(learn.output)} without a `loss`; "
-                "give the Learner a loss_func, or let the model return its own"
-            )
-        raise ValueError(
-            f"there is no loss: the batch {describe(learn.batch)} has no targets; let the dataset return "
-            "(input, target), set DataLoaders(n_inp=..., target_keys=...), or set learn.yb in a callback's before_batch"
-        )
-
-
-def check_opt(opt: Any) -> None:
-    """Refuse what `create_opt` may not leave in `learn.opt`."""
-    found = list(opt.values()) if isinstance(opt, dict) else [opt]
-    if not found or not all(isinstance(o, Optimizer) for o in found):
-        raise TypeError(f"opt_func or create_opt made {opt!r}; it must be a torch optimizer, or a dict of them by name")
+    return ValueError(
+        f"there is no loss: the batch {describe(learn.batch)} has no targets; let the dataset return "
+        "(input, target), set DataLoaders(n_inp=..., target_keys=...), or set learn.yb in a callback's before_batch"
+    )
 
 
 def read_state(path: Path, device: Any) -> dict:

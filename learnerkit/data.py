@@ -69,6 +69,8 @@ def batch_size(batch: Any) -> int:
     first = batch[0] if isinstance(batch, tuple) and batch else batch
     if not isinstance(first, Tensor):
         first = next(tensors_in(batch), first)
+    if isinstance(first, Tensor):
+        return first.shape[0] if first.ndim else 1
     try:
         return len(first)
     except TypeError:

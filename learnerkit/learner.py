@@ -54,6 +54,11 @@ _BATCH_STATE = {
 }  # fmt: skip
 """What a run sets batch by batch, and what it is when nothing runs."""
 
+_EVENTS = {
+    level: (f"before_{level}", f"after_cancel_{level}", f"after_{level}")
+    for level in ("fit", "epoch", "train", "validate", "batch", "backward", "step")
+}
+
 _RUN_STATE = (*_BATCH_STATE, "training", "task", "_dispatch")
 
 
@@ -111,6 +116,7 @@ class Learner:
         self.opt: Optimizer | dict[str, Optimizer] | None = None
         self.logger: Callable[[list], None] = TableLogger(self)
         self.cbs: list[Callback] = []
+        self._parting: list[Callback] = []
         self._dispatch: Dispatch | None = None
         self.task: str | None = None
         self.training = False
@@ -139,6 +145,7 @@ class Learner:
     def _read(self, dl: Iterable, training: bool) -> None:
         "Train on a loader, or validate on it."
         self.dl, self.training = dl, training
+        self._dispatch.phase(training)
         if training:
             self._level("train", self._all_batches, CancelTrainException)
         else:
@@ -152,25 +159,29 @@ class Learner:
         checks.check_read(self)
 
     def _one_batch(self) -> None:
-        self.batch = to_device(self.batch, self.dls.device)
+        self.batch = to_device(self.batch, self._device)
         self.xb, self.yb = self.dls.split(self.batch, keep_targets=self.loss_func is None)
         self.batch_size, self.batch_index = batch_size(self.xb), self.iter
         self.pred = self.output = self.loss = self.loss_grad = None
-        self._level("batch", self._do_batch, CancelBatchException)
+        bracket = self._level if self._dispatch.table["batch"] else self._events
+        bracket("batch", self._do_batch, CancelBatchException)
 
     def _do_batch(self) -> None:
-        fire = self._dispatch.fire
+        dispatch = self._dispatch
         self._forward()
-        fire("after_pred")
+        if dispatch.table["after_pred"]:  # asking first is what makes an event that nobody hears free
+            dispatch.fire("after_pred")
         self._take_loss()
-        fire("after_loss")
+        if dispatch.table["after_loss"]:
+            dispatch.fire("after_loss")
         if self.training:
             self._events("backward", self._weighted_backward, CancelBackwardException)
             self._events("step", self._step, CancelStepException)
             self._zero_grad()
 
     def _weighted_backward(self) -> None:
-        checks.check_trainable(self)
+        if self.loss_grad is None:
+            raise checks.no_loss(self)
         if self.grad_weight is not None:
             self.loss_grad = self.loss_grad * self.grad_weight
         self._backward()
@@ -182,20 +193,22 @@ class Learner:
 
     def _events(self, name: str, body: Callable[[], None], cancel: type[Exception]) -> None:
         "`before_x`, the body, `after_cancel_x` if it was cancelled, `after_x`."
-        fire = self._dispatch.fire
+        dispatch, (before, after_cancel, after) = self._dispatch, _EVENTS[name]
         try:
             try:
-                fire("before_" + name)
+                if dispatch.table[before]:
+                    dispatch.fire(before)
                 body()
             except cancel:
-                fire("after_cancel_" + name)
-            fire("after_" + name)
+                dispatch.fire(after_cancel)
+            if dispatch.table[after]:
+                dispatch.fire(after)
         except cancel:
             pass  # cancelled when it was over already
 
     def _take_loss(self) -> None:
         "The loss, where there is something to take it of; its errors gain the shapes it got."
-        if self.task == "predict" or not (self.yb or self.loss_func is None or type(self)._loss is not Learner._loss):
+        if not (self.yb or self._loss_without_targets) or self.task == "predict":
             return
         if self.batch_size == 0:
             # A rank without data only keeps its peers company: gradients of zero, and no mean of nothing (a NaN).
@@ -203,13 +216,15 @@ class Learner:
             self.loss, self.loss_count = self.loss_grad.detach(), self.loss_weighting.count(self.yb, 0)
             return
         try:
-            checks.check_shapes(self)
+            if not self.iter:
+                checks.check_shapes(self)
             self._loss()
         except Exception as e:
             add_note_once(e, f"the loss got predictions: {describe(self.pred)}; targets: {describe(self.yb)}")
             raise
         if self.loss_grad is not None:
-            checks.check_loss(self)
+            if not isinstance(self.loss_grad, Tensor) or self.loss_grad.ndim:
+                raise checks.no_scalar(self)
             self.loss_count = self.loss_weighting.count(self.yb, self.batch_size)
 
     # Seams: what a subclass may override, called inside the events above.
@@ -221,23 +236,20 @@ class Learner:
 
     def _loss(self) -> None:
         "Set `loss_grad`, which is differentiated, and `loss`, which is recorded."
-        own = self.loss_func is None
-        self.loss_grad = entry(self.output, "loss") if own else self.loss_func(self.pred, *self.yb)
-        self.loss = None if self.loss_grad is None else self.loss_grad.detach()
+        loss = self.loss_func(self.pred, *self.yb) if self.loss_func else entry(self.output, "loss")
+        self.loss_grad, self.loss = loss, loss.detach() if isinstance(loss, Tensor) else loss
 
     def _backward(self) -> None:
         "Compute gradients."
         self.loss_grad.backward()
 
     def _step(self) -> None:
-        "Let the optimizer step, or each of them."
-        for opt in self.opts:
-            opt.step()
+        "Let the optimizer step; of several, each of them."
+        self.opt.step()
 
     def _zero_grad(self) -> None:
         "Clear the gradients."
-        for opt in self.opts:
-            opt.zero_grad()
+        self.opt.zero_grad()
 
     def create_opt(self) -> None:
         """Set `opt`: by default one optimizer of the splitter's groups; a subclass may make a dict of them."""
@@ -389,6 +401,8 @@ class Learner:
     def _running(self, task: str | None, cbs: Callback | Iterable[Callback] | None = None) -> Iterator[bool]:
         "One run; what it changes on the learner is put back at its end. Yields whether it is inside another."
         self._to_device()
+        self._device = self.dls.device
+        self._loss_without_targets = self.loss_func is None or type(self)._loss is not Learner._loss
         outer, nested = {name: getattr(self, name) for name in _RUN_STATE}, self._dispatch is not None
         self.loss_weighting = LossWeight(self.loss_func, self.loss_weight)
         with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs):
@@ -400,6 +414,8 @@ class Learner:
                     setattr(self, name, value)
                 if nested:
                     self._dispatch.changed()
+                else:
+                    self._part()
 
     def _to_device(self) -> None:
         for module in (self.model, self.loss_func):
@@ -413,8 +429,7 @@ class Learner:
         if self.opt is None or reset:
             self._to_device()
             made = self.create_opt()
-            self.opt = self.opt if made is None else made
-            checks.check_opt(self.opt)
+            self.opt = optim.as_one(self.opt if made is None else made)
 
     @property
     def opts(self) -> list[Optimizer]:
@@ -422,17 +437,6 @@ class Learner:
         if isinstance(self.opt, Optimizer):
             return [self.opt]
         return list(self.opt.values()) if self.opt else []
-
-    @property
-    def training(self) -> bool:
-        """Whether the present batch is trained on."""
-        return self._training
-
-    @training.setter
-    def training(self, value: bool) -> None:
-        self._training = value
-        if self._dispatch is not None:
-            self._dispatch.training = value
 
     @property
     def x(self) -> Any:
@@ -458,7 +462,7 @@ class Learner:
             TypeError: no callback, or one with a misspelled hook.
             ValueError: a callback that is another learner's, or whose name would hide an attribute of the learner.
         """
-        cb = cb() if isinstance(cb, type) else cb
+        cb = cb() if isinstance(cb, type) and issubclass(cb, Callback) else cb
         checks.check_callback(self, cb)
         cb.learn = self
         self.cbs.append(cb)
@@ -472,7 +476,10 @@ class Learner:
             self.cbs.remove(gone)
             if getattr(self, gone.name, None) is gone:
                 delattr(self, gone.name)
-            gone.learn = None
+                self.__dict__.update({c.name: c for c in self.cbs if c.name == gone.name})
+            self._parting.append(gone)
+        if self._dispatch is None:
+            self._part()
         self._callbacks_changed()
         return self
 
@@ -488,6 +495,13 @@ class Learner:
             self.remove_cb(cb)
         return self
 
+    def _part(self) -> None:
+        # Not in the middle of a run: a callback that was removed there may still owe a cleanup.
+        for cb in self._parting:
+            if cb not in self.cbs:
+                cb.learn = None
+        self._parting.clear()
+
     def _callbacks_changed(self) -> None:
         if self._dispatch is not None:
             self._dispatch.changed()
@@ -495,9 +509,11 @@ class Learner:
     @contextmanager
     def added_cbs(self, cbs: Callback | Iterable[Callback] | None) -> Iterator["Learner"]:
         """Have some callbacks for a while."""
-        added = [cb() if isinstance(cb, type) else cb for cb in listify(cbs)]
+        added = []
         try:
-            self.add_cbs(added)
+            for cb in listify(cbs):
+                self.add_cb(cb)
+                added.append(self.cbs[-1])
             yield self
         finally:
             self.remove_cbs(added)

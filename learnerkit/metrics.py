@@ -4,6 +4,7 @@ Every metric counts each sample exactly once, whatever the batches and the numbe
 """
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -285,6 +286,8 @@ class MeanMeter(Meter):
         is_scalar = isinstance(value, Tensor) and value.ndim == 0
         self.values.append(value.detach() if is_scalar else self.scalar(value))
         self.sizes.append(size)
+        if not len(self.sizes) % 1024:
+            self.values.poll()
 
     def result(self, sharded: bool) -> float:
         """The mean over all samples."""
@@ -322,9 +325,16 @@ class StatesMeter(Meter):
             if reduce == "cat":
                 whole = world.gather_pieces(list(zip(self.places.get(name, []), value, strict=True)))
             else:
-                # From the host: a rank without data still has its state there.
-                whole = world.reduce(torch.as_tensor(value).detach().cpu(), reduce)
+                whole = world.reduce(_alike(torch.as_tensor(value).detach().cpu()), reduce)
             setattr(self.metric, name, whole)
+
+
+def _alike(value: Tensor) -> Tensor:
+    """A state in the type and shape it has on the ranks that updated it; a rank without data still has the default."""
+    everyone = world.all_gather((value.shape, value.dtype))
+    dtype = functools.reduce(torch.promote_types, (dtype for _, dtype in everyone))
+    shape = torch.broadcast_shapes(*(shape for shape, _ in everyone))
+    return value.to(dtype).expand(shape).contiguous()
 
 
 class GatheringMeter(Meter):

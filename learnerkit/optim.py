@@ -5,6 +5,7 @@ and norms-and-biases, once a weight decay was given; each carries its splitter's
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,32 @@ def make_groups(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | No
             "`p.requires_grad_(True)`, or check the splitter"
         )
     return [{"params": group, GROUP: i} for i, group in enumerate(groups) if group]
+
+
+class Optimizers(dict):
+    """Several optimizers by name, which step and clear together."""
+
+    def step(self) -> None:
+        """Let each step."""
+        for opt in self.values():
+            opt.step()
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of each."""
+        for opt in self.values():
+            opt.zero_grad()
+
+
+def as_one(made: Any) -> Optimizer | Optimizers:
+    """What `create_opt` made: an optimizer, or several that can be used as one.
+
+    Raises:
+        TypeError: something else.
+    """
+    found = list(made.values()) if isinstance(made, dict) else [made]
+    if not found or not all(isinstance(opt, Optimizer) for opt in found):
+        raise TypeError(f"opt_func or create_opt made {made!r}; it must be a torch optimizer, or a dict of them by name")
+    return Optimizers(made) if isinstance(made, dict) else made
 
 
 def n_groups(opt: Optimizer) -> int:

@@ -5,26 +5,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_CHUNK = 1024
-
 
 class HostScalars:
     """A growing row of numbers; those given as 0-dim tensors stay on the device until they are fetched in batches.
 
-    `append` never waits. `poll` takes over what has arrived and sends the rest on its way. `all` waits once, for
-    everything.
+    `append(value)` adds a number, or a 0-dim tensor that carries no gradient, and never waits. `poll` takes over what
+    has arrived and sends the rest on its way; call it now and then, so that not too many small tensors stay on the
+    device. `all` waits once, for everything.
     """
 
     def __init__(self):
         self._host: list[float] = []
         self._pending: list[float | Tensor] = []
         self._flying: tuple[Tensor, object] | None = None
-
-    def append(self, value: float | Tensor) -> None:
-        """Add a number, or a 0-dim tensor that carries no gradient."""
-        self._pending.append(value)
-        if len(self._pending) >= _CHUNK and self._flying is None:
-            self.poll()
+        self.append = self._pending.append  # the list's own method: this runs every step
 
     def __len__(self) -> int:
         return len(self._host) + len(self._pending) + (len(self._flying[0]) if self._flying else 0)
@@ -48,7 +42,8 @@ class HostScalars:
         return self._host
 
     def _take_off(self) -> None:
-        pending, self._pending = self._pending, []
+        pending = list(self._pending)
+        self._pending.clear()
         device = next((v.device for v in pending if isinstance(v, Tensor) and v.device.type != "cpu"), None)
         if device is None:
             self._host.extend(_to_floats(pending))

@@ -20,7 +20,7 @@ def listify(x: Any) -> list:
 
 def did_you_mean(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
     """`; did you mean 'x'?` for the nearest allowed name, or nothing."""
-    near = difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(name, list(map(str, allowed)), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -215,7 +215,8 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
     pieces = sorted(pieces, key=lambda piece: piece[0])
     if not _meet("gather_pieces"):
         return [tensor for _, tensor in pieces]
-    tensors = [tensor.detach().cpu().contiguous() for _, tensor in pieces]
+    # Cloned: a row cut from a matrix may be "contiguous" with strides that cannot be viewed as bytes.
+    tensors = [tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for _, tensor in pieces]
     # Bytes travel, so that one exchange serves every type; shorter ranks pad to the longest.
     load = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors]) if tensors else torch.empty(0).byte()
     labels = all_gather([(place, t.shape, t.dtype) for (place, _), t in zip(pieces, tensors, strict=True)])

@@ -335,6 +335,7 @@ def test_the_script_sees_what_python_would_show_it(run, launched, tmp_path, form
     stale = {"RANK": "3", "WORLD_SIZE": "9", "MASTER_PORT": "1"}
     plain = run(*target, *own, cwd=ROOT / "tests", stdin=subprocess.DEVNULL)
     both = launched("--nproc", 2, *target, *own, cwd=ROOT / "tests", env=stale)
+    both.stdin.write("meant for the launcher")
     code, out, err = both.finish()
     assert (code, err) == (0, "")
     expected = json.loads(plain.finish()[1])
@@ -353,6 +354,7 @@ def test_the_script_sees_what_python_would_show_it(run, launched, tmp_path, form
         ("exit", 3, "rank 1 failed (exit code 3)"),
         ("text", 1, "rank 1 failed (exit code 1)"),
         ("abrupt", 5, "rank 1 failed (exit code 5)"),
+        ("interrupted", 130, "rank 1 failed (exit code 130)"),
         ("crash", 139, "rank 1 was killed by signal 11 (SIGSEGV)"),
         ("killed", 137, "rank 1 was killed by signal 9 (SIGKILL)"),
         ("syntax", 1, "rank 1 failed (exit code 1)"),
@@ -370,6 +372,7 @@ def test_the_exit_code_is_the_scripts(launched, tmp_path, how, code, first):
     assert list(tmp_path.iterdir()) == []
     extra = {"text": "a last word\n", "crash": "Current thread", "syntax": "SyntaxError: invalid syntax"}
     assert extra.get(how, "") in err
+    assert ("Traceback" in err) == (how == "syntax")
     assert out == {"exit": "exit hook ran\n", "abrupt": "printed before the end\n"}.get(how, "")
 
 

@@ -47,7 +47,7 @@ class ProgressCallback(Callback):
         learn = self.learn
         if in_notebook():
             self._page = NotebookPage(learn)
-        if learn.task == "fit" and isinstance(learn.logger, TableLogger):
+        if learn.task == "fit" and isinstance(learn.logger, TableLogger) and hasattr(learn, "recorder"):
             self._logger = learn.logger
             learn.logger = self._page or TableLogger(learn, _print_above)
             learn.logger.header()

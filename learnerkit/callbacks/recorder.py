@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 
+_POLL = 1024  # steps after which losses leave the device
+
+
 class LossMeter:
     """The losses of a row of batches and how much each of them counts; nothing waits for the device until it is read."""
 
@@ -27,14 +30,18 @@ class LossMeter:
 
     def update(self, learn: "Learner") -> None:
         """Take a batch's loss; a batch without one (cancelled before) counts nothing."""
-        lost = learn.loss is None
-        self.losses.append(0.0 if lost else learn.loss)
-        self.counts.append(0 if lost else learn.loss_count)
+        if learn.loss is None:
+            self.losses.append(0.0)
+            self.counts.append(0)
+        else:
+            self.losses.append(learn.loss)
+            self.counts.append(learn.loss_count)
 
     def weighed(self, sums: bool, sharded: bool) -> tuple[list[float], list[float]]:
         """(weighted losses, weights) of each batch; if `sharded`, of each step over all ranks."""
         counts = self.counts.all()
-        totals = [loss if sums else loss * n for loss, n in zip(self.losses.all(), counts, strict=True)]
+        # Where nothing counted the loss may be the mean of nothing, a NaN.
+        totals = [(loss if sums else loss * n) if n else 0.0 for loss, n in zip(self.losses.all(), counts, strict=True)]
         if sharded:
             totals, counts = world.reduce(torch.tensor([totals, counts], dtype=torch.float64)).tolist()
         return totals, counts
@@ -69,9 +76,12 @@ class Evaluation:
             ValueError: it has neither targets nor a loss of the model's own.
         """
         self.batches += 1
+        if not self.batches % _POLL:
+            self.loss.losses.poll()
+            self.loss.counts.poll()
         self.sharded = learn.sharded
-        if not learn.training:
-            checks.check_trainable(learn)
+        if not learn.training and learn.loss_grad is None:
+            raise checks.no_loss(learn)
         self.loss.update(learn)
         for meter in self.meters:
             if learn.batch_size and learn.pred is not None:
@@ -261,6 +271,7 @@ class Recorder(Callback):
         self._train, self._valid = Evaluation(self._train_meters), Evaluation(self._valid_meters)
         self._logged = {}
         self._open = True
+        self._last_group = self.learn.opts[-1].param_groups[-1]
 
     def after_batch(self):
         learn = self.learn
@@ -268,8 +279,8 @@ class Recorder(Callback):
             self._valid.update(learn)
         elif learn.loss is not None or learn.sharded:  # ranks must agree on the number of steps
             self._train.update(learn)
-            if learn.opts:
-                self.lrs.append(float(learn.opts[-1].param_groups[-1]["lr"]))
+            lr = self._last_group["lr"]
+            self.lrs.append(lr if type(lr) is float else float(lr))  # a tensor's value: a sync, asked for by the user
 
     def after_train(self):
         self._train.sharded = self.learn.sharded

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from learnerkit import optim, world
 from learnerkit.callback import Callback
 from learnerkit.data import loader_len, map_batch
-from learnerkit.parallel.loaders import Share, rank_loader, shares_of
+from learnerkit.parallel.loaders import RankLoader, rank_loader
 from learnerkit.utils import did_you_mean
 
 if TYPE_CHECKING:
@@ -71,10 +71,9 @@ class DistributedCallback(Callback):
     def _forget(self) -> None:
         self._plain: nn.Module | None = None
         self._wrapped: nn.Module | None = None
-        self._loaders: dict[tuple, Any] = {}
+        self._loaders: dict[tuple, RankLoader] = {}
         self._undo: list[Callable[[], None]] = []
         self._outside: list[tuple] = []
-        self._share: Share | None = None
         self._logger: Callable | None = None
 
     # A fit
@@ -168,7 +167,7 @@ class DistributedCallback(Callback):
                 stacklevel=2,
             )
 
-    def _share_out(self, dl: Any, training: bool) -> Any:
+    def _share_out(self, dl: Any, training: bool) -> RankLoader:
         key = (id(dl), training)
         if key not in self._loaders:
             name = "the training loader" if training else "the loader"
@@ -188,19 +187,16 @@ class DistributedCallback(Callback):
     # A batch
 
     def before_batch(self):
-        learn = self.learn
-        if not learn.sharded:
-            return
-        self._share = shares_of(learn.dl).popleft()
-        learn.batch_index = self._share.place
-        if not self._share.size:
-            learn.batch, learn.xb, learn.yb = map_batch(_none_of, (learn.batch, learn.xb, learn.yb))
-            learn.batch_size = 0
+        if self.learn.sharded:
+            self.learn.batch_index = self.learn.dl.share.place
 
     def after_loss(self):
         learn = self.learn
         if learn.sharded and learn.training:
             learn.grad_weight = self._weight(learn.loss_count)
+            if isinstance(learn.grad_weight, Tensor):
+                # The mean of nothing is NaN, and NaN times a weight of 0 would be too.
+                learn.loss_grad = torch.where(learn.grad_weight > 0, learn.loss_grad, 0.0)
 
     def _weight(self, count: int | Tensor) -> float | Tensor | None:
         """What makes DDP's average of the ranks' gradients the gradient of the global loss.
@@ -210,10 +206,12 @@ class DistributedCallback(Callback):
         ranks = world.world_size()
         if self.learn.loss_weighting.sums:
             return ranks
-        if isinstance(count, Tensor) or self._share.total is None:
-            # Counted on the device: the one collective beside DDP's own. It does not wait for the device either.
-            return count * ranks / world.reduce(torch.as_tensor(count, device=self.learn.dls.device))
-        weight = count * ranks / self._share.total
+        total = self.learn.dl.share.total
+        if isinstance(count, Tensor) or total is None:
+            # Counted on the device: the one collective beside DDP's own. It does not make the host wait either.
+            count = torch.as_tensor(count, device=self.learn.dls.device).double()
+            return (count * ranks / world.reduce(count).clamp(min=torch.finfo().tiny)).to(self.learn.loss_grad.dtype)
+        weight = count * ranks / total
         return None if weight == 1 else weight
 
     # Evaluation: on the plain module, without collectives in its forward pass
@@ -234,14 +232,14 @@ class DistributedCallback(Callback):
 
     def _enter(self, model: nn.Module, training: bool) -> None:
         learn = self.learn
-        self._outside.append((learn.model, learn.dl, learn.sharded, self._share))
+        self._outside.append((learn.model, learn.dl, learn.sharded))
         learn.model = model
         learn.dl, learn.sharded = self._share_out(learn.dl, training), True
 
     def _leave(self) -> None:
         if self._outside:
             learn = self.learn
-            learn.model, learn.dl, learn.sharded, self._share = self._outside.pop()
+            learn.model, learn.dl, learn.sharded = self._outside.pop()
             learn.grad_weight = None
 
 
@@ -274,10 +272,6 @@ def warn_outside_context(learn: "Learner") -> None:
 
 def _say_nothing(row: list) -> None:
     """The logger of ranks other than 0."""
-
-
-def _none_of(x: Tensor) -> Tensor:
-    return x[:0] if x.ndim else x
 
 
 def _digest(state: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from learnerkit import world
-from learnerkit.data import IndexBatches, samplers_of, with_batches
+from learnerkit.data import IndexBatches, map_batch, samplers_of, with_batches
 
 
 class Share(NamedTuple):
@@ -155,8 +155,35 @@ def same_stream(batches: Iterable, seed: int) -> Iterator:
         yield batch
 
 
-def rank_loader(dl: Any, name: str, *, training: bool, split: bool, least: int, seed: int) -> DataLoader:
-    """A copy of `dl` that reads this rank's share: the user's samplers, collate, workers and pinning are kept.
+class RankLoader:
+    """What a rank iterates over instead of the user's loader; its other attributes are the loader's.
+
+    Args:
+        loader: a copy of the user's, which draws from `batches`.
+        batches: this rank's share.
+
+    Attributes:
+        share: what the batch given out last is of the whole; without samples of its own, the batch is empty.
+    """
+
+    def __init__(self, loader: DataLoader, batches: RankBatches):
+        self.loader, self.batches = loader, batches
+        self.share: Share | None = None
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator:
+        for batch in self.loader:
+            self.share = self.batches.shares.popleft()
+            yield batch if self.share.size else map_batch(lambda t: t[:0] if t.ndim else t, batch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def rank_loader(dl: Any, name: str, *, training: bool, split: bool, least: int, seed: int) -> RankLoader:
+    """`dl` reading this rank's share: the user's samplers, collate, workers and pinning are kept.
 
     Args:
         dl: the user's loader.
@@ -206,16 +233,11 @@ def rank_loader(dl: Any, name: str, *, training: bool, split: bool, least: int, 
     twin = with_batches(dl, **{"sampler" if dl.batch_sampler is None else "batch_sampler": batches})
     if dl.num_workers and not world.is_main():
         twin.worker_init_fn = partial(_seed_worker, dl.worker_init_fn, world.rank())
-    return twin
+    return RankLoader(twin, batches)
 
 
 # Samplers that draw from nothing but the generator they were lent (`seeded_samplers`), or from none.
 _SEEDED = (BatchSampler, IndexBatches, SequentialSampler)
-
-
-def shares_of(dl: DataLoader) -> deque[Share]:
-    """The shares of the batches that a `rank_loader` has yet to give out."""
-    return (dl.sampler if dl.batch_sampler is None else dl.batch_sampler).shares
 
 
 def _seed_worker(worker_init_fn: Any, rank: int, worker: int) -> None:

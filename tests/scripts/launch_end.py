@@ -42,6 +42,9 @@ elif how == "abrupt":
     os._exit(5)
 elif how == "crash":
     ctypes.string_at(0)
+elif how == "interrupted":
+    os.kill(os.getpid(), signal.SIGINT)
+    wait_to_be_stopped()
 elif how == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 elif how == "stuck":  # a thread that nobody can join must not hold up the end

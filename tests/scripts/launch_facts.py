@@ -4,6 +4,15 @@ import json
 import os
 import sys
 
+
+def is_inheritable(descriptor):
+    """Tell whether a program that the script starts would get this file."""
+    try:
+        return os.get_inheritable(descriptor)
+    except OSError:
+        return False
+
+
 if __name__ == "__main__":
     facts = {
         "argv": sys.argv,
@@ -15,6 +24,7 @@ if __name__ == "__main__":
         "spec": __spec__ and __spec__.name,
         "loader": type(__loader__).__name__,
         "cached": __cached__ is None,
+        "inherited": [fd for fd in range(3, 100) if is_inheritable(fd)],
         "stdin": sys.stdin.read(),
         "torch": "torch" in sys.modules,
         "env": {name: value for name, value in os.environ.items() if name != "PYTHONPATH"},

@@ -1,0 +1,214 @@
+"""Small models, data and callbacks for the tests, and the guard that no test leaves anything behind."""
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from learnerkit import Callback, DataLoaders, Learner
+from learnerkit.events import Event
+
+ROOT = Path(__file__).parents[1]
+
+# The guards
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Fail a test that leaves environment variables, processes, a process group or a global setting behind."""
+    before = _globals()
+    children = set(psutil.Process().children(recursive=True))
+    yield
+    left = [p for p in psutil.Process().children(recursive=True) if p not in children and _is_running(p)]
+    names = [_command(p) for p in left]
+    for process in left:
+        process.kill()
+    joined = dist.is_initialized()
+    if joined:
+        dist.destroy_process_group()
+    after = _globals()
+    _put_back(before)
+    changed = {
+        name: (before.get(name), after.get(name)) for name in before | after if before.get(name) != after.get(name)
+    }
+    assert not changed, f"the test left these changed (before, after): {changed}"
+    assert not names, f"the test left these processes: {names}"
+    assert not joined, "the test left a process group"
+
+
+def _globals():
+    env = {f"${name}": value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return env | {
+        "gradients": torch.is_grad_enabled(),
+        "default type": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "Ctrl-C": signal.getsignal(signal.SIGINT),
+    }
+
+
+def _put_back(before):
+    for name in list(os.environ):
+        if f"${name}" not in before and name != "PYTEST_CURRENT_TEST":
+            del os.environ[name]
+    os.environ.update({name[1:]: value for name, value in before.items() if name.startswith("$")})
+    torch.set_grad_enabled(before["gradients"])
+    torch.set_default_dtype(before["default type"])
+    torch.use_deterministic_algorithms(before["deterministic"])
+    if before["Ctrl-C"] is not None:
+        signal.signal(signal.SIGINT, before["Ctrl-C"])
+
+
+def _is_running(process):
+    try:
+        # Python's own helper for shared memory lives as long as the process that made it.
+        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in _command(process)
+    except psutil.Error:
+        return False
+
+
+def _command(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(nothing_left_behind, tmp_path, monkeypatch):
+    """Every test has a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Every test starts with the same random numbers."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Small tensors gain nothing from threads, and other processes share this machine."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def ctrl_c():
+    """Have SIGINT raise KeyboardInterrupt, also where the tests were started in the background; press it by a call."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def script_env():
+    """The environment for a Python script that imports this learnerkit."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+# Data, models, learners
+
+
+def make_data(n=8, n_in=4, n_out=1, seed=0):
+    """Random inputs and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(n, n_in, generator=generator), torch.randn(n, n_out, generator=generator))
+
+
+def make_classes(n=8, n_in=4, classes=3, seed=0):
+    """Random inputs and classes."""
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(n, n_in, generator=generator), torch.randint(classes, (n,), generator=generator))
+
+
+def make_dls(train=8, valid=4, bs=4, data=make_data, **kwargs):
+    """Plain torch loaders in dataset order; `valid=None`: no validation."""
+    others = [] if valid is None else [DataLoader(data(valid, seed=1), bs)]
+    return DataLoaders(DataLoader(data(train), bs), *others, device="cpu", **kwargs)
+
+
+def make_model(n_in=4, n_out=1, dropout=0.0, seed=0):
+    """A small network, always with the same weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(n_in, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, n_out))
+
+
+def make_learner(dls=None, model=None, loss_func=None, cls=Learner, **kwargs):
+    """A learner: by default two training batches, one of validation, MSE and SGD."""
+    kwargs = {"opt_func": torch.optim.SGD, "lr": 0.1} | kwargs
+    return cls(dls or make_dls(), model or make_model(), loss_func or nn.MSELoss(), **kwargs)
+
+
+def weights(model):
+    """A copy of all weights and buffers."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same_weights(a, b):
+    """Whether two models, or copies of weights, are equal bit by bit."""
+    a, b = (x.state_dict() if isinstance(x, nn.Module) else x for x in (a, b))
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def spy(log, label=None, events=Event, **kwargs):
+    """A callback that writes every event it hears into `log`, with its label if it has one."""
+
+    def write(event):
+        return lambda cb: log.append(str(event) if label is None else (label, str(event)))
+
+    return Callback(**{event: write(event) for event in events}, **kwargs)
+
+
+def raising(event, error, when=lambda cb: True, **kwargs):
+    """A callback that raises `error` at an event, once; `when` says at which occurrence."""
+    done = []
+
+    def hook(cb):
+        if not done and when(cb):
+            done.append(True)
+            raise error
+
+    return Callback(**{event: hook}, **kwargs)
+
+
+def notes(error):
+    """The notes of an exception."""
+    return list(getattr(error, "__notes__", []))
+
+
+def python():
+    """The interpreter for subprocesses."""
+    return sys.executable
+
+
+# What is expected to happen
+
+
+def words(text):
+    """The words of a text."""
+    return text.split()
+
+
+TRAIN_BATCH = words("""
+    before_batch after_pred after_loss before_backward after_backward before_step after_step after_batch cleanup_batch
+""")
+VALID_BATCH = words("before_batch after_pred after_loss after_batch cleanup_batch")
+TRAIN = ["before_train", *TRAIN_BATCH * 2, "after_train", "cleanup_train"]
+VALIDATE = ["before_validate", *VALID_BATCH, "after_validate", "cleanup_validate"]
+EPOCH = ["before_epoch", *TRAIN, *VALIDATE, "after_epoch", "cleanup_epoch"]
+FIT = ["before_fit", *EPOCH, "after_fit", "cleanup_fit"]
+"""An epoch of two training batches and one of validation, as `make_learner` has it."""
+
+EVALUATION = words("before_fit before_epoch") + VALIDATE + words("after_epoch cleanup_epoch after_fit cleanup_fit")

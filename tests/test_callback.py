@@ -1,0 +1,626 @@
+"""Callbacks: their hooks, their attributes, their order, and how they come and go."""
+
+import pytest
+import torch
+from conftest import EPOCH, FIT, TRAIN_BATCH, make_dls, make_learner, notes, raising, spy, weights, words
+from torch import nn
+
+from learnerkit import Callback, CancelFitException, ProgressCallback, Recorder, TrainEvalCallback
+from learnerkit.events import INNER_EVENTS, Event
+
+# Hooks
+
+
+@pytest.mark.parametrize("event", list(Event))
+def test_every_event_can_be_heard_by_a_method_and_by_a_function(event):
+    method = type("Own", (Callback,), {event: lambda self: None})
+    make_learner(cbs=[method(), Callback(**{event: lambda cb: None})])
+
+
+@pytest.mark.parametrize("name", ["after_bach", "before_epochs", "after_validation", "before_steps", "cleanup_fitt"])
+def test_a_misspelled_hook_is_refused_with_the_near_match(name):
+    near = {"after_bach": "after_batch", "before_epochs": "before_epoch", "after_validation": "after_validate"}
+    near |= {"before_steps": "before_step", "cleanup_fitt": "cleanup_fit"}
+    cb = type("Typo", (Callback,), {name: lambda self: None})
+    with pytest.raises(TypeError, match=f"Typo.{name} is not an event; did you mean '{near[name]}'"):
+        make_learner(cbs=cb())
+
+
+@pytest.mark.parametrize("name", ["befor_batch", "aftr_fit", "beforefit", "after_batches"])
+def test_a_misspelled_prefix_is_refused_too(name):
+    cb = type("Typo", (Callback,), {name: lambda self: None})
+    with pytest.raises(TypeError, match="is not an event; did you mean"):
+        make_learner(cbs=cb())
+
+
+def test_a_refused_callback_leaves_the_learner_as_it_was():
+    learn = make_learner()
+    before = list(learn.cbs)
+    with pytest.raises(TypeError):
+        learn.add_cb(type("Typo", (Callback,), {"after_bach": lambda self: None}))
+    assert learn.cbs == before
+    assert not hasattr(learn, "typo")
+
+
+def test_helper_methods_are_no_hooks():
+    class Fine(Callback):
+        def step(self):
+            return 1
+
+        def _before_batch(self):
+            return 2
+
+        def batch_norms(self):
+            return 3
+
+        after_effect = "an attribute, not a method"
+
+    make_learner(cbs=Fine()).fit(1)
+
+
+def test_an_unknown_keyword_is_refused_with_the_near_match():
+    with pytest.raises(TypeError, match="'after_bach', which is no event; did you mean 'after_batch'"):
+        Callback(after_bach=print)
+    with pytest.raises(TypeError, match="'ordr', which is no event; did you mean 'order'"):
+        Callback(ordr=1)
+
+
+@pytest.mark.parametrize("event", ["after_create", "after_batch", "cleanup_fit"])
+def test_a_hook_that_needs_arguments_is_refused(event):
+    cb = type("Greedy", (Callback,), {event: lambda self, epoch: None})
+    with pytest.raises(TypeError, match=rf"Greedy.{event}\(epoch\) takes arguments"):
+        make_learner(cbs=cb())
+
+
+def test_arguments_with_defaults_are_no_obstacle():
+    heard = []
+
+    class Fine(Callback):
+        def after_fit(self, log=heard, *args, **kwargs):
+            log.append(1)
+
+    make_learner(cbs=Fine()).fit(1)
+    assert heard == [1]
+
+
+def test_one_off_callbacks_get_the_callback():
+    seen = []
+
+    @Callback.on("after_batch", order=3)
+    def count(cb):
+        seen.append((cb.training, cb.iter, cb.learn.iter))
+
+    assert isinstance(count, Callback)
+    assert count.order == 3
+    cb = Callback(after_epoch=lambda cb: seen.append(cb), order=7)
+    assert cb.order == 7
+    make_learner(cbs=[count, cb]).fit(1)
+    assert seen == [(True, 0, 0), (True, 1, 1), (False, 0, 0), cb]
+
+
+# Attributes
+
+
+def test_learner_attributes_are_read_by_their_bare_names():
+    seen = {}
+
+    class Reader(Callback):
+        def after_batch(self):
+            for name in words("model opt dls epoch n_epoch iter n_iter train_iter pct_train training dl xb yb x y"):
+                seen[name] = getattr(self, name)
+            seen["same"] = all(
+                getattr(self, name) is getattr(self.learn, name)
+                for name in ("pred", "loss", "loss_grad", "batch", "recorder")
+            )
+
+    learn = make_learner(cbs=Reader())
+    learn.fit(1)
+    assert seen["model"] is learn.model
+    assert seen["opt"] is learn.opt
+    assert seen["same"]
+    assert learn.reader.model is learn.model
+
+
+def test_an_unknown_attribute_names_the_callback_and_where_it_looked():
+    cb = Callback()
+    with pytest.raises(AttributeError, match=r"Callback has no attribute 'speed', and it is not added to a learner"):
+        cb.speed  # noqa: B018
+    make_learner(cbs=cb)
+    with pytest.raises(AttributeError, match=r"Callback has no attribute 'speed', nor has its learner"):
+        cb.speed  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["lr", "loss", "model", "opt", "xb", "pred", "epoch", "recorder", "cbs", "fit"])
+def test_assigning_a_learners_name_says_how_to_write_it(name):
+    class Writer(Callback):
+        def after_loss(self):
+            setattr(self, name, 1)
+
+    learn = make_learner(cbs=Writer())
+    with pytest.raises(AttributeError, match=rf"write `self.learn.{name} = \.\.\.`") as e:
+        learn.fit(1)
+    assert notes(e.value) == ["raised in Writer.after_loss"]
+
+
+def test_a_callbacks_own_attributes_are_its_own():
+    class Owner(Callback):
+        lr = 3
+
+        def __init__(self):
+            super().__init__()
+            self.loss = "mine"
+
+        def before_fit(self):
+            self.lr, self.loss = 4, "still mine"
+            self.fresh = 1
+
+        def after_batch(self):
+            self.fresh += 1
+
+    cb = Owner()
+    learn = make_learner(cbs=cb)
+    cb.pred = "set outside a run, so the callback's own"
+    learn.fit(1)
+    assert (cb.lr, cb.loss, cb.fresh) == (4, "still mine", 4)
+    assert cb.pred.startswith("set outside")
+    assert learn.lr == 0.1
+    assert not hasattr(learn, "fresh")
+
+
+def test_writing_through_learn_changes_the_learner():
+    class Doubler(Callback):
+        def after_loss(self):
+            self.learn.loss_grad = self.learn.loss_grad * 0
+
+    learn = make_learner(cbs=Doubler())
+    before = weights(learn.model)
+    learn.fit(1)
+    assert all(torch.equal(before[k], v) for k, v in learn.model.state_dict().items())
+
+
+# Order
+
+
+def test_callbacks_run_by_order_and_ties_as_added_cleanups_the_other_way_round():
+    log = []
+    orders = {"a": 5, "b": 0, "c": -20, "d": 0, "e": 100, "f": 5}
+    learn = make_learner(cbs=[spy(log, label, order=order) for label, order in orders.items()])
+    log.clear()
+    learn.fit(1)
+    up = ["c", "b", "d", "a", "f", "e"]
+    groups = [log[i : i + len(up)] for i in range(0, len(log), len(up))]
+    assert [group[0][1] for group in groups] == FIT
+    for group in groups:
+        assert len({event for _, event in group}) == 1
+        down = group[0][1].startswith("cleanup_")
+        assert [label for label, _ in group] == (up[::-1] if down else up)
+
+
+def test_order_is_fastais_for_the_default_callbacks():
+    assert [cb.order for cb in (TrainEvalCallback, Callback, Recorder, ProgressCallback)] == [-10, 0, 50, 60]
+    assert {type(cb) for cb in make_learner().cbs} == {TrainEvalCallback, Recorder, ProgressCallback}
+    assert make_learner(default_cbs=False).cbs == []
+
+
+# Sitting out
+
+
+def test_run_flags_select_phases():
+    logs = {flag: [] for flag in ("run", "run_train", "run_valid")}
+    cbs = [spy(log) for log in logs.values()]
+    learn = make_learner(cbs=cbs)
+    for cb, (flag, log) in zip(cbs, logs.items(), strict=True):
+        setattr(cb, flag, False)
+        log.clear()
+    learn.fit(1)
+    train = FIT[: FIT.index("after_train")]
+    inner = set(INNER_EVENTS)
+    assert logs["run"] == []
+    assert logs["run_train"] == [e for e in train if e not in inner] + FIT[len(train) :]
+    assert logs["run_valid"] == train + [e for e in FIT[len(train) :] if e not in inner]
+
+
+def test_flags_on_the_class_count_too():
+    log = []
+
+    class Quiet(Callback):
+        run_valid = False
+
+        def after_batch(self):
+            log.append(self.training)
+
+        def after_cancel_step(self):
+            log.append("cancelled")
+
+    make_learner(cbs=Quiet()).fit(1)
+    assert log == [True, True]
+
+
+def test_after_a_skipped_step_run_train_is_honoured():
+    from learnerkit import CancelStepException
+
+    log = []
+    quiet = Callback(after_cancel_step=lambda cb: log.append("heard"))
+    quiet.run_train = False
+    make_learner(cbs=[quiet, raising("before_step", CancelStepException)]).fit(1)
+    assert log == []
+
+
+@pytest.mark.parametrize("flag", ["run", "run_train"])
+def test_a_flag_set_in_mid_fit_acts_at_once_and_is_put_back(flag):
+    log = []
+
+    class Once(Callback):
+        def after_batch(self):
+            log.append((self.epoch, self.iter))
+            setattr(self, flag, False)
+
+    cb = Once()
+    learn = make_learner(make_dls(valid=None), cbs=cb)
+    learn.fit(2)
+    assert log == [(0, 0)]
+    assert getattr(cb, flag) is True
+    assert flag not in vars(cb)
+    learn.fit(1)
+    assert log == [(0, 0), (0, 0)]
+
+
+def test_a_flag_set_before_the_fit_stays():
+    cb = Callback(after_batch=lambda cb: setattr(cb, "run", True))
+    learn = make_learner(cbs=cb)
+    cb.run = False
+    learn.fit(1)
+    assert cb.run is False
+
+
+def test_a_callback_can_switch_another_one_on_and_off():
+    log = []
+    heard = Callback(after_batch=lambda cb: log.append((cb.training, cb.iter)))
+    heard.run = False
+    switch = Callback(before_batch=lambda cb: setattr(heard, "run", cb.iter == 1))
+    make_learner(cbs=[heard, switch]).fit(1)
+    assert log == [(True, 1)]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_rank0_only_sits_out_on_other_ranks(rank, monkeypatch):
+    log = []
+
+    class Loud(Callback):
+        rank0_only = True
+
+        def after_create(self):
+            log.append(self.learn)
+
+    monkeypatch.setenv("RANK", rank)
+    make_learner(cbs=Loud())
+    assert len(log) == (rank == "0")
+
+
+# Names
+
+
+def test_a_callback_is_found_under_its_name_in_snake_case():
+    class MyOwnThingCallback(Callback):
+        pass
+
+    class HTTPLogger(Callback):
+        pass
+
+    cbs = [MyOwnThingCallback(), HTTPLogger(), Callback()]
+    learn = make_learner(cbs=cbs)
+    assert learn.my_own_thing is cbs[0]
+    assert learn.http_logger is cbs[1]
+    assert learn.callback is cbs[2]
+    assert isinstance(learn.recorder, Recorder)
+    assert isinstance(learn.train_eval, TrainEvalCallback)
+    assert isinstance(learn.progress, ProgressCallback)
+    learn.remove_cbs(cbs)
+    assert not any(hasattr(learn, name) for name in ("my_own_thing", "http_logger", "callback"))
+
+
+@pytest.mark.parametrize("name", ["fit", "model", "opt", "path", "loss", "metrics", "save", "epoch", "x", "cbs", "lr"])
+def test_a_name_that_would_hide_an_attribute_is_refused(name):
+    cb = type(name.capitalize(), (Callback,), {})
+    learn = make_learner()
+    before = getattr(learn, name)
+    with pytest.raises(ValueError, match=f"{name.capitalize()} would hide learn.{name}"):
+        learn.add_cb(cb)
+    assert getattr(learn, name) is before or getattr(learn, name) == before
+
+
+def test_a_name_of_its_own_avoids_the_clash():
+    class Metrics(Callback):
+        name = "my_metrics"
+
+    learn = make_learner(cbs=Metrics())
+    assert isinstance(learn.my_metrics, Metrics)
+
+
+def test_two_of_a_kind_share_a_name_and_the_last_one_has_it_as_long_as_it_is_there():
+    first, second = Callback(), Callback()
+    learn = make_learner(cbs=first)
+    with learn.added_cbs(second):
+        assert learn.callback is second
+    assert learn.callback is first
+
+
+def test_another_recorder_for_one_fit_leaves_the_first_in_its_place():
+    learn = make_learner()
+    own = learn.recorder
+    learn.fit(1, cbs=Recorder(train_metrics=True))
+    assert learn.recorder is own
+    learn.fit(1)
+    assert len(learn.recorder.values) == 1
+
+
+# Coming and going
+
+
+def test_classes_and_instances_can_be_added_and_removed():
+    class Own(Callback):
+        pass
+
+    cb = Own()
+    learn = make_learner(cbs=[Own, cb])
+    assert [type(c) for c in learn.cbs[-2:]] == [Own, Own]
+    assert learn.cbs[-1] is cb
+    assert learn.remove_cb(cb) is learn
+    assert cb not in learn.cbs
+    assert cb.learn is None
+    learn.remove_cb(Own)
+    assert not any(isinstance(c, Own) for c in learn.cbs)
+    learn.add_cb(cb).remove_cbs([Own]).add_cbs([cb]).remove_cbs(None).add_cbs(None)
+    assert learn.cbs[-1] is cb
+
+
+@pytest.mark.parametrize("wrong", [print, 3, "after_batch", nn.Linear, object()])
+def test_what_is_no_callback_is_refused(wrong):
+    with pytest.raises(TypeError, match=r"callback"):
+        make_learner(cbs=[wrong])
+
+
+def test_a_callback_of_another_learner_is_refused_and_stays_there():
+    cb = Callback()
+    owner, other = make_learner(cbs=cb), make_learner()
+    with pytest.raises(ValueError, match="Callback belongs to another learner; make another one, or remove it there"):
+        other.add_cb(cb)
+    with pytest.raises(ValueError, match="another learner"):
+        other.fit(1, cbs=cb)
+    assert cb.learn is owner
+    assert cb in owner.cbs
+    owner.remove_cb(cb)
+    other.add_cb(cb)
+
+
+def test_a_callback_added_twice_is_refused_and_stays():
+    cb = Callback()
+    learn = make_learner(cbs=cb)
+    before = list(learn.cbs)
+    for add in (learn.add_cb, lambda cb: learn.fit(1, cbs=cb)):
+        with pytest.raises(ValueError, match="belongs to this learner already"):
+            add(cb)
+        assert learn.cbs == before
+        assert cb.learn is learn
+
+
+def test_added_cbs_are_there_for_a_while():
+    log = []
+    learn = make_learner()
+    before = list(learn.cbs)
+    with learn.added_cbs([spy(log), Callback]) as same:
+        assert same is learn
+        learn.fit(1)
+    assert log == FIT
+    learn.fit(1)
+    assert log == FIT
+    assert learn.cbs == before
+
+
+def test_added_cbs_go_also_after_an_error():
+    cb, learn = Callback(), make_learner()
+    before = list(learn.cbs)
+    with pytest.raises(ZeroDivisionError), learn.added_cbs(cb):
+        1 / 0  # noqa: B018
+    assert learn.cbs == before
+    assert cb.learn is None
+    with pytest.raises(TypeError), learn.added_cbs([cb, 3]):
+        pass
+    assert learn.cbs == before
+    assert cb.learn is None
+
+
+def test_removed_cbs_come_back_in_their_places():
+    logs, cbs = [], []
+    for label in "abc":
+        cbs.append(spy(logs, label))
+    learn = make_learner(cbs=cbs)
+    before = list(learn.cbs)
+    with learn.removed_cbs([cbs[1], Recorder]) as same:
+        assert same is learn
+        assert [cb for cb in before if cb not in learn.cbs] == [before[1], cbs[1]]
+        assert not hasattr(learn, "recorder")
+        learn.fit(1)
+    assert {label for label, event in logs if event == "after_fit"} == {"a", "c"}
+    assert learn.cbs == before
+    with pytest.raises(ZeroDivisionError), learn.removed_cbs([cbs[1], Recorder]):
+        1 / 0  # noqa: B018
+    assert learn.cbs == before
+    assert learn.recorder is before[1]
+    assert all(cb.learn is learn for cb in before)
+
+
+def test_no_bar_keeps_the_table_and_no_logging_keeps_the_record(capsys):
+    learn = make_learner()
+    with learn.no_bar():
+        assert not any(isinstance(cb, ProgressCallback) for cb in learn.cbs)
+        learn.fit(1)
+    assert capsys.readouterr().out.count("\n") == 2
+    with learn.no_logging():
+        learn.fit(1)
+    assert capsys.readouterr().out.count("\n") == 0
+    assert len(learn.recorder.values) == 1
+    learn.fit(1)
+    assert capsys.readouterr().out.count("\n") == 2
+
+
+def test_a_callback_added_in_mid_fit_hears_what_follows():
+    log = []
+
+    class Adder(Callback):
+        def before_validate(self):
+            self.learn.add_cb(late)
+
+    late = spy(log)
+    learn = make_learner(cbs=Adder())
+    learn.fit(1)
+    following = EPOCH[EPOCH.index("before_validate") + 1 :] + ["after_fit"]
+    # Levels that it did not enter it need not clean up.
+    assert [e for e in log if e not in ("cleanup_validate", "cleanup_epoch", "cleanup_fit")] == [
+        e for e in following if e not in ("cleanup_validate", "cleanup_epoch", "cleanup_fit")
+    ]
+    assert "cleanup_fit" not in log
+    assert late in learn.cbs
+
+
+def test_a_callback_removed_in_mid_fit_still_cleans_up_what_it_entered():
+    log = []
+    gone = spy(log)
+    leaver = Callback(after_batch=lambda cb: gone in cb.learn.cbs and cb.learn.remove_cb(gone), order=1)
+    learn = make_learner(cbs=[gone, leaver])
+    log.clear()
+    learn.fit(1)
+    first = ["before_fit", "before_epoch", "before_train", *TRAIN_BATCH[:-1]]
+    assert log == [*first, "cleanup_batch", "cleanup_train", "cleanup_epoch", "cleanup_fit"]
+    assert gone.learn is None
+    assert gone not in learn.cbs
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("v"), KeyError("k"), KeyboardInterrupt(), SystemExit(3), OSError(2, "no")]
+)
+@pytest.mark.parametrize("event", ["before_fit", "after_pred", "before_step", "after_validate", "cleanup_epoch"])
+def test_an_error_keeps_type_and_traceback_and_gains_one_note(error, event):
+    def the_culprit(cb):
+        raise error
+
+    class Wrapping(Callback):
+        "A callback around others, which must not add notes of its own."
+
+    error.__notes__ = []
+    learn = make_learner(cbs=[Callback(**{event: the_culprit}), Wrapping()])
+    with pytest.raises(type(error)) as e:
+        learn.fit(1)
+    assert e.value is error
+    assert any(entry.name == "the_culprit" for entry in e.traceback)
+    assert notes(e.value) == [f"raised in Callback.{event}"]
+
+
+def test_the_note_names_the_first_callback_only_when_runs_are_nested():
+    class Inner(Callback):
+        def before_validate(self):
+            if self.task == "validate":
+                raise RuntimeError("inside")
+
+    outer = Callback(after_batch=lambda cb: cb.learn.validate(cbs=Inner()))
+    with pytest.raises(RuntimeError, match="inside") as e:
+        make_learner(cbs=outer).fit(1)
+    assert notes(e.value) == ["raised in Inner.before_validate"]
+
+
+def test_an_error_in_creation_has_a_note_too():
+    with pytest.raises(ZeroDivisionError) as e:
+        make_learner(cbs=Callback(after_create=lambda cb: 1 / 0))
+    assert notes(e.value) == ["raised in Callback.after_create"]
+
+
+def test_errors_of_models_and_losses_are_blamed_on_no_callback():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            raise RuntimeError("the model's own")
+
+    with pytest.raises(RuntimeError, match="the model's own") as e:
+        make_learner(model=Broken(), cbs=spy([])).fit(1)
+    assert notes(e.value) == []
+
+
+# A callback written for fastai, unchanged but for the import
+
+
+class GradientNorm(Callback):
+    order, run_valid = 12, False
+
+    def __init__(self, limit=1e9):
+        self.limit = limit  # fastai does not ask for super().__init__()
+
+    def before_fit(self):
+        self.norms, self.best = [], float("inf")
+
+    def before_batch(self):
+        self.learn.xb = tuple(x * 1.0 for x in self.xb)
+
+    def after_loss(self):
+        if self.y is not None:
+            self.learn.loss_grad = self.learn.loss_grad + 0.01 * self.pred.pow(2).mean()
+
+    def before_step(self):
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.limit)
+        self.norms.append(float(norm))
+        if norm > self.limit:
+            raise CancelFitException()
+
+    def after_epoch(self):
+        self.best = min(self.best, self.recorder.values[-1][1]) if self.recorder.values else self.best
+
+
+def test_a_callback_in_the_manner_of_fastai_runs_unchanged():
+    learn = make_learner(cbs=GradientNorm())
+    learn.fit(2)
+    assert len(learn.gradient_norm.norms) == 4
+    assert learn.gradient_norm.best == learn.recorder.values[0][1]
+    learn.gradient_norm.limit = 0.0
+    learn.fit(2)
+    assert learn.train_iter == 0
+    assert learn.recorder.values == []
+
+
+# The loop, shown
+
+
+def test_the_shown_loop_has_every_callback_at_its_events_in_order(capsys):
+    class Early(Callback):
+        order = -50
+
+        def after_batch(self):
+            pass
+
+        def cleanup_fit(self):
+            pass
+
+    class TrainOnly(Callback):
+        run_valid = False
+
+        def before_batch(self):
+            pass
+
+    make_learner(cbs=[TrainOnly(), Early()]).show_training_loop()
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line == line.rstrip() for line in lines)
+    found = [(line.split()[0], line.split()[1:]) for line in lines if line.split()[0] in list(Event)]
+    after_batch = [names for event, names in found if event == "after_batch"]
+    assert after_batch == [
+        ["Early,", "TrainEvalCallback,", "Recorder,", "ProgressCallback"],
+        ["Early,", "Recorder,", "ProgressCallback"],
+    ]
+    assert [names for event, names in found if event == "before_batch"] == [["TrainOnly"], []]
+    assert ("cleanup_fit", ["Early,", "ProgressCallback"]) in found or (
+        "cleanup_fit",
+        ["ProgressCallback,", "Early"],
+    ) in found
