@@ -7,7 +7,9 @@ interpreter that ``python script.py`` or ``python -m module`` would have given i
 import atexit
 import ctypes
 import faulthandler
+import gc
 import importlib.util
+import io
 import json
 import os
 import runpy
@@ -19,13 +21,13 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-LEAVE_SECONDS = 3.0
+LEAVE_SECONDS = 3.0  # after an error: how long threads and exit hooks may take before their stacks are printed
 
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_libc = ctypes.CDLL(None)
 
 
 def main() -> None:
-    """Run the command line; if that fails, tell the launcher and leave at once."""
+    """Run the command line; if that fails, tell the launcher when and why."""
     setup = json.loads(os.environ.pop("LEARNERKIT_WORKER"))
     report_fd, store_fd, process_id = setup["report_fd"], setup["store_fd"], os.getpid()
     die_with(setup["launcher"])
@@ -35,19 +37,23 @@ def main() -> None:
     if store_fd is not None:
         os.set_inheritable(store_fd, False)
         sys.meta_path.insert(0, StoreHost(store_fd))
+    code = 0
     try:
         run_as_main(sys.argv[1:])
     except BaseException as error:
-        code = exit_code(error)
-        if code == 0 or os.getpid() != process_id:  # a child that the script forked speaks for itself
+        if os.getpid() != process_id:  # a child that the script has forked speaks for itself
             raise
-        write_report(report_fd, code, error)
-        leave(code, seconds=None if isinstance(error, SystemExit) else LEAVE_SECONDS)
+        code = exit_code(error)
+        if code:
+            write_report(report_fd, code, error)
+        if not isinstance(error, SystemExit):
+            faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True)
+    leave(code)
 
 
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when `parent` dies (on Linux); leave if it has died already."""
-    if _libc:
+    if sys.platform == "linux":
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -177,21 +183,24 @@ def format_error(error: BaseException) -> tuple[str, str]:
     return f"{name}: {message}" if message else name, "".join(formatted.format())
 
 
-def leave(code: int, seconds: float | None) -> None:
-    """End as the interpreter does, with threads joined and exit hooks run, but destroy no objects.
+def leave(code: int) -> None:
+    """End as the interpreter does, with threads joined, exit hooks run and files flushed, but destroy no objects.
 
-    The end of a process group, or of a DDP model that holds one, may wait for ranks that wait for the end of
-    this process. After an error threads and hooks get `seconds`; then their stacks are printed, that is all.
+    To destroy a process group, or a DDP model that holds one, is not safe while other ranks fail or leave: it can
+    wait for them without end, or abort this process although the script has succeeded.
     """
-    if seconds is not None:
-        faulthandler.dump_traceback_later(seconds, exit=True)
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (AttributeError, OSError, ValueError):  # the script has replaced or closed it, or nobody reads
-            pass
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    except KeyboardInterrupt:  # Ctrl-C: do not wait for them
+        pass
+    for file in gc.get_objects():
+        if issubclass(type(file), io.IOBase):
+            try:
+                file.flush()
+            except Exception:  # closed, or nobody reads it any more
+                pass
+    _libc.fflush(None)
     os._exit(code)
 
 

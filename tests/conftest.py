@@ -46,7 +46,9 @@ def nothing_left_behind():
 
 
 def _globals():
-    env = {f"${name}": value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    # torch sets its cache's place when a compiler is first asked for.
+    ours = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+    env = {f"${name}": value for name, value in os.environ.items() if name not in ours}
     return env | {
         "gradients": torch.is_grad_enabled(),
         "default type": torch.get_default_dtype(),

@@ -51,9 +51,10 @@ def test_sample_is_the_same_every_time_and_nobody_shares_its_memory():
     assert second.sum() > 0
 
 
-def test_sample_needs_neither_torchvision_nor_pickle():
+def test_sample_needs_neither_torchvision_nor_pickle(script_env):
     code = "import sys; from learnerkit import datasets; datasets.fashion_mnist_sample(); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    command = [sys.executable, "-c", code]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=script_env)
     assert "torchvision" not in loaded.stdout.split()
     with np.load(files("learnerkit") / "assets" / "fashion_mnist_sample.npz", allow_pickle=False) as arrays:
         assert all(arrays[name].dtype == np.uint8 for name in arrays)

@@ -50,7 +50,12 @@ class ProgressCallback(Callback):
         if learn.task == "fit" and isinstance(learn.logger, TableLogger) and hasattr(learn, "recorder"):
             self._logger = learn.logger
             learn.logger = self._page or TableLogger(learn, _print_above)
-            learn.logger.header()
+            if self._is_live():
+                # Elsewhere the header waits for the first row, which knows the columns of logged metrics too.
+                learn.logger.header()
+
+    def _is_live(self) -> bool:
+        return self._page is not None or sys.stderr.isatty()
 
     def before_train(self):
         learn = self.learn
@@ -81,7 +86,7 @@ class ProgressCallback(Callback):
         self._bar = self._page = self._logger = None
 
     def _show_bar(self, text: str, total: int | None) -> None:
-        if self._bar is None and (self._page or sys.stderr.isatty()):
+        if self._bar is None and self._is_live():
             self._next = time.perf_counter() + _REFRESH
             # In a notebook tqdm keeps the time and words the bar, and the page shows it.
             where = {"file": io.StringIO()} if self._page else {"dynamic_ncols": True}

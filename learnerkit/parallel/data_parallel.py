@@ -35,7 +35,7 @@ class ParallelCallback(Callback):
         ids = list(range(count)) if self.device_ids is None else list(self.device_ids)
         if count >= 2 and any(i >= count for i in ids):
             raise ValueError(f"got device_ids={ids}; this machine has the GPUs 0 to {count - 1}")
-        if learn.dls.device.type != "cuda" or min(count, len(ids)) < 2:
+        if not can_split(learn.dls.device, ids):
             if not self._said:
                 self._said = True
                 warnings.warn(
@@ -52,3 +52,8 @@ class ParallelCallback(Callback):
     def cleanup_fit(self):
         if self._whole is not None:
             self.learn.model, self._whole = self._whole, None
+
+
+def can_split(device: torch.device, ids: list[int]) -> bool:
+    """Whether a batch on `device` can be split over the GPUs `ids`."""
+    return device.type == "cuda" and min(torch.cuda.device_count(), len(ids)) >= 2

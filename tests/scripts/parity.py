@@ -8,7 +8,14 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from learnerkit import (
     AccumMetric,
@@ -169,7 +176,9 @@ def jobs() -> dict:
     custom = BatchSampler(SubsetRandomSampler(range(0, 103, 2)), 7, False)
     regression = TensorDataset(data.tensors[0], data.tensors[0][:, :CLASSES] * 2)
     keyed = DataLoaders(
-        DataLoader(Mapped(data), batch_size=16, shuffle=True), DataLoader(Mapped(valid), batch_size=4), target_keys="labels"
+        DataLoader(Mapped(data), batch_size=16, shuffle=True),
+        DataLoader(Mapped(valid), batch_size=4),
+        target_keys="labels",
     )
     return {
         "plain": lambda: train("plain", learner(metrics=METRICS), 3),

@@ -1,0 +1,30 @@
+"""Starting scripts on several processes from a test."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+WAYS = {
+    "python": lambda n: [sys.executable],
+    "launch": lambda n: [sys.executable, "-m", "learnerkit.launch", "--nproc", str(n)],
+    "torchrun": lambda n: [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)],
+}
+
+
+def run_script(script: str, *args: object, nproc: int = 1, way: str = "launch", timeout: float = 120) -> str:
+    """Run a script of tests/scripts to its end and return what it printed; a failure shows its output."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*WAYS[way](nproc), str(SCRIPTS / script), *map(str, args)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, (
+        f"{script} on {nproc} processes ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    )
+    return done.stdout + done.stderr

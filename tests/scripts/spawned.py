@@ -1,0 +1,31 @@
+"""DDP in processes started by torch.multiprocessing.spawn, with a process group of the script's own."""
+
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from behaviour import make_learner, weights_agree
+
+from learnerkit import world
+
+
+def work(rank: int, n: int, file: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=n)
+    assert (world.rank(), world.world_size(), world.local_rank()) == (rank, n, rank % max(1, torch.cuda.device_count()))
+    learn = make_learner()
+    with learn.distrib_ctx(), learn.no_logging():
+        learn.fit(1)
+        preds, _ = learn.get_preds()
+    assert weights_agree(learn)
+    assert len(preds) == 23
+    if world.is_main():
+        print("spawned well")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, (2, f"{folder}/group"), nprocs=2)
+    sys.exit(0)
