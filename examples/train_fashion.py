@@ -1,10 +1,10 @@
-"""Train a small convolutional network on Fashion-MNIST: the same script on any number of processes.
+"""Train a small convolutional network on Fashion-MNIST; the script is the same on any number of processes.
 
     python -m learnerkit.launch --nproc 2 examples/train_fashion.py     # two processes of this machine
     torchrun --nproc-per-node 2 examples/train_fashion.py               # the same
     python examples/train_fashion.py                                    # one process
 
-Each batch of `--bs` images is cut into one piece per process, so all of these come to the same numbers.
+Each batch of `--bs` images is cut into one piece per process, so all of these come to the same numbers, up to rounding.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
-from learnerkit import DataLoaders, Learner, accuracy, set_seed
+from learnerkit import DataLoaders, Learner, accuracy, set_seed, world
 from learnerkit.datasets import fashion_mnist, fashion_mnist_sample
 
 
@@ -44,7 +44,9 @@ def main():
     learn = Learner(dls, make_model(), nn.CrossEntropyLoss(), metrics=accuracy, model_dir=args.out)
     with learn.distrib_ctx(split_batches=True):
         learn.fit_one_cycle(args.epochs, args.lr)
-    learn.save("fashion")
+    path = learn.save("fashion")  # written once, by rank 0
+    if world.is_main():
+        print(f"saved {path}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fastcore.basics import camel2snake
 
 from learnerkit import world
-from learnerkit.events import INNER_EVENTS, LOOP, Event
+from learnerkit.events import INNER_EVENTS, LOOP, CancelException, Event
 from learnerkit.utils import add_note_once, did_you_mean
 
 if TYPE_CHECKING:
@@ -212,10 +212,11 @@ class Dispatch:
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         """Run the cleanups owed: all of them, in reverse order, even if one fails.
 
-        An error of the level itself goes on, with a note for each cleanup that failed too; otherwise the first
-        error of a cleanup is raised.
+        An error of the level itself goes on, with a note for each cleanup that failed too; otherwise, also if the
+        level was cancelled, the first error of a cleanup is raised.
         """
         owed = self._owed.pop()
+        error = None if isinstance(error, CancelException) else error
         failed = None
         for cb, event in reversed(owed):
             try:

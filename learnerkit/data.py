@@ -236,7 +236,7 @@ class DataLoaders:
 
     def one_batch(self) -> Any:
         """The first batch of the training loader, on the device."""
-        with keep_seeds():
+        with keep_seeds(self.train):
             return to_device(next(iter(self.train)), self.device)
 
     def split(self, batch: Any, keep_targets: bool = False) -> tuple[tuple, tuple]:
@@ -312,8 +312,9 @@ class RowsLoader(DataLoader):
 
     def __init__(self, dataset: Dataset, **kwargs: Any):
         super().__init__(dataset, **kwargs)
-        self._by_rows = _rows(dataset) is not None and self.collate_fn is default_collate
-        if self._by_rows and type(self.batch_sampler) is BatchSampler:
+        batched = self.batch_sampler is not None and self.collate_fn is default_collate
+        self._by_rows = batched and _rows(dataset) is not None
+        if self._by_rows and self.batch_size is not None:  # it made the batch sampler itself
             # torch's loader forbids the assignment to protect its own invariants, which hold here.
             self.__dict__["batch_sampler"] = IndexBatches(self.sampler, self.batch_size, self.drop_last)
 
@@ -344,6 +345,12 @@ class IndexBatches(BatchSampler):
         for rows in order.split(self.batch_size):
             if len(rows) == self.batch_size or not self.drop_last:
                 yield rows
+        generator = getattr(self.sampler, "generator", None)
+        if generator is not None:  # at its end torch's RandomSampler draws another order, and uses none of it
+            torch.randperm(len(order), generator=generator)
+        if getattr(self.sampler, "generator", None) is not None:
+            # torch's RandomSampler ends with a permutation of which it uses nothing; a generator must move as there.
+            torch.randperm(len(order), generator=self.sampler.generator)
 
     def _order(self) -> Tensor | None:
         sampler = self.sampler
@@ -386,11 +393,14 @@ class SampleOrder:
 
 def samplers_of(dl: Any) -> list:
     """The sampler objects behind a loader, from the batch sampler inwards."""
-    found, inner = [], getattr(dl, "batch_sampler", None) or getattr(dl, "sampler", None)
-    while inner is not None and not any(inner is s for s in found):
+    found, inner = [], dl
+    while True:
+        # Asked for None, not for truth: a sampler may have no length.
+        parts = [getattr(inner, name, None) for name in ("batch_sampler", "sampler")]
+        inner = next((part for part in parts if part is not None), None)
+        if inner is None or any(inner is s for s in found):
+            return found
         found.append(inner)
-        inner = getattr(inner, "sampler", None) or getattr(inner, "batch_sampler", None)
-    return found
 
 
 @contextmanager
@@ -399,6 +409,8 @@ def seeded_samplers(dl: Any, seed: int) -> Iterator[None]:
     lent = [s for s in samplers_of(dl) if getattr(s, "generator", seed) is None]
     for sampler in lent:
         sampler.generator = torch.Generator().manual_seed(seed)
+    if lent:  # the draw they would have made, so that the next fit starts elsewhere in the global stream
+        torch.empty((), dtype=torch.int64).random_()
     try:
         yield
     finally:
@@ -407,13 +419,17 @@ def seeded_samplers(dl: Any, seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def keep_seeds() -> Iterator[None]:
-    """Give the host's random generators (torch, python, numpy) their state back at the end."""
+def keep_seeds(dl: Any = None) -> Iterator[None]:
+    """Give the host's random generators (torch, python, numpy), and those behind `dl`, their state back at the end."""
     states = world.seed_states()
+    generators = [getattr(x, "generator", None) for x in (dl, *samplers_of(dl))]
+    own = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
     try:
         yield
     finally:
         world.set_seed_states(states)
+        for generator, state in own:
+            generator.set_state(state)
 
 
 def in_order(dl: Any, name: str) -> Any:

@@ -149,7 +149,7 @@ class Learner:
         if training:
             self._level("train", self._all_batches, CancelTrainException)
         else:
-            with torch.no_grad(), keep_seeds():
+            with torch.no_grad(), keep_seeds(dl):
                 self._level("validate", self._all_batches, CancelValidException)
 
     def _all_batches(self) -> None:
@@ -178,6 +178,8 @@ class Learner:
             self._events("backward", self._weighted_backward, CancelBackwardException)
             self._events("step", self._step, CancelStepException)
             self._zero_grad()
+        elif self.loss is None and self.task != "predict":
+            raise checks.no_loss(self)
 
     def _weighted_backward(self) -> None:
         if self.loss_grad is None:

@@ -70,18 +70,12 @@ class Evaluation:
             meter.reset()
 
     def update(self, learn: "Learner") -> None:
-        """Take the present batch.
-
-        Raises:
-            ValueError: it has neither targets nor a loss of the model's own.
-        """
+        """Take the present batch."""
         self.batches += 1
         if not self.batches % _POLL:
             self.loss.losses.poll()
             self.loss.counts.poll()
         self.sharded = learn.sharded
-        if not learn.training and learn.loss_grad is None:
-            raise checks.no_loss(learn)
         self.loss.update(learn)
         for meter in self.meters:
             if learn.batch_size and learn.pred is not None:

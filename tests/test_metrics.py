@@ -1,0 +1,185 @@
+"""Metrics of every kind; scripts/parity.py has them on several processes."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_classes, make_dls, make_learner, make_model
+from torch.nn import functional as F
+
+from learnerkit import AccumMetric, Metric, accuracy, error_rate, mae, mse, perplexity, rmse, top_k_accuracy
+from learnerkit.metrics import make_meters
+
+PRED = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0], [1.0, 3.0, 2.0], [0.5, 0.1, 0.2]])
+TARGET = torch.tensor([0, 1, 1, 2])
+
+
+def test_functions():
+    assert accuracy(PRED, TARGET) == 0.5
+    assert accuracy(PRED, TARGET.reshape(-1, 1)) == 0.5
+    assert error_rate(PRED, TARGET) == 0.5
+    assert top_k_accuracy(PRED, TARGET, k=2) == 1.0
+    assert top_k_accuracy(PRED, TARGET) == 1.0  # k=5 of three classes
+    assert mse(torch.tensor([[1.0], [3.0]]), torch.tensor([0.0, 1.0])) == 2.5
+    assert mae(torch.tensor([1.0, 3.0]), torch.tensor([0, 1])) == 1.5
+    image = torch.randn(2, 3, 4, 4)
+    assert accuracy(image, image.argmax(1)) == 1
+
+
+def evaluate(metrics, sizes=(3, 1), pred=PRED, target=TARGET):
+    """Each metric over batches of those sizes."""
+    meters = make_meters(metrics)
+    for meter in meters:
+        meter.reset()
+        for i, (p, t) in enumerate(zip(pred.split(sizes), target.split(sizes), strict=True)):
+            meter.update(i, len(p), p, (t,))
+    return {meter.name: meter.result(sharded=False) for meter in meters}
+
+
+class Classes(Metric):
+    """How many classes were predicted: no mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("seen", torch.zeros(3), "max")
+
+    def update(self, pred, target):
+        self.seen = torch.maximum(self.seen, F.one_hot(pred.argmax(1), 3).amax(0))
+
+    def compute(self):
+        return self.seen.sum()
+
+
+class Bare(Metric):
+    """Keeps what it likes, without declared states."""
+
+    def reset(self):
+        self.n = 0
+
+    def update(self, pred, target):
+        self.n += len(pred)
+
+    def compute(self):
+        return self.n
+
+
+@pytest.mark.parametrize("sizes", [(4,), (3, 1), (1, 1, 2)])
+def test_batches_make_no_difference(sizes):
+    found = evaluate(
+        {
+            "acc": accuracy,
+            "top2": partial(top_k_accuracy, k=2),
+            "accum": AccumMetric(lambda p, t: (p.argmax(1).float() - t.float()).std()),
+            "classes": Classes(),
+            "bare": Bare(),
+            "perplexity": perplexity(),
+        },
+        sizes,
+    )
+    expected = {
+        "acc": 0.5,
+        "top2": 1.0,
+        "accum": (PRED.argmax(1).float() - TARGET.float()).std().item(),
+        "classes": 3.0,
+        "bare": 4.0,
+        "perplexity": F.cross_entropy(PRED, TARGET).exp().item(),
+    }
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_root_of_the_mean_is_not_the_mean_of_roots():
+    pred, target = torch.tensor([1.0, 2.0, 10.0]), torch.zeros(3)
+    found = evaluate(rmse, (2, 1), pred, target)
+    assert found["rmse"] == pytest.approx((105 / 3) ** 0.5)
+
+
+def test_perplexity_leaves_ignored_targets_out():
+    target = torch.tensor([0, -100, 1, -100])
+    assert evaluate(perplexity, target=target)["perplexity"] == pytest.approx(
+        F.cross_entropy(PRED, target).exp().item()
+    )
+
+
+def test_names():
+    def my_metric(pred, target):
+        return 1.0
+
+    metrics = [my_metric, partial(top_k_accuracy, k=2), rmse, AccumMetric(my_metric, name="all"), Classes()]
+    assert [m.name for m in make_meters(metrics)] == ["my_metric", "top_k_accuracy", "rmse", "all", "classes"]
+    assert [m.name for m in make_meters({"a": accuracy, "b": accuracy})] == ["a", "b"]
+    assert make_meters(None) == []
+    with pytest.raises(ValueError, match="two metrics are named \\['accuracy'\\]"):
+        make_meters([accuracy, accuracy])
+    with pytest.raises(TypeError, match="got the metric 'accuracy'"):
+        make_meters("accuracy")
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.5), 0.5, 1, np.float64(0.5), torch.tensor([0.5])])
+def test_single_numbers_are_taken(value):
+    assert evaluate({"m": lambda p, t: value})["m"] == float(value)
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), [1.0], None, "1"])
+def test_anything_else_is_refused_with_the_metrics_name(value):
+    with pytest.raises(ValueError, match="metric 'm' returned"):
+        evaluate({"m": lambda p, t: value})
+
+
+def test_an_unknown_reduction_is_refused():
+    with pytest.raises(ValueError, match="reduce='mean'"):
+        Metric().add_state("x", 0, "mean")
+    with pytest.raises(NotImplementedError, match="update"):
+        Metric().update(1)
+    with pytest.raises(NotImplementedError, match="compute"):
+        Metric().compute()
+
+
+def test_reset_forgets():
+    metric = Classes()
+    metric.update(PRED, TARGET)
+    metric.reset()
+    assert metric.compute() == 0
+
+
+def test_torchmetrics_and_like_objects():
+    from torchmetrics.classification import MulticlassAccuracy
+
+    assert evaluate({"acc": MulticlassAccuracy(3, average="micro")}) == {"acc": 0.5}
+
+    class Merging:
+        """As torcheval's."""
+
+        def reset(self):
+            self.n = 0
+            return self
+
+        def update(self, pred, target):
+            self.n += len(pred)
+            return self
+
+        def compute(self):
+            return torch.tensor(self.n)
+
+        def merge_state(self, others):
+            self.n += sum(o.n for o in others)
+            return self
+
+    assert evaluate({"n": Merging()}) == {"n": 4}
+
+
+def test_in_a_fit_each_sample_counts_once():
+    """Uneven batches: 7 samples of validation in batches of 4."""
+    dls = make_dls(8, 7, 4, make_classes)
+    learn = make_learner(dls, make_model(n_out=3), torch.nn.CrossEntropyLoss(), metrics=[accuracy, AccumMetric(mean_class)])
+    learn.fit(1)
+    x, y = dls.valid_ds.tensors
+    with torch.no_grad():
+        pred = learn.model.eval()(x)
+    expected = [F.cross_entropy(pred, y).item(), accuracy(pred, y).item(), mean_class(pred, y).item()]
+    assert learn.recorder.final_record[1:] == pytest.approx(expected, rel=1e-6)
+    assert learn.validate() == pytest.approx(expected, rel=1e-6)
+
+
+def mean_class(pred, target):
+    return (pred.argmax(1) * target).float().mean()

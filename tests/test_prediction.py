@@ -1,0 +1,145 @@
+"""get_preds: what comes back, and in which order."""
+
+import pytest
+import torch
+from conftest import make_classes, make_dls, make_learner, make_model
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from learnerkit import Callback, DataLoaders
+
+
+def classifier(loss=None, **kwargs):
+    dls = DataLoaders.from_datasets(make_classes(11), make_classes(7, seed=1), bs=4, device="cpu", drop_last=True)
+    return make_learner(dls, make_model(n_out=3), loss or nn.CrossEntropyLoss(), **kwargs)
+
+
+def expected(learn, data):
+    with torch.no_grad():
+        return learn.model.eval()(data.tensors[0])
+
+
+def test_every_sample_once_in_dataset_order():
+    learn = classifier()
+    for i, data in enumerate((learn.dls.train_ds, learn.dls.valid_ds)):
+        preds, targets = learn.get_preds(ds_idx=i)
+        assert torch.equal(targets, data.tensors[1])
+        assert torch.allclose(preds, expected(learn, data))
+        assert not preds.requires_grad
+
+
+def test_items_come_in_their_order():
+    learn = classifier()
+    x, y = learn.dls.valid_ds.tensors
+    inputs, preds, targets, decoded, losses = learn.get_preds(with_input=True, with_loss=True, with_decoded=True)
+    assert torch.equal(inputs, x)
+    assert torch.equal(targets, y)
+    assert torch.equal(decoded, preds.argmax(1))
+    assert torch.allclose(losses, F.cross_entropy(preds, y, reduction="none"))
+    assert learn.loss_func.reduction == "mean"
+    probabilities = learn.get_preds(act=lambda p: p.softmax(1))[0]
+    assert torch.allclose(probabilities, preds.softmax(1))
+    assert len(learn.get_preds(with_loss=True)) == 3
+
+
+def test_a_loader_is_read_in_its_own_order():
+    learn = classifier()
+    data = learn.dls.valid_ds
+    dl = DataLoader(data, sampler=[5, 0, 3], batch_size=2)
+    assert torch.equal(learn.get_preds(dl=dl)[1], data.tensors[1][[5, 0, 3]])
+
+
+def test_without_targets_targets_are_none():
+    learn = classifier()
+    x = learn.dls.valid_ds.tensors[0]
+    preds, targets = learn.get_preds(dl=[x[:3], x[3:]])
+    assert len(preds) == 7
+    assert targets is None
+    with pytest.raises(ValueError, match="no targets"):
+        learn.get_preds(dl=[x], with_loss=True)
+
+
+def test_targets_that_would_not_do_for_the_loss_do_no_harm():
+    learn = classifier()
+    x = learn.dls.valid_ds.tensors[0]
+    _, targets = learn.get_preds(dl=[(x, torch.full((7,), -1))])
+    assert targets.tolist() == [-1] * 7
+
+
+def test_losses_of_several_elements_are_the_samples_means():
+    dls = make_dls(8, 7, 4, lambda n, seed=0: make_regression(n, seed))
+    for loss in (nn.MSELoss(), F.mse_loss):
+        learn = make_learner(dls, make_model(n_out=2), loss)
+        preds, targets, losses = learn.get_preds(with_loss=True)
+        assert torch.allclose(losses, ((preds - targets) ** 2).mean(1))
+
+
+def make_regression(n, seed):
+    g = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(n, 4, generator=g), torch.randn(n, 2, generator=g))
+
+
+def test_what_cannot_be_had_is_said_before_anything_is_read():
+    learn = classifier(lambda pred, y: F.cross_entropy(pred, y))
+    with pytest.raises(ValueError, match="takes `reduction`"):
+        learn.get_preds(with_loss=True)
+    with pytest.raises(ValueError, match="no telling how predictions"):
+        learn.get_preds(with_decoded=True)
+    with pytest.raises(ValueError, match="on='somewhere'"):
+        learn.get_preds(on="somewhere")
+    with pytest.raises(IndexError, match="no loader 5"):
+        learn.get_preds(5)
+    with pytest.raises(ValueError, match="empty"):
+        learn.get_preds(dl=[])
+
+
+def test_a_loss_may_bring_its_own_decode():
+    class Loss(nn.BCEWithLogitsLoss):
+        def decode(self, pred):
+            return pred > 0
+
+        def forward(self, pred, y):
+            return super().forward(pred, F.one_hot(y, 3).float())
+
+    learn = classifier(Loss())
+    preds, _, decoded = learn.get_preds(with_decoded=True)
+    assert torch.equal(decoded, preds > 0)
+
+
+class Several(nn.Module):
+    """Predictions as a nested structure, one of them of a length that changes from batch to batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return {"a": self.body(x), "b": (x[:, :1], x.new_ones(len(x), len(x)))}
+
+
+def test_nested_predictions():
+    learn = make_learner(make_dls(8, 7, 4), Several(), lambda pred, y: pred["a"].mean())
+    preds, _ = learn.get_preds()
+    x = learn.dls.valid_ds.tensors[0]
+    assert torch.allclose(preds["a"], learn.model.body(x).detach())
+    assert torch.equal(preds["b"][0], x[:, :1])
+    assert [len(row) for row in preds["b"][1]] == [4] * 4 + [3] * 3
+
+
+def test_the_model_is_in_eval_mode_and_gets_its_own_mode_back():
+    learn = classifier()
+    learn.model[2].eval()
+    modes = [m.training for m in learn.model.modules()]
+    seen = []
+    learn.get_preds(cbs=Callback(after_pred=lambda cb: seen.append(cb.model.training)))
+    assert set(seen) == {False}
+    assert [m.training for m in learn.model.modules()] == modes
+
+
+def test_the_generators_are_left_alone():
+    learn = classifier()
+    state = torch.get_rng_state()
+    learn.get_preds()
+    learn.validate()
+    assert torch.equal(state, torch.get_rng_state())
