@@ -26,7 +26,7 @@ class StopWhenStuck(Callback):
 
     order = 70  # after the recorder, which has order 50
 
-    def __init__(self, patience=1):
+    def __init__(self, patience=2):
         super().__init__()
         self.patience = patience
 
@@ -35,9 +35,9 @@ class StopWhenStuck(Callback):
 
     def after_epoch(self):
         # The recorder's numbers are those of all ranks together, so all ranks stop at the same epoch.
-        valid_loss = self.recorder.values[-1][self.recorder.metric_names.index("valid_loss") - 1]
-        self.waited = 0 if valid_loss < self.best else self.waited + 1
-        self.best = min(self.best, valid_loss)
+        row = dict(zip(self.recorder.metric_names, self.recorder.log, strict=True))
+        self.waited = 0 if row["valid_loss"] < self.best else self.waited + 1
+        self.best = min(self.best, row["valid_loss"])
         if self.waited >= self.patience:
             raise CancelFitException
 

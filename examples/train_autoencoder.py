@@ -75,8 +75,9 @@ def main():
     learn = Learner(dls, Autoencoder(), nn.MSELoss(), lr=args.lr, model_dir=args.out)
     if args.resume:
         learn.load("autoencoder")  # on every rank; weights and optimizer state go where the model is
+        valid_loss = learn.validate()[0]
         if world.is_main():
-            print(f"resumed with a validation loss of {learn.validate()[0]:.6f}")
+            print(f"resumed with a validation loss of {valid_loss:.6f}")
     with learn.distrib_ctx(split_batches=True):
         learn.fit(args.epochs)
     path = learn.save("autoencoder")  # written by rank 0

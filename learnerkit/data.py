@@ -348,9 +348,6 @@ class IndexBatches(BatchSampler):
         generator = getattr(self.sampler, "generator", None)
         if generator is not None:  # at its end torch's RandomSampler draws another order, and uses none of it
             torch.randperm(len(order), generator=generator)
-        if getattr(self.sampler, "generator", None) is not None:
-            # torch's RandomSampler ends with a permutation of which it uses nothing; a generator must move as there.
-            torch.randperm(len(order), generator=self.sampler.generator)
 
     def _order(self) -> Tensor | None:
         sampler = self.sampler
