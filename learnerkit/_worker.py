@@ -47,7 +47,7 @@ def main() -> None:
         if code:
             write_report(report_fd, code, error)
         if not isinstance(error, SystemExit):
-            faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True)
+            faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=2)  # sys.stderr may be no file
     leave(code)
 
 

@@ -45,10 +45,12 @@ def nothing_left_behind():
     assert not joined, "the test left a process group"
 
 
+# torch notes the place of its cache when a compiler is first asked for.
+_NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+
+
 def _globals():
-    # torch sets its cache's place when a compiler is first asked for.
-    ours = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-    env = {f"${name}": value for name, value in os.environ.items() if name not in ours}
+    env = {f"${name}": value for name, value in os.environ.items() if name not in _NOT_OURS}
     return env | {
         "gradients": torch.is_grad_enabled(),
         "default type": torch.get_default_dtype(),
@@ -60,7 +62,7 @@ def _globals():
 
 def _put_back(before):
     for name in list(os.environ):
-        if f"${name}" not in before and name != "PYTEST_CURRENT_TEST":
+        if f"${name}" not in before and name not in _NOT_OURS:
             del os.environ[name]
     os.environ.update({name[1:]: value for name, value in before.items() if name.startswith("$")})
     torch.set_grad_enabled(before["gradients"])

@@ -361,19 +361,18 @@ def test_the_script_sees_what_python_would_show_it(run, launched, tmp_path, form
     ],
 )
 def test_the_exit_code_is_the_scripts(launched, tmp_path, how, code, first):
-    ended, out, err = launched(
-        "-u", "--nproc", 2, SCRIPTS / "launch_end.py", how, env={"TMPDIR": str(tmp_path)}
-    ).finish()
+    command = ["-u", "--nproc", 2, SCRIPTS / "launch_end.py", how]
+    ended, out, err = launched(*command, cwd=tmp_path, env={"TMPDIR": str(tmp_path)}).finish()
     lines = says(err)
     assert ended == code
     assert lines[0].startswith(f"learnerkit.launch: {first}")
     assert lines[1].startswith("learnerkit.launch: rank 0 was stopped by the launcher after ")
     assert len(lines) == 2
-    assert list(tmp_path.iterdir()) == []
+    assert [file.read_text() for file in tmp_path.iterdir()] == (["last line"] if how == "exit" else [])
     extra = {"text": "a last word\n", "crash": "Current thread", "syntax": "SyntaxError: invalid syntax"}
     assert extra.get(how, "") in err
     assert ("Traceback" in err) == (how == "syntax")
-    assert out == {"exit": "exit hook ran\n", "abrupt": "printed before the end\n"}.get(how, "")
+    assert out == {"exit": "exit hook ran after exit\n", "abrupt": "printed before the end\n"}.get(how, "")
 
 
 def test_a_thread_without_end_does_not_hold_up_a_failure(launched):

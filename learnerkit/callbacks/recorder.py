@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from learnerkit import checks, world
+from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.metrics import Meter, make_meters, weighted_mean
 from learnerkit.scalars import HostScalars
