@@ -1,6 +1,6 @@
 """The Learner: the training loop, and the verbs its users call."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from learnerkit.data import (
     batch_size,
     entry,
     in_order,
-    is_mapping,
     keep_seeds,
     loader_len,
     tensors_in,
@@ -212,15 +211,15 @@ class Learner:
         "The loss, where there is something to take it of; its errors gain the shapes it got."
         if not (self.yb or self._loss_without_targets) or self.task == "predict":
             return
-        if self.batch_size == 0:
-            # A rank without data only keeps its peers company: gradients of zero, and no mean of nothing (a NaN).
-            self.loss_grad = sum(t.sum() for t in tensors_in(self.output) if t.requires_grad) * 0.0
-            self.loss, self.loss_count = self.loss_grad.detach(), self.loss_weighting.count(self.yb, 0)
-            return
         try:
-            if not self.iter:
-                checks.check_shapes(self)
-            self._loss()
+            if self.batch_size == 0:
+                # A rank without data only keeps its peers company: gradients of zero, and no mean of nothing (a NaN).
+                self.loss_grad = sum(t.sum() for t in tensors_in(self.output) if t.requires_grad) * 0.0
+                self.loss = self.loss_grad.detach()
+            else:
+                if not self.iter:
+                    checks.check_shapes(self)
+                self._loss()
         except Exception as e:
             add_note_once(e, f"the loss got predictions: {describe(self.pred)}; targets: {describe(self.yb)}")
             raise
@@ -233,8 +232,9 @@ class Learner:
 
     def _forward(self) -> None:
         "Set `output` and `pred` from the model."
-        self.output = self.model(**self.xb[0]) if is_mapping(self.batch) else self.model(*self.xb)
-        self.pred = self.output if isinstance(self.output, Tensor) else entry(self.output, "logits", self.output)
+        keywords = type(self.batch) not in (tuple, list) and isinstance(self.batch, Mapping)
+        output = self.model(**self.xb[0]) if keywords else self.model(*self.xb)
+        self.output, self.pred = output, output if isinstance(output, Tensor) else entry(output, "logits", output)
 
     def _loss(self) -> None:
         "Set `loss_grad`, which is differentiated, and `loss`, which is recorded."

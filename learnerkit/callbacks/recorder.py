@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 
-_POLL = 1024  # steps after which losses leave the device
-
-
 class LossMeter:
     """The losses of a row of batches and how much each of them counts; nothing waits for the device until it is read."""
 
@@ -36,6 +33,9 @@ class LossMeter:
         else:
             self.losses.append(learn.loss)
             self.counts.append(learn.loss_count)
+        if not learn.iter % 1024:  # now and then, so that they do not pile up on the device
+            self.losses.poll()
+            self.counts.poll()
 
     def weighed(self, sums: bool, sharded: bool) -> tuple[list[float], list[float]]:
         """(weighted losses, weights) of each batch; if `sharded`, of each step over all ranks."""
@@ -72,10 +72,6 @@ class Evaluation:
     def update(self, learn: "Learner") -> None:
         """Take the present batch."""
         self.batches += 1
-        if not self.batches % _POLL:
-            self.loss.losses.poll()
-            self.loss.counts.poll()
-        self.sharded = learn.sharded
         self.loss.update(learn)
         for meter in self.meters:
             if learn.batch_size and learn.pred is not None:
@@ -106,14 +102,13 @@ class EvaluationCallback(Callback):
     def before_validate(self):
         # Copies: in mid-fit the recorder may be using the metrics themselves.
         self._evaluation = Evaluation(make_meters(copy.deepcopy(self.learn.metrics)))
+        self._evaluation.sharded = self.learn.sharded
 
     def after_batch(self):
         self._evaluation.update(self.learn)
 
     def after_validate(self):
         found = self._evaluation
-        # Ranks left without a batch must know that the others share the data with them.
-        found.sharded = self.learn.sharded
         self.values = [found.loss.mean(self.learn.loss_weighting.sums, found.sharded), *found.metrics()]
 
 
@@ -272,15 +267,16 @@ class Recorder(Callback):
         if not learn.training:
             self._valid.update(learn)
         elif learn.loss is not None or learn.sharded:  # ranks must agree on the number of steps
-            self._train.update(learn)
+            (self._train if self._train_meters else self._train.loss).update(learn)
             lr = self._last_group["lr"]
             self.lrs.append(lr if type(lr) is float else float(lr))  # a tensor's value: a sync, asked for by the user
 
-    def after_train(self):
+    # A rank left without a batch must know that the others share the data with it.
+
+    def before_train(self):
         self._train.sharded = self.learn.sharded
 
-    def after_validate(self):
-        # A rank left without a batch must know that the others share the data with it.
+    def before_validate(self):
         self._valid.sharded = self.learn.sharded
 
     def after_epoch(self):
