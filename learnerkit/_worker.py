@@ -189,11 +189,18 @@ def leave(code: int) -> None:
     To destroy a process group, or a DDP model that holds one, is not safe while other ranks fail or leave: it can
     wait for them without end, or abort this process although the script has succeeded.
     """
+    pass  # first, since the next lines may take too long
     try:
         threading._shutdown()
         atexit._run_exitfuncs()
     except KeyboardInterrupt:  # Ctrl-C: do not wait for them
         pass
+    flush_files()
+    os._exit(code)
+
+
+def flush_files() -> None:
+    """Flush all files that are open in this process, of Python and of C."""
     for file in gc.get_objects():
         if issubclass(type(file), io.IOBase):
             try:
@@ -201,7 +208,6 @@ def leave(code: int) -> None:
             except Exception:  # closed, or nobody reads it any more
                 pass
     _libc.fflush(None)
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ KILL_SECONDS = 5.0  # for the kernel to clear away what was killed
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 OTHER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # passed on, and nothing more
 
-Signals = Callable[[float], Sequence[int]]  # see received_signals
+SignalQueue = Callable[[float], Sequence[int]]  # see received_signals
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ def rank_environment(environ: Mapping[str, str], job: Job, number: int, port: in
 
 
 @contextmanager
-def received_signals() -> Iterator[Signals]:
+def received_signals() -> Iterator[SignalQueue]:
     """Collect the signals sent to the launcher; gives a function that waits some seconds for the next ones.
 
     A rank that ends sends SIGCHLD, which ends such a wait at once.
@@ -301,7 +301,7 @@ def received_signals() -> Iterator[Signals]:
         os.close(write_end)
 
 
-def watch(ranks: list[Rank], signals: Signals) -> int | None:
+def watch(ranks: list[Rank], signals: SignalQueue) -> int | None:
     """Wait until all ranks have ended, one has failed, or a signal asks for the end; return that signal."""
     while running(ranks) and not any(rank.code for rank in ranks):
         for signum in signals(POLL_SECONDS):
@@ -348,7 +348,7 @@ def send(ranks: list[Rank], signum: int) -> None:
 # Stop
 
 
-def stop(ranks: list[Rank], signals: Signals, signum: int | None, grace: float | None) -> None:
+def stop(ranks: list[Rank], signals: SignalQueue, signum: int | None, grace: float | None) -> None:
     """Ask the ranks that still run to end, by `signum` (SIGTERM after a failure), and give them some time."""
     default_grace = GRACE_SECONDS if signum in (None, signal.SIGINT) else LONG_GRACE_SECONDS
     if signum is None:
@@ -362,7 +362,7 @@ def stop(ranks: list[Rank], signals: Signals, signum: int | None, grace: float |
     wait_for_end(ranks, signals, default_grace if grace is None else grace)
 
 
-def wait_for_end(ranks: list[Rank], signals: Signals, seconds: float) -> None:
+def wait_for_end(ranks: list[Rank], signals: SignalQueue, seconds: float) -> None:
     """Wait until no rank runs, at most `seconds`; Ctrl-C ends the wait, other signals are passed on."""
     deadline = time.monotonic() + seconds
     while running(ranks) and time.monotonic() < deadline:
@@ -386,10 +386,7 @@ def signal_group(rank: Rank, signum: int) -> bool:
     """Send a signal to a rank and all that it has started; tell whether anything of them was left."""
     try:
         os.killpg(rank.process.pid, signum)
-    except (
-        ProcessLookupError,
-        PermissionError,
-    ):  # PermissionError: on macOS, if only dead processes are left
+    except (ProcessLookupError, PermissionError):  # macOS does not permit it if only dead processes are left
         return False
     return True
 

@@ -609,18 +609,22 @@ class Learner:
             ValueError: a damaged file, or one of another model.
         """
         world.follow_rank0("load")
-        state = checks.read_state(self._file(file), "cpu" if device is None else device)
+        path = self._file(file)
+        state = checks.read_state(path, "cpu" if device is None else device)
         saved_opt = state.get("opt") if set(state) == {"model", "opt"} else None
         model = unwrap(self.model)
         weights = state["model"] if saved_opt is not None else state
-        checks.check_state(model, weights, strict, self._file(file))
+        checks.check_state(model, weights, strict, path)
         self._to_device()
-        model.load_state_dict(weights, strict=strict)
         if with_opt and saved_opt is not None:
+            before = self.opt
             self._make_opt()
-            named = {"": self.opt} if isinstance(self.opt, Optimizer) else self.opt
-            for name, opt in named.items():
-                optim.load_state(opt, saved_opt[name] if name else saved_opt, model)
+            try:
+                optim.load_state(self.opt, saved_opt, model)
+            except ValueError as e:
+                self.opt = before
+                raise ValueError(f"{path} does not fit: {e}; load(..., with_opt=False) takes the weights alone") from e
+        model.load_state_dict(weights, strict=strict)
         return self
 
     def _file(self, file: str | Path) -> Path:

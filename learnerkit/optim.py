@@ -13,6 +13,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 GROUP = "splitter_group"
+PLACES = "splitter_places"
+"""In a group that was parted, where in the whole group each of its parameters stood."""
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
@@ -90,7 +92,7 @@ def set_hyper(opt: Optimizer, name: str, values: float | Sequence[float]) -> Non
         elif name not in group:
             raise ValueError(
                 f"{type(opt).__name__} has no hyper-parameter {name!r}; it has "
-                f"{sorted(k for k in group if k not in ('params', GROUP))}"
+                f"{sorted(k for k in group if k not in ('params', GROUP, PLACES))}"
             )
         elif isinstance(group[name], Tensor):
             group[name].fill_(value)
@@ -154,14 +156,36 @@ def set_decay(opt: Optimizer, model: nn.Module, wd: float, wd_bn_bias: bool) -> 
 
 def split_decay(opt: Optimizer, model: nn.Module) -> None:
     """Part each group of `opt` into weights, then norms and biases, keeping its options and the optimizer's state."""
+    opt.param_groups[:] = _parted(opt.param_groups, model)
+
+
+def _parted(groups: list[dict], model: nn.Module) -> list[dict]:
     bare = set(map(id, norms_and_biases(model)))
     parted = []
-    for i, group in enumerate(opt.param_groups):
+    for i, group in enumerate(groups):
+        places = group.get(PLACES) or range(len(group["params"]))
         for is_bare in (False, True):
-            params = [p for p in group["params"] if (id(p) in bare) == is_bare]
-            if params:
-                parted.append({**group, "params": params, GROUP: _group_of(i, group)})
-    opt.param_groups[:] = parted
+            kept = [(place, p) for place, p in zip(places, group["params"], strict=True) if (id(p) in bare) == is_bare]
+            if kept:
+                own = {"params": [p for _, p in kept], PLACES: [place for place, _ in kept], GROUP: _group_of(i, group)}
+                parted.append({**group, **own})
+    return parted
+
+
+def _joined(groups: list[dict]) -> list[dict]:
+    "Undo `_parted`."
+    whole: dict[int, list[dict]] = {}
+    for i, group in enumerate(groups):
+        whole.setdefault(_group_of(i, group), []).append(group)
+    joined = []
+    for parts in whole.values():
+        if len(parts) == 1 or not all(PLACES in part for part in parts):
+            joined += parts
+            continue
+        pairs = [pair for part in parts for pair in zip(part[PLACES], part["params"], strict=True)]
+        options = {k: v for k, v in parts[0].items() if k != PLACES}
+        joined.append({**options, "params": [p for _, p in sorted(pairs, key=lambda pair: pair[0])]})
+    return joined
 
 
 def norms_and_biases(model: nn.Module) -> list[nn.Parameter]:
@@ -183,13 +207,35 @@ def state_to_params(opt: Optimizer) -> None:
                 state[key] = value.to(p.device)
 
 
-def load_state(opt: Optimizer, state: dict, model: nn.Module) -> None:
-    """Load a saved state, also one saved with groups parted for weight decay.
+def load_state(made: Optimizer | Optimizers, saved: dict, model: nn.Module) -> None:
+    """Load the state of one optimizer, or of several by name; parted for weight decay or not, on either side.
 
     Raises:
-        ValueError: the state is of other parameter groups.
+        ValueError: the state is of other optimizers or other parameter groups; none is loaded.
     """
-    if len(state["param_groups"]) != len(opt.param_groups):
-        split_decay(opt, model)
-    with torch.no_grad():
-        opt.load_state_dict(state)
+    opts = made if isinstance(made, dict) else {"": made}
+    states = {"": saved} if "param_groups" in saved else saved
+    if opts.keys() != states.keys():
+        raise ValueError(f"it has the optimizers {_names(states)}, the learner has {_names(opts)}")
+    fitting = {name: _groups_like(states[name], opt, model) for name, opt in opts.items()}
+    for name, opt in opts.items():
+        opt.param_groups[:] = fitting[name]
+        with torch.no_grad():
+            opt.load_state_dict(states[name])
+
+
+def _names(opts: dict) -> str:
+    return ", ".join(map(repr, opts)) if opts.keys() != {""} else "(a single one)"
+
+
+def _groups_like(state: dict, opt: Optimizer, model: nn.Module) -> list[dict]:
+    "The groups of `opt`, parted or joined as those of a saved state are."
+    saved = state["param_groups"]
+    groups = _joined(opt.param_groups)
+    if any(PLACES in group for group in saved):
+        groups = _parted(groups, model)
+    sizes = [[(_group_of(i, g), len(g["params"])) for i, g in enumerate(each)] for each in (saved, groups)]
+    if sizes[0] != sizes[1]:
+        found = [[size for _, size in each] for each in sizes]
+        raise ValueError(f"its optimizer has groups of {found[0]} parameters, the learner's of {found[1]}")
+    return groups

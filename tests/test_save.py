@@ -1,7 +1,9 @@
 """Files: what `save` writes, what `load` takes, and what neither may do."""
 
+import contextlib
 import os
 import pickle
+import random
 from pathlib import Path
 
 import pytest
@@ -304,7 +306,7 @@ def test_a_truncated_file_is_damaged(share):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"garbage", b"\x80\x04", b"PK\x03\x04" + b"\0" * 200, os.urandom(1000), b"\0" * 64]
+    "content", [b"", b"garbage", b"\x80\x04", b"PK\x03\x04" + b"\0" * 200, bytes(range(256)) * 4, b"\0" * 64]
 )
 def test_garbage_is_damaged(content):
     learn = trained()
@@ -325,6 +327,18 @@ def test_a_file_with_flipped_bytes_never_half_loads():
         except ValueError as e:
             assert "one.pth" in str(e)  # noqa: PT017 - a flipped byte may also pass unseen
             assert same_weights(other.model, before)
+
+
+def test_noise_in_a_file_is_damage_whatever_torch_makes_of_it():
+    path, generator = trained().save("one"), random.Random(0)
+    learn, whole = make_learner(), path.read_bytes()
+    for _ in range(150):
+        noisy = bytearray(whole[: generator.choice([len(whole), len(whole) // 2])])
+        for _ in range(generator.choice([1, 3, 30])):
+            noisy[generator.randrange(len(noisy))] = generator.randrange(256)
+        path.write_bytes(noisy)
+        with contextlib.suppress(ValueError):
+            learn.load("one")
 
 
 @pytest.mark.parametrize("content", [[1, 2], torch.ones(3), "text", 5])

@@ -51,6 +51,7 @@ elif how == "interrupted":
 elif how == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 elif how == "stuck":  # a thread that nobody can join must not hold up the end
+    print("printed before the end")
     sys.stderr = SimpleNamespace(write=sys.stderr.write, flush=sys.stderr.flush)  # no file, like many a logger
     threading.Thread(target=wait_to_be_stopped).start()
     raise KeyError("stuck")

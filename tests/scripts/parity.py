@@ -136,6 +136,19 @@ METRICS = {
 }
 
 
+def all_metrics() -> dict:
+    """Also those of the two metric libraries, whose objects bring their own ways to combine."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it scripts its functions, which torch advises against
+        import torcheval.metrics
+    import torchmetrics.classification
+
+    return METRICS | {
+        "torchmetrics": torchmetrics.classification.MulticlassF1Score(CLASSES),
+        "torcheval": torcheval.metrics.MulticlassAccuracy(),
+    }
+
+
 def train(name: str, learn: Learner, epochs: int, fit: str = "fit", **distributed) -> dict:
     """Train and report; every rank reports its own."""
     seen = Seen()
@@ -181,7 +194,7 @@ def jobs() -> dict:
         target_keys="labels",
     )
     return {
-        "plain": lambda: train("plain", learner(metrics=METRICS), 3),
+        "plain": lambda: train("plain", learner(metrics=all_metrics()), 3),
         "one_cycle": lambda: train("one_cycle", learner(), 2, "fit_one_cycle"),
         "shuffled": lambda: train("shuffled", learner(dls=loaders(batch_size=16, shuffle=True)), 2),
         "generator": lambda: train(
