@@ -1,7 +1,7 @@
 """A callback of one's own: it puts the gradient's norm into the table, and ends the fit when it has stopped paying.
 
-    python examples/custom_callback.py
-    python -m learnerkit.launch --nproc 2 examples/custom_callback.py
+python examples/custom_callback.py
+python -m learnerkit.launch --nproc 2 examples/custom_callback.py
 """
 
 import argparse

@@ -189,7 +189,7 @@ def leave(code: int) -> None:
     To destroy a process group, or a DDP model that holds one, is not safe while other ranks fail or leave: it can
     wait for them without end, or abort this process although the script has succeeded.
     """
-    pass  # first, since the next lines may take too long
+    flush_files()  # first, since the next lines may take too long
     try:
         threading._shutdown()
         atexit._run_exitfuncs()

@@ -116,6 +116,7 @@ class Learner:
         self.logger: Callable[[list], None] = TableLogger(self)
         self.cbs: list[Callback] = []
         self._parting: list[Callback] = []
+        self._told_outside = False
         self._dispatch: Dispatch | None = None
         self.task: str | None = None
         self.training = False
@@ -226,6 +227,9 @@ class Learner:
         if self.loss_grad is not None:
             if not isinstance(self.loss_grad, Tensor) or self.loss_grad.ndim:
                 raise checks.no_scalar(self)
+            table = self._dispatch.table
+            if (table["after_loss"] or table["before_backward"]) and isinstance(self.loss, Tensor):
+                self.loss = self.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
             self.loss_count = self.loss_weighting.count(self.yb, self.batch_size)
 
     # Seams: what a subclass may override, called inside the events above.

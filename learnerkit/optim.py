@@ -100,6 +100,12 @@ def set_hyper(opt: Optimizer, name: str, values: float | Sequence[float]) -> Non
             group[name] = value
 
 
+def get_hypers(group: dict, names: Iterable[str]) -> dict:
+    """The entries of an optimizer's group that `set_hyper` would change under these names, to be put back later."""
+    keys = {"betas" if name == "momentum" and name not in group else name for name in names}
+    return {k: group[k].clone() if isinstance(group[k], Tensor) else group[k] for k in keys if k in group}
+
+
 def has_momentum(opt: Optimizer) -> bool:
     """Whether `set_hyper(opt, 'momentum', ...)` means something."""
     return all("momentum" in g or "betas" in g for g in opt.param_groups)
@@ -194,7 +200,7 @@ def norms_and_biases(model: nn.Module) -> list[nn.Parameter]:
         p
         for module in model.modules()
         for name, p in module.named_parameters(recurse=False)
-        if isinstance(module, _NORMS) or name.endswith("bias")
+        if isinstance(module, _NORMS) or name.startswith("bias") or name.endswith("bias")
     ]
 
 

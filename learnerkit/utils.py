@@ -2,6 +2,8 @@
 
 import difflib
 import os
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,14 @@ def add_note_once(error: BaseException, note: str) -> None:
     kind = " ".join(note.split()[:2])
     if not any(n.startswith(kind) for n in getattr(error, "__notes__", ())):
         error.add_note(note)
+
+
+def warn(message: str) -> None:
+    """Warn, and name the line outside of this package that led here rather than one of its own."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("learnerkit."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def describe(x: Any) -> str:

@@ -19,6 +19,13 @@ from learnerkit.events import Event
 
 ROOT = Path(__file__).parents[1]
 
+
+def pytest_runtest_setup(item):
+    """Skip what needs a GPU where there is none."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 # The guards
 
 

@@ -104,6 +104,8 @@ def test_no_files_and_no_network_is_an_error_that_says_what_to_do(tmp_path, monk
         raise urllib.error.URLError("no network")
 
     monkeypatch.setattr(urllib.request, "urlopen", no_network)
-    with pytest.raises(RuntimeError, match=r"(?s)could not be downloaded .*no network.* put the four .*fashion_mnist_sample\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)could not be downloaded .*no network.* put the four .*fashion_mnist_sample\(\)"
+    ):
         datasets.fashion_mnist(tmp_path)
     assert not list(tmp_path.rglob("*ubyte"))

@@ -822,9 +822,16 @@ def test_a_dict_of_optimizers(returned):
     assert same_weights(learn.model, model)
     assert list(learn.opt) == ["first", "last"]
     assert type(learn.opt["first"]) is SGD
-    learn.fit_one_cycle(1, 0.02)
-    assert all(opt.param_groups[0]["lr"] < 0.02 for opt in learn.opt.values())
-    assert learn.opt["first"].param_groups[0]["momentum"] == learn.opt["last"].param_groups[0]["betas"][0]
+    seen = []
+
+    def look(cb):
+        first, last = (opt.param_groups[0] for opt in cb.opt.values())
+        assert first["lr"] == last["lr"]
+        assert first["momentum"] == last["betas"][0]
+        seen.append(first["lr"])
+
+    learn.fit_one_cycle(1, 0.02, cbs=Callback(before_step=look))
+    assert seen[0] == pytest.approx(0.02 / 25)
 
 
 @pytest.mark.parametrize("made", [3, {}, {"a": 3}, None])

@@ -40,11 +40,13 @@ class ProgressCallback(Callback):
         self._bar: tqdm | None = None
         self._page: NotebookPage | None = None
         self._logger: Any = None
+        self._task: str | None = None
         self._next = 0.0
         self._skipped = 0
 
     def before_fit(self):
         learn = self.learn
+        self._task, self._skipped = learn.task, 0
         if in_notebook():
             self._page = NotebookPage(learn)
         if learn.task == "fit" and isinstance(learn.logger, TableLogger) and hasattr(learn, "recorder"):
@@ -61,13 +63,11 @@ class ProgressCallback(Callback):
         learn = self.learn
         steps = loader_len(learn.dl)
         self._skipped = (steps or 0) * learn._start_epoch
-        self._show_bar(f"epoch {learn.epoch}/{learn.n_epoch}", steps and steps * learn.n_epoch)
+        self._show_bar(self._where(), steps and steps * learn.n_epoch)
 
     def before_validate(self):
-        learn = self.learn
-        what = "predicting" if learn.task == "predict" else "validating"
-        where = f"epoch {learn.epoch}/{learn.n_epoch} " if learn.task == "fit" else ""
-        self._show_bar(where + what, loader_len(learn.dl))
+        what = "predicting" if self.learn.task == "predict" else "validating"
+        self._show_bar(f"{self._where()} {what}".lstrip(), loader_len(self.learn.dl))
 
     def after_batch(self):
         if self._bar is not None:
@@ -76,27 +76,36 @@ class ProgressCallback(Callback):
                 self._next = now + _REFRESH
                 self._draw()
 
+    def cleanup_validate(self):
+        if self._bar is not None:  # back to training, if that is where a callback asked for it
+            self._bar.set_description_str(self._where(), refresh=False)
+
     def cleanup_fit(self):
         if self._bar is not None:
             self._bar.close()
         if self._page is not None:
-            self._page.show()
+            self._page.close()
         if self._logger is not None:
             self.learn.logger = self._logger
         self._bar = self._page = self._logger = None
+
+    def _where(self) -> str:
+        # Counted from 1 for the reader, whereas the table has the numbers that callbacks know.
+        return f"epoch {self.learn.epoch + 1}/{self.learn.n_epoch}" if self._task == "fit" else ""
 
     def _show_bar(self, text: str, total: int | None) -> None:
         if self._bar is None and self._is_live():
             self._next = time.perf_counter() + _REFRESH
             # In a notebook tqdm keeps the time and words the bar, and the page shows it.
             where = {"file": io.StringIO()} if self._page else {"dynamic_ncols": True}
-            self._bar = tqdm(total=total, leave=False, bar_format=_BAR if total else None, **where)
+            form = _BAR if total else _ENDLESS
+            self._bar = tqdm(total=total, initial=self._skipped, leave=False, bar_format=form, **where)
         if self._bar is not None:
-            self._bar.set_description_str(text)
+            self._bar.set_description_str(text, refresh=self._page is None)
 
     def _draw(self) -> None:
         learn, bar = self.learn, self._bar
-        if learn.task == "fit":
+        if self._task == "fit":
             bar.n = self._skipped + learn.train_iter
             loss = learn.recorder.recent_loss() if hasattr(learn, "recorder") else None
             if loss is not None:
@@ -108,8 +117,9 @@ class ProgressCallback(Callback):
             self._page.show(bar)
 
 
-_BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}] {postfix}"
-_WORDS = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}] {postfix}"
+_BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+_WORDS = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+_ENDLESS = "{desc} {n_fmt} [{elapsed}, {rate_fmt}{postfix}]"  # for a loader that does not say its length
 
 
 def _print_above(line: str) -> None:
@@ -126,7 +136,7 @@ class NotebookPage:
     """
 
     def __init__(self, learn: "Learner"):
-        self.learn = learn
+        self.learn, self.has_table = learn, False
         self.rows: list[list] = []
         self._handle: Any = None
 
@@ -137,7 +147,13 @@ class NotebookPage:
 
     def header(self) -> None:
         """Show the columns before there is a row."""
+        self.has_table = True
         self.show()
+
+    def close(self) -> None:
+        """Take the bar away. What has shown nothing and has no table leaves no trace in the notebook."""
+        if self.has_table or self._handle is not None:
+            self.show()
 
     def show(self, bar: tqdm | None = None) -> None:
         """Draw everything anew, in the place where it was."""
@@ -151,19 +167,20 @@ class NotebookPage:
 
     def _html(self, bar: tqdm | None) -> str:
         lines = []
-        if self.learn.task == "fit":
+        if self.has_table:
             cells = '<th style="text-align: right">', "</th>"
             lines.append("<table><thead>" + _html_row(self.learn.recorder.metric_names, *cells) + "</thead><tbody>")
             lines += [_html_row(row, '<td style="text-align: right">', "</td>") for row in self.rows]
             lines.append("</tbody></table>")
         if bar is not None:
-            words = html.escape(bar.format_meter(**{**bar.format_dict, "bar_format": _WORDS}))
+            form = _WORDS if bar.total else _ENDLESS
+            words = html.escape(bar.format_meter(**{**bar.format_dict, "bar_format": form}))
             span = f'value="{bar.n}" max="{bar.total}"' if bar.total else ""
             lines.append(f'<div><progress {span} style="width: 20em"></progress> <code>{words}</code></div>')
         return "\n".join(lines)
 
     def _text(self) -> str:
-        if self.learn.task != "fit":
+        if not self.has_table:
             return ""
         names = self.learn.recorder.metric_names
         return "\n".join(format_row(names, row) for row in [names, *self.rows])

@@ -231,7 +231,7 @@ class Recorder(Callback):
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"log_metric({name!r}) got {describe(value)}; it takes one number")
-            value = value.detach().reshape(())
+            value = value.detach().clone().reshape(())  # it is read later, and a weight has moved on by then
         if name not in self._logged:
             if name in (*self._names(), "epoch", "time"):
                 raise ValueError(f"log_metric got {name!r}, which is a column already; choose another name")

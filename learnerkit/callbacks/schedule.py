@@ -41,7 +41,8 @@ class ParamScheduler(Callback):
         scheds: by name ('lr', 'momentum', 'weight_decay'), a schedule, or a list of them, one for each of the
             splitter's groups.
 
-    After a fit `recorder.hps` has the values of every step; of several groups, the last one's.
+    After a fit `recorder.hps` has the values of every step; of several groups, the last one's. The optimizer gets back
+    the values it had before.
     """
 
     order = 60
@@ -52,9 +53,11 @@ class ParamScheduler(Callback):
         super().__init__()
         self.scheds = dict(scheds)
         self.hps: dict[str, list[float]] = {}
+        self._before: list[tuple[dict, dict]] = []
 
     def before_fit(self):
         checks.check_length(self.dls.train, "a schedule")
+        self._before = [(g, optim.get_hypers(g, self.scheds)) for opt in self.learn.opts for g in opt.param_groups]
         self.hps = {name: [] for name in self.scheds}
 
     def before_batch(self):
@@ -68,3 +71,8 @@ class ParamScheduler(Callback):
     def after_fit(self):
         if hasattr(self.learn, "recorder"):
             self.learn.recorder.hps = self.hps
+
+    def cleanup_fit(self):
+        for group, values in self._before:
+            group.update(values)
+        self._before = []

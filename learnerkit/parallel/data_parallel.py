@@ -1,12 +1,10 @@
 """`nn.DataParallel` for as long as a fit lasts."""
 
-import warnings
-
 import torch
 from torch import nn
 
 from learnerkit.callback import Callback
-from learnerkit.utils import unwrap
+from learnerkit.utils import unwrap, warn
 
 
 class ParallelCallback(Callback):
@@ -38,10 +36,9 @@ class ParallelCallback(Callback):
         if not can_split(learn.dls.device, ids):
             if not self._said:
                 self._said = True
-                warnings.warn(
+                warn(
                     f"DataParallel needs two GPUs and there {'is' if count == 1 else 'are'} {count}: "
                     f"training on {learn.dls.device} alone",
-                    stacklevel=2,
                 )
             return
         # The model's own device must come first: DataParallel gathers there.

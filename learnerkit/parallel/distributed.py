@@ -1,6 +1,5 @@
 """DistributedDataParallel for as long as a fit lasts: wrapping, shared-out loaders, exact weights, rank 0's voice."""
 
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from inspect import signature
@@ -15,7 +14,7 @@ from learnerkit import optim, world
 from learnerkit.callback import Callback
 from learnerkit.data import loader_len, map_batch
 from learnerkit.parallel.loaders import RankLoader, rank_loader
-from learnerkit.utils import did_you_mean
+from learnerkit.utils import did_you_mean, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -161,10 +160,9 @@ class DistributedCallback(Callback):
     def _warn_sync_bn(self) -> None:
         if world.is_main() and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 "sync_bn: torch has no SyncBatchNorm on the CPU, so each rank's BatchNorm sees its own samples alone "
                 "(sync_bn=False says that this is meant)",
-                stacklevel=2,
             )
 
     def _share_out(self, dl: Any, training: bool) -> RankLoader:
@@ -261,12 +259,13 @@ def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> An
 
 
 def warn_outside_context(learn: "Learner") -> None:
-    """Warn that several processes are about to train the same thing, each for itself."""
-    if world.world_size() > 1 and world.is_main() and not any(isinstance(c, DistributedCallback) for c in learn.cbs):
-        warnings.warn(
+    """Warn, once for a learner, that several processes are about to train the same thing, each for itself."""
+    distributed = any(isinstance(cb, DistributedCallback) for cb in learn.cbs)
+    if world.world_size() > 1 and world.is_main() and not distributed and not learn._told_outside:
+        learn._told_outside = True
+        warn(
             f"{world.world_size()} processes each train a whole copy of the model on all the data; "
             "to train one together write `with learn.distrib_ctx(): learn.fit(...)`",
-            stacklevel=3,
         )
 
 

@@ -23,7 +23,7 @@ end = time.monotonic() + (1.0 if how == "brief" else 60.0)
 while time.monotonic() < end and (how == "deaf" or "SIGTERM" not in heard):
     time.sleep(0.01)
     if how == "save" and heard == ["SIGUSR1"]:
-        tell("saved, going on")
         heard.append("saved")
+        tell("saved, going on")
 tell(" ".join(["heard", *heard]))
 sys.exit(143 if heard else 0)

@@ -1,0 +1,135 @@
+"""What a loss averages over."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from learnerkit.losses import LossWeight, is_cross_entropy, kernel, option
+
+
+def split_and_join(loss_func, pred, target, sizes, loss_weight=None):
+    """The loss of the whole, put together from the losses of its parts."""
+    weight = LossWeight(loss_func, loss_weight)
+    parts = list(zip(pred.split(sizes), target.split(sizes), strict=True))
+    counts = [float(weight.count((t,), len(t))) for _, t in parts]
+    losses = [float(loss_func(p, t)) for p, t in parts]
+    if weight.sums:
+        return sum(losses)
+    return sum(loss * n for loss, n in zip(losses, counts, strict=True) if n) / sum(counts)
+
+
+CLASS_WEIGHTS = torch.tensor([0.3, 1.0, 2.5])
+CROSS_ENTROPIES = [
+    nn.CrossEntropyLoss(),
+    nn.CrossEntropyLoss(weight=CLASS_WEIGHTS),
+    nn.CrossEntropyLoss(ignore_index=1),
+    nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=2),
+    nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=255),
+    nn.CrossEntropyLoss(label_smoothing=0.1),
+    nn.CrossEntropyLoss(reduction="sum"),
+    F.cross_entropy,
+    partial(F.cross_entropy, weight=CLASS_WEIGHTS),
+    partial(partial(F.cross_entropy, ignore_index=0), weight=CLASS_WEIGHTS),
+    partial(F.cross_entropy, reduction="sum"),
+]
+
+
+@pytest.mark.parametrize("loss_func", CROSS_ENTROPIES, ids=str)
+@pytest.mark.parametrize("shape", [(), (5,), (3, 2)])
+@pytest.mark.parametrize("sizes", [(4, 4, 3), (1, 10), (2, 2, 2, 2, 2, 1)])
+def test_cross_entropy_of_parts_joins_to_that_of_the_whole(loss_func, shape, sizes):
+    pred, target = torch.randn(11, 3, *shape, dtype=torch.float64), torch.randint(3, (11, *shape))
+    ignored = option(loss_func, "ignore_index", -100)
+    if shape or ignored == 255:
+        target.view(-1)[::3] = ignored
+    if option(loss_func, "weight") is not None:
+        loss_func = _double(loss_func)
+    expected = float(loss_func(pred, target))
+    assert split_and_join(loss_func, pred, target, sizes) == pytest.approx(expected, rel=1e-9)
+
+
+def _double(loss_func):
+    if isinstance(loss_func, nn.Module):
+        return nn.CrossEntropyLoss(weight=CLASS_WEIGHTS.double(), ignore_index=loss_func.ignore_index)
+    return partial(loss_func, weight=CLASS_WEIGHTS.double())
+
+
+@pytest.mark.parametrize("loss_func", [nn.MSELoss(), nn.L1Loss(), F.mse_loss, nn.BCEWithLogitsLoss(), nn.MSELoss(reduction="sum")])  # fmt: skip  # noqa: E501
+def test_means_over_samples_join_by_samples(loss_func):
+    pred, target = torch.randn(11, 2, dtype=torch.float64), torch.rand(11, 2, dtype=torch.float64)
+    expected = float(loss_func(pred, target))
+    assert split_and_join(loss_func, pred, target, (4, 4, 3)) == pytest.approx(expected, rel=1e-9)
+
+
+def test_nll_loss_is_a_cross_entropy_too():
+    loss_func = nn.NLLLoss(weight=CLASS_WEIGHTS.double(), ignore_index=1)
+    pred, target = torch.randn(11, 3, dtype=torch.float64).log_softmax(1), torch.randint(3, (11,))
+    assert split_and_join(loss_func, pred, target, (4, 7)) == pytest.approx(float(loss_func(pred, target)), rel=1e-9)
+
+
+def test_class_probabilities_are_averaged_over_samples():
+    loss_func = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS.double())
+    pred = torch.randn(11, 3, dtype=torch.float64)
+    target = torch.randn(11, 3, dtype=torch.float64).softmax(1)
+    assert split_and_join(loss_func, pred, target, (4, 7)) == pytest.approx(float(loss_func(pred, target)), rel=1e-9)
+
+
+def test_the_common_case_costs_no_tensor():
+    for loss_func in (nn.CrossEntropyLoss(), nn.MSELoss(), lambda p, t: p.sum()):
+        assert LossWeight(loss_func).count((torch.zeros(4).long(),), 4) == 4
+        assert type(LossWeight(loss_func).count((torch.zeros(4).long(),), 4)) is int
+
+
+def test_a_count_of_ones_own():
+    weight = LossWeight(F.mse_loss, lambda a, b: (a > b).sum())
+    assert int(weight.count((torch.tensor([1, 5]), torch.tensor([2, 3])), 2)) == 1
+    assert not weight.sums
+    assert isinstance(LossWeight(F.mse_loss, lambda y: 3).count((torch.zeros(2),), 2), torch.Tensor)
+    assert int(weight.count((torch.zeros(0), torch.zeros(0)), 0)) == 0
+    assert weight.count((), 5) == 5
+
+
+@pytest.mark.parametrize(
+    ("loss_func", "loss_weight", "sums"),
+    [
+        (nn.MSELoss(), None, False),
+        (nn.MSELoss(reduction="sum"), None, True),
+        (partial(F.mse_loss, reduction="sum"), None, True),
+        (lambda p, t: p.sum(), "sum", True),
+        (lambda p, t: p.sum(), None, False),
+        (None, None, False),
+    ],
+)
+def test_whether_a_loss_sums(loss_func, loss_weight, sums):
+    assert LossWeight(loss_func, loss_weight).sums is sums
+
+
+@pytest.mark.parametrize("wrong", ["mean", 3, True, ""])
+def test_another_loss_weight_is_refused(wrong):
+    with pytest.raises(ValueError, match="it takes None, 'sum', or a function of the targets"):
+        LossWeight(nn.MSELoss(), wrong)
+
+
+@pytest.mark.parametrize("loss_func", [nn.MSELoss(reduction="none"), partial(F.mse_loss, reduction="none")])
+def test_a_loss_without_reduction_is_refused(loss_func):
+    with pytest.raises(ValueError, match="reduction='none', so the loss is no scalar"):
+        LossWeight(loss_func)
+    LossWeight(loss_func, lambda y: len(y))  # who gives a count knows better
+
+
+def test_options_are_found_on_modules_and_through_partials():
+    assert option(nn.CrossEntropyLoss(ignore_index=3), "ignore_index") == 3
+    assert option(partial(F.cross_entropy, ignore_index=3), "ignore_index") == 3
+    assert option(partial(partial(F.cross_entropy, ignore_index=3), weight=None), "ignore_index") == 3
+    assert option(partial(nn.CrossEntropyLoss(ignore_index=3)), "ignore_index") == 3
+    assert option(F.mse_loss, "ignore_index", 7) == 7
+    assert option(None, "reduction") is None
+
+
+def test_what_is_a_cross_entropy():
+    assert all(map(is_cross_entropy, (*CROSS_ENTROPIES, nn.NLLLoss(), F.nll_loss, partial(nn.NLLLoss()))))
+    assert not any(map(is_cross_entropy, (nn.MSELoss(), F.mse_loss, nn.BCELoss(), None, print)))
+    assert kernel(partial(partial(F.mse_loss, a=1), b=2)) is F.mse_loss

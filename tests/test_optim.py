@@ -1,0 +1,291 @@
+"""Parameter groups, rates and weight decay, as a Learner uses them."""
+
+import pytest
+import torch
+from conftest import make_data, make_dls, make_learner, make_model, same_weights, weights
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adam, AdamW
+from torch.utils.data import DataLoader
+
+from learnerkit import optim
+
+
+def halves(model):
+    return [list(model[0].parameters()), list(model[3].parameters())]
+
+
+def thirds(model):
+    return [[model[0].weight], [model[0].bias], list(model[3].parameters())]
+
+
+def norm_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.LayerNorm(6), nn.Linear(6, 1))
+
+
+def by_name(learn, key):
+    """A hyper-parameter of every parameter, by the parameter's name."""
+    found = {id(p): group[key] for group in learn.opt.param_groups for p in group["params"]}
+    return {name: found[id(p)] for name, p in learn.model.named_parameters()}
+
+
+# Rates
+
+
+@pytest.mark.parametrize(
+    ("lr", "count", "expected"),
+    [
+        (0.1, 1, [0.1]),
+        (0.1, 3, [0.1] * 3),
+        (1, 2, [1.0, 1.0]),
+        (torch.tensor(0.5), 2, [0.5, 0.5]),
+        (slice(1e-2), 3, [1e-3, 1e-3, 1e-2]),
+        (slice(1e-2), 1, [1e-2]),
+        (slice(1e-5, 1e-3), 3, [1e-5, 1e-4, 1e-3]),
+        (slice(1e-5, 1e-3), 1, [1e-3]),
+        (slice(1e-4, 1e-2), 2, [1e-4, 1e-2]),
+        ([0.1, 0.2], 2, [0.1, 0.2]),
+        ((0.1, 0.2, 0.3), 3, [0.1, 0.2, 0.3]),
+    ],
+)
+def test_rates_are_fastais(lr, count, expected):
+    assert optim.rates(lr, count) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("lr", "error", "match"),
+    [
+        ([0.1], ValueError, "got 1 learning rates for 2 parameter groups"),
+        (slice(None), ValueError, r"write slice\(hi\) or slice\(lo, hi\)"),
+        (slice(1, 2, 3), ValueError, r"write slice\(hi\)"),
+        (-0.1, ValueError, "must not be negative"),
+        (float("nan"), ValueError, "must not be negative"),
+        ("fast", TypeError, "a learning rate is a number, a slice, or a list"),
+        ({}, TypeError, "a learning rate is"),
+    ],
+)
+def test_other_rates_are_refused(lr, error, match):
+    with pytest.raises(error, match=match):
+        optim.rates(lr, 2)
+    with pytest.raises(error):
+        make_learner(splitter=halves).fit(1, lr)
+
+
+@pytest.mark.parametrize("given_to", ["learner", "fit"])
+@pytest.mark.parametrize("wd", [None, 0.1])
+@pytest.mark.parametrize(
+    ("lr", "first", "second", "third"),
+    [(0.1, 0.1, 0.1, 0.1), (slice(0.1), 0.01, 0.01, 0.1), (slice(0.001, 0.1), 0.001, 0.01, 0.1), ([3, 2, 1], 3, 2, 1)],
+)
+def test_rates_count_the_splitters_groups(given_to, wd, lr, first, second, third):
+    learn = make_learner(splitter=thirds, wd=wd, **({"lr": lr} if given_to == "learner" else {}))
+    learn.fit(0, *([lr] if given_to == "fit" else []))
+    expected = {"0.weight": first, "0.bias": second, "3.weight": third, "3.bias": third}
+    assert by_name(learn, "lr") == pytest.approx(expected)
+    assert optim.n_groups(learn.opt) == 3
+
+
+def test_a_splitter_may_return_parameters_alone():
+    learn = make_learner(splitter=lambda model: model[3].parameters())
+    before = weights(learn.model)
+    learn.fit(1)
+    changed = {name for name, p in learn.model.state_dict().items() if not torch.equal(p, before[name])}
+    assert changed == {"3.weight", "3.bias"}
+
+
+def test_rates_act_on_their_groups():
+    learn = make_learner(make_dls(train=4), splitter=halves)
+    model = make_model()
+    learn.fit(1, [0.0, 0.5])
+    x, y = make_data(4).tensors
+    F.mse_loss(model(x), y).backward()
+    for rate, group in zip((0.0, 0.5), halves(model), strict=True):
+        for p in group:
+            p.data -= rate * p.grad
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(learn.model.state_dict()[name], value)
+
+
+def test_a_rate_may_be_a_tensor_in_the_optimizer():
+    learn = make_learner(opt_func=lambda groups, lr: Adam(groups, lr=torch.tensor(lr), capturable=False, foreach=False))
+    learn.fit(1, 0.25)
+    assert float(learn.opt.param_groups[0]["lr"]) == 0.25
+
+
+def test_groups_of_a_factory_count_as_its_own():
+    def factory(groups, lr):
+        params = [p for group in groups for p in group["params"]]
+        return SGD([{"params": params[:1]}, {"params": params[1:]}], lr=lr)
+
+    learn = make_learner(opt_func=factory)
+    learn.fit(1, [0.1, 0.2])
+    assert [group["lr"] for group in learn.opt.param_groups] == [0.1, 0.2]
+
+
+# The optimizer
+
+
+def test_the_optimizer_is_plain_torch():
+    learn = make_learner(opt_func=AdamW)
+    assert learn.opt is None
+    learn.fit(1)
+    assert type(learn.opt) is AdamW
+    params = [p for group in learn.opt.param_groups for p in group["params"]]
+    assert [id(p) for p in params] == [id(p) for p in learn.model.parameters()]
+
+
+def test_optimizer_state_survives_unless_reset():
+    def run(reset):
+        learn = make_learner(opt_func=AdamW, lr=0.01)
+        learn.fit(1)
+        opt = learn.opt
+        learn.fit(1, reset_opt=reset)
+        assert (learn.opt is opt) is not reset
+        steps = {float(state["step"]) for state in learn.opt.state.values()}
+        assert steps == {2.0 if reset else 4.0}
+        return learn
+
+    kept, reset = run(False), run(True)
+    assert not same_weights(kept.model, reset.model)
+    for fit in ("fit", "fit_one_cycle"):
+        opt = kept.opt
+        getattr(kept, fit)(1, reset_opt=True)
+        assert kept.opt is not opt
+
+
+def test_frozen_parameters_wait_in_the_optimizer():
+    learn = make_learner()
+    learn.model[0].requires_grad_(False)
+    before = weights(learn.model)
+    learn.fit(1)
+    assert torch.equal(learn.model[0].weight, before["0.weight"])
+    assert not torch.equal(learn.model[3].weight, before["3.weight"])
+    learn.model[0].requires_grad_(True)
+    learn.fit(1)
+    assert not torch.equal(learn.model[0].weight, before["0.weight"])
+
+
+def test_no_trainable_parameters_are_said_to_be_frozen():
+    model = make_model().requires_grad_(False)
+    with pytest.raises(ValueError, match=r"Sequential has no trainable parameters \(4 parameters, all frozen\)"):
+        optim.make_groups(model, None)
+    with pytest.raises(ValueError, match=r"\(0 parameters"):
+        optim.make_groups(make_model(), lambda model: [[]])
+
+
+# Weight decay
+
+
+@pytest.mark.parametrize("opt_func", [SGD, AdamW])
+def test_without_wd_the_optimizers_own_stays(opt_func):
+    learn = make_learner(model=norm_model(), opt_func=opt_func)
+    learn.fit(1)
+    assert set(by_name(learn, "weight_decay").values()) == {opt_func([torch.ones(1)]).defaults["weight_decay"]}
+    assert len(learn.opt.param_groups) == 1
+
+
+@pytest.mark.parametrize("given_to", ["learner", "fit"])
+@pytest.mark.parametrize("wd_bn_bias", [False, True])
+@pytest.mark.parametrize("splitter", [None, lambda m: [list(m[:2].parameters()), list(m[2:].parameters())]])
+@pytest.mark.parametrize("wd", [0.3, 0.0])
+def test_wd_goes_to_weights_unless_told_otherwise(given_to, wd_bn_bias, splitter, wd):
+    own, later = ({"wd": wd}, {}) if given_to == "learner" else ({"wd": 0.9}, {"wd": wd})
+    learn = make_learner(model=norm_model(), opt_func=AdamW, wd_bn_bias=wd_bn_bias, splitter=splitter, **own)
+    learn.fit(1, **later)
+    for name, decay in by_name(learn, "weight_decay").items():
+        assert decay == (wd if wd_bn_bias or name in ("0.weight", "3.weight") else 0.0), name
+    assert optim.n_groups(learn.opt) == (2 if splitter else 1)
+
+
+def test_decay_does_what_torch_does_with_two_groups():
+    learn, model = make_learner(opt_func=AdamW, lr=0.01, wd=0.5), make_model()
+    learn.fit(2)
+    bare, others = [model[0].bias, model[3].bias], [model[0].weight, model[3].weight]
+    opt = AdamW([{"params": others}, {"params": bare, "weight_decay": 0.0}], lr=0.01, weight_decay=0.5)
+    for _ in range(2):
+        for x, y in DataLoader(make_data(), 4):
+            F.mse_loss(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    assert same_weights(learn.model, model)
+
+
+def test_wd_of_a_later_fit_keeps_the_optimizers_state():
+    learn = make_learner(opt_func=AdamW, lr=0.01)
+    learn.fit(1)
+    opt, state = learn.opt, {id(p): s for p, s in learn.opt.state.items()}
+    learn.fit(0, wd=0.5)
+    assert learn.opt is opt
+    assert {id(p): s for p, s in opt.state.items()} == state
+    assert by_name(learn, "weight_decay") == {"0.weight": 0.5, "0.bias": 0.0, "3.weight": 0.5, "3.bias": 0.0}
+    learn.fit(1, wd=0.1)
+    assert by_name(learn, "weight_decay")["3.weight"] == 0.1
+    assert len(opt.param_groups) == 2
+    assert {float(s["step"]) for s in opt.state.values()} == {4.0}
+
+
+def test_parting_the_groups_changes_no_number():
+    plain, parted = (make_learner(opt_func=AdamW, lr=0.01) for _ in range(2))
+    for learn in (plain, parted):
+        learn.fit(1)
+    optim.split_decay(parted.opt, parted.model)
+    assert len(parted.opt.param_groups) == 2
+    for learn in (plain, parted):
+        learn.fit(2)
+    assert same_weights(plain.model, parted.model)
+
+
+def test_norms_and_biases_are_found_in_every_norm():
+    norms = [nn.BatchNorm1d(3), nn.BatchNorm2d(3), nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.RMSNorm(3)]
+    norms.append(nn.InstanceNorm1d(3, affine=True))
+    model = nn.Sequential(*norms, nn.Linear(3, 3), nn.LSTM(3, 3), nn.Embedding(3, 3), nn.Conv1d(3, 3, 1))
+    found = {id(p) for p in optim.norms_and_biases(model)}
+    for i, module in enumerate(model):
+        for name, p in module.named_parameters():
+            assert (id(p) in found) is (i < len(norms) or name.startswith("bias") or name.endswith("_bias")), (
+                module,
+                name,
+            )
+
+
+def test_an_optimizer_without_decay_says_so():
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, params, lr):
+            super().__init__(params, {"lr": lr})
+
+        def step(self):
+            pass
+
+    make_learner(opt_func=Plain).fit(1)
+    with pytest.raises(ValueError, match=r"Plain has no hyper-parameter 'weight_decay'; it has \['lr'\]"):
+        make_learner(opt_func=Plain, wd=0.1).fit(1)
+
+
+def test_several_optimizers_each_get_rate_and_decay():
+    from learnerkit import Learner
+
+    class Two(Learner):
+        def create_opt(self):
+            self.opt = {"a": SGD(self.model[0].parameters(), lr=1.0), "b": AdamW(self.model[3].parameters(), lr=2.0)}
+
+    learn = make_learner(cls=Two)
+    learn.fit(1, 0.25, wd=0.125)
+    for opt, layer in zip(learn.opt.values(), (learn.model[0], learn.model[3]), strict=True):
+        assert [(g["lr"], g["weight_decay"]) for g in opt.param_groups] == [(0.25, 0.125), (0.25, 0.0)]
+        assert opt.param_groups[0]["params"] == [layer.weight]
+
+
+# Hyper-parameters
+
+
+def test_momentum_means_the_first_of_betas_too():
+    params = [torch.ones(1, requires_grad=True)]
+    adam, sgd, plain = Adam(params, betas=(0.9, 0.99)), SGD(params, momentum=0.5), torch.optim.Adagrad(params)
+    for opt in (adam, sgd):
+        optim.set_hyper(opt, "momentum", 0.8)
+    assert adam.param_groups[0]["betas"] == (0.8, 0.99)
+    assert sgd.param_groups[0]["momentum"] == 0.8
+    assert [optim.has_momentum(opt) for opt in (adam, sgd, plain)] == [True, True, False]
+    with pytest.raises(ValueError, match="Adagrad has no hyper-parameter 'momentum'"):
+        optim.set_hyper(plain, "momentum", 0.8)
