@@ -62,7 +62,9 @@ def as_one(made: Any) -> Optimizer | Optimizers:
     """
     found = list(made.values()) if isinstance(made, dict) else [made]
     if not found or not all(isinstance(opt, Optimizer) for opt in found):
-        raise TypeError(f"opt_func or create_opt made {made!r}; it must be a torch optimizer, or a dict of them by name")
+        raise TypeError(
+            f"opt_func or create_opt made {made!r}; it must be a torch optimizer, or a dict of them by name"
+        )
     return Optimizers(made) if isinstance(made, dict) else made
 
 

@@ -176,6 +176,25 @@ def test_a_file_of_other_optimizers_is_refused_and_changes_nothing():
         assert same_weights(other.model, before)
 
 
+def test_of_several_optimizers_none_is_loaded_if_one_does_not_fit():
+    def two(*parts):
+        class Two(Learner):
+            def create_opt(self):
+                groups = [[{"params": p} for p in part(self.model)] for part in parts]
+                self.opt = {"a": AdamW(groups[0], lr=0.1), "b": AdamW(groups[1], lr=0.1)}
+
+        return make_learner(cls=Two)
+
+    saved = two(lambda m: [list(m[0].parameters())], lambda m: [[m[3].weight], [m[3].bias]])
+    saved.fit(1)
+    saved.save("two")
+    other = two(lambda m: [list(m[0].parameters())], lambda m: [list(m[3].parameters())])
+    other.fit(3)
+    with pytest.raises(ValueError, match=r"two.pth does not fit: its optimizer has groups of \[1, 1\] parameters"):
+        other.load("two")
+    assert {float(s["step"]) for s in other.opt["a"].state.values()} == {6.0}
+
+
 # Weight decay parts the groups; a file may come from either side
 
 
@@ -207,6 +226,10 @@ def test_a_state_of_other_groups_is_refused_and_changes_nothing():
     assert same_weights(one.model, before)
     for name, state in opt_states(one.opt, one.model).items():
         assert all(state[key] is value for key, value in opt_before[name].items())
+    fresh = make_learner(opt_func=AdamW)
+    with pytest.raises(ValueError, match=r"two.pth"):
+        fresh.load("two")
+    assert fresh.opt is None
     one.load("two", with_opt=False)
     assert same_weights(one.model, two.model)
 

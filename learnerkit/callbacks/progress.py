@@ -114,7 +114,8 @@ class ProgressCallback(Callback):
             bar.n = learn.iter + 1
         bar.refresh()
         if self._page is not None:
-            self._page.show(bar)
+            self._page.bar = bar
+            self._page.show()
 
 
 _BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
@@ -136,54 +137,64 @@ class NotebookPage:
     """
 
     def __init__(self, learn: "Learner"):
-        self.learn, self.has_table = learn, False
-        self.rows: list[list] = []
+        self.learn = learn
+        self.names: list[str] = []
+        self.rows: list[dict[str, Any]] = []
+        self.bar: tqdm | None = None
         self._handle: Any = None
 
     def __call__(self, row: list) -> None:
         """Add a row: this is the learner's logger meanwhile."""
-        self.rows.append(row)
+        names = self.learn.recorder.metric_names
+        self.rows.append(dict(zip(names, row, strict=True)))
+        # Logged metrics come and go from epoch to epoch; those of earlier rows keep their columns, before the time.
+        end = len(names) - (names[-1] == "time")
+        self.names = [*names[:end], *(name for name in self.names if name not in names), *names[end:]]
         self.show()
 
     def header(self) -> None:
         """Show the columns before there is a row."""
-        self.has_table = True
+        self.names = list(self.learn.recorder.metric_names)
         self.show()
 
     def close(self) -> None:
         """Take the bar away. What has shown nothing and has no table leaves no trace in the notebook."""
-        if self.has_table or self._handle is not None:
+        self.bar = None
+        if self.names or self._handle is not None:
             self.show()
 
-    def show(self, bar: tqdm | None = None) -> None:
+    def show(self) -> None:
         """Draw everything anew, in the place where it was."""
         from IPython.display import display
 
-        content = {"text/html": self._html(bar), "text/plain": self._text()}
+        content = {"text/html": self._html(), "text/plain": self._text()}
         if self._handle is None:
             self._handle = display(content, raw=True, display_id=True)
         else:
             self._handle.update(content, raw=True)
 
-    def _html(self, bar: tqdm | None) -> str:
-        lines = []
-        if self.has_table:
+    def _cells(self) -> list[list]:
+        return [[row.get(name, "") for name in self.names] for row in self.rows]
+
+    def _html(self) -> str:
+        lines, bar = [], self.bar
+        if self.names:
             cells = '<th style="text-align: right">', "</th>"
-            lines.append("<table><thead>" + _html_row(self.learn.recorder.metric_names, *cells) + "</thead><tbody>")
-            lines += [_html_row(row, '<td style="text-align: right">', "</td>") for row in self.rows]
+            lines.append("<table><thead>" + _html_row(self.names, *cells) + "</thead><tbody>")
+            lines += [_html_row(row, '<td style="text-align: right">', "</td>") for row in self._cells()]
             lines.append("</tbody></table>")
         if bar is not None:
             form = _WORDS if bar.total else _ENDLESS
             words = html.escape(bar.format_meter(**{**bar.format_dict, "bar_format": form}))
-            span = f'value="{bar.n}" max="{bar.total}"' if bar.total else ""
-            lines.append(f'<div><progress {span} style="width: 20em"></progress> <code>{words}</code></div>')
+            done = f'value="{bar.n}" max="{bar.total}" ' if bar.total else ""
+            lines.append(
+                f'<div><progress {done}style="width: 20em"></progress> '
+                f'<span style="font-family: monospace">{words}</span></div>'
+            )
         return "\n".join(lines)
 
     def _text(self) -> str:
-        if not self.has_table:
-            return ""
-        names = self.learn.recorder.metric_names
-        return "\n".join(format_row(names, row) for row in [names, *self.rows])
+        return "\n".join(format_row(self.names, row) for row in [self.names, *self._cells()]) if self.names else ""
 
 
 def _html_row(cells: list, start: str, end: str) -> str:

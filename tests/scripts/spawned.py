@@ -22,6 +22,7 @@ def work(rank: int, n: int, file: str) -> None:
     assert len(preds) == 23
     if world.is_main():
         print("spawned well")
+    dist.barrier()  # nobody leaves while another still reads
     dist.destroy_process_group()
 
 

@@ -1,0 +1,182 @@
+"""Measure learnerkit against plain PyTorch and torchrun: ratios within one run, contestants taking turns, medians.
+
+    python tests/benchmarks/run.py               # everything, about two minutes on two idle cores
+    python tests/benchmarks/run.py step data     # some of it
+
+Needs learnerkit installed, or on PYTHONPATH. Every process computes with one thread on the CPU. The figures are
+ratios because they then depend little on the machine, but a busy machine still blurs those with several processes.
+"""
+
+import argparse
+import json
+import os
+import pty
+import socket
+import subprocess
+import sys
+import tempfile
+import termios
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+HERE = Path(__file__).parent
+LAUNCH = [sys.executable, "-m", "learnerkit.launch", "--nproc", "2"]
+ROWS = "{:<58}{:>16}   {}"
+
+
+def main() -> None:
+    """Measure what the command line names, and print one row for each figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="name", help=f"any of: {' '.join(BENCHMARKS)} (default: all)")
+    parser.add_argument("--rounds", type=int, default=7, help="how often the contestants take turns (default 7)")
+    args = parser.parse_args()
+    unknown = set(args.names) - set(BENCHMARKS)
+    if unknown:
+        parser.error(f"unknown: {' '.join(sorted(unknown))}; there are {' '.join(BENCHMARKS)}")
+    print(ROWS.format("what", "figure", "goal"))
+    for name in args.names or BENCHMARKS:
+        for row in BENCHMARKS[name](args.rounds):
+            print(ROWS.format(*row), flush=True)
+
+
+def step(rounds: int) -> list[tuple[str, str, str]]:
+    """Training steps of a Learner, with its default callbacks and a live bar, against a hand-written loop."""
+    rows = []
+    for name, found in measure_in_terminal([sys.executable, HERE / "step.py", rounds]).items():
+        extra = median(kit - raw for raw, kit in found)
+        what = f"Learner's step over a hand-written one, {name} ({median(raw for raw, _ in found):.0f} us)"
+        rows.append((what, f"{ratio(found):.3f}", "" if name != "MLP" else "(fabric 1.3, fastai 4.0)"))
+        rows.append(("    extra time a step", f"{extra:+.1f} us", "10 us" if name == "MLP" else ""))
+    return rows
+
+
+def imports(rounds: int) -> list[tuple[str, str, str]]:
+    """Importing what a script needs against importing torch."""
+    torch = [sys.executable, "-c", "import torch"]
+    kit = [sys.executable, "-c", "from learnerkit import Learner, DataLoaders, accuracy"]
+    found = take_turns(rounds, lambda: wall_time(torch), lambda: wall_time(kit))
+    return [("from learnerkit import ... over import torch", f"{ratio(found):.3f}", "1.1")]
+
+
+def launch(rounds: int) -> list[tuple[str, str, str]]:
+    """Starting two processes that meet, by the launcher and by torchrun."""
+    script = HERE / "meet.py"
+
+    def torchrun() -> float:
+        # Without --standalone, which takes longer.
+        port = ["--master-port", str(free_port())]
+        return wall_time([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *port, script])
+
+    found = take_turns(rounds, torchrun, lambda: wall_time([*LAUNCH, script]))
+    return [("launching 2 processes over torchrun", f"{ratio(found):.3f}", "0.8")]
+
+
+def ddp(rounds: int) -> list[tuple[str, str, str]]:
+    """Training steps of a Learner on two processes against a hand-written loop with DistributedDataParallel."""
+    found = measure_in_terminal([*LAUNCH, HERE / "ddp.py", rounds])
+    return [
+        (
+            f"2-process DDP step over a hand-written one ({median(raw for raw, _ in found):.0f} us)",
+            f"{ratio(found):.3f}",
+            "1.03",
+        )
+    ]
+
+
+def data(rounds: int) -> list[tuple[str, str, str]]:
+    """A shuffled epoch over images in memory against a hand-written `randperm` and `index_select`."""
+    found = json.loads(output_of([sys.executable, HERE / "data.py", rounds]))
+    return [("shuffled epoch in memory, share of a raw loop's speed", f"{1 / ratio(found):.3f}", "0.67 (or more)")]
+
+
+BENCHMARKS: dict[str, Callable[[int], list[tuple[str, str, str]]]] = {
+    "step": step,
+    "import": imports,
+    "launch": launch,
+    "ddp": ddp,
+    "data": data,
+}
+
+
+def take_turns(rounds: int, first: Callable[[], float], second: Callable[[], float]) -> list[tuple[float, float]]:
+    """(first's, second's) times of each round, after one round that does not count; they take turns at beginning."""
+    first(), second()
+    found = []
+    for i in range(rounds):
+        if i % 2:
+            b, a = second(), first()
+        else:
+            a, b = first(), second()
+        found.append((a, b))
+    return found
+
+
+def ratio(found: list[tuple[float, float]]) -> float:
+    """The median of the second's times over that of the first's."""
+    return median(b for _, b in found) / median(a for a, _ in found)
+
+
+def environment() -> dict[str, str]:
+    """One thread a process, on the CPU."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def wall_time(command: list) -> float:
+    """The seconds a command takes."""
+    start = time.perf_counter()
+    output_of(command)
+    return time.perf_counter() - start
+
+
+def output_of(command: list) -> str:
+    """What a command prints."""
+    done = subprocess.run(list(map(str, command)), env=environment(), capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))} failed\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def measure_in_terminal(command: list) -> dict | list:
+    """What a command writes as JSON into a file (its last argument), with a terminal for its output: bars are live."""
+    terminal, inside = pty.openpty()
+    termios.tcsetwinsize(inside, (24, 100))
+    seen: list[bytes] = []
+    reader = threading.Thread(target=_drain, args=(terminal, seen))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        process = subprocess.Popen(
+            [*map(str, command), str(file)], env=environment(), stdin=subprocess.DEVNULL, stdout=inside, stderr=inside
+        )
+        os.close(inside)
+        reader.start()
+        code = process.wait()
+        reader.join()
+        shown = b"".join(seen).decode(errors="replace")
+        if code:
+            raise SystemExit(f"{' '.join(map(str, command))} failed\n{shown}")
+        if "it/s" not in shown:
+            raise SystemExit(f"{' '.join(map(str, command))} showed no progress bar, which is to be measured too")
+        return json.loads(file.read_text())
+
+
+def _drain(terminal: int, seen: list[bytes]) -> None:
+    try:
+        while part := os.read(terminal, 65536):
+            seen.append(part)
+    except OSError:  # the last process closed it
+        pass
+    os.close(terminal)
+
+
+def free_port() -> int:
+    """A port nobody uses at the moment."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main()

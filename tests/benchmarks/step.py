@@ -1,0 +1,90 @@
+"""Microseconds a training step: a hand-written loop against a Learner; see run.py.
+
+Processor time, which with one thread is the time it takes, and which a busy machine blurs less.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from run import take_turns
+from torch import nn
+
+from learnerkit import DataLoaders, Learner
+
+EPOCHS = 3
+LOSS = nn.CrossEntropyLoss()
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def conv():
+    return nn.Sequential(
+        *[nn.Conv2d(1, 8, 3, stride=2, padding=1), nn.ReLU()],
+        *[nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ReLU()],
+        *[nn.Flatten(), nn.Linear(16 * 7 * 7, 10)],
+    )
+
+
+def by_hand(model, batches):
+    "Train, recording the loss of every step on the device and its mean over each epoch."
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    model.train()
+    losses, means = [], []
+    for _ in range(EPOCHS):
+        for x, y in batches:
+            loss = LOSS(model(x), y)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.detach())
+        means.append(torch.stack(losses[-len(batches) :]).mean().item())
+    return means
+
+
+def by_learner(model, batches):
+    "The same, with the callbacks every Learner has."
+    learn = Learner(
+        DataLoaders(batches), model, LOSS, opt_func=lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9)
+    )
+    learn.fit(EPOCHS, 1e-3)
+    return [row[0] for row in learn.recorder.values]
+
+
+def compare(rounds, make, shape, classes, steps):
+    "Times of `rounds` rounds; that both trained the same is checked."
+    torch.manual_seed(0)
+    batches = [(torch.randn(shape), torch.randint(classes, shape[:1])) for _ in range(steps)]
+    outcome = {}
+
+    def timed(train):
+        torch.manual_seed(0)
+        model = make()
+        start = time.process_time()
+        means = train(model, batches)
+        took = time.process_time() - start
+        outcome[train] = (means, model.state_dict())
+        return took / EPOCHS / steps * 1e6
+
+    found = take_turns(rounds, lambda: timed(by_hand), lambda: timed(by_learner))
+    (means, weights), (others, twins) = outcome[by_hand], outcome[by_learner]
+    assert torch.allclose(torch.tensor(means), torch.tensor(others))
+    assert all(torch.equal(weights[k], twins[k]) for k in weights), "they did not do the same"
+    return found
+
+
+def main(rounds, file):
+    torch.set_num_threads(1)
+    found = {
+        "MLP": compare(rounds, mlp, (32, 16), 4, steps=3000),
+        "conv net": compare(rounds, conv, (32, 1, 28, 28), 10, steps=300),
+    }
+    Path(file).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

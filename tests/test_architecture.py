@@ -1,0 +1,261 @@
+"""The house: who knows whom, what is written nowhere, how long the loop is, what the package shows."""
+
+import ast
+import inspect
+import io
+import subprocess
+import sys
+import tokenize
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+import learnerkit
+from learnerkit.events import Event
+
+PACKAGE = ROOT / "learnerkit"
+
+FLOORS = {
+    1: ["events", "world", "utils", "scalars"],
+    2: ["callback", "data", "metrics", "optim", "losses", "checks", "datasets"],
+    3: ["callbacks", "parallel"],
+    4: ["learner"],
+    5: ["launch", "doctor", "_worker", "__init__"],
+}
+
+# A worker runs the user's own script as `__main__`; nothing else is run as code.
+RUNS_CODE = {"_worker": 1}
+
+# Imported where they are used, because they are slow to import or may not be installed.
+HEAVY = {"torchvision", "matplotlib", "IPython", "torchmetrics", "torcheval", "cloudpickle", "pandas", "PIL"}
+
+
+def modules():
+    """Every module of the package by its dotted name within it."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1]) if parts[-1] == "__init__" and len(parts) > 1 else ".".join(parts)
+        found[name] = ast.parse(path.read_text(), str(path))
+    return found
+
+
+MODULES = modules()
+
+
+def floor(name):
+    """The floor of a module, by itself or its folder."""
+    top = name.split(".")[0]
+    return next((number for number, rooms in FLOORS.items() if top in rooms), None)
+
+
+def for_checkers_only(tree):
+    """The nodes under `if TYPE_CHECKING:`, which no running program imports."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            found |= {id(child) for part in node.body for child in ast.walk(part)}
+    return found
+
+
+def imported(tree, everywhere=True):
+    """(module, name) of each import statement; `everywhere`: inside functions too."""
+    skipped = for_checkers_only(tree)
+    nodes = ast.walk(tree) if everywhere else tree.body
+    for node in nodes:
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are written from the top, not relative"
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def own_imports(name):
+    """The modules of the package that a module imports."""
+    for module, attribute in imported(MODULES[name]):
+        if module.split(".")[0] != "learnerkit":
+            continue
+        inner = module.removeprefix("learnerkit").removeprefix(".")
+        longer = f"{inner}.{attribute}".removeprefix(".")
+        if longer in MODULES:
+            yield longer
+        elif inner:
+            yield inner
+        else:
+            yield "__init__"
+
+
+def test_every_module_has_its_floor():
+    assert [name for name in MODULES if floor(name) is None] == []
+    assert {"learner", "callback", "callbacks.recorder", "parallel", "parallel.distributed", "world"} <= MODULES.keys()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_downward(name):
+    upward = [other for other in own_imports(name) if floor(other) > floor(name)]
+    assert upward == []
+    assert all(other in MODULES for other in own_imports(name))
+
+
+def test_no_two_modules_need_each_other():
+    graph = {name: {other for other in own_imports(name) if other != name} for name in MODULES}
+    assert list(TopologicalSorter(graph).static_order())
+
+
+def test_the_check_of_imports_sees_what_it_should():
+    assert {"callback", "checks", "callbacks.recorder", "data", "parallel", "world"} <= set(own_imports("learner"))
+    assert "learner" not in set(own_imports("callback"))  # there it is for type checkers alone
+
+
+def test_the_ground_floor_knows_torch_and_the_standard_library_alone():
+    allowed = set(sys.stdlib_module_names) | {"torch", "numpy", "learnerkit"}
+    for name in FLOORS[1]:
+        assert {module.split(".")[0] for module, _ in imported(MODULES[name])} <= allowed
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_heavy_is_imported_where_it_is_used(name):
+    assert {module.split(".")[0] for module, _ in imported(MODULES[name], everywhere=False)} & HEAVY == set()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_is_written_nowhere(name):
+    tree = MODULES[name]
+    for module, attribute in imported(tree):
+        assert attribute != "*", "a star import"
+        assert module.split(".")[0] not in ("pickle", "dill", "shelve", "marshal"), f"{module} runs what a file says"
+    running = 0
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        running += called in ("eval", "exec")
+        if called in ("torch.load", "load") and called.startswith("torch"):
+            options = {keyword.arg: keyword.value for keyword in node.keywords}
+            value = options.get("weights_only")
+            assert isinstance(value, ast.Constant), ast.unparse(node)
+            assert value.value is True, ast.unparse(node)
+        if called.startswith("subprocess."):
+            assert "shell" not in {keyword.arg for keyword in node.keywords}, ast.unparse(node)
+        assert called not in ("os.system", "os.popen")
+    assert running == RUNS_CODE.get(name, 0), "eval or exec"
+
+
+def test_no_class_of_torch_is_patched():
+    for tree in MODULES.values():
+        for node in ast.walk(tree):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            assert not any(ast.unparse(t).startswith(("torch.", "nn.", "dist.", "F.")) and isinstance(t, ast.Attribute)
+                           and not ast.unparse(t).startswith("torch.backends.") for t in targets)  # fmt: skip
+
+
+# The loop
+
+
+def code_lines(source):
+    """The number of lines with code on them: no comments, docstrings or blank lines."""
+    lines, before = set(), tokenize.INDENT
+    for token in tokenize.generate_tokens(io.StringIO(inspect.cleandoc("\n" + source)).readline):
+        quiet = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+        alone = before in (tokenize.NEWLINE, tokenize.INDENT, tokenize.NL, tokenize.DEDENT)
+        if token.type not in quiet and not (token.type == tokenize.STRING and alone):
+            lines |= set(range(token.start[0], token.end[0] + 1))
+        if token.type != tokenize.COMMENT:
+            before = token.type
+    return len(lines)
+
+
+def test_code_lines_are_counted_right():
+    source = 'def f(x):\n    "A docstring."\n\n    # a comment\n    y = """two\nlines"""  # and another\n    return y\n'
+    assert code_lines(source) == 4
+
+
+def methods(cls):
+    """The source of each method of a class, in order."""
+    tree = ast.parse(inspect.getsource(cls))
+    source = inspect.getsource(cls)
+    return {n.name: ast.get_source_segment(source, n) for n in tree.body[0].body if isinstance(n, ast.FunctionDef)}
+
+
+def test_the_loop_fits_on_one_screen():
+    found = methods(learnerkit.Learner)
+    names = list(found)
+    loop = names[names.index("_fit") : names.index("_events") + 1]
+    assert {"_one_epoch", "_all_batches", "_one_batch", "_do_batch", "_level"} <= set(loop)
+    sizes = {name: code_lines(found[name]) for name in loop}
+    assert sum(sizes.values()) <= 80, sizes
+    assert {name: size for name, size in sizes.items() if size > 15} == {}
+
+
+def test_each_seam_is_short():
+    found = methods(learnerkit.Learner)
+    for seam in ("_forward", "_loss", "_backward", "_step", "_zero_grad", "create_opt"):
+        assert code_lines(found[seam]) <= 4, seam
+
+
+# The package
+
+
+def test_every_public_name_is_there_and_listed():
+    assert learnerkit.__all__ == sorted(set(learnerkit.__all__))
+    assert set(learnerkit.__all__) <= set(dir(learnerkit))
+    for name in learnerkit.__all__:
+        assert getattr(learnerkit, name) is not None
+    for cancel in (name for name in vars(sys.modules["learnerkit.events"]) if name.startswith("Cancel")):
+        assert cancel in learnerkit.__all__ or cancel == "CancelException"
+    with pytest.raises(AttributeError, match="module 'learnerkit' has no attribute 'Lerner'"):
+        learnerkit.Lerner  # noqa: B018
+
+
+def test_type_checkers_see_the_same_names():
+    (block,) = (n for n in MODULES["__init__"].body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    found = {alias.asname or alias.name for node in block.body for alias in node.names}
+    assert found == set(learnerkit.__all__)
+
+
+@pytest.mark.parametrize("name", learnerkit.__all__)
+def test_every_public_name_is_documented(name):
+    thing = getattr(learnerkit, name)
+    assert (inspect.getdoc(thing) or "").strip()
+    if inspect.isclass(thing):
+        assert "__doc__" in vars(thing) and vars(thing)["__doc__"], f"{name} inherits its docstring"  # noqa: PT018
+        for attribute, value in vars(thing).items():
+            if attribute.startswith("_") or attribute in list(Event) or not inspect.isfunction(value):
+                continue
+            assert inspect.getdoc(value), f"{name}.{attribute}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_says_what_it_is_for(name):
+    assert ast.get_docstring(MODULES[name])
+
+
+@pytest.mark.parametrize("module", ["learnerkit", "learnerkit.launch"])
+def test_importing_needs_no_torch(module, script_env):
+    code = f"import sys, {module}; print(sorted(m for m in ('torch', 'numpy', 'fastcore', 'tqdm') if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=script_env, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_importing_everything_asks_for_no_device_and_imports_nothing_heavy(script_env):
+    code = """
+import sys, torch
+def refuse(*args, **kwargs):
+    raise AssertionError("asked at import")
+torch.cuda.is_available = torch.accelerator.is_available = torch.accelerator.current_accelerator = refuse
+torch.cuda.device_count = refuse
+from learnerkit import *
+import learnerkit.learner, learnerkit.parallel
+heavy = ("torchvision", "matplotlib", "IPython", "torchmetrics", "pandas", "cloudpickle")
+print([m for m in heavy if m in sys.modules], torch.distributed.is_initialized())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=script_env, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("[] False", "")
+
+
+def test_the_packages_files_are_its_own():
+    assert Path(learnerkit.__file__).parent == PACKAGE

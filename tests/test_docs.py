@@ -1,0 +1,201 @@
+"""The README's code, the examples and the notebook run as they stand."""
+
+import ast
+import os
+import re
+import runpy
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from launching import run_script
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLES = ROOT / "examples"
+NOTEBOOK = ROOT / "nbs" / "01_getting_started.ipynb"
+HEADER = ["epoch", "train_loss", "valid_loss", "accuracy", "time"]
+
+
+def code_blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def diff_sides():
+    "The README's diff as the code before and the code after."
+    (block,) = code_blocks("diff")
+    lines = block.splitlines()
+    return ["".join(f"{line[1:]}\n" for line in lines if line[0] in f" {sign}") for sign in "-+"]
+
+
+def tables(text):
+    "The tables of a printed text, each a list of rows, each a list of cells; the first row is the header."
+    found = []
+    for line in text.splitlines():
+        cells = line.split()
+        if cells[:2] == HEADER[:2]:
+            found.append([cells])
+        elif found and cells and cells[0].isdigit() and len(cells) == len(found[-1][0]):
+            found[-1].append(cells)
+    return found
+
+
+# README
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pip install -e '.[examples]' && python -m learnerkit.launch --nproc 2 examples/train_fashion.py",
+        "pip install -e '.[dev]' && pytest",
+    ],
+)
+def test_readme_has_the_commands_each_in_a_block_of_its_own(command):
+    assert f"{command}\n" in code_blocks("sh")
+
+
+def test_readme_has_a_complete_example_by_line_30(capsys):
+    example = code_blocks("python")[0]
+    before = README[: README.index(example)].count("\n")
+    assert before + example.count("\n") < 30
+    exec(compile(example, "README.md", "exec"), {})
+    (table,) = tables(capsys.readouterr().out)
+    assert table[0] == HEADER
+    assert float(table[-1][3]) > 0.75
+    assert Path("models/fashion.pth").is_file()
+
+
+def test_readme_callback_has_five_lines_and_runs(capsys):
+    example, callback = code_blocks("python")
+    (definition,) = [node for node in ast.parse(callback).body if isinstance(node, ast.ClassDef)]
+    assert definition.end_lineno - definition.lineno + 1 == 5
+    namespace = {}
+    exec(compile(example.replace("one_cycle(3,", "one_cycle(1,"), "README.md", "exec"), namespace)
+    exec(compile(callback, "README.md", "exec"), namespace)
+    assert tables(capsys.readouterr().out)[-1][0] == [*HEADER[:-1], "grad_norm", "time"]
+
+
+def test_readme_diff_turns_the_example_into_one_for_several_processes(tmp_path):
+    before, after = diff_sides()
+    example = code_blocks("python")[0]
+    assert before in example
+    script = tmp_path / "train.py"
+    script.write_text(example.replace(before, after))
+    (table,) = tables(run_script(script, nproc=2))
+    assert len(table) == 1 + 3
+    assert float(table[-1][3]) > 0.7
+    assert Path("models/fashion.pth").is_file()
+
+
+def test_readme_names_files_that_are_there():
+    table = re.search(r"## What is where\n(.*?)\n## ", README, re.DOTALL)[1]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|") and "`" in line]
+    for cell in cells:
+        names = re.findall(r"`([^`]+)`", cell)
+        for name in names:
+            assert (ROOT / name).exists() or ((ROOT / names[0]).parent / name).exists(), name
+    packaged = {path.name for path in (ROOT / "learnerkit").glob("*.py") if not path.name.startswith("_")}
+    missing = {name for name in packaged if name not in table}
+    assert missing <= {"checks.py", "scalars.py", "utils.py"}, missing  # inner helpers
+    for path in re.findall(r"python (tests/\S+\.py)", README):
+        assert (ROOT / path).is_file()
+
+
+# Examples
+
+
+def test_train_fashion_learns_on_two_processes_and_saves_once():
+    printed = run_script(EXAMPLES / "train_fashion.py", nproc=2, timeout=170)
+    (table,) = tables(printed)
+    assert table[0] == HEADER
+    assert float(table[-1][3]) > 0.84
+    assert printed.count("saved ") == 1
+    assert os.listdir() == ["models"]
+    assert os.listdir("models") == ["fashion.pth"]
+    assert "Warning" not in printed
+
+
+def test_train_fashion_runs_unchanged_without_the_launcher():
+    found = {}
+    for way, nproc in (("python", 1), ("torchrun", 2)):
+        printed = run_script(EXAMPLES / "train_fashion.py", "--epochs", 1, "--out", way, nproc=nproc, way=way)
+        (table,) = tables(printed)
+        found[way] = [float(cell) for cell in table[-1][:4]]
+        assert os.listdir(way) == ["fashion.pth"]
+    assert found["python"] == pytest.approx(found["torchrun"], abs=5e-3)  # each batch is cut in two
+
+
+def test_train_fashion_says_when_the_full_set_cannot_be_had(monkeypatch):
+    def no_network(*args, **kwargs):
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr(urllib.request, "urlopen", no_network)
+    monkeypatch.setattr(sys, "argv", ["train_fashion.py", "--data", "full"])
+    with pytest.raises(RuntimeError, match=r"could not be downloaded.*no network.*fashion_mnist_sample\(\)"):
+        runpy.run_path(str(EXAMPLES / "train_fashion.py"), run_name="__main__")
+
+
+def test_train_autoencoder_resumes_on_one_process_what_two_began():
+    first = run_script(EXAMPLES / "train_autoencoder.py", "--epochs", 2, nproc=2)
+    assert sorted(os.listdir("models")) == ["autoencoder.pth", "reconstructions.png"]
+    assert first.count("saved ") == first.count("drew ") == 1
+    reached = tables(first)[0][-1]
+    Path("models/reconstructions.png").unlink()
+    second = run_script(EXAMPLES / "train_autoencoder.py", "--epochs", 1, "--resume", way="python")
+    assert f"resumed with a validation loss of {reached[2]}" in second
+    assert float(tables(second)[0][-1][1]) < float(reached[1])
+    picture = Path("models/reconstructions.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+
+
+def test_custom_callback_logs_and_stops():
+    printed = run_script(EXAMPLES / "custom_callback.py", "--epochs", 12, "--patience", 1, way="python")
+    (table,) = tables(printed)
+    assert table[0] == [*HEADER[:-1], "grad_norm", "time"]
+    losses = [float(row[2]) for row in table[1:]]
+    assert 1 < len(losses) < 12
+    assert losses[-1] >= losses[-2]
+    assert losses[:-1] == sorted(losses[:-1], reverse=True)
+
+
+# Notebook
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_notebook_runs_and_is_committed_with_its_outputs(monkeypatch, script_env, tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    monkeypatch.setenv("PYTHONPATH", script_env["PYTHONPATH"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    text = NOTEBOOK.read_text()
+    assert not re.search(r"/(home|root|tmp|work|Users|usr)/", text), (
+        "an output shows a path of the machine that made it"
+    )
+    check_outputs(notebook)
+    kernel = nbclient.NotebookClient(
+        notebook, timeout=150, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    kernel.execute()  # raises if a cell does
+    check_outputs(notebook)
+    assert (tmp_path / "models" / "getting_started.pth").is_file()
+
+
+def check_outputs(notebook):
+    "Every cell was executed, in order; there are tables and pictures, no errors, and no bar that stayed."
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    shown = [output.data for output in outputs if "data" in output]
+    pages = [data["text/html"] for data in shown if "text/html" in data]
+    assert sum("image/png" in data for data in shown) >= 3
+    assert len(pages) >= 3
+    for page in pages:
+        assert all(f">{name}</th>" in page for name in HEADER)
+        assert page.count("<tr>") >= 2
+        assert "<progress" not in page
+    said = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stderr")
+    assert said.count("DataParallel needs two GPUs") == 1
