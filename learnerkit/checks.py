@@ -104,9 +104,10 @@ def check_shapes(learn: "Learner") -> None:
     if not isinstance(loss, _ELEMENTWISE) and loss not in _ELEMENTWISE_FUNCTIONS:
         return
     if isinstance(pred, Tensor) and isinstance(target, Tensor) and pred.shape != target.shape:
+        name = type(loss).__name__ if isinstance(loss, nn.Module) else loss.__name__
         raise ValueError(
             f"the model's predictions have the shape {tuple(pred.shape)}, the targets {tuple(target.shape)}, and "
-            f"{type(loss).__name__ if isinstance(loss, nn.Module) else loss.__name__} compares them element by element: "
+            f"{name} compares them element by element: "
             "they must be the same (reshape one of them, for instance with .squeeze(1) or .unsqueeze(1))"
         )
 

@@ -276,7 +276,8 @@ def _check_loader(dl: Any, i: int) -> None:
         )
     if isinstance(dl, Dataset) and not isinstance(dl, IterableDataset):
         raise TypeError(
-            f"the {name} loader is a dataset ({type(dl).__name__}); use DataLoaders.from_datasets, or put it into a DataLoader"
+            f"the {name} loader is a dataset ({type(dl).__name__}); use DataLoaders.from_datasets, or put it into a "
+            "DataLoader"
         )
 
 

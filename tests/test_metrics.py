@@ -171,7 +171,8 @@ def test_torchmetrics_and_like_objects():
 def test_in_a_fit_each_sample_counts_once():
     """Uneven batches: 7 samples of validation in batches of 4."""
     dls = make_dls(8, 7, 4, make_classes)
-    learn = make_learner(dls, make_model(n_out=3), torch.nn.CrossEntropyLoss(), metrics=[accuracy, AccumMetric(mean_class)])
+    metrics = [accuracy, AccumMetric(mean_class)]
+    learn = make_learner(dls, make_model(n_out=3), torch.nn.CrossEntropyLoss(), metrics=metrics)
     learn.fit(1)
     x, y = dls.valid_ds.tensors
     with torch.no_grad():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LossMeter:
-    """The losses of a row of batches and how much each of them counts; nothing waits for the device until it is read."""
+    """The losses of a row of batches and how much each counts; nothing waits for the device until it is read."""
 
     def __init__(self):
         self.losses, self.counts = HostScalars(), HostScalars()

@@ -211,7 +211,7 @@ def check_ranks_start_alike():
 
 
 def check_batch_norm():
-    """No rank is left with a single sample; buffers end alike; one warning on the CPU; nothing is converted for good."""
+    """No rank is left with a single sample; buffers end alike; one warning on the CPU; nothing stays converted."""
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     learn = make_learner(model, n=4 * N + 3, bs=4)
     with warnings.catch_warnings(record=True) as caught, learn.no_logging():

@@ -2,7 +2,6 @@
 
 import sys
 import warnings
-from functools import partial
 from pathlib import Path
 
 import torch
