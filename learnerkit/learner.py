@@ -242,7 +242,7 @@ class Learner:
 
     def _loss(self) -> None:
         "Set `loss_grad`, which is differentiated, and `loss`, which is recorded."
-        loss = self.loss_func(self.pred, *self.yb) if self.loss_func else entry(self.output, "loss")
+        loss = self.loss_func(self.pred, *self.yb) if self.loss_func is not None else entry(self.output, "loss")
         self.loss_grad, self.loss = loss, loss.detach() if isinstance(loss, Tensor) else loss
 
     def _backward(self) -> None:
