@@ -511,4 +511,4 @@ def test_the_user_sees_the_error_and_not_its_echo(launched):
     assert "runpy" not in err
     (follower,) = lines[lines.index("in batch 7") + 1 :]
     assert follower.startswith("learnerkit.launch: rank 0 then failed: RuntimeError: ")
-    assert out == "exit hook ran\n" * 2
+    assert out.startswith("exit hook ran\n")  # the follower may be stopped before it comes to its own

@@ -48,7 +48,7 @@ def step(rounds: int) -> list[tuple[str, str, str]]:
     for name, found in measure_in_terminal([sys.executable, HERE / "step.py", rounds]).items():
         extra = median(kit - raw for raw, kit in found)
         what = f"Learner's step over a hand-written one, {name} ({median(raw for raw, _ in found):.0f} us)"
-        rows.append((what, f"{ratio(found):.3f}", "" if name != "MLP" else "(fabric 1.3, fastai 4.0)"))
+        rows.append((what, f"{ratio(found):.3f}", ""))
         rows.append(("    extra time a step", f"{extra:+.1f} us", "10 us" if name == "MLP" else ""))
     return rows
 
