@@ -70,7 +70,7 @@ class DistributedCallback(Callback):
     def _forget(self) -> None:
         self._plain: nn.Module | None = None
         self._wrapped: nn.Module | None = None
-        self._loaders: dict[tuple, RankLoader] = {}
+        self._loaders: dict[tuple, tuple[Any, RankLoader]] = {}
         self._undo: list[Callable[[], None]] = []
         self._outside: list[tuple] = []
         self._logger: Callable | None = None
@@ -167,20 +167,18 @@ class DistributedCallback(Callback):
 
     def _share_out(self, dl: Any, training: bool) -> RankLoader:
         key = (id(dl), training)
+        order = getattr(getattr(self.learn, "train_eval", None), "sample_order", None)
+        seed = order.seed(self.learn.epoch) if order and training else 0
         if key not in self._loaders:
             name = "the training loader" if training else "the loader"
             # With statistics per rank, BatchNorm needs two samples on a rank, or none.
             alone = training and any(not isinstance(m, nn.SyncBatchNorm) for m in _batch_norms(self.learn.model))
-            order = getattr(getattr(self.learn, "train_eval", None), "sample_order", None)
-            self._loaders[key] = rank_loader(
-                dl,
-                name,
-                training=training,
-                split=self.split_batches,
-                least=2 if alone else 1,
-                seed=order.seed(self.learn.epoch) if order and training else 0,
-            )
-        return self._loaders[key]
+            least = 2 if alone else 1
+            shared = rank_loader(dl, name, training=training, split=self.split_batches, least=least, seed=seed)
+            self._loaders[key] = dl, shared  # with the loader itself, so that its id stays its own
+        shared = self._loaders[key][1]
+        shared.reseed(seed)
+        return shared
 
     # A batch
 

@@ -178,6 +178,11 @@ class RankLoader:
             self.share = self.batches.shares.popleft()
             yield batch if self.share.size else map_batch(lambda t: t[:0] if t.ndim else t, batch)
 
+    def reseed(self, seed: int) -> None:
+        """Give a new epoch's seed to samplers that draw from the global generators; others do not heed it."""
+        if self.batches.seed is not None:
+            self.batches.seed = seed
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import random
 import sys
 import warnings
 from pathlib import Path
@@ -189,6 +190,39 @@ def check_default_batches():
     assert len(steps) == -(-6 // N)
     assert [sum(step) for step in steps] == [min(4 * N, 23 - 4 * N * i) for i in range(len(steps))]
     assert all(max(step) - min(step) <= 1 for step in steps)
+
+
+class Shuffled:
+    """A batch sampler that shuffles with python's global generator."""
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        order = list(range(23))
+        random.shuffle(order)
+        for i in range(0, 23, 4):
+            yield order[i : i + 4]
+
+
+def check_a_sampler_of_ones_own():
+    """It draws alike on every rank, and anew in every epoch."""
+    epochs = {}
+
+    class Look(Callback):
+        def before_batch(self):
+            if self.training:
+                epochs.setdefault(self.epoch, []).extend(self.xb[0][:, 0].tolist())
+
+    learn = make_learner(cbs=Look())
+    data = learn.dls.train_ds
+    learn.dls.loaders[0] = DataLoader(data, batch_sampler=Shuffled())
+    random.seed(world.rank())  # ranks whose own generators differ
+    with learn.distrib_ctx(split_batches=True), learn.no_logging():
+        learn.fit(2)
+    together = [sorted(sum(rank, [])) for rank in zip(*world.all_gather([epochs[0], epochs[1]]), strict=True)]
+    assert together == [sorted(data.tensors[0][:, 0].tolist())] * 2
+    assert epochs[0] != epochs[1]
 
 
 def check_ranks_start_alike():
