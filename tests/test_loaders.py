@@ -1,28 +1,87 @@
-"""The sampler swap, without processes: what all ranks together read."""
+"""The sampler swap: what all ranks together read, without processes and, in the last test, with three."""
 
 import random
+from contextlib import nullcontext
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from launching import run_script
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 
-from learnerkit.data import DataLoaders
+from learnerkit import world
+from learnerkit.data import DataLoaders, loader_len, seeded_samplers
 from learnerkit.parallel.loaders import RankBatches, deal, rank_loader, split_evenly
 
+# World-size invariance as a property: drawn cases, read through real loaders, each rank's after the other
 
-class Buckets:
-    """A custom batch sampler with batches of many sizes, shuffled by python's global generator."""
+
+class Case(NamedTuple):
+    """One drawn case; a failed assertion shows it."""
+
+    kind: str
+    n: int  # items of the dataset
+    bs: int
+    ranks: int
+    drop_last: bool
+    split: bool
+    least: int  # 2: a model with a BatchNorm for each rank
+    accumulated: int  # micro-batches in an optimizer step
+
+
+class Indices(Dataset):
+    """Every item is its index; a list of indices gives them all."""
 
     def __init__(self, n):
         self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return torch.as_tensor(i)
+
+
+class Batches(Indices):
+    """Every item is a whole batch of its own size."""
+
+    def __getitem__(self, i):
+        return 10 * i + torch.arange(i % 3 + 1)
+
+
+class Shuffle:
+    """A custom sampler, without a length if need be, that draws from torch's global generator."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter(torch.randperm(self.n).tolist())
+
+
+class SizedShuffle(Shuffle):
+    def __len__(self):
+        return self.n
+
+
+class Buckets:
+    """A custom batch sampler with batches of many sizes and types, drawn from python's and numpy's generators."""
+
+    def __init__(self, n, bs=5):
+        self.n, self.bs = n, bs
 
     def __len__(self):
         return len(list(self.cuts()))
@@ -31,91 +90,227 @@ class Buckets:
         start, size = 0, 1
         while start < self.n:
             yield start, size
-            start, size = start + size, size % 5 + 1
+            start, size = start + size, size % self.bs + 1
 
     def __iter__(self):
         order = list(range(self.n))
         random.shuffle(order)
         for start, size in self.cuts():
-            yield order[start : start + size]
+            yield random.choice([list, tuple, torch.tensor, np.array])(order[start : start + size])
+            order[start + size :] = np.random.permutation(order[start + size :]).tolist()
 
 
-def draw_cases(count=300):
-    rng = random.Random(0)
-    for _ in range(count):
-        yield (
-            rng.randint(1, 200),
-            rng.randint(1, 20),
-            rng.randint(1, 4),
-            rng.random() < 0.5,
-            rng.random() < 0.5,
-            rng.choice([SequentialSampler, RandomSampler, "buckets", "tensor"]),
-            rng.choice([1, 2]),
+class ShuffledBatches(BatchSampler):
+    """A custom batch sampler around torch's own: batches of neighbours in random order."""
+
+    def __iter__(self):
+        batches = list(super().__iter__())
+        random.shuffle(batches)
+        return iter(batches)
+
+
+def make_loader(case, plain=False, **kwargs):
+    """A fresh loader of the kind, as each process makes it; `plain`: torch's class, where ours has one of its own."""
+    n, size = case.n, {"batch_size": case.bs, "drop_last": case.drop_last}
+    data, rows = Indices(n), TensorDataset(torch.arange(n))
+    # The draws that torch's loaders make for their workers come from here, not from the global generator.
+    kwargs["generator"] = torch.Generator().manual_seed(n)
+    own = {"generator": torch.Generator().manual_seed(n + 1)}
+    drawn = 1 + n * case.bs % 150  # samples that a sampler with replacement draws: fewer than there are, or more
+    match case.kind:
+        case "sequential":
+            return DataLoader(data, **size, **kwargs)
+        case "random":
+            return DataLoader(data, sampler=RandomSampler(data), **size, **kwargs)
+        case "random, own generator":
+            return DataLoader(data, shuffle=True, **size, **kwargs)
+        case "replacement":
+            return DataLoader(data, sampler=RandomSampler(data, True, drawn), **size, **kwargs)
+        case "weighted":
+            weights = torch.linspace(0.1, 2, n)
+            return DataLoader(data, sampler=WeightedRandomSampler(weights, drawn), **size, **kwargs)
+        case "subset":
+            return DataLoader(data, sampler=SubsetRandomSampler(range(0, n, 2), **own), **size, **kwargs)
+        case "sampler":
+            return DataLoader(data, sampler=SizedShuffle(n), **size, **kwargs)
+        case "sampler without length":
+            return DataLoader(data, sampler=Shuffle(n), **size, **kwargs)
+        case "batch sampler":
+            return DataLoader(data, batch_sampler=Buckets(n, case.bs), **kwargs)
+        case "shuffled batches":
+            batches = ShuffledBatches(SequentialSampler(data), case.bs, case.drop_last)
+            return DataLoader(data, batch_sampler=batches, **kwargs)
+        case "rows":
+            if plain:
+                return DataLoader(rows, shuffle=True, **size, **kwargs)
+            return DataLoaders.from_datasets(rows, bs=case.bs, drop_last=case.drop_last, **kwargs).train
+        case "rows of a subset":
+            part = Subset(rows, range(n)[::-1])
+            if plain:
+                return DataLoader(part, sampler=RandomSampler(part), **size, **kwargs)
+            kwargs |= {"sampler": RandomSampler(part), "bs": case.bs, "drop_last": case.drop_last}
+            return DataLoaders.from_datasets(part, **kwargs).train
+        case "batch_size=None, batches of indices":
+            batches = BatchSampler(RandomSampler(data, **own), case.bs, case.drop_last)
+            return DataLoader(data, batch_size=None, sampler=batches, **kwargs)
+        case "batch_size=None":
+            return DataLoader(Batches(n), batch_size=None, shuffle=True, **kwargs)
+
+
+KINDS = [
+    "sequential", "random", "random, own generator", "replacement", "weighted", "subset", "sampler",
+    "sampler without length", "batch sampler", "shuffled batches", "rows", "rows of a subset",
+    "batch_size=None, batches of indices", "batch_size=None",
+]  # fmt: skip
+OPAQUE, UNSIZED = "batch_size=None", "sampler without length"
+
+
+def draw_cases(count, seed):
+    rng = random.Random(seed)
+    for i in range(count):
+        kind = KINDS[i % len(KINDS)]
+        yield Case(
+            kind,
+            n=rng.randint(1, rng.choice([12, 200])),
+            bs=rng.randint(1, rng.choice([3, 20, 60])),
+            ranks=rng.randint(1, 4),
+            drop_last=rng.random() < 0.5,
+            split=kind != OPAQUE and rng.random() < 0.5,
+            least=rng.randint(1, 2),
+            accumulated=rng.randint(1, 4),
         )
 
 
-def batch_sampler(kind, n, bs, drop_last):
-    if kind == "buckets":
-        return Buckets(n), 3  # it draws from the global generators: seeded alike on every rank
-    if kind == "tensor":
-        return DataLoaders.from_datasets(
-            TensorDataset(torch.arange(n)), bs=bs, drop_last=drop_last
-        ).train.batch_sampler, 3
-    sampler = kind(range(n), generator=torch.Generator().manual_seed(5)) if kind is RandomSampler else kind(range(n))
-    return BatchSampler(sampler, bs, drop_last), None
+EPOCH_SEEDS = (7, 8)
 
 
-def read(kind, n, bs, drop_last, rank, ranks, **kwargs):
-    batches, seed = batch_sampler(kind, n, bs, drop_last)
-    torch.manual_seed(100 + rank), random.seed(100 + rank)  # ranks whose own streams differ
-    mine = RankBatches(batches, rank, ranks, seed=seed, **kwargs)
-    found = [(list(map(int, batch)), share) for batch, share in zip(mine, iter_shares(mine), strict=False)]
-    return found, mine
+def indices(batch):
+    return (batch[0] if isinstance(batch, list) else batch).tolist()
+
+
+def flat(batches):
+    return [i for batch in batches for i in batch]
+
+
+def read_alone(case, training=True, **kwargs):
+    """What one process reads: a list of batches for each epoch, each a list of indices."""
+    dl, epochs = make_loader(case, plain=True, **kwargs), []
+    for seed in EPOCH_SEEDS:
+        world.seed_host(seed if training else 0)
+        with seeded_samplers(dl, seed) if training else nullcontext():  # as a fit does
+            epochs.append([indices(batch) for batch in dl])
+    return epochs
+
+
+def read_on_ranks(case, monkeypatch, training=True, **kwargs):
+    """What each rank reads: for each epoch and rank a list of (share, indices); and the loaders' lengths."""
+    monkeypatch.setenv("WORLD_SIZE", str(case.ranks))
+    epochs, lengths = [[] for _ in EPOCH_SEEDS], []
+    for rank in range(case.ranks):
+        monkeypatch.setenv("RANK", str(rank))
+        world.seed_host(100 + rank)  # ranks whose own random streams differ
+        dl, shared = make_loader(case, **kwargs), None
+        for seed, epoch in zip(EPOCH_SEEDS, epochs, strict=True):
+            seed = seed if training else 0
+            with seeded_samplers(dl, seed) if training else nullcontext():
+                if shared is None:
+                    least = case.least if training else 1
+                    shared = rank_loader(dl, "it", training=training, split=case.split, least=least, seed=seed)
+                shared.reseed(seed)
+                epoch.append([(shared.share, indices(batch)) for batch in shared])
+        lengths.append(loader_len(shared))
+    return epochs, lengths
+
+
+def check_training(case, alone, by_rank, lengths):
+    """An epoch of training on all ranks against that of one process."""
+    taken = {len(found) for found in by_rank}
+    assert len(taken) == 1, case  # every rank takes every step
+    assert set(lengths) == ({None} if case.kind == UNSIZED else taken), case
+    steps = list(zip(*by_rank, strict=True))
+    width = 1 if case.split else case.ranks  # batches of one process in a step of all ranks
+    groups = [alone[i : i + width] for i in range(0, len(alone), width)]
+    assert [flat(mine for _, mine in step) for step in steps] == [flat(group) for group in groups], case
+    for i, (step, group) in enumerate(zip(steps, groups, strict=True)):
+        check_step(case, step, group, last=i == len(groups) - 1)
+        assert [share.place for share, _ in step] == list(range(i * case.ranks, (i + 1) * case.ranks)), case
+    # An optimizer step of several micro-batches: the same samples, and their number known beforehand.
+    for i in range(0, len(steps), case.accumulated):
+        together, whole = steps[i : i + case.accumulated], alone[i * width : (i + case.accumulated) * width]
+        assert flat(mine for step in together for _, mine in step) == flat(whole), case
+        if case.kind != OPAQUE:
+            assert {sum(step[r][0].total for step in together) for r in range(case.ranks)} == {len(flat(whole))}, case
+
+
+def check_step(case, step, group, last):
+    """How one step is shared out; `group` is what one process reads for it."""
+    mine = [batch for _, batch in step]
+    if case.kind == OPAQUE:  # whole batches, which only their data know the sizes of
+        assert mine == group + [[]] * (case.ranks - len(group)), case
+        assert [share[1:] for share, _ in step] == [(int(bool(batch)), None) for batch in mine], case
+        return
+    sizes, total = [len(batch) for batch in mine], len(flat(group))
+    assert [share.size for share, _ in step] == sizes, case
+    assert {share.total for share, _ in step} == {total}, case
+    uneven = last and (len(group) < case.ranks or len({len(batch) for batch in group}) > 1)
+    if not case.split and not uneven:
+        assert mine == group, case  # rank r takes the r-th batch as it is
+    else:  # spread over as many ranks as can be, none of them left with a single sample if `least` is 2
+        used = sizes[: max(1, min(case.ranks, total // case.least))]
+        assert min(used) >= min(case.least, total), case
+        assert max(used) - min(used) <= 1, case
+
+
+def test_ranks_together_train_on_the_batches_of_one_process_in_order(monkeypatch):
+    compared = 0
+    for case in draw_cases(280, seed=0):
+        alone = read_alone(case)
+        epochs, lengths = read_on_ranks(case, monkeypatch)
+        for one, by_rank in zip(alone, epochs, strict=True):
+            check_training(case, one, by_rank, lengths)
+        if case.kind != "sequential" and len(alone[0]) >= 20:
+            first, second = ([mine for found in by_rank for _, mine in found] for by_rank in epochs)
+            assert flat(first) != flat(second), case  # each epoch is drawn anew
+            compared += 1
+    assert compared > 30
+
+
+def test_ranks_together_evaluate_every_sample_once_and_in_order(monkeypatch):
+    for case in draw_cases(140, seed=1):
+        alone = read_alone(case, training=False)
+        epochs, lengths = read_on_ranks(case, monkeypatch, training=False)
+        for one, by_rank in zip(alone, epochs, strict=True):
+            found = sorted((share.place, mine, share) for rank in by_rank for share, mine in rank)
+            assert flat(mine for _, mine, _ in found) == flat(one), case
+            assert all(mine for _, mine, _ in found), case  # no step without samples
+            assert len({place for place, _, _ in found}) == len(found), case
+            taken = [len(rank) for rank in by_rank]
+            if not case.split:
+                assert [(place, mine) for place, mine, _ in found] == list(enumerate(one)), case
+            if case.kind == UNSIZED:
+                assert set(lengths) == {None}, case
+            elif case.split:  # rank 0, which shows the progress, has a piece of every batch
+                assert lengths[0] == taken[0] == max(taken), case
+            else:
+                assert lengths == taken, case
+            if case.kind != OPAQUE:
+                assert all(share.size == len(mine) for _, mine, share in found), case
+
+
+@pytest.mark.parametrize("kind", ["random", "batch sampler", OPAQUE])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_with_workers_too(kind, persistent, monkeypatch):
+    case = Case(kind, n=37, bs=5, ranks=3, drop_last=False, split=kind == "random", least=2, accumulated=2)
+    workers = {"num_workers": 1, "persistent_workers": persistent}
+    alone = read_alone(case, **workers)
+    epochs, lengths = read_on_ranks(case, monkeypatch, **workers)
+    for one, by_rank in zip(alone, epochs, strict=True):
+        check_training(case, one, by_rank, lengths)
 
 
 def iter_shares(batches):
     while True:
         yield batches.shares.popleft()
-
-
-def test_ranks_together_read_the_stream_of_one_process_in_order():
-    for n, bs, ranks, drop_last, split, kind, least in draw_cases():
-        alone, _ = read(kind, n, bs, drop_last, 0, 1)
-        alone = [batch for batch, _ in alone]
-        by_rank, samplers = zip(
-            *(read(kind, n, bs, drop_last, r, ranks, split=split, least=least) for r in range(ranks)), strict=True
-        )
-        assert {len(found) for found in by_rank} == {len(samplers[0])}  # every rank takes every step
-        steps = list(zip(*by_rank, strict=True))
-        counted = [[i for batch, share in step for i in batch[: share.size]] for step in steps]
-        case = (n, bs, ranks, drop_last, split, kind)
-        if split:
-            assert counted == alone, case
-        else:
-            groups = [sum(alone[i : i + ranks], []) for i in range(0, len(alone), ranks)]
-            assert counted == groups, case
-        for step, indices in zip(steps, counted, strict=True):
-            sizes = [share.size for _, share in step]
-            assert {share.total for _, share in step} == {len(indices)}
-            assert all(len(batch) >= 1 for batch, _ in step)  # a rank without samples gets a real one to slice
-            uneven = split or len({len(b) for b in alone}) > 1
-            assert max(sizes) - min(s for s in sizes if s) <= 1 or not split, case
-            if least == 2 and len(indices) >= 2 and (split or not uneven):
-                assert not any(size == 1 for size in sizes) or bs == 1, case
-
-
-def test_evaluation_reads_every_batch_once_and_as_it_is():
-    for n, bs, ranks, drop_last, split, kind, _ in draw_cases(150):
-        alone, _ = read(kind, n, bs, drop_last, 0, 1)
-        everyone = [read(kind, n, bs, drop_last, r, ranks, split=split, training=False)[0] for r in range(ranks)]
-        placed = sorted((share.place, batch) for found in everyone for batch, share in found)
-        assert sum((batch for _, batch in placed), []) == sum((batch for batch, _ in alone), [])
-        if not split:
-            assert [batch for _, batch in placed] == [batch for batch, _ in alone]
-            assert [len(found) for found in everyone] == [
-                len(RankBatches(batch_sampler(kind, n, bs, drop_last)[0], r, ranks, training=False))
-                for r in range(ranks)
-            ]
 
 
 def test_the_rank_generators_are_left_alone():
@@ -139,6 +334,12 @@ def test_split_evenly(n, parts, least, sizes):
 def test_a_last_group_of_equal_batches_is_not_spread():
     assert list(deal([[1, 2], [3, 4], [5, 6], [7, 8]], 2, False, 1)) == [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
     assert list(deal([[1, 2], [3, 4], [5, 6]], 2, False, 1)) == [[[1, 2], [3, 4]], [[5], [6]]]
+
+
+def test_no_rank_is_left_with_a_single_sample_of_what_is_spread():
+    assert list(deal([[1, 2], [3, 4], [5, 6], [7]], 2, False, 2)) == [[[1, 2], [3, 4]], [[5, 6, 7], []]]
+    # A batch of one is the user's own wish: it is as large as a rank's memory may allow.
+    assert list(deal([[1], [2], [3], [4]], 2, False, 2)) == [[[1], [2]], [[3], [4]]]
 
 
 # Loaders
@@ -201,3 +402,26 @@ def test_batches_made_by_the_dataset_are_dealt_whole():
     assert [item for item, share in found if share.size] == [1, 3]
     assert all(share.total is None for _, share in found)
     assert len(batches) == 3
+
+
+def test_a_loader_can_be_read_in_the_middle_of_itself_and_again_after_a_break(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    shared = share_out(DataLoader(Indices(10), batch_size=3, num_workers=1), training=False)  # a worker draws ahead
+
+    def read(middle=lambda: None):
+        found = []
+        for batch in shared:
+            found.append((shared.share.place, shared.share.size, batch.tolist()))
+            middle()
+        return found
+
+    whole = [(0, 2, [0, 1]), (2, 2, [3, 4]), (4, 2, [6, 7]), (6, 1, [9])]
+    inner = []
+    assert read(lambda: inner or inner.extend(read())) == whole
+    assert inner == whole
+    next(iter(shared))
+    assert read() == whole
+
+
+def test_fits_on_three_processes_see_what_one_process_sees():
+    assert run_script("seen.py", nproc=3).rstrip().endswith("all well")

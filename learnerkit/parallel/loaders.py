@@ -58,7 +58,7 @@ def deal(batches: Iterable, ranks: int, split: bool, least: int) -> Iterator[lis
         ranks: how many.
         split: cut each batch into a piece for each rank; otherwise a step takes a batch for each rank, and the last,
             uneven step is spread over all of them.
-        least: the fewest samples a rank should get.
+        least: the fewest samples a rank should get of what is cut or spread; batches dealt whole stay as they are.
     """
     if split:
         for batch in batches:
@@ -104,7 +104,8 @@ class RankBatches:
         opaque: bool = False,
     ):
         self.batches, self.rank, self.ranks = batches, rank, ranks
-        self.split, self.least, self.training, self.seed, self.opaque = split, least, training, seed, opaque
+        self.split, self.training, self.seed, self.opaque = split, training, seed, opaque
+        self.least = 1 if opaque else least  # one item is all that a rank can take of them
         self.shares: deque[Share] = deque()
 
     def __len__(self) -> int:
@@ -115,7 +116,7 @@ class RankBatches:
 
     def __iter__(self) -> Iterator:
         # Loaders with workers draw ahead of what they give out, in the same order: the shares wait in a queue.
-        self.shares = shares = deque()
+        shares = self.shares
         stream = self.batches if self.seed is None else same_stream(self.batches, self.seed)
         if self.opaque:
             stream = ([item] for item in stream)
@@ -174,8 +175,10 @@ class RankLoader:
         return len(self.batches)
 
     def __iter__(self) -> Iterator:
+        # A queue for each iteration: one may run inside another (validation called in the middle of validation).
+        shares = self.batches.shares = deque()
         for batch in self.loader:
-            self.share = self.batches.shares.popleft()
+            self.share = shares.popleft()
             yield batch if self.share.size else map_batch(lambda t: t[:0] if t.ndim else t, batch)
 
     def reseed(self, seed: int) -> None:

@@ -1,0 +1,162 @@
+"""What fits on several processes see, step by step, against what a fit on one process sees; ends with 'all well'."""
+
+import os
+import random
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, set_seed, world
+
+N = world.world_size()
+EPOCHS = 2
+
+
+class Seen(Callback):
+    """The indices of each optimizer step, by micro-batch, and of each validation batch, by its place."""
+
+    def before_fit(self):
+        self.steps, self.evaluated, self._open = [], [], []
+
+    def before_batch(self):
+        if self.training:
+            self._open.append(self.indices())
+
+    def before_step(self):
+        self.steps.append(self._open)
+        self._open = []
+
+    def after_pred(self):
+        if not self.training:
+            self.evaluated.append((self.epoch, self.batch_index, self.indices()))
+
+    def indices(self):
+        return self.xb[0][:, 0].int().tolist()
+
+    def after_train(self):
+        assert not self._open, f"no step was taken with {self._open}"
+
+
+def rows(n):
+    return TensorDataset(torch.arange(n).float()[:, None], torch.zeros(n, 1))
+
+
+class Batches(Dataset):
+    """Every item is a whole batch of its own size."""
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, i):
+        x = 10.0 * i + torch.arange(i % 4 + 1)[:, None]
+        return x, torch.zeros_like(x)
+
+
+class Buckets:
+    """A batch sampler of many sizes; it draws from its own generator, which a fit lends it, or from python's."""
+
+    def __init__(self, n, lent):
+        self.n = n
+        if lent:
+            self.generator = None
+
+    def __len__(self):
+        return len(list(self.cuts()))
+
+    def cuts(self):
+        start, size = 0, 1
+        while start < self.n:
+            yield start, size
+            start, size = start + size, size % 5 + 1
+
+    def __iter__(self):
+        if hasattr(self, "generator"):
+            order = torch.randperm(self.n, generator=self.generator).tolist()
+        else:
+            order = random.sample(range(self.n), self.n)
+        return iter([order[start : start + size] for start, size in self.cuts()])
+
+
+def fit(loaders, accumulated=1, batch_norm=False, distributed=None):
+    """What this process sees in a fit, distributed or all by itself."""
+    set_seed(42)
+    model = nn.Sequential(nn.Linear(1, 3), *([nn.BatchNorm1d(3)] if batch_norm else []), nn.Linear(3, 1))
+    learn, seen = Learner(loaders(), model, nn.MSELoss(), lr=1e-6), Seen()
+    cbs = [seen, *([GradientAccumulation(n_batches=accumulated)] if accumulated > 1 else [])]
+    if distributed is not None:
+        learn.to_distributed(sync_bn=False, **distributed)
+    with learn.no_logging(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* processes each train a whole copy")  # here that is meant
+        learn.fit(EPOCHS, cbs=cbs)
+    return seen
+
+
+def joined(micro_batches):
+    return [i for batch in micro_batches for i in batch]
+
+
+def compare(name, loaders, split, accumulated=1, batch_norm=False, same_order=True):
+    """The steps and the evaluation of all ranks together are those of one process."""
+    of_one = accumulated if split else accumulated * N  # without splitting N batches make up a global one
+    alone = fit(loaders, of_one)
+    mine = fit(loaders, accumulated, batch_norm, distributed={"split_batches": split})
+    ranks = world.all_gather(mine.steps)
+    # In the order of one process: the first micro-batch of every rank, then the second of every rank, ...
+    together = [
+        joined(batch for micro in zip(*step, strict=True) for batch in micro) for step in zip(*ranks, strict=True)
+    ]
+    expected = [joined(step) for step in alone.steps]
+    assert len(expected) >= 2 * EPOCHS, name
+    half = len(expected) // EPOCHS
+    assert together[:half] != together[half:], name  # each epoch is drawn anew
+    if not same_order:
+        together, expected = ([sorted(joined(x[:half])), sorted(joined(x[half:]))] for x in (together, expected))
+    assert together == expected, f"{name}: ranks {together}, one process {expected}"
+    evaluated = sorted(joined(world.all_gather(mine.evaluated)))
+    if split:  # the pieces of a batch lie next to each other
+        evaluated = [(epoch, i) for epoch, _, batch in evaluated for i in batch]
+        expected = [(epoch, i) for epoch, _, batch in alone.evaluated for i in batch]
+    else:
+        expected = alone.evaluated
+    assert evaluated == expected, f"{name}: evaluation on ranks {evaluated}, on one process {expected}"
+
+
+def main():
+    data = rows(50)
+    valid = rows(17)
+
+    def loaders(dataset=data, **kwargs):
+        return lambda: DataLoaders(DataLoader(dataset, **kwargs), DataLoader(valid, batch_size=3), device="cpu")
+
+    def made(**kwargs):
+        return lambda: DataLoaders.from_datasets(data, valid, device="cpu", **kwargs)
+
+    weighted = WeightedRandomSampler(torch.linspace(0.1, 2, 50), 44)
+    subset = SubsetRandomSampler(range(0, 50, 2))
+    compare("random", loaders(batch_size=7, shuffle=True), split=True)
+    compare("random, workers", loaders(batch_size=7, shuffle=True, num_workers=1), split=False)
+    compare("rows, drop_last", made(bs=5, drop_last=True), split=True, accumulated=3)
+    compare("weighted", loaders(batch_size=4, sampler=weighted), split=True, accumulated=2)
+    compare("subset", loaders(batch_size=2, sampler=subset), split=False, accumulated=2)
+    compare("batch sampler", lambda: loaders(batch_sampler=Buckets(50, lent=True))(), split=False)
+    compare("batch_size=None", loaders(Batches(), batch_size=None, shuffle=True), split=False)
+    compare("BatchNorm", loaders(batch_size=4, shuffle=True), split=True, accumulated=4, batch_norm=True)
+    # Drawn from the global generators: alike on every rank, though not in the order of one process.
+    compare("python's generator", loaders(batch_sampler=Buckets(50, lent=False)), split=True, same_order=False)
+    world.barrier()
+    if world.is_main():
+        print("all well")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    assert N > 1
+    main()
+    dist.destroy_process_group()
+    # torch 2.15 now and then aborts when the interpreter of a process that used DDP is taken down.
+    sys.stdout.flush()
+    os._exit(0)
