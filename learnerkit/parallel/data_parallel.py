@@ -1,10 +1,23 @@
-"""`nn.DataParallel` for as long as a fit lasts."""
+"""`nn.DataParallel` for as long as a fit lasts, with the loss computed where the predictions are."""
+
+import inspect
+from collections.abc import Mapping, MutableMapping
+from functools import partial
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from learnerkit import checks
 from learnerkit.callback import Callback
-from learnerkit.utils import unwrap, warn
+from learnerkit.data import batch_size, entry, map_batch
+from learnerkit.events import INNER_EVENTS, Event
+from learnerkit.losses import LossWeight, is_cross_entropy, kernel, option
+from learnerkit.utils import add_note_once, describe, unwrap, warn
+
+_AFTER_PRED = [e for e in INNER_EVENTS if e != Event.before_batch]
 
 
 class ParallelCallback(Callback):
@@ -12,18 +25,30 @@ class ParallelCallback(Callback):
 
     With fewer than two GPUs it says so once and leaves the model on the device there is.
 
+    In training each replica computes the loss of its own part, and the exact mean (or sum) over the batch is made of
+    those numbers. Predictions then stay where they are, and `learn.pred` and `learn.output` are `None`, unless
+    something may read them: metrics on training batches, or a callback of your own that hears an event of the batch
+    after `before_batch`. Validation and `get_preds` always gather them.
+
+    The loss is computed from gathered predictions, on the first GPU, where it cannot be cut up: where a callback hears
+    `after_pred` and so may change predictions or targets, in a Learner with a `_forward` or `_loss` of its own, with
+    targets that are no tensors of one entry per sample, with class weights of zero, and where the loss uses tensors
+    that do not move with it (it is a bound method or an object, or it refers to a tensor or to a module with weights).
+
     Args:
         device_ids: the GPUs to use; by default all.
+        loss_on_replicas: set it to False for a loss that is no mean or sum of items (one that compares the samples of
+            a batch with each other, say), or that keeps a state of its own.
 
     Raises:
         ValueError: a GPU that is not there, or one twice.
     """
 
-    def __init__(self, device_ids: list[int] | None = None):
+    def __init__(self, device_ids: list[int] | None = None, loss_on_replicas: bool = True):
         super().__init__()
         if device_ids is not None and len(set(device_ids)) < len(device_ids):
             raise ValueError(f"got device_ids={device_ids}; each GPU can be used once")
-        self.device_ids = device_ids
+        self.device_ids, self.loss_on_replicas = device_ids, loss_on_replicas
         self._said = False
         self._whole: nn.Module | None = None
 
@@ -43,14 +68,182 @@ class ParallelCallback(Callback):
             return
         # The model's own device must come first: DataParallel gathers there.
         ids.sort(key=lambda i: i != (learn.dls.device.index or 0))
-        self._whole = learn.model
-        learn.model = nn.DataParallel(unwrap(learn.model), device_ids=ids)
+        self._whole, model = learn.model, unwrap(learn.model)
+        learn.model = self._split = nn.DataParallel(model, device_ids=ids)
+        if _is_ours(learn._forward) and _is_ours(learn._loss):
+            self._loss_func = learn.loss_func if self.loss_on_replicas and can_replicate(learn.loss_func) else None
+            replica = _Replica(model, self._loss_func, learn.loss_weight)
+            self._replicas = nn.DataParallel(replica, device_ids=ids)
+            learn._forward, learn._loss = self._forward, self._loss
 
     def cleanup_fit(self):
         if self._whole is not None:
-            self.learn.model, self._whole = self._whole, None
+            learn = self.learn
+            learn.model, self._whole = self._whole, None
+            for seam in ("_forward", "_loss"):
+                learn.__dict__.pop(seam, None)
+            self._split = self._replicas = self._loss_func = None
+
+    # In the place of two seams of the Learner's loop
+
+    def _forward(self) -> None:
+        learn, self._taken = self.learn, None
+        if learn.model is not self._split:  # a callback has put another model there
+            type(learn)._forward(learn)
+            return
+        own = learn.loss_func is None
+        take = own or self._can_take()
+        keep = not (take and learn.training) or self._wanted()
+        inputs = learn.xb
+        if type(learn.batch) not in (tuple, list) and isinstance(learn.batch, Mapping):
+            inputs = dict(inputs[0])
+        kind = learn.dls.device.type
+        autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        losses, counts, output = self._replicas(inputs, learn.yb if take else (), take, keep, autocast)
+        loss = None if losses is None else _combine(losses, counts)
+        if not own:
+            self._taken = loss
+        elif loss is not None:
+            output = _with_loss(output, loss)
+        learn.output = output if keep or own else None
+        learn.pred = _pred(output) if keep else None
+
+    def _loss(self) -> None:
+        learn = self.learn
+        if self._taken is None:
+            type(learn)._loss(learn)
+        else:
+            learn.loss_grad, learn.loss = self._taken, self._taken.detach()
+
+    def _can_take(self) -> bool:
+        """Whether the replicas can take the loss of this batch, and nobody can come between it and the predictions."""
+        learn = self.learn
+        return (
+            learn.training
+            and self._loss_func is not None
+            and learn.loss_func is self._loss_func  # a callback may have put another one there
+            and not learn._dispatch.table["after_pred"]
+            and bool(learn.yb)
+            and all(isinstance(y, Tensor) and y.ndim > 0 and len(y) == learn.batch_size for y in learn.yb)
+        )
+
+    def _wanted(self) -> bool:
+        """Whether something may read the predictions of this training batch.
+
+        This library's own callbacks read them for metrics alone.
+        """
+        hooks = [hook for event in _AFTER_PRED for hook in self.learn._dispatch.table[event]]
+        return any(not _is_ours(hook) or getattr(cb, "train_metrics", False) for cb, hook in hooks)
+
+
+class _Replica(nn.Module):
+    """What DataParallel replicates: the model and the loss, called on one part of a batch."""
+
+    def __init__(self, model: nn.Module, loss_func: Any, loss_weight: Any):
+        super().__init__()
+        self.model = model
+        # A compiled module's replicas would call the compiled original.
+        self.loss_func = unwrap(loss_func) if isinstance(loss_func, nn.Module) else loss_func
+        self.weighting, self.counts_itself = LossWeight(loss_func, loss_weight), callable(loss_weight)
+
+    def forward(
+        self, inputs: tuple | dict, targets: tuple, take: bool, keep: bool, autocast: tuple
+    ) -> tuple[Tensor | None, Tensor | None, Any]:
+        """(loss, what it counts, output): the first two of shape (1,), and `None` for what is not needed."""
+        # DataParallel's threads start with autocast's default type, whatever the caller's.
+        with torch.autocast(*autocast):
+            output = self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
+            loss = self._loss(output, targets) if take else None
+        own = self.loss_func is None
+        if not take or (own and loss is None):
+            return None, None, output
+        if not isinstance(loss, Tensor) or loss.ndim:
+            raise checks.no_scalar(SimpleNamespace(loss_grad=loss))
+        if own and keep:
+            output = _with_loss(output, None)  # the vector of the parts' losses is of no use
+        counts = None if self.weighting.sums else self._count(targets, batch_size(inputs), loss.device)
+        return loss.reshape(1), counts, output if keep else None
+
+    def _loss(self, output: Any, targets: tuple) -> Tensor | None:
+        if self.loss_func is None:
+            return entry(output, "loss")
+        pred = _pred(output)
+        checks.check_shapes(SimpleNamespace(loss_func=self.loss_func, pred=pred, yb=targets))
+        try:
+            return _moved(self.loss_func, targets[0].device)(pred, *targets)
+        except Exception as e:
+            got = f"the loss got predictions: {describe(pred)}; targets: {describe(targets)}"
+            add_note_once(e, f"{got} (on a replica; ParallelCallback(loss_on_replicas=False) computes it on one GPU)")
+            raise
+
+    def _count(self, targets: tuple, size: int, device: torch.device) -> Tensor:
+        if not self.counts_itself:
+            # LossWeight takes one target per sample for not ignored; with one more dimension it looks.
+            targets = tuple(t[None] if isinstance(t, Tensor) else t for t in targets)
+        # A product, because to copy a number to the device would make the host wait.
+        return torch.ones(1, dtype=torch.float64, device=device) * self.weighting.count(targets, size)
 
 
 def can_split(device: torch.device, ids: list[int]) -> bool:
     """Whether a batch on `device` can be split over the GPUs `ids`."""
     return device.type == "cuda" and min(torch.cuda.device_count(), len(ids)) >= 2
+
+
+def can_replicate(loss_func: Any) -> bool:
+    """Whether a loss can be computed on parts of a batch, each on its own device.
+
+    A module moves whole, and so do the arguments of a partial; what else a loss refers to stays where it is. A part in
+    which all class weights are zero has the mean of nothing, whose gradient is NaN.
+    """
+    inner = kernel(loss_func)
+    if isinstance(loss_func, nn.Module):
+        held = chain.from_iterable(vars(module).values() for module in loss_func.modules())
+    elif inspect.isfunction(inner):
+        found = inspect.getclosurevars(inner)
+        held = [*found.nonlocals.values(), *found.globals.values()]
+    else:
+        return False
+    weight = option(loss_func, "weight") if is_cross_entropy(loss_func) else None
+    return not any(map(_has_tensors, held)) and not (isinstance(weight, Tensor) and (weight == 0).any())
+
+
+def _has_tensors(x: Any) -> bool:
+    return isinstance(x, Tensor) or (isinstance(x, nn.Module) and any(True for _ in chain(x.parameters(), x.buffers())))
+
+
+def _moved(loss_func: Any, device: torch.device) -> Any:
+    """A partial with its tensors on `device`; anything else as it is."""
+    if not isinstance(loss_func, partial):
+        return loss_func
+    args, keywords = map_batch(lambda t: t.to(device), (loss_func.args, loss_func.keywords))
+    return partial(loss_func.func, *args, **keywords)
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether a function or method was written in this library; of a partial, such as `Callback(...)` has, never."""
+    return str(function.__module__).split(".")[0] == __name__.split(".")[0]
+
+
+def _pred(output: Any) -> Any:
+    return output if isinstance(output, Tensor) else entry(output, "logits", output)
+
+
+def _with_loss(output: Any, loss: Tensor | None) -> Any:
+    """A model's output with another `loss`. Of an object without entries, which DataParallel cannot gather, a dict."""
+    if hasattr(output, "_replace"):
+        return output._replace(loss=loss)
+    if isinstance(output, MutableMapping):
+        output["loss"] = loss
+        return output
+    return {**(vars(output) if output is not None else {}), "loss": loss}
+
+
+def _combine(losses: Tensor, counts: Tensor | None) -> Tensor:
+    """The loss of a batch: the sum of its parts' losses, or their mean weighted by what each counts.
+
+    A part that counts nothing may be the mean of nothing, a NaN, and is left out.
+    """
+    if counts is None:
+        return losses.sum()
+    shares = (counts / counts.sum()).to(losses.dtype)
+    return (torch.where(shares > 0, losses, 0.0) * shares).sum()
