@@ -1,0 +1,206 @@
+"""A check that all ranks hold the same state, bit by bit, which names what differs and on which ranks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from learnerkit import optim, world
+from learnerkit.callback import Callback
+from learnerkit.utils import describe, unwrap
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+_WEIGHTS = 2**16
+_COUNTERS = ("epoch", "iter", "train_iter")
+
+
+class DriftCheck(Callback):
+    """Stops a distributed fit when ranks no longer hold the same state, naming the first difference and its ranks.
+
+    Compared are hyper-parameters (learning rates among them), counters, parameters, buffers and optimizer state: bit
+    by bit, as DDP keeps them, by a digest of each tensor. It runs after steps, at the end of each epoch's training and
+    before validation. Every rank must reach each check. It does nothing on one process, and outside of `distrib_ctx`,
+    where each process trains for itself.
+
+    Buffers of norm layers that take their statistics from the rank's own samples (not SyncBatchNorm's) rightly differ
+    until DDP sends rank 0's before the next forward pass; they are compared only before validation, where all buffers
+    have just been sent. Another module that changes a buffer by its rank's own data is reported.
+
+    Args:
+        every: optimizer steps between checks. A check reads the whole state once, waits for the device and exchanges a
+            few bytes.
+
+    Raises:
+        ValueError: `every` is no whole number from 1 on.
+        RuntimeError: from a check, on every rank alike: the ranks differ.
+    """
+
+    order = 70
+    only_fit = True
+
+    def __init__(self, *, every: int = 100):
+        super().__init__()
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ValueError(f"DriftCheck got every={every!r}; it is a whole number of optimizer steps, 1 or more")
+        self.every = every
+        self._steps = 0
+
+    def before_fit(self):
+        self._steps = 0
+
+    def after_step(self):
+        self._steps += 1
+        if self._steps % self.every == 0:
+            self._check(training=True)
+
+    def after_train(self):
+        self._check(training=True)
+
+    def before_validate(self):
+        self._check(training=False)
+
+    def _check(self, training: bool) -> None:
+        learn = self.learn
+        if not learn.sharded:
+            return
+        table = state_table(learn, training)
+        # Without an order, which a dict of optimizer state may owe to where it was loaded from.
+        if not world.same_everywhere(sorted(table.items())):
+            raise RuntimeError(
+                f"DriftCheck: ranks differ after step {self._steps} (epoch {learn.epoch}): "
+                f"{describe_drift(world.all_gather(table))}. Ranks drift apart when something changes state on one "
+                "rank alone, such as a callback or code under `if world.is_main()`: do it on every rank, or give all "
+                "ranks rank 0's value with world.broadcast"
+            )
+
+
+def state_table(learn: "Learner", training: bool) -> dict[str, str]:
+    """What all ranks must agree on, by name: digests of tensors, `repr` of anything else. Waits for the device once.
+
+    Args:
+        learn: whose state.
+        training: leave out the buffers that may differ between two forward passes.
+    """
+    # Rates and counters first: where they differ, they are the cause of what differs in the weights.
+    found = dict(_hyper_parameters(learn))
+    found |= {f"counter {name}": getattr(learn, name) for name in _COUNTERS}
+    model = unwrap(learn.model)
+    found |= {f"parameter {name}": p for name, p in model.named_parameters()}
+    apart = _rank_statistics(model) if training else set()
+    found |= {f"buffer {name}": b for name, b in model.named_buffers() if id(b) not in apart}
+    found |= dict(_optimizer_state(learn, model))
+    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    marks = dict(zip(tensors, digests(list(tensors.values())), strict=True))
+    return {
+        name: f"{describe(value)} with digest {marks[name]:016x}" if name in marks else repr(value)
+        for name, value in found.items()
+    }
+
+
+def _rank_statistics(model: nn.Module) -> set[int]:
+    norms = [m for m in model.modules() if isinstance(m, _NormBase) and not isinstance(m, nn.SyncBatchNorm)]
+    return {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+
+
+def _named_opts(learn: "Learner") -> list[tuple[str, torch.optim.Optimizer]]:
+    if isinstance(learn.opt, dict):
+        return [(f"optimizer {name!r}", opt) for name, opt in learn.opt.items()]
+    return [("optimizer", opt) for opt in learn.opts]
+
+
+def _hyper_parameters(learn: "Learner") -> Iterator[tuple[str, Any]]:
+    for whose, opt in _named_opts(learn):
+        of = f" of {whose}" if len(learn.opts) > 1 else ""
+        for i, group in enumerate(opt.param_groups):
+            options = {k: v for k, v in group.items() if k not in ("params", optim.GROUP, optim.PLACES)}
+            for key, value in options.items():
+                for name, leaf in _leaves("learning rate" if key == "lr" else key, value):
+                    yield f"{name} of group {i}{of}", leaf
+
+
+def _optimizer_state(learn: "Learner", model: nn.Module) -> Iterator[tuple[str, Any]]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    for whose, opt in _named_opts(learn):
+        for i, group in enumerate(opt.param_groups):
+            for place, p in enumerate(group["params"]):
+                for name, leaf in _leaves("", opt.state.get(p, {})):
+                    yield f"{whose} {name} of {names.get(id(p), f'parameter {place} of group {i}')}", leaf
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors and plain values inside nested containers; objects, whose `repr` may be an address, are left out."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}" if name else str(key), inner)
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            yield from _leaves(f"{name}[{i}]", inner)
+    elif isinstance(value, Tensor | int | float | complex | str | None):
+        yield name, value
+
+
+def describe_drift(tables: Sequence[Mapping[str, str]]) -> str:
+    """The first name at which the ranks differ, with what each has there, how many do, and a few more of them.
+
+    Args:
+        tables: the `state_table` of every rank, in rank order; not all the same.
+    """
+    names = dict.fromkeys(name for table in tables for name in table)
+    first, *others = [name for name in names if len({table.get(name) for table in tables}) > 1]
+    ranks: dict[str, list[int]] = {}
+    for rank, table in enumerate(tables):
+        ranks.setdefault(table.get(first, "missing"), []).append(rank)
+    found = [f"{value} on rank{'s' * (len(on) > 1)} {_few(on)}" for value, on in ranks.items()]
+    more = f" ({_few(others)})" if others else ""
+    return f"{first} is {_few(found, ' and ')}; {1 + len(others)} of {len(names)} entries differ{more}"
+
+
+def _few(items: Sequence, between: str = ", ", most: int = 8) -> str:
+    text = between.join(map(str, items[:most]))
+    return text if len(items) <= most else f"{text} and {len(items) - most} more"
+
+
+# The digest
+
+
+@torch.no_grad()
+def digests(tensors: Sequence[Tensor]) -> list[int]:
+    """A 64-bit digest of the bits of each tensor, so that equal NaNs are equal and 0.0 and -0.0 are not.
+
+    Multilinear hashing (Lemire and Kaser, https://arxiv.org/abs/1202.4961): a sum of words of up to 32 bits, each
+    times a random odd 64-bit number of its place, modulo 2**64. Integer sums are the same in any order. A change in
+    one word always shows, others with a chance of about 1 - 2**-32. Waits for each device once.
+
+    Args:
+        tensors: of any shapes and types, on any devices; shapes and types themselves are not in the digest.
+    """
+    found = [0] * len(tensors)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (_WEIGHTS,), generator=torch.Generator().manual_seed(0)) | 1
+    for device in {t.device for t in tensors}:
+        places = [i for i, t in enumerate(tensors) if t.device == device]
+        weights = drawn.to(device)
+        sums = torch.stack([_weighted_sum(_words(tensors[i]), weights) for i in places])
+        for i, digest in zip(places, sums.tolist(), strict=True):
+            found[i] = digest % 2**64
+    return found
+
+
+def _words(t: Tensor) -> Tensor:
+    """The bits of a tensor as a row of integers of at most 32 bits."""
+    row = t.detach().resolve_conj().resolve_neg().reshape(-1)
+    return row.view({1: torch.uint8, 2: torch.int16}.get(t.itemsize, torch.int32))
+
+
+def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:
+    size = len(weights)
+    if len(words) <= size:
+        return (words * weights[: len(words)]).sum()
+    whole = len(words) // size * size
+    # The products take 8 bytes each: a CPU has cache for one row, an accelerator wants many at once (32 MiB).
+    rows = words[:whole].view(-1, size).split(1 if words.device.type == "cpu" else 64)
+    sums = [(block * weights).sum(1) for block in rows]
+    return _weighted_sum(torch.cat([*sums, _weighted_sum(words[whole:], weights)[None]]), weights)

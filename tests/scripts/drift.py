@@ -1,0 +1,175 @@
+"""DriftCheck on any number of processes above one; ends with 'all well'."""
+
+import os
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from learnerkit import Callback, DataLoaders, DriftCheck, Learner, unwrap, world
+
+N = world.world_size()
+REST = "rank 0" if N == 2 else f"ranks {', '.join(str(r) for r in range(N) if r != 1)}"
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)).relu()) * self.scale
+
+
+def make_learner(cbs, **kwargs):
+    torch.manual_seed(3)
+    x = torch.randn(16 * N, 4)
+    data = TensorDataset(x, (x[:, 0] > 0).long())
+    dls = DataLoaders.from_datasets(data, data, bs=4, device="cpu")
+    return Learner(dls, Model(), nn.CrossEntropyLoss(), lr=0.01, cbs=cbs, **kwargs)
+
+
+def fit(event=None, change=None, every=2, epochs=1, **kwargs):
+    """Fit; on rank 1 alone make one change at the second occurrence of an event. Returns the error's text."""
+    seen = []
+
+    def hook(cb):
+        seen.append(event)
+        if len(seen) == 2 and world.rank() == 1:
+            with torch.no_grad():
+                change(cb.learn)
+
+    spoil = [Callback(**{event: hook}, order=20)] if event else []
+    learn = make_learner([*spoil, DriftCheck(every=every)], **kwargs)
+    found = None
+    try:
+        with learn.distrib_ctx(), learn.no_logging():
+            learn.fit(epochs)
+    except RuntimeError as e:
+        found = str(e)
+    assert world.same_everywhere(found), world.all_gather(found)
+    return found
+
+
+def parts(text):
+    """When, and what differs."""
+    when, what = text.removeprefix("DriftCheck: ranks differ after ").split("): ", 1)
+    return when + ")", what.split(". Ranks drift apart")[0]
+
+
+def check_no_drift():
+    """BatchNorm's statistics differ between steps, and that is no drift."""
+    apart = []
+    look = Callback(after_batch=lambda cb: apart.append(world.all_gather(cb.model.training and mean(cb.learn))))
+    learn = make_learner([look, DriftCheck(every=1)])
+    with learn.distrib_ctx(), learn.no_logging():
+        learn.fit(2)
+    assert any(len(set(map(str, each))) > 1 for each in apart)
+    assert fit(opt_func=torch.optim.SGD) is None
+    assert fit("after_step", reorder, every=1) is None
+    # Outside of distrib_ctx each process trains for itself.
+    learn.remove_cb(look)
+    with learn.no_logging():
+        learn.fit(1, cbs=Callback(after_step=lambda cb: nudge(learn.model.last.bias, by=world.rank())))
+
+
+def reorder(learn):
+    """Loading can change the order of a state's entries; their values are the same."""
+    for state in learn.opt.state.values():
+        entries = list(state.items())
+        state.clear()
+        state.update(reversed(entries))
+
+
+def mean(learn):
+    return unwrap(learn.model).norm.running_mean.tolist()
+
+
+def nudge(t, by=1):
+    """Change the last bits of one element."""
+    with torch.no_grad():
+        t.reshape(-1)[-1:].view(torch.int32).add_(by)
+
+
+def check_weight():
+    when, what = parts(fit("after_step", lambda learn: nudge(unwrap(learn.model).first.weight)))
+    assert when == "step 2 (epoch 0)"
+    assert what.startswith("parameter first.weight is float32 tensor of shape (6, 4) with digest "), what
+    assert f" on {REST} and float32 tensor of shape (6, 4) with digest " in what or N > 2, what
+    assert f" on {REST} and " in what, what
+    assert what.split("; ")[0].endswith(" on rank 1"), what
+    assert what.split("; ")[1].startswith("1 of "), what
+
+
+def check_rate():
+    def change(learn):
+        learn.opt.param_groups[0]["lr"] = 0.25
+
+    when, what = parts(fit("before_step", change))
+    assert when == "step 2 (epoch 0)"
+    assert what.startswith(f"learning rate of group 0 is 0.01 on {REST} and 0.25 on rank 1; 7 of "), what
+    assert what.endswith("(parameter first.weight, parameter first.bias, parameter norm.weight, parameter norm.bias, "
+                         "parameter last.weight, parameter last.bias)"), what  # fmt: skip
+
+
+def check_optimizer_state():
+    found = fit("after_step", lambda learn: nudge(learn.opt.state[unwrap(learn.model).last.bias]["exp_avg"]))
+    assert parts(found)[1].startswith("optimizer exp_avg of last.bias is float32 tensor of shape (2,)"), found
+
+
+def check_end_of_training():
+    """A change after the last step that was due is seen once training ends."""
+    # Not by the last bit alone, which the two steps that follow may round away.
+    found = fit("after_step", lambda learn: nudge(unwrap(learn.model).last.bias, by=2**16), every=100)
+    assert parts(found)[0] == "step 4 (epoch 0)"
+    assert "parameter last.bias is" in found
+    # And what is changed between training and validation, before that.
+    found = fit("before_validate", lambda learn: nudge(unwrap(learn.model).last.bias), every=100, epochs=2)
+    assert parts(found)[0] == "step 8 (epoch 1)"
+
+
+def check_buffers():
+    # BatchNorm's own are compared where they have just been made equal.
+    found = fit("before_validate", lambda learn: nudge(unwrap(learn.model).norm.running_mean), epochs=2)
+    assert parts(found)[0] == "step 8 (epoch 1)"
+    assert parts(found)[1].startswith("buffer norm.running_mean is"), found
+    found = fit("after_step", lambda learn: nudge(unwrap(learn.model).scale))
+    assert parts(found)[0] == "step 2 (epoch 0)"
+    assert parts(found)[1].startswith("buffer scale is"), found
+
+
+def check_counter_and_names():
+    def count(learn):
+        learn.train_iter += 1
+
+    found = fit("before_step", count)
+    assert f"counter train_iter is 1 on {REST} and 2 on rank 1; 1 of " in found, found
+
+    def extend(learn):
+        unwrap(learn.model).register_parameter("extra", nn.Parameter(torch.zeros(1)))
+
+    found = fit("after_step", extend)
+    assert f"parameter extra is missing on {REST} and float32 tensor of shape (1,)" in found, found
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="sync_bn|.*each train a whole copy")
+    assert N > 1
+    for name, check in list(globals().items()):
+        if name.startswith("check_"):
+            try:
+                check()
+            except BaseException as e:
+                e.add_note(f"in {name} on rank {world.rank()}")
+                raise
+    world.barrier()
+    if world.is_main():
+        print("all well")
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # as in behaviour.py: torch's teardown after DDP now and then aborts
