@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit import datasets as datasets
     from learnerkit import world as world
     from learnerkit.callback import Callback as Callback
+    from learnerkit.callbacks.accumulation import GradientAccumulation as GradientAccumulation
     from learnerkit.callbacks.progress import ProgressCallback as ProgressCallback
     from learnerkit.callbacks.recorder import Recorder as Recorder
     from learnerkit.callbacks.schedule import ParamScheduler as ParamScheduler
@@ -37,7 +38,9 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.metrics import rmse as rmse
     from learnerkit.metrics import top_k_accuracy as top_k_accuracy
     from learnerkit.parallel import DistributedCallback as DistributedCallback
+    from learnerkit.parallel import DriftCheck as DriftCheck
     from learnerkit.parallel import ParallelCallback as ParallelCallback
+    from learnerkit.parallel import PeerError as PeerError
     from learnerkit.utils import unwrap as unwrap
     from learnerkit.world import on_rank0 as on_rank0
     from learnerkit.world import rank0_first as rank0_first
@@ -45,6 +48,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
 
 _HOMES = {
     "callback": ["Callback"],
+    "callbacks.accumulation": ["GradientAccumulation"],
     "callbacks.progress": ["ProgressCallback"],
     "callbacks.recorder": ["Recorder"],
     "callbacks.schedule": ["ParamScheduler", "combined_cos"],
@@ -64,7 +68,7 @@ _HOMES = {
     "metrics": [
         "AccumMetric", "Metric", "accuracy", "error_rate", "mae", "mse", "perplexity", "rmse", "top_k_accuracy"
     ],
-    "parallel": ["DistributedCallback", "ParallelCallback"],
+    "parallel": ["DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError"],
     "utils": ["unwrap"],
     "world": ["on_rank0", "rank0_first", "set_seed"],
 }  # fmt: skip

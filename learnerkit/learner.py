@@ -49,7 +49,8 @@ from learnerkit.utils import (
 
 _BATCH_STATE = {
     "dl": None, "batch": None, "batch_size": 0, "batch_index": 0, "xb": (), "yb": (), "pred": None, "output": None,
-    "loss": None, "loss_grad": None, "loss_count": 0, "grad_weight": None, "iter": 0, "n_iter": None, "sharded": False,
+    "loss": None, "loss_grad": None, "loss_count": 0, "iter": 0, "n_iter": None,
+    "weights": None, "step_batches": 1, "step_due": True,
 }  # fmt: skip
 """What a run sets batch by batch, and what it is when nothing runs."""
 
@@ -118,6 +119,7 @@ class Learner:
         self._parting: list[Callback] = []
         self._told_outside = False
         self._dispatch: Dispatch | None = None
+        self.together: parallel.Agreement | None = None
         self.task: str | None = None
         self.training = False
         self.epoch = self.n_epoch = self.train_iter = self._start_epoch = 0
@@ -154,8 +156,11 @@ class Learner:
 
     def _all_batches(self) -> None:
         self.n_iter, self.iter = loader_len(self.dl), -1
+        together = self.together
         for self.iter, self.batch in enumerate(self.dl):
-            self._one_batch()
+            self._one_batch() if together is None else together.turn(self._one_batch)
+        if together is not None:
+            together.close()
         checks.check_read(self)
 
     def _one_batch(self) -> None:
@@ -184,9 +189,12 @@ class Learner:
     def _weighted_backward(self) -> None:
         if self.loss_grad is None:
             raise checks.no_loss(self)
-        if self.grad_weight is not None:
-            self.loss_grad = self.loss_grad * self.grad_weight
+        if self.weights is None:
+            self._backward()
+            return
+        self.loss_grad = self.weights.weigh(self.loss_grad)
         self._backward()
+        self.weights.settle()
 
     def _level(self, name: str, body: Callable[[], None], cancel: type[Exception]) -> None:
         "A level of the loop that callbacks clean up after, however it ends."
@@ -213,7 +221,7 @@ class Learner:
         if not (self.yb or self._loss_without_targets) or self.task == "predict":
             return
         try:
-            if self.batch_size == 0:
+            if self.batch_size == 0 and not batch_size(self.xb):
                 # A rank without data only keeps its peers company: gradients of zero, and no mean of nothing (a NaN).
                 self.loss_grad = sum(t.sum() for t in tensors_in(self.output) if t.requires_grad) * 0.0
                 self.loss = self.loss_grad.detach()
@@ -411,8 +419,9 @@ class Learner:
         self._loss_without_targets = self.loss_func is None or type(self)._loss is not Learner._loss
         outer, nested = {name: getattr(self, name) for name in _RUN_STATE}, self._dispatch is not None
         self.loss_weighting = LossWeight(self.loss_func, self.loss_weight)
-        with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs):
-            self.task, self._dispatch = task, Dispatch(self.cbs, fitting=task not in ("validate", "predict"))
+        fitting = task not in ("validate", "predict")
+        with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.together(self):
+            self.task, self._dispatch = task, parallel.dispatch(self, fitting)
             try:
                 yield nested
             finally:
@@ -443,6 +452,11 @@ class Learner:
         if isinstance(self.opt, Optimizer):
             return [self.opt]
         return list(self.opt.values()) if self.opt else []
+
+    @property
+    def sharded(self) -> bool:
+        """Whether several ranks share the data of this run."""
+        return self.together is not None
 
     @property
     def x(self) -> Any:
@@ -638,17 +652,17 @@ class Learner:
 
     # Several devices and processes (learnerkit.parallel)
 
-    def to_parallel(self, device_ids: list[int] | None = None) -> "Learner":
-        """Train on several GPUs of this process with `nn.DataParallel`."""
-        return self.add_cb(parallel.ParallelCallback(device_ids))
+    def to_parallel(self, device_ids: list[int] | None = None, loss_on_replicas: bool = True) -> "Learner":
+        """Train on several GPUs of this process with `nn.DataParallel`; the arguments are `ParallelCallback`'s."""
+        return self.add_cb(parallel.ParallelCallback(device_ids, loss_on_replicas))
 
     def detach_parallel(self) -> "Learner":
         """Undo `to_parallel`."""
         return self.remove_cb(parallel.ParallelCallback)
 
-    def parallel_ctx(self, device_ids: list[int] | None = None) -> Any:
+    def parallel_ctx(self, device_ids: list[int] | None = None, loss_on_replicas: bool = True) -> Any:
         """A context with `to_parallel`."""
-        return self.added_cbs(parallel.ParallelCallback(device_ids))
+        return self.added_cbs(parallel.ParallelCallback(device_ids, loss_on_replicas))
 
     def to_distributed(self, **kwargs: Any) -> "Learner":
         """Train with DistributedDataParallel; `kwargs` are those of `DistributedCallback`."""

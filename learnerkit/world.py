@@ -86,7 +86,13 @@ def join(timeout: float | timedelta | None = None) -> None:
     Args:
         timeout: seconds (or a timedelta) a collective may wait; `None` is torch's own default.
     """
-    if is_joined() or world_size() == 1:
+    if timeout is not None and not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
+    if is_joined():
+        if _given_up:
+            _join_again(timeout)
+        return
+    if world_size() == 1:
         return
     device = default_device()
     if device.type == "cpu":
@@ -95,10 +101,27 @@ def join(timeout: float | timedelta | None = None) -> None:
         torch.accelerator.set_device_index(device.index)
         # CPU tensors (predictions, counts) travel by gloo, so they need no room on the accelerator.
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    if timeout is not None and not isinstance(timeout, timedelta):
-        timeout = timedelta(seconds=timeout)
     dist.init_process_group(backend, timeout=timeout)
     atexit.register(_leave)
+
+
+_given_up = False  # whether the process group is dead; the group itself is torch's global
+
+
+def give_up() -> None:
+    """Count the process group as dead, its connections being cut; the next `join` on every rank makes another one."""
+    global _given_up
+    _given_up = True
+
+
+def _join_again(timeout: timedelta | None) -> None:
+    global _given_up
+    # Keys of their own: those in the old group's place tell of its dead connections.
+    fresh = dist.PrefixStore("learnerkit/next", store())
+    backend, here, size = dist.get_backend_config(), rank(), world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=fresh, rank=here, world_size=size, timeout=timeout)
+    _given_up = False
 
 
 def _leave() -> None:
@@ -132,8 +155,25 @@ def no_collectives(where: str) -> Iterator[None]:
         _silent.reset(token)
 
 
-def _meet(what: str) -> bool:
+_before_meeting: ContextVar[Callable[[], None] | None] = ContextVar("before_meeting", default=None)
+
+
+@contextmanager
+def before_meeting(call: Callable[[], None] | None) -> Iterator[None]:
+    """Have `call()` made before each collective in here; it can keep this rank from entering by an exception."""
+    token = _before_meeting.set(call)
+    try:
+        yield
+    finally:
+        _before_meeting.reset(token)
+
+
+def _meet(what: str, waits: bool = True) -> bool:
     """Whether there are peers to meet for collective `what`; joins them first.
+
+    Args:
+        what: its name.
+        waits: whether every rank waits for the others in it.
 
     Raises:
         RuntimeError: inside `no_collectives`.
@@ -146,6 +186,8 @@ def _meet(what: str) -> bool:
             "it runs on rank 0 alone), so it would wait for ever; communicate in an event that all ranks reach"
         )
     join()
+    if waits and (call := _before_meeting.get()) is not None:
+        call()
     return True
 
 
@@ -313,7 +355,7 @@ def follow_rank0(name: str, timeout: float = 300.0) -> None:
     Raises:
         TimeoutError: rank 0 did not come.
     """
-    if not _meet(name):
+    if not _meet(name, waits=False):
         return
     key = f"learnerkit/{name}/{_count_call(name)}"
     if is_main():

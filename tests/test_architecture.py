@@ -19,7 +19,7 @@ PACKAGE = ROOT / "learnerkit"
 
 FLOORS = {
     1: ["events", "world", "utils", "scalars"],
-    2: ["callback", "data", "metrics", "optim", "losses", "checks", "datasets"],
+    2: ["callback", "data", "metrics", "optim", "losses", "weights", "checks", "datasets"],
     3: ["callbacks", "parallel"],
     4: ["learner"],
     5: ["launch", "doctor", "_worker", "__init__"],

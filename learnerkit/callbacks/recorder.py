@@ -43,7 +43,10 @@ class LossMeter:
         # Where nothing counted the loss may be the mean of nothing, a NaN.
         totals = [(loss if sums else loss * n) if n else 0.0 for loss, n in zip(self.losses.all(), counts, strict=True)]
         if sharded:
-            totals, counts = world.reduce(torch.tensor([totals, counts], dtype=torch.float64)).tolist()
+            # A rank that has left training early lacks its last steps.
+            steps = torch.zeros(2, world.reduce(len(counts), "max"), dtype=torch.float64)
+            steps[:, : len(counts)] = torch.tensor([totals, counts], dtype=torch.float64)
+            totals, counts = world.reduce(steps).tolist()
         return totals, counts
 
     def mean(self, sums: bool, sharded: bool) -> float:
@@ -57,15 +60,16 @@ class Evaluation:
 
     Args:
         meters: the metrics'.
+        sharded: whether the ranks share the data.
     """
 
-    def __init__(self, meters: list[Meter]):
-        self.meters = meters
+    def __init__(self, meters: list[Meter], sharded: bool):
+        self.meters, self.sharded = meters, sharded
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self.loss, self.batches, self.sharded = LossMeter(), 0, False
+        self.loss, self.batches = LossMeter(), 0
         for meter in self.meters:
             meter.reset()
 
@@ -101,8 +105,7 @@ class EvaluationCallback(Callback):
 
     def before_validate(self):
         # Copies: in mid-fit the recorder may be using the metrics themselves.
-        self._evaluation = Evaluation(make_meters(copy.deepcopy(self.learn.metrics)))
-        self._evaluation.sharded = self.learn.sharded
+        self._evaluation = Evaluation(make_meters(copy.deepcopy(self.learn.metrics)), self.learn.sharded)
 
     def after_batch(self):
         self._evaluation.update(self.learn)
@@ -248,6 +251,7 @@ class Recorder(Callback):
         self._train_meters = make_meters(copy.deepcopy(metrics)) if self.train_metrics else []
         self._valid_meters = make_meters(metrics) if self.valid_metrics else []
         self.metric_names = ["epoch", *self._names(), *(["time"] if self.add_time else [])]
+        self._start_epoch()  # here too: an epoch may be cancelled before this callback has heard of it
 
     def _names(self) -> list[str]:
         train, valid = [m.name for m in self._train_meters], [m.name for m in self._valid_meters]
@@ -256,11 +260,16 @@ class Recorder(Callback):
         return ["train_loss", *train, *(["valid_loss", *valid] if self.learn.dls.valid is not None else [])]
 
     def before_epoch(self):
-        self._began = time.perf_counter()
-        self._train, self._valid = Evaluation(self._train_meters), Evaluation(self._valid_meters)
-        self._logged = {}
+        self._start_epoch()
         self._open = True
-        self._last_group = self.learn.opts[-1].param_groups[-1]
+
+    def _start_epoch(self) -> None:
+        self._began = time.perf_counter()
+        meters = self._train_meters, self._valid_meters
+        self._train, self._valid = (Evaluation(m, self.learn.sharded) for m in meters)
+        self._logged = {}
+        self._begun = len(self.lrs)
+        self._last_group = self.learn.opts[-1].param_groups[-1] if self.learn.opts else {}
 
     def after_batch(self):
         learn = self.learn
@@ -270,14 +279,6 @@ class Recorder(Callback):
             (self._train if self._train_meters else self._train.loss).update(learn)
             lr = self._last_group["lr"]
             self.lrs.append(lr if type(lr) is float else float(lr))  # a tensor's value: a sync, asked for by the user
-
-    # A rank left without a batch must know that the others share the data with it.
-
-    def before_train(self):
-        self._train.sharded = self.learn.sharded
-
-    def before_validate(self):
-        self._valid.sharded = self.learn.sharded
 
     def after_epoch(self):
         sums = self.learn.loss_weighting.sums
@@ -292,9 +293,11 @@ class Recorder(Callback):
         took = [format_time(time.perf_counter() - self._began)] if self.add_time else []
         self.log = [self.learn.epoch, *self.final_record, *took]
         self.learn.logger(self.log)
+        self._start_epoch()
 
     def after_fit(self):
-        if self._open:  # cut short in mid-epoch
+        # Cut short in mid-epoch; ranks may have been at different events.
+        if world.reduce(int(self._open), "max") if self.learn.sharded else self._open:
             self._train_loss()
 
     def _train_loss(self) -> float:
@@ -303,6 +306,7 @@ class Recorder(Callback):
         totals, counts = self._train.loss.weighed(sums, self._train.sharded)
         steps = [(total if sums else total / n) if n else None for total, n in zip(totals, counts, strict=True)]
         self._smooth.close(steps)
+        self.lrs += self.lrs[-1:] * (self._begun + len(steps) - len(self.lrs))
         self._open = False
         return sum(totals) / sum(counts) if sum(counts) else float("nan")
 

@@ -1,6 +1,18 @@
-"""Several devices and processes: `nn.DataParallel`, DistributedDataParallel, and the sampler swap."""
+"""Several devices and processes: `nn.DataParallel`, DistributedDataParallel, and what keeps the ranks together."""
 
+from learnerkit.parallel.agreement import Agreement
 from learnerkit.parallel.data_parallel import ParallelCallback
-from learnerkit.parallel.distributed import DistributedCallback, distrib_ctx, warn_outside_context
+from learnerkit.parallel.distributed import (
+    DistributedCallback,
+    dispatch,
+    distrib_ctx,
+    together,
+    warn_outside_context,
+)
+from learnerkit.parallel.drift import DriftCheck
+from learnerkit.parallel.watch import PeerError
 
-__all__ = ["DistributedCallback", "ParallelCallback", "distrib_ctx", "warn_outside_context"]
+__all__ = [
+    "Agreement", "DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError", "dispatch", "distrib_ctx",
+    "together", "warn_outside_context",
+]  # fmt: skip

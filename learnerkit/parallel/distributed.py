@@ -1,23 +1,30 @@
 """DistributedDataParallel for as long as a fit lasts: wrapping, shared-out loaders, exact weights, rank 0's voice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from learnerkit import optim, world
-from learnerkit.callback import Callback
+from learnerkit.callback import Callback, Dispatch
 from learnerkit.data import loader_len, map_batch
+from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.loaders import RankLoader, rank_loader
-from learnerkit.utils import did_you_mean, warn
+from learnerkit.parallel.steps import Steps, nothing_of, plain_hook
+from learnerkit.utils import did_you_mean, training_modes, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
+
+
+COMM_HOOKS = ("bf16", "fp16", "powersgd")
 
 
 class DistributedCallback(Callback):
@@ -25,8 +32,10 @@ class DistributedCallback(Callback):
 
     The gradient of a step is the exact mean over the samples of all ranks (or over what `loss_weight` counts), also
     where they have different numbers of them. Validation and prediction read each sample once, on the plain module.
-    Buffers, BatchNorm's statistics among them, are rank 0's: DDP sends them before each forward pass, and this
-    callback once more before validation.
+    What one rank leaves for (a cancel, Ctrl-C, an error), all leave for.
+
+    Buffers, BatchNorm's statistics among them, are rank 0's: DDP sends them before each forward pass (not with `wrap`,
+    and not with broadcast_buffers=False), and this callback once more before validation and at the end of training.
 
     On one process it does nothing.
 
@@ -34,10 +43,20 @@ class DistributedCallback(Callback):
         sync_bn: let BatchNorm see the global batch (not on the CPU, where torch cannot).
         split_batches: cut each batch of the loader into one piece per rank, so that the numbers are those of one
             process; by default every rank takes whole batches, and the global batch is that much larger.
-        find_unused_parameters: DDP's; `None` is `False`.
-        timeout: seconds a collective may wait, if the process group is yet to be made.
-        wrap: names of sub-modules to wrap each by itself, for several networks; by default the whole model.
+        find_unused_parameters: DDP's; `None` finds out with the first batch of each fit.
+        timeout: seconds (or a timedelta) without anything moving after which a rank that waits for others ends the
+            run and says where each of them is; default 5 minutes.
+        wrap: names of sub-modules to wrap each by itself, for several networks; by default the whole model. Costs one
+            small collective a step.
+        sharded: the dataset of an iterable loader gives each rank its own part by itself.
+        uneven: where iterable datasets end at different steps: 'stop' all with the first, and warn; or 'join': the
+            ranks that have ended take the others' steps along without data.
+        comm_hook: compress the gradients on their way: 'bf16', 'fp16' or 'powersgd'. The numbers are then no longer
+            those of one process.
         ddp_kwargs: further arguments of `DistributedDataParallel`.
+
+    Raises:
+        TypeError, ValueError: an argument that is unknown, or has no such value.
     """
 
     order = 11
@@ -49,11 +68,23 @@ class DistributedCallback(Callback):
         find_unused_parameters: bool | None = None,
         timeout: float | timedelta | None = None,
         wrap: tuple[str, ...] | None = None,
+        *,
+        sharded: bool = False,
+        uneven: str = "stop",
+        comm_hook: str | None = None,
         **ddp_kwargs: Any,
     ):
         super().__init__()
-        self.sync_bn, self.split_batches, self.timeout = sync_bn, split_batches, timeout
+        self.sync_bn, self.split_batches, self.find_unused_parameters = sync_bn, split_batches, find_unused_parameters
+        self.timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or 300.0
         self.wrap_names = (wrap,) if isinstance(wrap, str) else tuple(wrap or ())
+        self.dataset_is_sharded, self.uneven, self.comm_hook = sharded, uneven, comm_hook
+        if uneven not in ("stop", "join"):
+            raise ValueError(f"got uneven={uneven!r}; it takes 'stop' or 'join'")
+        if comm_hook not in (None, *COMM_HOOKS):
+            raise ValueError(f"got comm_hook={comm_hook!r}; it takes None, {', '.join(map(repr, COMM_HOOKS))}")
+        if self.timeout <= 0:
+            raise ValueError(f"got timeout={timeout}; it is a number of seconds greater than 0")
         allowed = set(signature(DistributedDataParallel).parameters) - {
             "module",
             "device_ids",
@@ -63,23 +94,32 @@ class DistributedCallback(Callback):
             if name not in allowed:
                 near = did_you_mean(name, [*allowed, *signature(DistributedCallback).parameters])
                 raise TypeError(f"got the argument {name!r}, which neither DistributedCallback nor DDP takes{near}")
-        self.ddp_kwargs = {"find_unused_parameters": bool(find_unused_parameters), **ddp_kwargs}
-        self._warned = False
+        # Sent again by a second forward pass, as in a GAN, buffers would change under the first one's graph.
+        sends_buffers = "forward_sync_buffers" if "forward_sync_buffers" in allowed else "broadcast_buffers"
+        self.ddp_kwargs = ({sends_buffers: False} if self.wrap_names else {}) | ddp_kwargs
+        self._warned: set[str] = set()
         self._forget()
 
     def _forget(self) -> None:
         self._plain: nn.Module | None = None
         self._wrapped: nn.Module | None = None
+        self._parts: dict[str, nn.Module] = {}
+        self._steps: Steps | None = None
+        self._probed = False
         self._loaders: dict[tuple, tuple[Any, RankLoader]] = {}
         self._undo: list[Callable[[], None]] = []
         self._outside: list[tuple] = []
         self._logger: Callable | None = None
 
+    def _warn_once(self, message: str) -> None:
+        if world.is_main() and message not in self._warned:
+            self._warned.add(message)
+            warn(message)
+
     # A fit
 
     def before_fit(self):
         learn = self.learn
-        world.join(self.timeout)
         if world.world_size() == 1:
             return
         if not world.is_main():
@@ -127,43 +167,104 @@ class DistributedCallback(Callback):
     def before_train(self):
         if world.world_size() == 1:
             return
+        learn = self.learn
         if self._wrapped is None:
-            self._plain = self.learn.model
+            self._plain = learn.model
+            self._steps = Steps(learn, learn.together)
+            self._check_options()
+            learn.together.vote()  # wrapping talks to the other ranks, and one of them may have left this event
             self._wrapped = self._wrap_up(self._plain)
+            for opt in learn.opts:
+                self._undo.append(opt.register_step_post_hook(self._steps.stepped).remove)
         self._enter(self._wrapped, training=True)
+        learn.weights = self._steps
+
+    def after_train(self):
+        if world.world_size() > 1:
+            self._send_buffers()
 
     def cleanup_train(self):
         self._leave()
+
+    def _check_options(self) -> None:
+        learn, steps = self.learn, self._steps
+        steps.by_bucket = bool(self.wrap_names) or type(learn)._backward is not _learner_backward(learn)
+        if not hasattr(learn, "gradient_accumulation"):
+            return
+        if steps.by_bucket:
+            raise ValueError(
+                "GradientAccumulation cannot weigh the batches of a learner with wrap= or a _backward of its own "
+                "exactly; accumulate in that _backward, or train the whole model by one loss"
+            )
+        if self.ddp_kwargs.get("static_graph"):
+            raise ValueError(
+                "static_graph=True and GradientAccumulation do not go together: DDP's first iteration must reduce the "
+                "gradients, and accumulation does not; leave static_graph out"
+            )
 
     def _wrap_up(self, model: nn.Module) -> nn.Module:
         """`model` in DDP, which sends rank 0's parameters and buffers to the others; every rank must reach this."""
         if self.sync_bn and _batch_norms(model):
             if self.learn.dls.device.type == "cpu":
-                self._warn_sync_bn()
+                self._warn_once(
+                    "sync_bn: torch has no SyncBatchNorm on the CPU, so each rank's BatchNorm sees its own samples "
+                    "alone (sync_bn=False says that this is meant)"
+                )
             else:
                 self._undo.append(_synchronise_batch_norm(model))
+        if self.comm_hook is not None:
+            self._warn_once(
+                f"comm_hook={self.comm_hook!r} rounds the gradients: the numbers are not those of one process any more"
+            )
         if not self.wrap_names:
-            return self._ddp(model)
+            return self._ddp(model, bool(self.find_unused_parameters))
         for name in self.wrap_names:
             if not isinstance(getattr(model, name, None), nn.Module):
                 names = [n for n, _ in model.named_children()]
                 raise ValueError(f"wrap={self.wrap_names} names {name!r}; {type(model).__name__} has {names}")
-            inner = getattr(model, name)
-            setattr(model, name, self._ddp(inner))
-            self._undo.append(lambda name=name, inner=inner: setattr(model, name, inner))
+            wrapper = self._ddp(getattr(model, name), bool(self.find_unused_parameters))
+            wrapper.register_state_dict_post_hook(_without_module)
+            self._parts[name] = wrapper
         return model
 
-    def _ddp(self, module: nn.Module) -> DistributedDataParallel:
-        device = self.learn.dls.device
-        return DistributedDataParallel(module, [device] if device.type != "cpu" else None, **self.ddp_kwargs)
+    def _ddp(self, module: nn.Module, find_unused: bool) -> DistributedDataParallel:
+        """`module` wrapped; the parameter that carries counts and flags is a part of it for this moment alone."""
+        device, steps = self.learn.dls.device, self._steps
+        options = {"find_unused_parameters": find_unused, **self.ddp_kwargs}
+        # In DDP's search for unused parameters the carrier would count as one of them.
+        rides = not (steps.by_bucket or find_unused or self.comm_hook)
+        if rides:
+            module.register_parameter(_CARRIER, steps.make_carrier(module))
+        else:
+            steps.carrier = None
+        try:
+            wrapper = DistributedDataParallel(module, [device] if device.type != "cpu" else None, **options)
+        finally:
+            if rides:
+                del module._parameters[_CARRIER]
+        hook, state = _comm_hook(self.comm_hook)
+        if steps.by_bucket:
+            steps.weigh_buckets(wrapper, hook or plain_hook, state)
+        elif hook is not None:
+            wrapper.register_comm_hook(state, hook)
+        steps.wrappers.append(wrapper)
+        return wrapper
 
-    def _warn_sync_bn(self) -> None:
-        if world.is_main() and not self._warned:
-            self._warned = True
-            warn(
-                "sync_bn: torch has no SyncBatchNorm on the CPU, so each rank's BatchNorm sees its own samples alone "
-                "(sync_bn=False says that this is meant)",
+    def _find_unused(self) -> None:
+        """Wrap anew if the first batch shows that some parameters take no part in the loss of some rank."""
+        names = _unused_parameters(self.learn, self._plain)
+        found = dict.fromkeys(name for rank in world.all_gather(names) for name in rank)
+        if not found:
+            return
+        shown = ", ".join([*found][:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        if self.find_unused_parameters is False:
+            raise RuntimeError(
+                f"parameters that take no part in the loss: {shown}. DDP waits for the gradient of each: freeze them, "
+                "use them, or leave find_unused_parameters=False out"
             )
+        self._warn_once(f"find_unused_parameters=True was chosen: the loss does not depend on {shown}")
+        self._steps.wrappers.clear()
+        self._wrapped = self.learn.model = self._ddp(self._plain, find_unused=True)
 
     def _share_out(self, dl: Any, training: bool) -> RankLoader:
         key = (id(dl), training)
@@ -183,60 +284,73 @@ class DistributedCallback(Callback):
     # A batch
 
     def before_batch(self):
-        if self.learn.sharded:
-            self.learn.batch_index = self.learn.dl.share.place
-
-    def after_loss(self):
         learn = self.learn
-        if learn.sharded and learn.training:
-            learn.grad_weight = self._weight(learn.loss_count)
-            if isinstance(learn.grad_weight, Tensor):
-                # The mean of nothing is NaN, and NaN times a weight of 0 would be too.
-                learn.loss_grad = torch.where(learn.grad_weight > 0, learn.loss_grad, 0.0)
+        if not learn.sharded:
+            return
+        share = learn.dl.share
+        learn.batch_index = share.place
+        if not learn.training:
+            return
+        if not share.size:
+            learn.batch_size = 0
+        if not self._probed:
+            self._probed = True
+            if not self.find_unused_parameters and not self._steps.by_bucket:
+                self._find_unused()
+        self._steps.synchronise()
 
-    def _weight(self, count: int | Tensor) -> float | Tensor | None:
-        """What makes DDP's average of the ranks' gradients the gradient of the global loss.
+    def after_cancel_backward(self):
+        if self.learn.training and self._steps is not None:
+            self._steps.backward_cancelled()
 
-        DDP divides by the number of ranks W; the global mean weighs this rank's mean by its count / the total count.
-        """
-        ranks = world.world_size()
-        if self.learn.loss_weighting.sums:
-            return ranks
-        total = self.learn.dl.share.total
-        if isinstance(count, Tensor) or total is None:
-            # Counted on the device: the one collective beside DDP's own. It does not make the host wait either.
-            count = torch.as_tensor(count, device=self.learn.dls.device).double()
-            return (count * ranks / world.reduce(count).clamp(min=torch.finfo().tiny)).to(self.learn.loss_grad.dtype)
-        weight = count * ranks / total
-        return None if weight == 1 else weight
+    def after_cancel_step(self):
+        if self._steps is not None:
+            self._steps.step_unless_all_skip()
+
+    def after_cancel_batch(self):
+        if self.learn.training and self._steps is not None:
+            self._steps.complete()
 
     # Evaluation: on the plain module, without collectives in its forward pass
 
     def before_validate(self):
         if world.world_size() == 1:
             return
-        self._enter(self._plain or self.learn.model, training=False)
-        if self._wrapped is not None:
-            with torch.no_grad():
-                for buffer in self.learn.model.buffers():  # every rank must reach this
-                    buffer.copy_(world.broadcast(buffer))
+        self._enter(self.learn.model if self._plain is None else self._plain, training=False)
+        self._send_buffers()
 
     def cleanup_validate(self):
         self._leave()
+
+    def _send_buffers(self) -> None:
+        """Give every rank rank 0's buffers; every rank must reach this."""
+        if self._wrapped is None:
+            return
+        buffers = list(self._plain.buffers())
+        for kind in dict.fromkeys((b.dtype, b.device) for b in buffers):
+            alike = [b for b in buffers if (b.dtype, b.device) == kind]
+            sent = world.broadcast(torch.cat([b.reshape(-1) for b in alike]))
+            with torch.no_grad():
+                for buffer, values in zip(alike, sent.split([b.numel() for b in alike]), strict=True):
+                    buffer.copy_(values.view_as(buffer))
 
     # What training and evaluation swap and put back; evaluation may be called in the middle of training
 
     def _enter(self, model: nn.Module, training: bool) -> None:
         learn = self.learn
-        self._outside.append((learn.model, learn.dl, learn.sharded))
+        parts = {name: getattr(self._plain, name) for name in self._parts}
+        self._outside.append((learn.model, learn.dl, learn.weights, parts))
         learn.model = model
-        learn.dl, learn.sharded = self._share_out(learn.dl, training), True
+        for name, wrapper in self._parts.items():
+            setattr(self._plain, name, wrapper if training else wrapper.module)
+        learn.dl = self._share_out(learn.dl, training)
 
     def _leave(self) -> None:
         if self._outside:
             learn = self.learn
-            learn.model, learn.dl, learn.sharded = self._outside.pop()
-            learn.grad_weight = None
+            learn.model, learn.dl, learn.weights, parts = self._outside.pop()
+            for name, part in parts.items():
+                setattr(self._plain, name, part)
 
 
 def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> Any:
@@ -265,6 +379,80 @@ def warn_outside_context(learn: "Learner") -> None:
             f"{world.world_size()} processes each train a whole copy of the model on all the data; "
             "to train one together write `with learn.distrib_ctx(): learn.fit(...)`",
         )
+
+
+@contextmanager
+def together(learn: "Learner") -> Iterator[None]:
+    """Keep the ranks of a run together, where it is one of several ranks and not inside another."""
+    member = next((cb for cb in learn.cbs if isinstance(cb, DistributedCallback)), None)
+    if member is None or world.world_size() == 1 or learn.together is not None:
+        yield
+        return
+    try:
+        with Agreement(learn, member.timeout) as learn.together:
+            yield
+    finally:
+        learn.together = None
+
+
+def dispatch(learn: "Learner", fitting: bool) -> Dispatch:
+    """The dispatch of a run."""
+    if learn.together is None:
+        return Dispatch(learn.cbs, fitting)
+    return RankDispatch(learn.cbs, fitting, learn.together)
+
+
+_CARRIER = "_learnerkit_carrier"
+
+
+def _learner_backward(learn: "Learner") -> Callable:
+    """The loop's own `_backward`."""
+    return next(cls for cls in type(learn).__mro__ if cls.__module__ == "learnerkit.learner")._backward
+
+
+def _without_module(wrapper: nn.Module, state: dict, prefix: str, *_: Any) -> None:
+    """A hook of `state_dict` that leaves the wrapper's own name out of the keys."""
+    for key in [key for key in state if key.startswith(f"{prefix}module.")]:
+        state[prefix + key.removeprefix(f"{prefix}module.")] = state.pop(key)
+
+
+def _comm_hook(name: str | None) -> tuple[Callable | None, Any]:
+    """One of torch's communication hooks and its state."""
+    if name is None:
+        return None, None
+    if name == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        return powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
+    return getattr(default_hooks, f"{name}_compress_hook"), None
+
+
+def _unused_parameters(learn: "Learner", model: nn.Module) -> list[str]:
+    """The names of the trainable parameters that this batch's loss does not depend on.
+
+    It computes the loss of the batch once more; random streams and buffers are as before.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    wrapped, state = learn.model, {name: b.clone() for name, b in model.named_buffers()}
+    devices = [learn.dls.device] if learn.dls.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), training_modes(model):
+        try:
+            learn.model = model
+            learn._forward()
+            if learn.batch_size:
+                learn._loss()
+            else:
+                learn.loss_grad = nothing_of(learn.output)
+            grads = torch.autograd.grad(learn.loss_grad, [p for _, p in named], allow_unused=True)
+        except Exception:  # the loop will run into it, too, and say what is wrong
+            return []
+        finally:
+            learn.model = wrapped
+            learn.pred = learn.output = learn.loss = learn.loss_grad = None
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(state[name])
+    return [name for (name, _), grad in zip(named, grads, strict=True) if grad is None]
 
 
 def _say_nothing(row: list) -> None:

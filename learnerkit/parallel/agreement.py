@@ -1,0 +1,317 @@
+"""Ranks leave together: what one of them raises, all of them raise, at the same place of the loop.
+
+Outside the batches every event ends in a vote, a collective of a few bytes. Between them the raising rank keeps its
+peers company, with batches that weigh nothing, until the flag it puts into the gradients' reduction has reached all
+(`learnerkit.parallel.steps`); in validation it calls the others to a vote. An error that is no cancel cannot wait for
+that: `learnerkit.parallel.watch` tells the others and frees those that are blocked.
+"""
+
+import itertools
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from learnerkit import world
+from learnerkit.callback import Callback, Dispatch
+from learnerkit.events import (
+    INNER_EVENTS,
+    CancelEpochException,
+    CancelException,
+    CancelFitException,
+    CancelTrainException,
+    CancelValidException,
+    Event,
+)
+from learnerkit.parallel.watch import Watch, is_collective_error
+from learnerkit.utils import add_note_once
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+LEAVING = (KeyboardInterrupt, CancelFitException, CancelEpochException, CancelValidException, CancelTrainException)
+"""What ranks leave for together; if several are raised at once, the first of these it is."""
+
+_OUTER_EVENTS = [event for event in Event if event not in INNER_EVENTS and not event.startswith("cleanup_")]
+
+_PLACES = {
+    event: i for i, event in enumerate(Event) if event in INNER_EVENTS and event.startswith(("before_", "after_"))
+    and not event.startswith("after_cancel_") and event != "after_batch"
+}  # fmt: skip
+"""The events of a batch in their order, up to its step."""
+
+_runs = itertools.count()  # every rank makes the same runs
+
+
+class Agreement:
+    """What keeps the ranks together during one run; enter it on every rank.
+
+    Args:
+        learn: the learner.
+        timeout: seconds after which a rank that waits without anything moving counts as stuck.
+    """
+
+    def __init__(self, learn: "Learner", timeout: float):
+        self.learn, self.timeout = learn, timeout
+        self.pending: BaseException | None = None
+        self.interrupted = False
+        self.between_events = True
+        self.votes = 0
+        self._failing: BaseException | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Agreement":
+        world.join(self.timeout + 60)  # a collective must not give up before the watch can tell what it waits for
+        self.watch = self._stack.enter_context(Watch(f"run-{next(_runs)}", self.timeout))
+        self._stack.enter_context(world.before_meeting(self._before_meeting))
+        self._stack.enter_context(self._deferred_interrupts())
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
+        if error is not None and not agreed(error):
+            self.failed(error)
+        echo = error is not None and error is not self._failing and self.watch.failure and is_collective_error(error)
+        cause = self.watch.peer_error() if echo else None
+        self._stack.close()
+        if cause is not None:
+            raise cause from None
+
+    @contextmanager
+    def _deferred_interrupts(self) -> Iterator[None]:
+        """Ctrl-C takes effect where all ranks can leave together; pressed again, at once."""
+
+        def interrupt(*_: object) -> None:
+            if self.interrupted:
+                signal.default_int_handler(*_)
+            self.interrupted = True
+
+        try:
+            if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+                raise ValueError("the user has a handler")
+            signal.signal(signal.SIGINT, interrupt)
+        except ValueError:  # or this is not the main thread
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    # Errors
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the others of an error that is about to end this rank's run, before its cleanups take their time."""
+        if self._failing is not None:
+            return
+        if is_collective_error(error) and self.watch.first_failure(patience=2.0):
+            return
+        if self.learn.weights is not None:
+            self.learn.weights.explain(error)
+        here = self.watch.pulse.read()
+        facts = {name: here[name] for name in ("event", "callback", "epoch", "step")}
+        cause = str(error).partition("\n")[0]
+        self._failing = error
+        self.watch.fail(facts | {"cause": f"{type(error).__name__}: {cause}" if cause else type(error).__name__})
+
+    def check(self) -> None:
+        """Leave if another rank has failed.
+
+        Raises:
+            PeerError: it has.
+        """
+        if self.watch.failure is not None:
+            raise self.watch.peer_error()
+
+    # Cancels
+
+    def own(self, error: BaseException | None = None) -> BaseException | None:
+        """The strongest reason this rank has to leave: `error`, one from before, or Ctrl-C."""
+        if self.interrupted:
+            self.interrupted = False
+            self.pending = KeyboardInterrupt()
+        found = [e for e in (self.pending, error) if e is not None]
+        self.pending = min(found, key=strength, default=None)
+        return self.pending
+
+    def vote(self, error: BaseException | None = None, flags: list[float] | None = None) -> None:
+        """Raise on every rank the strongest of what any of them wants to leave for; every rank must reach this.
+
+        Args:
+            error: this rank's.
+            flags: what is known already, as in `flags_of`.
+        """
+        mine = [max(pair) for pair in zip(flags_of(self.own(error)), flags or flags_of(None), strict=True)]
+        self.votes += 1
+        with world.before_meeting(None):
+            # A rank that has left a batch early has not counted it; the counter must not stay behind the others'.
+            counts = torch.tensor([*mine, self.learn.train_iter], dtype=torch.float64)
+            *flags, iterations = world.reduce(counts, "max").tolist()
+        self.learn.train_iter = int(iterations)
+        self.leave(flags)
+
+    def leave(self, flags: list[float]) -> None:
+        """Raise what the ranks have agreed on, if they have."""
+        kind = next((kind for kind, flag in zip(LEAVING, flags, strict=True) if flag > 0), None)
+        if kind is None:
+            return
+        mine, self.pending = self.pending, None
+        agreed = mine if type(mine) is kind else kind()
+        agreed.agreed = True
+        raise agreed
+
+    def _before_meeting(self) -> None:
+        # A rank that has left an event by a cancel goes to the vote at its end, and would meet this collective there.
+        if self.between_events:
+            self.vote()
+
+    # The loop
+
+    def turn(self, one_batch: Any) -> None:
+        """Run a batch, and keep the others company if this rank leaves it before its end."""
+        learn = self.learn
+        if not learn.training:
+            self._turn_in_validation(one_batch)
+            return
+        outer, self.between_events = self.between_events, False
+        try:
+            learn.weights.begin()
+            if self.own() is None:
+                try:
+                    one_batch()
+                except LEAVING as error:
+                    if agreed(error):
+                        raise
+                    self.own(error)
+            learn.weights.complete()
+        finally:
+            self.between_events = outer
+
+    def _turn_in_validation(self, one_batch: Any) -> None:
+        try:
+            one_batch()
+        except LEAVING as error:
+            if agreed(error):
+                raise
+            self.own(error)
+        if self.own() is not None:
+            self.watch.tell_others("leaving", self.votes)
+        if self.pending is not None or self.watch.called == self.votes:
+            self.vote()
+
+    def close(self) -> None:
+        """All batches are read: the last chance to leave from among them; every rank must reach this."""
+        self.vote(flags=self.learn.weights.last_flags() if self.learn.training else None)
+
+
+class RankDispatch(Dispatch):
+    """The dispatch of a run on several ranks: it gives signs of life, and votes after each event outside batches.
+
+    Args:
+        cbs, fitting: as in `Dispatch`.
+        agreement: of the run.
+    """
+
+    def __init__(self, cbs: list[Callback], fitting: bool, agreement: Agreement):
+        self.agreement = agreement
+        self.stopped: tuple[str, list] | None = None
+        self.last: str | None = None
+        self._places: dict[tuple[str, Callback | None], bytes] = {}
+        super().__init__(cbs, fitting)
+
+    def _resolve(self) -> dict[str, list]:
+        table = super()._resolve()
+        for event in _OUTER_EVENTS:
+            # So that the event takes place on all ranks, also on those where nobody listens to it.
+            table[event] = table[event] or [(None, _nothing)]
+        return table
+
+    def fire(self, event: str) -> None:
+        """Call everyone who listens; an event outside the batches ends in a vote."""
+        agreement = self.agreement
+        if event in INNER_EVENTS:
+            self._call(event, self.table[event])
+            return
+        left = None
+        try:
+            self._call(event, self.table[event])
+        except LEAVING as error:
+            if agreed(error):
+                raise
+            left = error
+        agreement.vote(left)
+
+    def begin(self) -> None:
+        """A batch begins: none of its events has taken place."""
+        self.last = self.stopped = None
+
+    def to_come(self, event: str) -> bool:
+        """Whether an event of this batch is still to take place, or was stopped by a cancel half-way."""
+        return self.last is None or self.stopped_in(event) or _PLACES[event] > _PLACES[self.last]
+
+    def stopped_in(self, event: str) -> bool:
+        """Whether an error or a cancel stopped this event."""
+        return self.stopped is not None and self.stopped[0] == event
+
+    def resume(self, event: str) -> None:
+        """Go on with an event after the callback that stopped it; or fire it as a whole. Cancels wait, or are over."""
+        hooks = self.table[event]
+        if self.stopped_in(event):
+            hooks, self.stopped = self.stopped[1], None
+        try:
+            self._call(event, hooks)
+        except LEAVING as error:
+            self.agreement.own(error)
+        except CancelException:
+            pass
+
+    def _call(self, event: str, hooks: list) -> None:
+        if event in _PLACES:
+            self.last = event
+        for i, (cb, hook) in enumerate(hooks):
+            self.beat(event, cb)
+            try:
+                hook()
+            except BaseException as error:
+                self.stopped = event, hooks[i + 1 :]
+                add_note_once(error, f"raised in {cb!r}.{event}")
+                raise
+
+    def beat(self, event: str, cb: Callback | None = None) -> None:
+        """Leave a sign of having come here, and leave if another rank has failed."""
+        place = self._places.get((event, cb))
+        if place is None:
+            name = "" if cb is None else repr(cb)
+            place = self._places[event, cb] = f"{event}/{name}"[:200].encode()[:200]
+        learn = self.agreement.learn
+        self.agreement.watch.pulse.beat(learn.epoch, max(learn.iter, 0), place)
+        if self.agreement.watch.failure is not None:
+            self.agreement.check()
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
+        if error is not None and not isinstance(error, CancelException | KeyboardInterrupt):
+            self.agreement.failed(error)
+        super().__exit__(kind, error, traceback)
+
+
+def strength(error: BaseException) -> int:
+    """The place of an error among `LEAVING`."""
+    return next(i for i, kind in enumerate(LEAVING) if isinstance(error, kind))
+
+
+def flags_of(error: BaseException | None) -> list[float]:
+    """A 1 in the place of an error among `LEAVING`."""
+    flags = [0.0] * len(LEAVING)
+    if error is not None:
+        flags[strength(error)] = 1.0
+    return flags
+
+
+def agreed(error: BaseException) -> bool:
+    """Whether all ranks raise this."""
+    return getattr(error, "agreed", False)
+
+
+def _nothing() -> None:
+    """Where nobody listens."""

@@ -1,0 +1,288 @@
+"""Optimizer steps that several ranks take together: what each counts, and what travels beside the gradients.
+
+A small vector is summed over the ranks together with the gradients: what each rank's loss counts, so that the gradient
+becomes the mean over all of it, and flags for leaving. It rides in DDP's own reduction as the gradient of one more
+parameter, so that it costs no collective of its own.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from learnerkit import world
+from learnerkit.data import map_batch, tensors_in
+from learnerkit.parallel.agreement import LEAVING, Agreement, flags_of
+from learnerkit.utils import unwrap
+from learnerkit.weights import StepWeights, weighted
+
+_SLOTS = 1 + len(LEAVING)  # the count, and a flag for each reason to leave
+_STEP_EVENTS = ("after_backward", "before_step", "after_step")
+
+
+class Steps(StepWeights):
+    """Weighs the batches of all ranks, and keeps the others company where this rank leaves a batch before its end.
+
+    Args:
+        learn: the learner.
+        agreement: of the run.
+
+    Attributes:
+        carrier: the parameter whose gradient is the vector; `None` where it travels by itself.
+        by_bucket: weigh the gradients on their way rather than the loss, for learners that differentiate losses of
+            their own making.
+    """
+
+    def __init__(self, learn: Any, agreement: Agreement):
+        super().__init__(learn)
+        self.agreement = agreement
+        self.ranks = world.world_size()
+        self.device = learn.dls.device
+        self.wrappers: list[DistributedDataParallel] = []
+        self.carrier: nn.Parameter | None = None
+        self.by_bucket = False
+        self.number = -1
+        self._bucket_factor: float | Tensor = 1.0
+        self._counted_all: float | Tensor = 0.0
+        self._flying: tuple[Tensor, torch.Event] | None = None
+        self._values: dict[int, Tensor] = {}
+        self._settled = self._stepped = True
+        self._own = torch.zeros(_SLOTS)
+
+    # Wrapping
+
+    def make_carrier(self, module: nn.Module) -> nn.Parameter:
+        """A parameter for the vector, which DDP will reduce in a bucket of `module` where its type is fit."""
+        kinds = {p.dtype for p in module.parameters() if p.requires_grad}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        if kind not in (torch.float32, torch.float64):
+            kind = torch.float32  # counts need more digits than half precision has
+        self.carrier = nn.Parameter(torch.zeros(_SLOTS, dtype=kind, device=self.device))
+        return self.carrier
+
+    def weigh_buckets(self, wrapper: DistributedDataParallel, comm_hook: Any, state: Any) -> None:
+        """Reduce the gradients of `wrapper` with `comm_hook`, weighed by what this rank counts."""
+
+        def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            buffer, factor = bucket.buffer(), self._bucket_factor
+            if isinstance(factor, Tensor):
+                buffer.mul_(factor)
+            elif factor == 0:
+                buffer.zero_()  # also where it is NaN
+            elif factor != 1:
+                buffer.mul_(factor)
+            return comm_hook(state, bucket)
+
+        wrapper.register_comm_hook(state, hook)
+
+    # A batch
+
+    def begin(self) -> None:
+        """A batch begins."""
+        self.number += 1
+        self._settled = self._stepped = False
+        self.learn.output = None  # that of the batch before says nothing of this one
+        self.learn._dispatch.begin()
+
+    def synchronise(self) -> None:
+        """Have DDP reduce in this batch if a step follows it; without a step the gradients stay on their ranks."""
+        for wrapper in self.wrappers:
+            wrapper.require_backward_grad_sync = self.learn.step_due
+
+    def stepped(self, *_: Any) -> None:
+        """This rank's optimizer has stepped."""
+        self._stepped = True
+        self.agreement.watch.stepped = self.number
+        self.agreement.watch.answer()
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate."""
+        count = self._note(self._count())
+        factor = self.ranks if self.sums else 1.0
+        if self.by_bucket:
+            self._bucket_factor = factor * (1.0 if self.sums else count / self.expected)
+            return loss
+        loss = loss * factor if self.sums else weighted(loss, count, self.expected)
+        return self._with_carrier(loss, count)
+
+    def _note(self, count: float | Tensor) -> float | Tensor:
+        if not self._open:
+            self._open, self._counted = True, 0.0
+            self.expected = self._expect(count)
+        self._counted = self._counted + count
+        return count
+
+    def _expect(self, count: float | Tensor) -> float:
+        total = self.learn.dl.share.total  # the same on every rank, as the expectation must be
+        return (total or self.ranks) / self.ranks * self.learn.step_batches
+
+    def _with_carrier(self, loss: Tensor, count: float | Tensor) -> Tensor:
+        if self.carrier is None:
+            return loss
+        return loss + torch.dot(self.carrier, self._vector(count, self.carrier.dtype, self.carrier.device))
+
+    def _vector(self, count: float | Tensor, kind: torch.dtype, device: torch.device) -> Tensor:
+        pending = self.agreement.pending
+        if pending is None and isinstance(count, int) and count in self._values:
+            return self._values[count]
+        vector = torch.zeros(_SLOTS, dtype=kind, device=device)
+        vector[0] = count  # filled on the device, without a sync
+        for i, flag in enumerate(flags_of(pending)):
+            if flag:
+                vector[1 + i] = flag
+        if pending is None and isinstance(count, int):
+            self._values[count] = vector
+        return vector
+
+    def settle(self) -> None:
+        """Correct the gradients once they are reduced, and leave if the flags say so."""
+        self._settled = True
+        if not self.learn.step_due:
+            return
+        self._open = False
+        vector = self._reduced()
+        if vector.device.type == "cpu":
+            self._counted_all, *flags = vector.tolist()
+            self._correct(self._counted_all, tolerance=8 * torch.finfo(vector.dtype).eps)
+            if any(flags):
+                self.learn._zero_grad()
+                self.agreement.leave(flags)
+            return
+        self._counted_all = vector[0]
+        self._correct(self._counted_all)
+        # Read one step later, at the same place on every rank, so that the host need not wait for this step.
+        landing = torch.empty(_SLOTS, dtype=vector.dtype, pin_memory=vector.is_cuda)
+        landing.copy_(vector, non_blocking=vector.is_cuda)
+        arrived = torch.Event(vector.device)
+        arrived.record()
+        last, self._flying = self._flying, (landing, arrived)
+        if last is not None:
+            self._read(last)
+
+    def _reduced(self) -> Tensor:
+        "The vector's mean over the ranks."
+        if self.carrier is not None:
+            vector, self.carrier.grad = self.carrier.grad.clone(), None
+            return vector
+        vector = self._vector(self._counted, torch.float64, torch.device("cpu"))
+        return world.reduce(vector.to(self.device) if isinstance(self._counted, Tensor) else vector, "mean")
+
+    def _read(self, flying: tuple[Tensor, torch.Event]) -> None:
+        landing, arrived = flying
+        arrived.synchronize()  # a host-device sync, but with the step before: the device has work meanwhile
+        flags = landing[1:].tolist()
+        if any(flags):
+            self._flying = None
+            self.learn._zero_grad()
+            self.agreement.leave(flags)
+
+    def last_flags(self) -> list[float]:
+        """The flags of the last step of an epoch, which no later step has read."""
+        if self._flying is None:
+            return [0.0] * len(LEAVING)
+        (landing, arrived), self._flying = self._flying, None
+        arrived.synchronize()
+        return landing[1:].tolist()
+
+    # A batch that this rank does not finish by itself
+
+    def complete(self) -> None:
+        """Do with weight 0 what the other ranks wait for in this batch, if this rank has not done it."""
+        self.backward_cancelled()
+        if self.learn.step_due and not self._stepped:
+            self._step_along()
+        elif self.learn._dispatch.stopped_in("after_step"):
+            self.learn._dispatch.resume("after_step")
+
+    def backward_cancelled(self) -> None:
+        """This rank has left out its backward pass."""
+        if not self._settled:
+            self.keep_company()
+
+    def keep_company(self) -> None:
+        """Take part in the reduction of the gradients without data."""
+        learn, dispatch = self.learn, self.learn._dispatch
+        if dispatch.to_come("before_batch"):
+            dispatch.resume("before_batch")  # schedules, for one: the step will be taken here, too
+        self.synchronise()
+        learn.batch_size = 0
+        clean = all(p.grad is None for p in learn.model.parameters())
+        with torch.enable_grad():
+            if self.by_bucket:
+                self._repeat()
+            else:
+                self._run_empty()
+        self.settle()
+        if learn.step_due and clean and float(self._counted_all) == 0:  # no rank had data: as if it had not been
+            learn._zero_grad()
+
+    def _run_empty(self) -> None:
+        learn = self.learn
+        if learn.output is None or not any(isinstance(m, nn.SyncBatchNorm) for m in learn.model.modules()):
+            # Anew also after a forward pass of its own, whose NaN times 0 would be NaN; the buffers were sent in that.
+            for wrapper in self.wrappers:
+                wrapper.require_forward_param_sync &= learn.output is None
+            learn.xb = map_batch(lambda t: t[:0] if t.ndim else t, learn.xb)
+            learn._forward()
+        self._note(0)
+        if learn.step_due:
+            loss = nothing_of(learn.output)
+            self._with_carrier(loss, 0).backward()
+
+    def _repeat(self) -> None:
+        "The whole batch, whose gradients are then left out."
+        learn = self.learn
+        for wrapper in self.wrappers:
+            wrapper.require_forward_param_sync = False
+        self._note(0)
+        self._bucket_factor = 0.0
+        learn._forward()
+        learn._loss()
+        learn._backward()
+
+    def step_unless_all_skip(self) -> bool:
+        """Take the optimizer step that this rank would have left out, unless all ranks leave it out."""
+        if self._stepped or self.agreement.watch.all_skip(self.number):
+            return False
+        self.learn._step()
+        return True
+
+    def _step_along(self) -> None:
+        dispatch = self.learn._dispatch
+        if float(self._counted_all) == 0:  # a host-device sync; only where a rank has left a batch
+            return
+        for event in _STEP_EVENTS[:2]:
+            if dispatch.to_come(event):
+                dispatch.resume(event)
+        if self.step_unless_all_skip():
+            dispatch.resume("after_step")
+            self.learn._zero_grad()
+
+    # Errors
+
+    def explain(self, error: BaseException) -> None:
+        """Add the names of unused parameters to DDP's error about them."""
+        text = str(error)
+        if "finished reduction in the prior iteration" not in text and "did not receive grad" not in text:
+            return
+        words = text.rpartition("for rank")[2].rpartition(":")[2].split()
+        numbers = [int(word) for word in words if word.isdigit()]
+        names = [n for n, p in unwrap(self.learn.model).named_parameters() if p.requires_grad]
+        found = [names[i] for i in numbers if i < len(names)]
+        error.add_note(
+            f"parameters that took no part in the loss: {', '.join(found) or 'see above'}; freeze them, use them, or "
+            "pass find_unused_parameters=True to DistributedCallback"
+        )
+
+
+def nothing_of(output: Any) -> Tensor:
+    """A loss that depends on all of a model's output and whose gradients are zero."""
+    return sum(t.sum() for t in tensors_in(output) if t.requires_grad) * 0.0
+
+
+def plain_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's own reduction, as a hook."""
+    return default_hooks.allreduce_hook(state, bucket)

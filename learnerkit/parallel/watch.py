@@ -1,0 +1,410 @@
+"""What the ranks of a run tell each other beside the collectives: failures, questions, and signs of life.
+
+A rank that waits in a collective cannot be told anything by another one, and waits for ever if a peer has failed or is
+stuck. So every rank has two threads while it trains. One reads the messages that other ranks put into the store, and
+can end the rank's waiting: on gloo by shutting down the connections between the ranks (gloo's own `abort` does
+nothing), on NCCL by aborting the group. The other looks for a rank that has come to a standstill, with the help of a
+small piece of memory that the ranks of a machine share and that can also be read when a process is stopped.
+"""
+
+import json
+import mmap
+import os
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from learnerkit import world
+
+GRACE_SECONDS = 0.5
+"""How long after a failure the others may still run into the same error by themselves, and so report it as theirs."""
+
+ANSWER_SECONDS = 3.0
+"""How long a rank that does not answer is waited for before it counts as silent."""
+
+
+class PeerError(RuntimeError):
+    """Another rank failed, or came to a standstill; the message says which, where and why."""
+
+    follows_another = True  # the launcher reports the first cause before its followers
+
+
+def where(facts: dict) -> str:
+    """A place in a run, in words."""
+    by = f" of {facts['callback']}" if facts["callback"] else ""
+    return f"{facts['event']}{by} (epoch {facts['epoch']}, step {facts['step']})"
+
+
+class Pulse:
+    """Where a rank is: 256 bytes that the other processes of the machine can read, whatever state this one is in.
+
+    Args:
+        shared: the memory.
+    """
+
+    SIZE = 256
+    _LOOK, _MOVE, _PLACE = struct.Struct("<d?"), struct.Struct("<dqq"), 40  # at 0, at 16, and where the text begins
+
+    def __init__(self, shared: mmap.mmap):
+        self._shared = shared
+
+    def beat(self, epoch: int, step: int, place: bytes) -> None:
+        """The main thread has come to `place`: 'event/callback'."""
+        shared = self._shared
+        self._MOVE.pack_into(shared, 16, time.time(), epoch, step)
+        shared[self._PLACE : self._PLACE + len(place) + 1] = place + b"\0"
+
+    def close(self) -> None:
+        """Let the memory go."""
+        self._shared.close()
+
+    def live(self, waits: bool) -> None:
+        """The watching thread runs, so this process does; whether the main thread waits for others."""
+        self._LOOK.pack_into(self._shared, 0, time.time(), waits)
+
+    def read(self) -> dict:
+        """The place, and how many seconds ago each thread gave its last sign."""
+        lived, waits = self._LOOK.unpack_from(self._shared, 0)
+        moved, epoch, step = self._MOVE.unpack_from(self._shared, 16)
+        text = self._shared[self._PLACE : self.SIZE].split(b"\0")[0].decode(errors="replace")
+        event, _, callback = text.partition("/")
+        now = time.time()
+        return {
+            "event": event, "callback": callback, "epoch": epoch, "step": step,
+            "since": now - moved, "alive": now - lived, "waits": waits,
+        }  # fmt: skip
+
+
+class Watch:
+    """This rank's ear and eye for the others; enter it for a run, on every rank.
+
+    Args:
+        name: of the run, the same on every rank and of this run alone.
+        timeout: seconds after which a rank that waits without anything moving counts as stuck.
+
+    Attributes:
+        failure: what is known of the first failure of any rank: rank, event, callback, epoch, step, cause.
+        called: before which vote another rank has left validation and waits for all to do so.
+    """
+
+    def __init__(self, name: str, timeout: float):
+        self.name, self.timeout = name, timeout
+        self.rank, self.ranks = world.rank(), world.world_size()
+        self.store = dist.PrefixStore(f"learnerkit/watch/{name}", world.store())
+        self.failure: dict | None = None
+        self.called = -1
+        self.stepped = self._asked = -1
+        self._main = threading.main_thread().ident if _in_main_thread() else threading.get_ident()
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> "Watch":
+        """Every rank must reach this."""
+        file = tempfile.NamedTemporaryFile(prefix="learnerkit-")
+        file.truncate(Pulse.SIZE)
+        here = socket.gethostname()
+        everyone = world.all_gather((here, file.name, _connections()))
+        self.pulses: dict[int, Pulse] = {}
+        for rank, (host, path, _) in enumerate(everyone):
+            if host == here and os.path.exists(path):  # machines may have one name, but not one file system
+                with open(path, "r+b") as shared:
+                    self.pulses[rank] = Pulse(mmap.mmap(shared.fileno(), Pulse.SIZE))
+        self.pulse = self.pulses[self.rank]
+        others = {pair for rank, (_, _, pairs) in enumerate(everyone) if rank != self.rank for pair in pairs}
+        # A connection whose other end another rank has; those of the store must stay.
+        self._lines = {pair for pair in everyone[self.rank][2] if pair[::-1] in others} - _store_connections()
+        world.barrier()  # everyone has opened the files, which can go now: nothing is left if this process is killed
+        file.close()
+        self.pulse.live(waits=False)
+        self.pulse.beat(0, 0, b"before_fit/")
+        self._inbox = self.store.clone()  # a client of its own: it waits while the main thread uses the other one
+        for work in (self._listen, self._look):
+            self._threads.append(threading.Thread(target=work, name=f"learnerkit{work.__name__}", daemon=True))
+            self._threads[-1].start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        try:
+            _put(self.store, self.rank, "stop")
+        except RuntimeError:  # the store has gone with rank 0; then the listener has noticed, too
+            pass
+        for thread in self._threads:
+            thread.join(timeout=ANSWER_SECONDS)
+        # Now rather than when the garbage is collected, so that fits in a row do not gather descriptors.
+        self._inbox = None
+        for pulse in self.pulses.values():
+            pulse.close()
+
+    # Messages
+
+    def tell_others(self, kind: str, about: Any = None) -> None:
+        """Put a message into the inbox of every other rank."""
+        for rank in range(self.ranks):
+            if rank != self.rank:
+                _put(self.store, rank, kind, about)
+
+    def _listen(self) -> None:
+        number = 0
+        while True:
+            number += 1
+            try:
+                self._inbox.wait([f"inbox/{self.rank}/{number}"], timedelta(days=7))
+                message = json.loads(self._inbox.get(f"inbox/{self.rank}/{number}"))
+            except RuntimeError:  # the store has gone: so has rank 0, and the collectives will say so
+                return
+            kind, about = message
+            if kind == "stop":
+                return
+            if kind == "failed":
+                self._over.wait(GRACE_SECONDS)
+                self.failure = self.failure or about
+                self.hang_up()
+            elif kind == "leaving":
+                self.called = about
+            elif kind == "stepped?":
+                self._asked = about
+                self.answer()
+            elif kind == "report?":
+                self._inbox.set(f"report/{self.rank}", json.dumps(self.report()))
+
+    # A failure
+
+    def fail(self, facts: dict) -> None:
+        """Tell the others that this rank has failed, and free those that wait for it."""
+        mine = facts | {"rank": self.rank}
+        first = json.loads(self.store.compare_set("failure", "", json.dumps(mine)))
+        if first["rank"] == self.rank:
+            self.tell_others("failed", mine)
+        self.failure = first
+        end = time.monotonic() + GRACE_SECONDS
+        failed = self.store.add("failed", 1)
+        while failed < self.ranks and time.monotonic() < end:
+            time.sleep(0.01)
+            failed = self.store.add("failed", 0)
+        self.hang_up()
+
+    def first_failure(self, patience: float) -> dict | None:
+        """The first failure, if one becomes known within `patience` seconds."""
+        end = time.monotonic() + patience
+        while self.failure is None and time.monotonic() < end:
+            time.sleep(0.01)
+        return self.failure
+
+    def hang_up(self) -> None:
+        """End every wait of this process, and of its peers for it, in a collective. The process group is dead then."""
+        world.give_up()
+        for pair, line in _open_sockets():
+            with line:
+                if pair in self._lines:
+                    try:
+                        line.shutdown(socket.SHUT_RDWR)
+                    except OSError:  # the peer was quicker
+                        pass
+        _abort_device_groups()
+
+    # A question: has any rank made the step that this one would leave out?
+
+    def answer(self) -> None:
+        """Say that this rank made the step asked for, once it has."""
+        if 0 <= self._asked <= self.stepped:
+            self.store.set(f"stepped/{self._asked}", "yes")
+
+    def all_skip(self, step: int) -> bool:
+        """Whether every rank leaves out optimizer step `step`; ranks that make it never call this."""
+        skipping = self.store.add(f"skipped/{step}", 1)
+        if skipping < self.ranks:
+            self.tell_others("stepped?", step)
+        while skipping < self.ranks:
+            if self.failure is not None:
+                raise self.peer_error()
+            if self.store.check([f"stepped/{step}"]):
+                return False
+            time.sleep(0.0005)
+            skipping = self.store.add(f"skipped/{step}", 0)
+        return True
+
+    # A standstill
+
+    def _look(self) -> None:
+        every = min(1.0, self.timeout / 4)
+        while not self._over.wait(every):
+            waits = _waits(self._frame())
+            self.pulse.live(waits)
+            if self.failure is None and waits and self.pulse.read()["since"] > self.timeout:
+                self._diagnose()
+                return
+
+    def _frame(self) -> FrameType | None:
+        return sys._current_frames().get(self._main)
+
+    def report(self) -> dict:
+        """Where this rank is, whether it waits for others, and its main thread's stack."""
+        frame = self._frame()
+        stack = "".join(traceback.format_stack(frame)[-6:]) if frame else ""
+        return self.pulse.read() | {"waits": _waits(frame), "stack": stack}
+
+    def _diagnose(self) -> None:
+        """Print who waits and who has not come, and end the run."""
+        reports: dict[int, dict] = {}
+        # In a thread of its own: if rank 0 is the one that is stopped, the store does not answer.
+        asking = threading.Thread(target=self._ask, args=(reports,), daemon=True)
+        asking.start()
+        asking.join(2 * ANSWER_SECONDS)
+        reports = {
+            rank: pulse.read() | {"stack": ""} for rank, pulse in self.pulses.items()
+            if pulse.read()["alive"] < ANSWER_SECONDS
+        } | reports | {self.rank: self.report()}  # fmt: skip
+        missing = [r for r in range(self.ranks) if not reports.get(r, {}).get("waits")]
+        if min(r for r in range(self.ranks) if r not in missing) == self.rank:
+            print(self._describe(reports), file=sys.stderr, flush=True)
+        culprit = missing[0] if missing else self.rank
+        facts = self._known(culprit, reports)
+        kind = "is silent" if culprit not in reports else "is slow" if missing else "waits like all others"
+        self.failure = self.failure or facts | {
+            "rank": culprit,
+            "cause": f"it {kind}: rank {self.rank} has waited for {self.timeout:.0f} s",
+            "standstill": True,
+        }
+        self.hang_up()
+        if not self._over.wait(10):  # nothing could free the main thread, and the run must end
+            print(f"[rank {self.rank}] could not be freed from its wait; leaving", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _ask(self, reports: dict[int, dict]) -> None:
+        store = self.store.clone()
+        for rank in range(self.ranks):
+            if rank != self.rank:
+                _put(store, rank, "report?")
+        end = time.monotonic() + ANSWER_SECONDS
+        while len(reports) < self.ranks - 1 and time.monotonic() < end:
+            for rank in range(self.ranks):
+                if rank not in reports and rank != self.rank and store.check([f"report/{rank}"]):
+                    reports[rank] = json.loads(store.get(f"report/{rank}"))
+            time.sleep(0.05)
+
+    def _known(self, rank: int, reports: dict[int, dict]) -> dict:
+        if rank in reports:
+            return reports[rank]
+        if rank in self.pulses:
+            return self.pulses[rank].read()
+        return {"event": "an unknown event", "callback": "", "epoch": -1, "step": -1, "since": float("nan")}
+
+    def _describe(self, reports: dict[int, dict]) -> str:
+        lines = [f"learnerkit: no rank has moved on for {self.timeout:.0f} s"]
+        late = [r for r in range(self.ranks) if not reports.get(r, {}).get("waits")]
+        for rank in range(self.ranks):
+            known = self._known(rank, reports)
+            state = "silent" if rank not in reports else "waits" if rank not in late else "slow"
+            about = {
+                "silent": "does not answer: stopped, killed, or held up outside Python",
+                "slow": "runs, but has not come to where the others wait",
+                "waits": "waits for the others",
+            }[state]
+            lines.append(f"  rank {rank} {state:<6}  {known['since']:.0f} s in {where(known)}; {about}")
+        names = ", ".join(f"rank {r}" for r in late)
+        lines.append(f"not arrived: {names or 'none; the ranks wait in different calls'}")
+        for rank in sorted(reports, key=lambda r: r not in late):
+            lines.append(f"rank {rank}'s stack:\n{reports[rank]['stack'].rstrip()}")
+        return "\n".join(lines)
+
+    def peer_error(self) -> PeerError:
+        """The error of a rank that leaves because another one failed."""
+        first, mine = self.failure, self.pulse.read()
+        verb = "came to a standstill" if first.get("standstill") else "failed"
+        return PeerError(
+            f"rank {first['rank']} {verb} in {where(first)}: {first['cause']}\n"
+            f"(rank {self.rank} left with it, from {where(mine)}; the next fit begins with rank 0's weights)"
+        )
+
+
+def _put(store: dist.Store, rank: int, kind: str, about: Any = None) -> None:
+    """Put a message into a rank's inbox."""
+    number = store.add(f"inbox/{rank}/length", 1)
+    store.set(f"inbox/{rank}/{number}", json.dumps([kind, about]))
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Whether an error may be the echo of another rank's failure."""
+    if isinstance(error, PeerError | dist.DistError):
+        return True
+    text = str(error).lower()
+    echoes = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
+    return isinstance(error, RuntimeError) and any(echo in text for echo in echoes)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _waits(frame: FrameType | None) -> bool:
+    """Whether a thread is inside a collective, or a backward pass, which holds one."""
+    for _ in range(4):  # the innermost frames
+        if frame is None:
+            return False
+        path = frame.f_code.co_filename
+        if any(part in path for part in (f"torch{os.sep}distributed", f"torch{os.sep}autograd")):
+            return True
+        if path == world.__file__ or path == __file__ and frame.f_code.co_name == "all_skip":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _open_sockets() -> list[tuple[tuple, socket.socket]]:
+    """The connected TCP sockets of this process: ((own address, other address), a duplicate to use and close)."""
+    found = []
+    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+    for name in os.listdir(folder):
+        try:
+            copy = os.dup(int(name))
+        except OSError:  # the listing's own
+            continue
+        try:
+            line = socket.socket(fileno=copy)
+        except OSError:  # no socket
+            os.close(copy)
+            continue
+        try:
+            if line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM:
+                found.append(((line.getsockname()[:2], line.getpeername()[:2]), line))
+                continue
+        except OSError:  # not connected
+            pass
+        line.close()
+    return found
+
+
+def _connections() -> list[tuple]:
+    pairs = []
+    for pair, line in _open_sockets():
+        line.close()
+        pairs.append(pair)
+    return pairs
+
+
+def _store_connections() -> set[tuple]:
+    """Those of this process's connections that lead to the store, or from it."""
+    store: Any = world.store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    port = getattr(store, "port", None)
+    return {pair for pair in _connections() if port in (pair[0][1], pair[1][1])}
+
+
+def _abort_device_groups() -> None:
+    # Not run on two GPUs so far: NCCL's way to end the waits of a group.
+    for device in dist.get_backend_config().split(","):
+        kind, _, backend = device.partition(":")
+        if backend == "nccl" and kind in ("cuda", "") and torch.cuda.is_available():
+            dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()

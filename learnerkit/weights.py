@@ -1,0 +1,91 @@
+"""How much each batch counts in the gradient of an optimizer step that several batches make together."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+
+class StepWeights:
+    """Makes the gradient of a step the mean over everything its batches count, whatever there turns out to be.
+
+    The gradient is sum(count_i * g_i) / sum(count_i), g_i being that of the mean loss of batch i. The sum of the
+    counts is known only after the last batch. So every backward pass takes its loss times count_i / expected, and the
+    gradients are multiplied once by expected / counted at the end, before anyone clips or uses them. A loss that sums
+    needs neither.
+
+    Args:
+        learn: the learner.
+    """
+
+    def __init__(self, learn: "Learner"):
+        self.learn, self.sums = learn, learn.loss_weighting.sums
+        self.expected = 1.0  # what the step is expected to count
+        self._counted: float | Tensor = 0.0  # what this step has counted so far
+        self._open = False  # whether a batch of this step has been weighed
+
+    # Two hooks of the loop, around the backward pass
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate."""
+        count = self._count()
+        if not self._open:
+            self._open, self._counted = True, 0.0
+            self.expected = self._expect(count)
+        self._counted = self._counted + count
+        return loss if self.sums else weighted(loss, count, self.expected)
+
+    def settle(self) -> None:
+        """Correct the gradients once the step's last backward pass is over."""
+        if self.learn.step_due and self._open:
+            self._open = False
+            self._correct(self._counted)
+
+    def backward_cancelled(self) -> None:
+        """The backward pass of this batch was left out; the step's others count."""
+        self.settle()
+
+    # Parts
+
+    def _count(self) -> float | Tensor:
+        """What this batch counts; a number where reading it costs nothing."""
+        count = self.learn.loss_count
+        return count if not isinstance(count, Tensor) or count.device.type != "cpu" else count.item()
+
+    def _expect(self, count: float | Tensor) -> float:
+        "What a step will count, roughly; counts on the device are not read."
+        return (self.learn.batch_size if isinstance(count, Tensor) else count) * self.learn.step_batches or 1.0
+
+    def _correct(self, counted: float | Tensor, tolerance: float = 0.0) -> None:
+        if self.sums:
+            return
+        if isinstance(counted, Tensor):
+            factor = torch.where(counted > 0, self.expected / counted, 0.0)
+        elif abs(counted - self.expected) <= tolerance * self.expected:
+            return
+        else:
+            factor = self.expected / counted if counted else 0.0
+        scale_gradients(self.learn, factor)
+
+
+def weighted(loss: Tensor, count: float | Tensor, expected: float) -> Tensor:
+    """The loss times count / expected; 0 where nothing is counted."""
+    if isinstance(count, Tensor):
+        # The mean of nothing is NaN, and NaN times 0 would be, too.
+        return torch.where(count > 0, loss * (count / expected), 0.0).to(loss.dtype)
+    return loss if count == expected else loss * (count / expected)
+
+
+def scale_gradients(learn: "Learner", factor: float | Tensor) -> None:
+    """Multiply all gradients."""
+    grads = [p.grad for p in learn.model.parameters() if p.grad is not None]
+    for kind in {(g.device, g.dtype, g.layout) for g in grads}:
+        alike = [g for g in grads if (g.device, g.dtype, g.layout) == kind]
+        if kind[2] is not torch.strided:
+            for grad in alike:
+                grad.mul_(factor)
+        else:
+            torch._foreach_mul_(alike, factor.to(kind[1]) if isinstance(factor, Tensor) else factor)
