@@ -29,7 +29,7 @@ def accuracy(pred: Tensor, target: Tensor) -> Tensor:
         pred: scores of shape (n, classes, ...).
         target: classes of shape (n, ...) or (n, 1, ...).
     """
-    return (pred.argmax(dim=1).flatten() == target.flatten()).float().mean()
+    return _wide(pred.argmax(dim=1).flatten() == target.flatten()).mean()
 
 
 def error_rate(pred: Tensor, target: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5) -> Tensor:
         k: how many; `partial(top_k_accuracy, k=3)` as a metric.
     """
     best = pred.topk(min(k, pred.shape[1]), dim=1).indices
-    return (best == target.reshape(-1, 1)).any(dim=1).float().mean()
+    return _wide((best == target.reshape(-1, 1)).any(dim=1)).mean()
 
 
 def mse(pred: Tensor, target: Tensor) -> Tensor:
@@ -147,6 +147,7 @@ class _MeanOf(Metric):
 
 
 def _wide(x: Tensor) -> Tensor:
+    "In digits enough that the mean over batches does not depend on how samples are put into batches."
     return x.float() if x.device.type == "mps" else x.double()  # MPS has no float64
 
 

@@ -138,8 +138,8 @@ class DistributedCallback(Callback):
         facts = {
             "epochs": learn.n_epoch,
             "first epoch": learn._start_epoch,
-            "batches of training": loader_len(learn.dls.train),
-            "batches of validation": loader_len(learn.dls.valid),
+            "batches of training": None if self.dataset_is_sharded else loader_len(learn.dls.train),
+            "batches of validation": None if self.dataset_is_sharded else loader_len(learn.dls.valid),
             "learning rates": [float(g["lr"]) for opt in learn.opts for g in opt.param_groups],
             "parameters": sum(p.numel() for p in learn.model.parameters()),
         }
@@ -275,7 +275,11 @@ class DistributedCallback(Callback):
             # With statistics per rank, BatchNorm needs two samples on a rank, or none.
             alone = training and any(not isinstance(m, nn.SyncBatchNorm) for m in _batch_norms(self.learn.model))
             least = 2 if alone else 1
-            shared = rank_loader(dl, name, training=training, split=self.split_batches, least=least, seed=seed)
+            shared = rank_loader(
+                dl, name, training=training, split=self.split_batches, least=least, seed=seed,
+                sharded=self.dataset_is_sharded, join=self.uneven == "join",
+            )  # fmt: skip
+            shared.keep_sample = training and self._steps.by_bucket
             self._loaders[key] = dl, shared  # with the loader itself, so that its id stays its own
         shared = self._loaders[key][1]
         shared.reseed(seed)

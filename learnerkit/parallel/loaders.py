@@ -8,10 +8,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    get_worker_info,
+)
+from torch.utils.data._utils import worker as _worker
 
 from learnerkit import world
-from learnerkit.data import IndexBatches, map_batch, samplers_of, with_batches
+from learnerkit.data import IndexBatches, batch_size, loader_len, map_batch, samplers_of, with_batches
+from learnerkit.utils import warn
 
 
 class Share(NamedTuple):
@@ -165,11 +174,18 @@ class RankLoader:
 
     Attributes:
         share: what the batch given out last is of the whole; without samples of its own, the batch is empty.
+        keep_sample: leave a sample in such a batch, for learners whose loss of nothing does not exist.
+        ended: this rank has no more data, but the others may have.
+        usual_total: samples of all ranks in a step, roughly, where the shares do not tell.
     """
+
+    ended = False
+    usual_total = None
 
     def __init__(self, loader: DataLoader, batches: RankBatches):
         self.loader, self.batches = loader, batches
         self.share: Share | None = None
+        self.keep_sample = False
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -179,18 +195,205 @@ class RankLoader:
         shares = self.batches.shares = deque()
         for batch in self.loader:
             self.share = shares.popleft()
-            yield batch if self.share.size else map_batch(lambda t: t[:0] if t.ndim else t, batch)
+            yield batch if self.share.size or self.keep_sample else emptied(batch)
 
     def reseed(self, seed: int) -> None:
         """Give a new epoch's seed to samplers that draw from the global generators; others do not heed it."""
         if self.batches.seed is not None:
             self.batches.seed = seed
 
+    def heard(self, ended: float) -> None:
+        """Take note of the share of ranks whose data have ended, as all of them know it at the same step."""
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
 
 
-def rank_loader(dl: Any, name: str, *, training: bool, split: bool, least: int, seed: int) -> RankLoader:
+def emptied(batch: Any) -> Any:
+    """A batch of the same shapes and types without a sample."""
+    return map_batch(lambda t: t[:0] if t.ndim else t, batch)
+
+
+# Iterable datasets
+
+
+class RankStream(IterableDataset):
+    """One rank's part of an iterable dataset, which every rank and every worker reads as a whole.
+
+    Args:
+        dataset: the user's.
+        rank, ranks: whose part of how many.
+        block: samples of a batch of the user's loader; batch k is the k-th block of the stream.
+        piece: from which to which sample of each block; `None` for whole blocks, of which each rank takes its turn.
+        seed: the stream is read with the host's generators seeded with it.
+    """
+
+    def __init__(self, dataset: IterableDataset, rank: int, ranks: int, block: int, piece: range | None, seed: int):
+        self.dataset, self.rank, self.ranks = dataset, rank, ranks
+        self.block, self.piece, self.seed = block, piece, seed
+
+    def __iter__(self) -> Iterator:
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        turns = 1 if self.piece is not None else self.ranks
+        for place, sample in enumerate(same_stream(_Whole(self.dataset), self.seed)):
+            block, offset = divmod(place, self.block)
+            if self.piece is None and block % self.ranks != self.rank:
+                continue
+            # The loader takes its batches from the workers in turns.
+            if block // turns % workers == number and (self.piece is None or offset in self.piece):
+                yield sample
+
+
+class _Whole:
+    """An iterable dataset as it is in the main process: one that shares itself out among workers does not do so."""
+
+    def __init__(self, dataset: IterableDataset):
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator:
+        info, _worker._worker_info = _worker._worker_info, None
+        try:
+            found = iter(self.dataset)
+        finally:
+            _worker._worker_info = info
+        while True:
+            # A generator looks for its worker only when it starts to run.
+            info, _worker._worker_info = _worker._worker_info, None
+            try:
+                sample = next(found)
+            except StopIteration:
+                return
+            finally:
+                _worker._worker_info = info
+            yield sample
+
+
+class RankStreamLoader(RankLoader):
+    """A `RankLoader` of an iterable dataset, of which nobody knows where it ends.
+
+    In training it reads one batch ahead. That a rank has given out its last batch travels with the gradients of that
+    step, so that all ranks end together.
+
+    Args:
+        loader: a copy of the user's that reads this rank's part.
+        steps: the number of steps, where it is known.
+        training: whether ranks take every step together.
+        join: go on, with empty batches, until the data of all ranks have ended, rather than of the first.
+        usual_total: as in `RankLoader`.
+    """
+
+    def __init__(self, loader: DataLoader, steps: int | None, training: bool, join: bool, usual_total: int):
+        super().__init__(loader, None)
+        self.steps, self.training, self.join, self.usual_total = steps, training, join, usual_total
+        self._over = False
+
+    def __len__(self) -> int:
+        if self.steps is None:
+            raise TypeError(f"{type(self.loader.dataset).__name__} has no length")
+        return self.steps
+
+    def __iter__(self) -> Iterator:
+        return self._together() if self.training else self._alone()
+
+    def _alone(self) -> Iterator:
+        for step, batch in enumerate(self.loader):
+            yield self._given(batch, step)
+
+    def _given(self, batch: Any, step: int) -> Any:
+        self.share = Share(step * world.world_size() + world.rank(), batch_size(batch), None)
+        return batch
+
+    def _together(self) -> Iterator:
+        batches = iter(self.loader)
+        batch = next(batches, None)
+        self._over = False
+        has_begun = world.all_gather(batch is not None)  # every rank must reach this
+        if not any(has_begun) or (not all(has_begun) and not self.join):
+            self._tell(0, batch is not None)
+            return
+        model = batch
+        if not all(has_begun):  # those without data need to know what a batch looks like
+            found = world.all_gather(None if batch is None else map_batch(lambda t: t[:1] if t.ndim else t, batch))
+            model = batch if batch is not None else next(b for b in found if b is not None)
+        step = 0
+        while not self._over:
+            following = next(batches, None) if batch is not None else None
+            self.ended = following is None
+            if batch is not None:
+                model = batch
+                yield self._given(batch, step)
+            else:
+                self.share = Share(step * world.world_size() + world.rank(), 0, None)
+                yield model if self.keep_sample else emptied(model)
+            batch, step = following, step + 1
+        self.ended = False
+        self._tell(step, batch is not None)
+
+    def heard(self, ended: float) -> None:
+        # The mean over the ranks, which rounding may leave a little below 1.
+        self._over = self._over or (ended > 0.999 if self.join else ended > 0)
+
+    def _tell(self, step: int, has_more: bool) -> None:
+        left = world.all_gather(has_more)
+        if any(left) and world.is_main():
+            over = [r for r, more in enumerate(left) if not more]
+            warn(
+                f"the data of {'rank' if len(over) == 1 else 'ranks'} {', '.join(map(str, over))} ended after step "
+                f"{step}, and all ranks stopped with it, although others had more; uneven='join' uses all of it"
+            )
+
+    def reseed(self, seed: int) -> None:
+        if isinstance(self.loader.dataset, RankStream):
+            self.loader.dataset.seed = seed
+
+
+def rank_stream(
+    dl: DataLoader, name: str, *, training: bool, split: bool, seed: int, sharded: bool, join: bool
+) -> RankStreamLoader:
+    """`dl`, which reads an iterable dataset, reading this rank's part.
+
+    Args:
+        dl, name, training, split, seed: as in `rank_loader`.
+        sharded: the dataset gives each rank and worker its own part by itself.
+        join: as in `RankStreamLoader`.
+
+    Raises:
+        ValueError: batches that cannot be cut into a piece for each rank.
+    """
+    ranks, size = world.world_size(), dl.batch_size or 1
+    steps = loader_len(dl)
+    if sharded:
+        return RankStreamLoader(with_batches(dl), steps, training, join, size * ranks)
+    replaced: dict[str, Any] = {}
+    piece = None
+    if split:
+        if dl.batch_size is None or size < ranks:
+            raise ValueError(
+                f"{name} has batch_size={dl.batch_size}, which cannot be cut into a piece for each of {ranks} ranks; "
+                "use split_batches=False or larger batches"
+            )
+        sizes = [len(p) for p in split_evenly(range(size), ranks, 1)]
+        start = sum(sizes[: world.rank()])
+        piece = range(start, start + sizes[world.rank()])
+        replaced["batch_sampler"] = BatchSampler(dl.sampler, len(piece), dl.drop_last)
+    elif steps is not None:
+        steps = -(-steps // ranks) if join or not training else steps // ranks
+    replaced["dataset"] = RankStream(dl.dataset, world.rank(), ranks, size, piece, seed)
+    return RankStreamLoader(with_batches(dl, **replaced), steps, training, join, size if split else size * ranks)
+
+
+def rank_loader(
+    dl: Any,
+    name: str,
+    *,
+    training: bool,
+    split: bool,
+    least: int,
+    seed: int,
+    sharded: bool = False,
+    join: bool = False,
+) -> RankLoader:
     """`dl` reading this rank's share: the user's samplers, collate, workers and pinning are kept.
 
     Args:
@@ -198,6 +401,7 @@ def rank_loader(dl: Any, name: str, *, training: bool, split: bool, least: int, 
         name: what to call it in errors.
         training, split, least: as in `RankBatches`.
         seed: the same on every rank.
+        sharded, join: of iterable datasets, as in `rank_stream`.
 
     Raises:
         TypeError: a loader whose batches cannot be shared out.
@@ -208,13 +412,10 @@ def rank_loader(dl: Any, name: str, *, training: bool, split: bool, least: int, 
             f"{name} is a {type(dl).__name__}; under DDP it must be a torch DataLoader, whose sampler tells what each "
             "rank reads"
         )
-    if isinstance(dl.dataset, IterableDataset):
-        raise TypeError(
-            f"{name} reads the iterable dataset {type(dl.dataset).__name__}, which has no indices to share out among "
-            "ranks; use a map-style dataset (with __getitem__ and __len__), or train on one process"
-        )
     if not dl.in_order and dl.num_workers:
         raise ValueError(f"{name} has in_order=False; sharing batches out among ranks needs their order")
+    if isinstance(dl.dataset, IterableDataset):
+        return rank_stream(dl, name, training=training, split=split, seed=seed, sharded=sharded, join=join)
     samplers = samplers_of(dl)
     if any(isinstance(s, DistributedSampler) for s in samplers):
         raise ValueError(

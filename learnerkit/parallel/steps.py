@@ -19,7 +19,7 @@ from learnerkit.parallel.agreement import LEAVING, Agreement, flags_of
 from learnerkit.utils import unwrap
 from learnerkit.weights import StepWeights, weighted
 
-_SLOTS = 1 + len(LEAVING)  # the count, and a flag for each reason to leave
+_SLOTS = 1 + len(LEAVING) + 1  # the count, a flag for each reason to leave, and whether the rank's data have ended
 _STEP_EVENTS = ("after_backward", "before_step", "after_step")
 
 
@@ -116,8 +116,9 @@ class Steps(StepWeights):
         return count
 
     def _expect(self, count: float | Tensor) -> float:
-        total = self.learn.dl.share.total  # the same on every rank, as the expectation must be
-        return (total or self.ranks) / self.ranks * self.learn.step_batches
+        dl = self.learn.dl
+        total = dl.share.total or dl.usual_total or self.ranks  # the same on every rank, as this must be
+        return total / self.ranks * self.learn.step_batches
 
     def _with_carrier(self, loss: Tensor, count: float | Tensor) -> Tensor:
         if self.carrier is None:
@@ -125,15 +126,17 @@ class Steps(StepWeights):
         return loss + torch.dot(self.carrier, self._vector(count, self.carrier.dtype, self.carrier.device))
 
     def _vector(self, count: float | Tensor, kind: torch.dtype, device: torch.device) -> Tensor:
-        pending = self.agreement.pending
-        if pending is None and isinstance(count, int) and count in self._values:
+        # Flags are read as a mean over the ranks, of the step's last batch alone.
+        flags = [*flags_of(self.agreement.pending), float(self.learn.dl.ended)] if self.learn.step_due else []
+        usual = not any(flags) and isinstance(count, int)
+        if usual and count in self._values:
             return self._values[count]
         vector = torch.zeros(_SLOTS, dtype=kind, device=device)
         vector[0] = count  # filled on the device, without a sync
-        for i, flag in enumerate(flags_of(pending)):
+        for i, flag in enumerate(flags):
             if flag:
                 vector[1 + i] = flag
-        if pending is None and isinstance(count, int):
+        if usual:
             self._values[count] = vector
         return vector
 
@@ -147,9 +150,7 @@ class Steps(StepWeights):
         if vector.device.type == "cpu":
             self._counted_all, *flags = vector.tolist()
             self._correct(self._counted_all, tolerance=8 * torch.finfo(vector.dtype).eps)
-            if any(flags):
-                self.learn._zero_grad()
-                self.agreement.leave(flags)
+            self._heed(flags)
             return
         self._counted_all = vector[0]
         self._correct(self._counted_all)
@@ -173,11 +174,15 @@ class Steps(StepWeights):
     def _read(self, flying: tuple[Tensor, torch.Event]) -> None:
         landing, arrived = flying
         arrived.synchronize()  # a host-device sync, but with the step before: the device has work meanwhile
-        flags = landing[1:].tolist()
-        if any(flags):
+        self._heed(landing[1:].tolist())
+
+    def _heed(self, flags: list[float]) -> None:
+        *leaving, ended = flags
+        self.learn.dl.heard(ended)
+        if any(leaving):
             self._flying = None
             self.learn._zero_grad()
-            self.agreement.leave(flags)
+            self.agreement.leave(leaving)
 
     def last_flags(self) -> list[float]:
         """The flags of the last step of an epoch, which no later step has read."""
@@ -185,7 +190,7 @@ class Steps(StepWeights):
             return [0.0] * len(LEAVING)
         (landing, arrived), self._flying = self._flying, None
         arrived.synchronize()
-        return landing[1:].tolist()
+        return landing[1:-1].tolist()
 
     # A batch that this rank does not finish by itself
 

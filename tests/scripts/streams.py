@@ -1,0 +1,198 @@
+"""Iterable datasets on several ranks: every sample where it belongs, and no rank waits for another's data."""
+
+import os
+import sys
+import warnings
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, accuracy, world
+
+RANK, N = world.rank(), world.world_size()
+
+
+class Stream(IterableDataset):
+    """n samples whose first number is their place; `shuffled` by the global generator."""
+
+    def __init__(self, n, shuffled=False, aware=False):
+        self.n, self.shuffled, self.aware = n, shuffled, aware
+
+    def __iter__(self):
+        info = get_worker_info()
+        step = info.num_workers if self.aware and info else 1
+        first = info.id if self.aware and info else 0
+        order = torch.randperm(self.n).tolist() if self.shuffled else range(self.n)
+        for i in list(order)[first::step]:
+            x = torch.tensor([i, i % 3, i % 5, 1.0], dtype=torch.float64) / 10
+            yield x, torch.tensor(i % 2)
+
+
+class Sized(Stream):
+    def __len__(self):
+        return self.n
+
+
+class OwnPart(IterableDataset):
+    """A dataset that gives each rank its own part: rank r has sizes[r] samples."""
+
+    def __init__(self, sizes):
+        self.n = sizes[RANK]
+
+    def __iter__(self):
+        for i in range(self.n):
+            yield torch.full((4,), float(i), dtype=torch.float64), torch.tensor(i % 2)
+
+
+class Seen(Callback):
+    """The samples of each training step on this rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def before_batch(self):
+        if self.training:
+            self.steps.append((self.xb[0][: self.batch_size, 0] * 10).round().int().tolist())
+
+
+def make_learner(train, valid=None, bs=4, workers=0, **kwargs):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    loaders = [DataLoader(train, batch_size=bs, num_workers=workers)]
+    if valid is not None:
+        loaders.append(DataLoader(valid, batch_size=4, num_workers=workers))
+    return Learner(DataLoaders(*loaders), model, nn.CrossEntropyLoss(), opt_func=torch.optim.SGD, lr=0.1, **kwargs)
+
+
+def fit(learn, epochs=2, **options):
+    """The warnings of a fit."""
+    with warnings.catch_warnings(record=True) as caught, learn.distrib_ctx(**options), learn.no_logging():
+        warnings.simplefilter("always")
+        learn.fit(epochs)
+    assert len({tuple(p.sum().item() for p in learn.model.parameters())} | set()) == 1
+    assert len(set(map(str, world.all_gather([p.tolist() for p in learn.model.parameters()])))) == 1, "ranks differ"
+    return [str(w.message) for w in caught if "ended after step" in str(w.message)]
+
+
+def together(seen):
+    """The samples of each step of all ranks."""
+    everyone = world.all_gather(seen.steps)
+    assert len({len(steps) for steps in everyone}) == 1
+    return [sorted(sum(ranks, [])) for ranks in zip(*everyone, strict=True)]
+
+
+def batches(n, size):
+    return [list(range(n))[i : i + size] for i in range(0, n, size)]
+
+
+def check_join_is_exact():
+    """All data, in the batches of one process, whatever the workers; weights and losses are those of one process."""
+    for n, workers, aware in ((23, 0, False), (23, 2, False), (22, 2, True), (3, 0, False)):
+        for split in (True, False):
+            seen = Seen()
+            learn = make_learner(Stream(n, aware=aware), Stream(11), workers=workers, cbs=seen, metrics=accuracy)
+            assert fit(learn, split_batches=split, uneven="join") == []
+            size = 4 if split else 4 * N
+            assert together(seen) == batches(n, size) * 2, (n, workers, split, together(seen))
+            alone = make_learner(Stream(n), Stream(11), bs=size, metrics=accuracy)
+            alone.logger = lambda row: None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                alone.fit(2)
+            for a, b in zip(alone.model.parameters(), learn.model.parameters(), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(alone.recorder.values, learn.recorder.values, rtol=1e-9, atol=1e-9)
+
+
+def check_stop():
+    """Without join all stop with the first, and rank 0 says which rank that was, and when."""
+    seen = Seen()
+    told = fit(make_learner(Stream(8 * N - 4), cbs=seen), epochs=1)  # the last rank lacks a second batch
+    assert together(seen) == batches(4 * N, 4 * N)
+    expected = "ended after step 1, and all ranks stopped with it, although others had more; uneven='join'"
+    assert len(told) == (RANK == 0), told
+    assert all(expected in text for text in told), told
+    seen = Seen()
+    assert fit(make_learner(Stream(8 * N), cbs=seen), epochs=1) == []
+    assert together(seen) == batches(8 * N, 4 * N)
+
+
+def check_shuffled():
+    """A dataset that shuffles with the global generator: alike on every rank, anew in every epoch."""
+    seen = Seen()
+    torch.manual_seed(RANK)
+    fit(make_learner(Stream(24, shuffled=True), cbs=seen), split_batches=True, uneven="join")
+    steps = together(seen)
+    first, second = steps[:6], steps[6:]
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(24))
+    assert first != second
+
+
+def check_own_parts():
+    """sharded=True leaves a dataset alone; a rank without any data keeps the others company."""
+    for sizes in ([9, 3, 5], [8, 0, 4], [0, 8, 4]):
+        seen = Seen()
+        told = fit(make_learner(OwnPart(sizes), cbs=seen), epochs=1, sharded=True, uneven="join")
+        assert told == []
+        assert sum(map(len, together(seen))) == sum(sizes[:N])
+        seen = Seen()
+        told = fit(make_learner(OwnPart(sizes), cbs=seen), epochs=1, sharded=True)
+        assert len(together(seen)) == min(-(-size // 4) for size in sizes[:N])
+        assert len(told) == (RANK == 0)
+
+
+def check_accumulation():
+    """Groups of batches are the steps of one process, also where ranks end in the middle of one."""
+    for n in (40, 23):
+        learn = make_learner(Stream(n), cbs=GradientAccumulation(n_batches=2))
+        fit(learn, split_batches=True, uneven="join")
+        alone = make_learner(Stream(n), bs=8)
+        alone.logger = lambda row: None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            alone.fit(2)
+        for a, b in zip(alone.model.parameters(), learn.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+        assert all(p.grad is None for p in learn.model.parameters())
+
+
+def check_evaluation():
+    """Each sample once, in order; a dataset with a length lets schedules run."""
+    learn = make_learner(Sized(23), Stream(11), metrics=accuracy)
+    with learn.distrib_ctx(uneven="join"), learn.no_logging():
+        preds, targets = learn.get_preds()
+        alone = learn.model(torch.stack([x for x, _ in Stream(11)]))
+        torch.testing.assert_close(preds, alone.detach())
+        assert targets.tolist() == [i % 2 for i in range(11)]
+        learn.fit_one_cycle(1, 0.1)
+        assert len(learn.recorder.lrs) == -(-23 // (4 * N))
+
+
+@contextmanager
+def named(check):
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in {check.__name__} on rank {RANK}")
+        raise
+
+
+if __name__ == "__main__":
+    for check in (
+        check_join_is_exact,
+        check_stop,
+        check_shuffled,
+        check_own_parts,
+        check_accumulation,
+        check_evaluation,
+    ):
+        with named(check):
+            check()
+    world.barrier()
+    if RANK == 0:
+        print("all well")
+    sys.stdout.flush()
+    os._exit(0)  # torch's teardown of a process group may abort
