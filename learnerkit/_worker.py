@@ -162,6 +162,7 @@ def write_report(report_fd: int, code: int, error: BaseException) -> None:
         report["error"] = "KeyboardInterrupt"
     else:
         report["error"], report["traceback"] = format_error(error)
+        report["follows_another"] = bool(getattr(error, "follows_another", False))
     try:
         with open(report_fd, "w") as file:
             json.dump(report, file)

@@ -30,6 +30,7 @@ LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 GPU_DEVICE_FILES = ("/dev/nvidia0", "/dev/kfd")  # NVIDIA, AMD
 
 POLL_SECONDS = 0.02
+CAUSE_SECONDS = 5.0  # after what may be its echo: time for the first cause to clean up, end by itself and say why
 SETTLE_SECONDS = 0.3  # after a failure: time for the other ranks to fail by themselves and say why
 GRACE_SECONDS = 5.0  # after a failure or Ctrl-C
 LONG_GRACE_SECONDS = 30.0  # after SIGTERM and the like, which a script may answer by saving a checkpoint
@@ -37,6 +38,12 @@ KILL_SECONDS = 5.0  # for the kernel to clear away what was killed
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 OTHER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # passed on, and nothing more
+
+# What torch raises in a collective, also because another rank has gone.
+COLLECTIVE_ERROR = re.compile(
+    r"Dist(Backend|Network|Store)?Error\b|RuntimeError: .*(?i:gloo|nccl|connection (closed|reset) by peer)"
+)
+MAY_FOLLOW, FOLLOWS = 1, 2  # see echo
 
 SignalQueue = Callable[[float], Sequence[int]]  # see received_signals
 
@@ -302,8 +309,14 @@ def received_signals() -> Iterator[SignalQueue]:
 
 
 def watch(ranks: list[Rank], signals: SignalQueue) -> int | None:
-    """Wait until all ranks have ended, one has failed, or a signal asks for the end; return that signal."""
-    while running(ranks) and not any(rank.code for rank in ranks):
+    """Wait until all ranks have ended, one has failed, or a signal asks for the end; return that signal.
+
+    If what has failed may be an echo of another rank's failure, that one gets the time to end by itself.
+    """
+    while running(ranks):
+        first = next(iter(failures(ranks)), None)
+        if first and time.monotonic() >= first.ended + (CAUSE_SECONDS if echo(first) else 0):
+            break
         for signum in signals(POLL_SECONDS):
             if signum in ENDING_SIGNALS:
                 return signum
@@ -396,25 +409,39 @@ def signal_group(rank: Rank, signum: int) -> bool:
 
 def report(ranks: list[Rank], signum: int | None, began: float) -> int:
     """Say what went wrong, the first failure first, and return the exit code of the run."""
-    failures = sorted(filter(failed, ranks), key=lambda rank: rank.ended)
-    for rank in failures[:1]:
-        details = rank.report.get("error" if signum == signal.SIGINT else "traceback")  # after Ctrl-C one line will do
+    failed = failures(ranks)
+    for rank in failed[:1]:
+        one_line = signum == signal.SIGINT or echo(rank) == FOLLOWS  # whose message names the cause
+        details = rank.report.get("error" if one_line else "traceback")
         say(f"rank {rank.number} {fate(rank)} after {rank.ended - began:.1f} s" + (f":\n{details}" if details else ""))
-    for rank in failures[1:]:
+    for rank in failed[1:]:
         error = rank.report.get("error")
         say(f"rank {rank.number} then " + (f"failed: {error}" if error else fate(rank)))
     for rank in ranks:
-        if rank not in failures and (failures or signal.SIGKILL in rank.stop_signals):
+        if rank not in failed and (failed or signal.SIGKILL in rank.stop_signals):
             say(f"rank {rank.number} {fate(rank)} after {rank.ended - began:.1f} s")
     if signum is not None:
         return 128 + signum
-    code = failures[0].code if failures else 0
+    code = failed[0].code if failed else 0
     return code if code >= 0 else 128 - code
 
 
-def failed(rank: Rank) -> bool:
-    """Tell whether a rank ended badly, other than by being stopped."""
-    return rank.code not in (None, 0) and not stopped(rank)
+def failures(ranks: list[Rank]) -> list[Rank]:
+    """Return the ranks that ended badly, other than by being stopped: the first cause first, then its echoes."""
+    failed = [rank for rank in ranks if rank.code not in (None, 0) and not stopped(rank)]
+    return sorted(failed, key=lambda rank: (echo(rank), rank.ended))
+
+
+def echo(rank: Rank) -> int:
+    """Tell whether a failure comes of another rank's: 0 (it does not), MAY_FOLLOW or FOLLOWS.
+
+    The time alone does not tell: a rank that failed first may clean up for longer than those that follow it, and
+    the peers of a killed rank see its connections close before the kernel has cleared it away.
+    """
+    if rank.report.get("follows_another"):
+        return FOLLOWS
+    aborted = rank.code == -signal.SIGABRT  # torch does so, too, when it loses its peers on NCCL
+    return MAY_FOLLOW if aborted or COLLECTIVE_ERROR.match(rank.report.get("error", "")) else 0
 
 
 def stopped(rank: Rank) -> bool:
@@ -432,7 +459,9 @@ def fate(rank: Rank) -> str:
         return "was killed by signal 9 (SIGKILL), as the kernel does when memory runs out (see dmesg),"
     if rank.code < 0:
         return f"was killed by signal {-rank.code} ({signal_name(-rank.code)})"
-    return f"failed (exit code {rank.code})" if rank.code else "ended with exit code 0"
+    if rank.code == 0:
+        return "ended with exit code 0"
+    return f"failed (exit code {rank.code})" + (", following another rank," if echo(rank) == FOLLOWS else "")
 
 
 def signal_name(signum: int) -> str:

@@ -245,9 +245,9 @@ def test_rank_environment():
 # The report
 
 
-def ended(number, code, at, error="", stop_signals=()):
+def ended(number, code, at, error="", stop_signals=(), follows=False):
     """Return a rank that has ended; with an error it has written a report."""
-    report = {"error": error, "traceback": f"Traceback of {number}"} if error else {}
+    report = {"error": error, "traceback": f"Traceback of {number}", "follows_another": follows} if error else {}
     return Rank(number, None, None, at, code, report, list(stop_signals))
 
 
@@ -272,6 +272,33 @@ def test_the_first_failure_comes_first(capsys):
         "learnerkit.launch: rank 4 did not stop in time and was killed after 8.0 s",
         "learnerkit.launch: rank 5 was stopped by the launcher after 3.0 s",
     ]
+
+
+KILLED, ABORTED = ended(0, -9, 4.0), ended(0, -6, 4.0)
+OWN = ended(1, 1, 3.0, "ValueError: mine")
+CLOSED = ended(2, 1, 2.0, "RuntimeError: [gloo/tcp/pair.cc:598] Connection closed by peer [127.0.0.1]:1")
+FOLLOWER = ended(3, 1, 1.0, "PeerError: rank 0 failed", follows=True)
+
+
+@pytest.mark.parametrize(
+    ("in_order", "code"),
+    [
+        ([OWN, KILLED, CLOSED, FOLLOWER], 1),
+        ([KILLED, CLOSED, FOLLOWER], 137),
+        ([KILLED, ended(2, 1, 2.0, "DistNetworkError: failed to recv")], 137),
+        ([KILLED, ended(2, 1, 2.0, "RuntimeError: NCCL Error 2: unhandled system error")], 137),
+        ([OWN, ended(0, -6, 2.0)], 1),
+        ([CLOSED, ABORTED, FOLLOWER], 1),  # either may be the echo of the other: the time decides
+        ([ABORTED, ended(2, 1, 5.0, "DistBackendError: NCCL error")], 134),
+        ([ended(2, 1, 2.0, "RuntimeError: shapes differ"), KILLED], 1),
+        ([ended(2, 1, 2.0, "DistanceError: too far"), KILLED], 1),
+    ],
+)
+def test_the_cause_comes_before_its_echoes(capsys, in_order, code):
+    for ranks in (in_order, in_order[::-1]):
+        assert launch.report(ranks, None, began=0.0) == code
+        lines = says(capsys.readouterr().err)
+        assert [int(line.split()[2]) for line in lines] == [rank.number for rank in in_order]
 
 
 def test_report_of_a_run_that_was_asked_to_end(capsys):
@@ -393,6 +420,34 @@ def test_a_rank_may_end_early(launched):
     )
 
 
+@pytest.mark.parametrize(
+    ("how", "code", "cause", "last", "echo"),
+    [
+        ("raises", 1, "rank 1 failed (exit code 1)", "ValueError: the cause", "Follower: rank 1 failed in before_step"),
+        ("exits", 3, "rank 1 failed (exit code 3)", "", "Follower: rank 1 failed in before_step"),
+        ("killed", 137, "rank 1 was killed by signal 9 (SIGKILL)", "", "RuntimeError: Connection closed by peer"),
+    ],
+)
+def test_the_cause_is_shown_first_even_if_it_ends_last(launched, tmp_path, how, code, cause, last, echo):
+    ended, out, err = launched("--nproc", 2, SCRIPTS / "launch_echo.py", how, cwd=tmp_path).finish()
+    first, *traceback, follower = err.splitlines()
+    assert ended == code
+    assert first.startswith(f"learnerkit.launch: {cause}")
+    assert (traceback[0], traceback[-1]) == ("Traceback (most recent call last):", last) if last else traceback == []
+    assert follower == f"learnerkit.launch: rank 0 then failed: {echo}"
+
+
+def test_a_cause_that_does_not_end_is_stopped(launched, tmp_path):
+    began = time.monotonic()
+    code, out, err = launched("--nproc", 2, "--grace", 0.5, SCRIPTS / "launch_echo.py", "stuck", cwd=tmp_path).finish()
+    first, message, cause = err.splitlines()
+    assert code == 1
+    assert first.startswith("learnerkit.launch: rank 0 failed (exit code 1), following another rank, after ")
+    assert message == "Follower: rank 1 failed in before_step"
+    assert cause.startswith("learnerkit.launch: rank 1 did not stop in time and was killed after ")
+    assert launch.CAUSE_SECONDS < time.monotonic() - began < launch.CAUSE_SECONDS + 5
+
+
 def test_what_a_rank_leaves_running_is_killed(launched):
     code, out, err = launched("--nproc", 2, SCRIPTS / "launch_end.py", "straggler").finish()
     assert code == 0  # the forked child's error is its own, and `run` sees that nothing is left
@@ -511,4 +566,5 @@ def test_the_user_sees_the_error_and_not_its_echo(launched):
     assert "runpy" not in err
     (follower,) = lines[lines.index("in batch 7") + 1 :]
     assert follower.startswith("learnerkit.launch: rank 0 then failed: RuntimeError: ")
+    assert launch.COLLECTIVE_ERROR.match(follower.partition("then failed: ")[2])
     assert out.startswith("exit hook ran\n")  # the follower may be stopped before it comes to its own
