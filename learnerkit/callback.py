@@ -171,19 +171,23 @@ class Dispatch:
         ]
 
     def _resolve(self) -> dict[str, list]:
-        table = {event: [(cb, getattr(cb, event)) for cb in self.listeners(event)] for event in Event}
+        table = {event: [(cb, self._hook(cb, event)) for cb in self.listeners(event)] for event in Event}
         for level in LEVELS:
             entering = f"before_{level}"
             owing = self.listeners(f"cleanup_{level}")
             if owing:
                 heard = [cb for cb, _ in table[entering]]
                 table[entering] = [
-                    (cb, partial(self._enter, cb, level) if cb in owing else getattr(cb, entering))
+                    (cb, partial(self._enter, cb, level) if cb in owing else self._hook(cb, entering))
                     for cb in sorted({*heard, *owing}, key=self._place)
                 ]
             table[level] = owing
         self._tables[self.training] = table
         return table
+
+    def _hook(self, cb: Callback, event: str) -> Callable[[], None]:
+        hook = getattr(cb, event)
+        return partial(_alone, hook, f"{cb!r}.{event}") if cb.rank0_only and world.world_size() > 1 else hook
 
     def _place(self, cb: Callback) -> tuple[int, int]:
         return cb.order, self.cbs.index(cb)
@@ -191,9 +195,8 @@ class Dispatch:
     def _enter(self, cb: Callback, level: str) -> None:
         # Owed before the hook runs: a hook that fails half-way has its cleanup run too.
         self._owed[-1].append((cb, f"cleanup_{level}"))
-        before = getattr(cb, f"before_{level}") if cb._owns(f"before_{level}") else None
-        if before is not None:
-            before()
+        if cb._owns(f"before_{level}"):
+            self._hook(cb, f"before_{level}")()
 
     def fire(self, event: str) -> None:
         """Call everyone who listens to `event`; an exception gains a note with the callback and the event."""
@@ -230,6 +233,12 @@ class Dispatch:
                     (error or failed).add_note(f"then {cb!r}.{event} failed too: {type(e).__name__}: {e}")
         if failed is not None:
             raise failed
+
+
+def _alone(hook: Callable[[], None], where: str) -> None:
+    """A hook that runs on rank 0 alone."""
+    with world.no_collectives(where):
+        hook()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 T = TypeVar("T")
 
@@ -150,9 +151,30 @@ def no_collectives(where: str) -> Iterator[None]:
     """Refuse collectives in here, naming `where`: its peers may never come, and it would wait for ever."""
     token = _silent.set(where)
     try:
-        yield
+        with _RefuseCollectives(where) if is_joined() else nullcontext():
+            yield
     finally:
         _silent.reset(token)
+
+
+def _refusal(where: str, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{where} called {what}: the other ranks may not come here (after a failure, or because it runs on rank 0 "
+        "alone), so it would wait for ever; communicate in an event that all ranks reach"
+    )
+
+
+class _RefuseCollectives(TorchDispatchMode):
+    """Refuses torch.distributed's own functions: they, too, go through torch's dispatcher."""
+
+    def __init__(self, where: str):
+        super().__init__()
+        self.where = where
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise _refusal(self.where, f"torch.distributed ({func.__name__.partition('.')[0]})")
+        return func(*args, **(kwargs or {}))
 
 
 _before_meeting: ContextVar[Callable[[], None] | None] = ContextVar("before_meeting", default=None)
@@ -181,10 +203,7 @@ def _meet(what: str, waits: bool = True) -> bool:
     if world_size() == 1:
         return False
     if _silent.get():
-        raise RuntimeError(
-            f"{_silent.get()} called world.{what}: the other ranks may not come here (after a failure, or because "
-            "it runs on rank 0 alone), so it would wait for ever; communicate in an event that all ranks reach"
-        )
+        raise _refusal(_silent.get(), f"world.{what}")
     join()
     if waits and (call := _before_meeting.get()) is not None:
         call()

@@ -14,12 +14,16 @@ WAYS = {
 }
 
 
+def environment() -> dict[str, str]:
+    """One thread, this package, no GPU."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+
+
 def run_script(script: str, *args: object, nproc: int = 1, way: str = "launch", timeout: float = 120) -> str:
     """Run a script of tests/scripts to its end and return what it printed; a failure shows its output."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parents[1]), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [*WAYS[way](nproc), str(SCRIPTS / script), *map(str, args)],
-        env=env,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=timeout,

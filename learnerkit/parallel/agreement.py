@@ -111,6 +111,8 @@ class Agreement:
             self.learn.weights.explain(error)
         here = self.watch.pulse.read()
         facts = {name: here[name] for name in ("event", "callback", "epoch", "step")}
+        if self.learn._dispatch is None or self.learn._dispatch.raised is not error:  # not in a callback
+            facts |= {"event": f"the loop, after {here['event']}", "callback": ""}
         cause = str(error).partition("\n")[0]
         self._failing = error
         self.watch.fail(facts | {"cause": f"{type(error).__name__}: {cause}" if cause else type(error).__name__})
@@ -217,6 +219,7 @@ class RankDispatch(Dispatch):
         self.agreement = agreement
         self.stopped: tuple[str, list] | None = None
         self.last: str | None = None
+        self.raised: BaseException | None = None
         self._places: dict[tuple[str, Callback | None], bytes] = {}
         super().__init__(cbs, fitting)
 
@@ -274,7 +277,7 @@ class RankDispatch(Dispatch):
             try:
                 hook()
             except BaseException as error:
-                self.stopped = event, hooks[i + 1 :]
+                self.stopped, self.raised = (event, hooks[i + 1 :]), error
                 add_note_once(error, f"raised in {cb!r}.{event}")
                 raise
 

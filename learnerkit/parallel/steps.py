@@ -33,7 +33,8 @@ class Steps(StepWeights):
     Attributes:
         carrier: the parameter whose gradient is the vector; `None` where it travels by itself.
         by_bucket: weigh the gradients on their way rather than the loss, for learners that differentiate losses of
-            their own making.
+            their own making. What all ranks count is then made known before the backward pass, so that the gradients
+            are right as soon as they are reduced: such a learner may step in its own `_backward`.
     """
 
     def __init__(self, learn: Any, agreement: Agreement):
@@ -46,6 +47,7 @@ class Steps(StepWeights):
         self.by_bucket = False
         self.number = -1
         self._bucket_factor: float | Tensor = 1.0
+        self._met: Tensor | None = None
         self._counted_all: float | Tensor = 0.0
         self._flying: tuple[Tensor, torch.Event] | None = None
         self._values: dict[int, Tensor] = {}
@@ -69,13 +71,23 @@ class Steps(StepWeights):
         def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             buffer, factor = bucket.buffer(), self._bucket_factor
             if isinstance(factor, Tensor):
-                buffer.mul_(factor)
+                buffer.copy_(torch.where(factor > 0, buffer * factor, 0.0))  # of nothing there may be a NaN
             elif factor == 0:
-                buffer.zero_()  # also where it is NaN
+                buffer.zero_()
             elif factor != 1:
                 buffer.mul_(factor)
+            if bucket.is_last() and not wrapper.find_unused_parameters:
+                # Once DDP, which asks for this after us, has finished with the pass.
+                call_after_backward(lambda: call_after_backward(get_ready_again))
             return comm_hook(state, bucket)
 
+        def get_ready_again() -> None:
+            # DDP reduces in one backward pass after each forward pass. Of two losses' passes that reach this network
+            # it would leave out the second, and ranks would part.
+            wrapper.reducer._rebuild_buckets()
+            wrapper.reducer.prepare_for_backward([])
+
+        call_after_backward = torch.autograd.Variable._execution_engine.queue_callback
         wrapper.register_comm_hook(state, hook)
 
     # A batch
@@ -84,7 +96,8 @@ class Steps(StepWeights):
         """A batch begins."""
         self.number += 1
         self._settled = self._stepped = False
-        self.learn.output = None  # that of the batch before says nothing of this one
+        self._met = None
+        self.learn.pred = self.learn.output = None  # those of the batch before say nothing of this one
         self.learn._dispatch.begin()
 
     def synchronise(self) -> None:
@@ -100,13 +113,23 @@ class Steps(StepWeights):
 
     def weigh(self, loss: Tensor) -> Tensor:
         """The loss to differentiate."""
+        if not self.learn.batch_size:
+            self.learn.loss_count = 0  # whatever sample there is keeps the others company
         count = self._note(self._count())
-        factor = self.ranks if self.sums else 1.0
         if self.by_bucket:
-            self._bucket_factor = factor * (1.0 if self.sums else count / self.expected)
+            self._meet(count)
             return loss
-        loss = loss * factor if self.sums else weighted(loss, count, self.expected)
+        loss = loss * self.ranks if self.sums else weighted(loss, count, self.expected)
         return self._with_carrier(loss, count)
+
+    def _meet(self, count: float | Tensor) -> None:
+        "Tell the other ranks what this one counts, and hear from them."
+        self._met = self._reduced()
+        mean = self._met[0] if self._met.device.type != "cpu" else self._met[0].item()
+        if not isinstance(count, Tensor) and not count:
+            self._bucket_factor = 0.0
+        else:
+            self._bucket_factor = self.ranks if self.sums else count / mean
 
     def _note(self, count: float | Tensor) -> float | Tensor:
         if not self._open:
@@ -146,7 +169,7 @@ class Steps(StepWeights):
         if not self.learn.step_due:
             return
         self._open = False
-        vector = self._reduced()
+        vector = self._reduced() if self._met is None else self._met
         if vector.device.type == "cpu":
             self._counted_all, *flags = vector.tolist()
             self._correct(self._counted_all, tolerance=8 * torch.finfo(vector.dtype).eps)
@@ -168,8 +191,12 @@ class Steps(StepWeights):
         if self.carrier is not None:
             vector, self.carrier.grad = self.carrier.grad.clone(), None
             return vector
-        vector = self._vector(self._counted, torch.float64, torch.device("cpu"))
-        return world.reduce(vector.to(self.device) if isinstance(self._counted, Tensor) else vector, "mean")
+        # By the same way on all ranks, also on one that counts nothing and so has nothing on the device.
+        return world.reduce(self._vector(self._counted, torch.float64, self.device), "mean")
+
+    def _correct(self, counted: float | Tensor, tolerance: float = 0.0) -> None:
+        if not self.by_bucket:
+            super()._correct(counted, tolerance)
 
     def _read(self, flying: tuple[Tensor, torch.Event]) -> None:
         landing, arrived = flying
@@ -201,6 +228,7 @@ class Steps(StepWeights):
             self._step_along()
         elif self.learn._dispatch.stopped_in("after_step"):
             self.learn._dispatch.resume("after_step")
+            self.learn._zero_grad()  # as the others do
 
     def backward_cancelled(self) -> None:
         """This rank has left out its backward pass."""
@@ -226,27 +254,30 @@ class Steps(StepWeights):
 
     def _run_empty(self) -> None:
         learn = self.learn
-        if learn.output is None or not any(isinstance(m, nn.SyncBatchNorm) for m in learn.model.modules()):
+        if learn.pred is None or not any(isinstance(m, nn.SyncBatchNorm) for m in learn.model.modules()):
             # Anew also after a forward pass of its own, whose NaN times 0 would be NaN; the buffers were sent in that.
             for wrapper in self.wrappers:
-                wrapper.require_forward_param_sync &= learn.output is None
+                wrapper.require_forward_param_sync &= learn.pred is None
             learn.xb = map_batch(lambda t: t[:0] if t.ndim else t, learn.xb)
             learn._forward()
         self._note(0)
         if learn.step_due:
-            loss = nothing_of(learn.output)
+            loss = nothing_of(learn.pred if learn.output is None else learn.output)
             self._with_carrier(loss, 0).backward()
 
     def _repeat(self) -> None:
         "The whole batch, whose gradients are then left out."
         learn = self.learn
+        recorded = learn.loss
         for wrapper in self.wrappers:
-            wrapper.require_forward_param_sync = False
-        self._note(0)
-        self._bucket_factor = 0.0
+            wrapper.require_forward_param_sync &= learn.pred is None
         learn._forward()
         learn._loss()
+        if self._met is None:
+            self._meet(self._note(0))
+        self._bucket_factor = 0.0
         learn._backward()
+        learn.loss = recorded
 
     def step_unless_all_skip(self) -> bool:
         """Take the optimizer step that this rank would have left out, unless all ranks leave it out."""

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -135,8 +136,12 @@ class Watch:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
+        if self.failure is not None and self.failure.get("standstill"):
+            return  # the store may be in the rank that is stopped, and not answer; this run is over anyway
         try:
             _put(self.store, self.rank, "stop")
+            if self.failure is not None:
+                self._leave_last()
         except RuntimeError:  # the store has gone with rank 0; then the listener has noticed, too
             pass
         for thread in self._threads:
@@ -145,6 +150,13 @@ class Watch:
         self._inbox = None
         for pulse in self.pulses.values():
             pulse.close()
+
+    def _leave_last(self) -> None:
+        # Rank 0, which may host the store: the others would be told by torch, at length, that it has gone.
+        left, end = self.store.add("left", 1), time.monotonic() + ANSWER_SECONDS
+        while self.rank == 0 and left < self.ranks and time.monotonic() < end:
+            time.sleep(0.01)
+            left = self.store.add("left", 0)
 
     # Messages
 
@@ -255,42 +267,57 @@ class Watch:
         return self.pulse.read() | {"waits": _waits(frame), "stack": stack}
 
     def _diagnose(self) -> None:
-        """Print who waits and who has not come, and end the run."""
-        reports: dict[int, dict] = {}
+        """Say who waits and who has not come, and end the run."""
+        answers: dict[int, dict] = {}
         # In a thread of its own: if rank 0 is the one that is stopped, the store does not answer.
-        asking = threading.Thread(target=self._ask, args=(reports,), daemon=True)
-        asking.start()
-        asking.join(2 * ANSWER_SECONDS)
-        reports = {
-            rank: pulse.read() | {"stack": ""} for rank, pulse in self.pulses.items()
-            if pulse.read()["alive"] < ANSWER_SECONDS
-        } | reports | {self.rank: self.report()}  # fmt: skip
-        missing = [r for r in range(self.ranks) if not reports.get(r, {}).get("waits")]
-        if min(r for r in range(self.ranks) if r not in missing) == self.rank:
+        self._aside(self._ask, answers)
+        reports = {rank: pulse.read() | {"stack": ""} for rank, pulse in self.pulses.items()}
+        reports = {rank: found for rank, found in reports.items() if found["alive"] < ANSWER_SECONDS}
+        reports |= answers | {self.rank: self.report() | {"waits": True}}
+        waiting = [rank for rank in reports if reports[rank]["waits"]]
+        if min(waiting) == self.rank:  # one speaks for all
             print(self._describe(reports), file=sys.stderr, flush=True)
-        culprit = missing[0] if missing else self.rank
-        facts = self._known(culprit, reports)
-        kind = "is silent" if culprit not in reports else "is slow" if missing else "waits like all others"
-        self.failure = self.failure or facts | {
-            "rank": culprit,
-            "cause": f"it {kind}: rank {self.rank} has waited for {self.timeout:.0f} s",
-            "standstill": True,
-        }
+            failure = self._standstill(reports)
+            self._aside(self.tell_others, "failed", failure)
+        elif self.first_failure(2 * ANSWER_SECONDS) is None:
+            failure = self._standstill(reports)
+        self.failure = self.failure or failure
         self.hang_up()
         if not self._over.wait(10):  # nothing could free the main thread, and the run must end
             print(f"[rank {self.rank}] could not be freed from its wait; leaving", file=sys.stderr, flush=True)
             os._exit(1)
 
-    def _ask(self, reports: dict[int, dict]) -> None:
-        store = self.store.clone()
-        for rank in range(self.ranks):
-            if rank != self.rank:
-                _put(store, rank, "report?")
+    def _aside(self, work: Callable, *args: Any) -> None:
+        """Do something with the store without waiting for it for long, and give signs of life meanwhile."""
+        thread = threading.Thread(target=work, args=args, daemon=True)
+        thread.start()
         end = time.monotonic() + ANSWER_SECONDS
-        while len(reports) < self.ranks - 1 and time.monotonic() < end:
-            for rank in range(self.ranks):
-                if rank not in reports and rank != self.rank and store.check([f"report/{rank}"]):
-                    reports[rank] = json.loads(store.get(f"report/{rank}"))
+        while thread.is_alive() and time.monotonic() < end:
+            thread.join(0.2)
+            self.pulse.live(waits=True)
+
+    def _standstill(self, reports: dict[int, dict]) -> dict:
+        """What the ranks' errors say."""
+        late = [rank for rank in range(self.ranks) if not reports.get(rank, {}).get("waits")]
+        culprit = late[0] if late else self.rank
+        if late:
+            state = "is slow" if culprit in reports else "is silent"
+            cause = f"it {state}, and rank {self.rank} has waited for it for {self.timeout:.0f} s"
+        else:
+            places = ", ".join(f"rank {rank} in {where(reports[rank])}" for rank in sorted(reports))
+            cause = f"all ranks wait, in different calls ({places})"
+        return self._known(culprit, reports) | {"rank": culprit, "cause": cause, "standstill": True}
+
+    def _ask(self, answers: dict[int, dict]) -> None:
+        store = self.store.clone()
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        for rank in others:
+            _put(store, rank, "report?")
+        end = time.monotonic() + ANSWER_SECONDS
+        while len(answers) < len(others) and time.monotonic() < end:
+            for rank in others:
+                if rank not in answers and store.check([f"report/{rank}"]):
+                    answers[rank] = json.loads(store.get(f"report/{rank}"))
             time.sleep(0.05)
 
     def _known(self, rank: int, reports: dict[int, dict]) -> dict:
@@ -311,7 +338,7 @@ class Watch:
                 "slow": "runs, but has not come to where the others wait",
                 "waits": "waits for the others",
             }[state]
-            lines.append(f"  rank {rank} {state:<6}  {known['since']:.0f} s in {where(known)}; {about}")
+            lines.append(f"  rank {rank} {state:<6}  {known['since']:.0f} s since {where(known)}; {about}")
         names = ", ".join(f"rank {r}" for r in late)
         lines.append(f"not arrived: {names or 'none; the ranks wait in different calls'}")
         for rank in sorted(reports, key=lambda r: r not in late):
