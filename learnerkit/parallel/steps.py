@@ -32,6 +32,8 @@ class Steps(StepWeights):
 
     Attributes:
         carrier: the parameter whose gradient is the vector; `None` where it travels by itself.
+        reads_late: read the flags of a step after the next one, at the same place on every rank, so that the host need
+            not wait for the device.
         by_bucket: weigh the gradients on their way rather than the loss, for learners that differentiate losses of
             their own making. What all ranks count is then made known before the backward pass, so that the gradients
             are right as soon as they are reduced: such a learner may step in its own `_backward`.
@@ -45,11 +47,12 @@ class Steps(StepWeights):
         self.wrappers: list[DistributedDataParallel] = []
         self.carrier: nn.Parameter | None = None
         self.by_bucket = False
+        self.reads_late = self.device.type != "cpu"
         self.number = -1
         self._bucket_factor: float | Tensor = 1.0
         self._met: Tensor | None = None
         self._counted_all: float | Tensor = 0.0
-        self._flying: tuple[Tensor, torch.Event] | None = None
+        self._flying: tuple[Tensor, torch.Event | None] | None = None
         self._values: dict[int, Tensor] = {}
         self._settled = self._stepped = True
         self._own = torch.zeros(_SLOTS)
@@ -170,21 +173,16 @@ class Steps(StepWeights):
             return
         self._open = False
         vector = self._reduced() if self._met is None else self._met
-        if vector.device.type == "cpu":
+        if not self.reads_late:
             self._counted_all, *flags = vector.tolist()
             self._correct(self._counted_all, tolerance=8 * torch.finfo(vector.dtype).eps)
             self._heed(flags)
             return
         self._counted_all = vector[0]
         self._correct(self._counted_all)
-        # Read one step later, at the same place on every rank, so that the host need not wait for this step.
-        landing = torch.empty(_SLOTS, dtype=vector.dtype, pin_memory=vector.is_cuda)
-        landing.copy_(vector, non_blocking=vector.is_cuda)
-        arrived = torch.Event(vector.device)
-        arrived.record()
-        last, self._flying = self._flying, (landing, arrived)
+        last, self._flying = self._flying, _take_off(vector)
         if last is not None:
-            self._read(last)
+            self._heed(_land(last))
 
     def _reduced(self) -> Tensor:
         "The vector's mean over the ranks."
@@ -198,11 +196,6 @@ class Steps(StepWeights):
         if not self.by_bucket:
             super()._correct(counted, tolerance)
 
-    def _read(self, flying: tuple[Tensor, torch.Event]) -> None:
-        landing, arrived = flying
-        arrived.synchronize()  # a host-device sync, but with the step before: the device has work meanwhile
-        self._heed(landing[1:].tolist())
-
     def _heed(self, flags: list[float]) -> None:
         *leaving, ended = flags
         self.learn.dl.heard(ended)
@@ -215,9 +208,8 @@ class Steps(StepWeights):
         """The flags of the last step of an epoch, which no later step has read."""
         if self._flying is None:
             return [0.0] * len(LEAVING)
-        (landing, arrived), self._flying = self._flying, None
-        arrived.synchronize()
-        return landing[1:-1].tolist()
+        last, self._flying = self._flying, None
+        return _land(last)[:-1]
 
     # A batch that this rank does not finish by itself
 
@@ -312,6 +304,25 @@ class Steps(StepWeights):
             f"parameters that took no part in the loss: {', '.join(found) or 'see above'}; freeze them, use them, or "
             "pass find_unused_parameters=True to DistributedCallback"
         )
+
+
+def _take_off(vector: Tensor) -> tuple[Tensor, torch.Event | None]:
+    """Start a vector's copy to the host."""
+    if vector.device.type == "cpu":
+        return vector, None
+    landing = torch.empty(len(vector), dtype=vector.dtype, pin_memory=vector.is_cuda)
+    landing.copy_(vector, non_blocking=vector.is_cuda)
+    arrived = torch.Event(vector.device)
+    arrived.record()
+    return landing, arrived
+
+
+def _land(flying: tuple[Tensor, torch.Event | None]) -> list[float]:
+    """The flags, once they have arrived: a host-device sync, but with an earlier step; the device has work meanwhile."""
+    landing, arrived = flying
+    if arrived is not None:
+        arrived.synchronize()
+    return landing[1:].tolist()
 
 
 def nothing_of(output: Any) -> Tensor:

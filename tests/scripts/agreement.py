@@ -1,12 +1,13 @@
 """Cancels, Ctrl-C and errors on one rank: all ranks leave together, alike, soon, and the next fit works.
 
-Arguments: the parts to check (cancels, numbers, errors, alone); all by default.
+Arguments: the parts to check (cancels, numbers, late, errors, alone), by default each; `all` for more of them.
 """
 
 import os
 import signal
 import sys
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -156,18 +157,15 @@ def seen_steps():
                 rows.append([(x == row).all(1).nonzero().item() for row in self.xb[0]])
 
     learn = make_learner(Seen())
-    with learn.no_logging():
+    with learn.no_logging(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each process trains alone here, which is meant
         learn.fit(1)
     return rows
 
 
 def check_numbers():
     """What weighs nothing, what is stepped: equal to a loop by hand."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        steps = seen_steps()
+    steps = seen_steps()
     plain = by_hand(steps)
     without = [list(rows) for rows in steps]
     pieces = split_evenly(steps[1], N, 1)
@@ -225,6 +223,35 @@ def check_numbers():
         error, took = fit(learn)
         assert error is None, (event, error)
         check_after(learn, f"CancelTrain in {event} of a group", took=took)
+
+
+class Late(Callback):
+    """Flags are read a step later, as on an accelerator."""
+
+    order = 12  # after the DistributedCallback
+
+    def before_train(self):
+        self.learn.weights.reads_late = True
+
+
+def check_late():
+    """The same where the host must not wait for the device: all ranks leave at the same step, a step later."""
+    kinds = [CancelFitException, CancelEpochException, CancelTrainException, KeyboardInterrupt]
+    for kind in [*kinds, CancelBatchException]:
+        for event in [e for e in EVENTS if e in INNER_EVENTS]:
+            what = f"{kind.__name__} in {event}, flags read late"
+            action = interrupt if kind is KeyboardInterrupt else throw(kind())
+            learn = make_learner([Do(event, action), Late()])
+            error, took = fit(learn)
+            errors = world.all_gather(type(error).__name__)
+            assert set(errors) <= {"NoneType", "KeyboardInterrupt"}, (what, errors)
+            assert len(set(errors)) == 1, (what, errors)
+            check_after(learn, what, took=took, alike=error is None)
+    learn = make_learner(Late())
+    error, _ = fit(learn, 1)
+    assert error is None, error
+    for a, b in zip(weights(learn), by_hand(seen_steps()), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 class Waits(Callback):
@@ -320,8 +347,9 @@ def check_alone():
 
 
 if __name__ == "__main__":
-    for part in ("cancels", "numbers", "errors", "alone"):
-        if not {"cancels", "numbers", "errors", "alone"} & set(sys.argv) or part in sys.argv:
+    parts = ("cancels", "numbers", "late", "errors", "alone")
+    for part in parts:
+        if part in sys.argv or not {*parts} & {*sys.argv}:
             globals()[f"check_{part}"]()
     world.barrier()
     if RANK == 0:
