@@ -11,6 +11,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -415,6 +416,86 @@ def seeded_samplers(dl: Any, seed: int) -> Iterator[None]:
     finally:
         for sampler in lent:
             sampler.generator = None
+
+
+# Samplers that draw from nothing but the generator they were lent (`seeded_samplers`), or have, or from none.
+_SEEDED = (BatchSampler, IndexBatches, SequentialSampler, DistributedSampler)
+
+
+def draws_globally(dl: Any) -> bool:
+    """Whether a sampler behind a map-style loader may draw from the global generators."""
+    if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset):
+        return False
+    return any(type(s) not in _SEEDED and getattr(s, "generator", None) is None for s in samplers_of(dl))
+
+
+def same_stream(batches: Iterable, seed: int | tuple | None, advance: bool = False) -> Iterator:
+    """Iterate with global generators of its own: what others draw meanwhile does not change it, nor it theirs.
+
+    Args:
+        batches: what to iterate over.
+        seed: a seed to begin with; or states, as those of `world.seed_states`; or `None`: the present ones.
+        advance: leave the global generators at its end as it would have left them, if nobody else has used them, and
+            it began with their states.
+    """
+    first = inside = None
+    stream = None
+    while True:
+        outside = world.seed_states()
+        if inside is not None:
+            world.set_seed_states(inside)
+        elif isinstance(seed, int):
+            world.seed_host(seed)
+        elif seed is not None:
+            world.set_seed_states(seed)
+        first = first or outside
+        try:
+            stream = iter(batches) if stream is None else stream
+            batch = next(stream)
+            inside = world.seed_states()
+        except StopIteration:
+            if advance and not isinstance(seed, int) and _same_states(first, outside):
+                outside = world.seed_states()
+            return
+        finally:
+            world.set_seed_states(outside)
+        yield batch
+
+
+def _same_states(a: tuple, b: tuple) -> bool:
+    numpy = a[2] is b[2] is None or (a[2][2:] == b[2][2:] and (a[2][1] == b[2][1]).all())
+    return torch.equal(a[0], b[0]) and a[1] == b[1] and bool(numpy)
+
+
+class OwnStream:
+    """Batches (or indices) drawn as a `same_stream`.
+
+    Args:
+        batches: the user's sampler or batch sampler.
+    """
+
+    def __init__(self, batches: Iterable):
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator:
+        return same_stream(self.batches, None, advance=True)
+
+
+def with_own_stream(dl: DataLoader) -> DataLoader:
+    """A copy of `dl` whose samplers draw as an `OwnStream`."""
+    name = "sampler" if dl.batch_sampler is None else "batch_sampler"
+    return with_batches(dl, **{name: OwnStream(getattr(dl, name))})
+
+
+def states_at_start(dl: Any) -> tuple:
+    """The states of the global generators that the samplers of `dl` will find when an epoch begins now."""
+    with keep_seeds():
+        if getattr(dl, "generator", None) is None:  # torch's loader first draws a seed for its workers
+            torch.empty((), dtype=torch.int64).random_()
+        return world.seed_states()
 
 
 @contextmanager

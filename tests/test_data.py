@@ -1,23 +1,26 @@
 """Loaders, batches and the order of samples."""
 
+import random
 from collections import UserDict, namedtuple
 
 import pytest
 import torch
 from conftest import make_learner
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
 )
 
-from learnerkit import Callback, DataLoaders, set_seed
+from learnerkit import Callback, DataLoaders, Learner, set_seed
 from learnerkit.data import (
     IndexBatches,
     RowsLoader,
@@ -301,3 +304,47 @@ def test_keep_seeds():
     with keep_seeds():
         first = torch.rand(1)
     assert torch.equal(first, torch.rand(1))
+
+
+class Drawing(Sampler):
+    """A sampler that draws from the global generators."""
+
+    def __len__(self):
+        return 9
+
+    def __iter__(self):
+        for i in torch.randperm(9).tolist():
+            yield i if random.random() < 2 else 0
+
+
+def orders(noise, epochs=3):
+    """The samples of each epoch of a fit whose callback draws `noise` random numbers in each batch."""
+    found = []
+
+    class Look(Callback):
+        def before_batch(self):
+            found.append(self.xb[0].flatten().tolist())
+            torch.rand(noise), random.random() if noise else None
+
+    dl = DataLoader(TensorDataset(torch.arange(9.0)[:, None], torch.zeros(9, 1)), batch_size=4, sampler=Drawing())
+    learn = Learner(DataLoaders(dl), nn.Linear(1, 1), nn.MSELoss(), cbs=Look())
+    torch.manual_seed(3), random.seed(3)
+    with learn.no_logging(), learn.no_bar():
+        learn.fit(epochs)
+    assert dl.sampler.__class__ is Drawing
+    return found
+
+
+def test_a_sampler_that_uses_the_global_generators_draws_as_in_a_plain_loop():
+    dl = DataLoader(TensorDataset(torch.arange(9.0)[:, None], torch.zeros(9, 1)), batch_size=4, sampler=Drawing())
+    torch.manual_seed(3), random.seed(3)
+    plain = [batch[0].flatten().tolist() for _ in range(3) for batch in dl]
+    assert orders(noise=0) == plain
+
+
+def test_what_others_draw_does_not_change_the_order_within_an_epoch():
+    quiet, noisy = orders(noise=0, epochs=1), orders(noise=5, epochs=1)
+    assert quiet == noisy
+    first, second = orders(noise=5, epochs=2)[:3], orders(noise=5, epochs=2)[3:]
+    assert first != second
+    assert sorted(sum(second, [])) == list(range(9))

@@ -2,8 +2,10 @@
 
 from contextlib import ExitStack
 
+from torch.utils.data import DataLoader
+
 from learnerkit.callback import Callback
-from learnerkit.data import SampleOrder, seeded_samplers
+from learnerkit.data import SampleOrder, draws_globally, seeded_samplers, with_own_stream
 
 
 class TrainEvalCallback(Callback):
@@ -16,17 +18,22 @@ class TrainEvalCallback(Callback):
         super().__init__()
         self.sample_order: SampleOrder | None = None
         self._seeded = ExitStack()
+        self._twin: tuple[DataLoader, DataLoader] | None = None
 
     def before_fit(self):
         if self.learn.task == "fit":
             self.learn.train_iter, self.learn.pct_train = 0, 0.0
-            self.sample_order = SampleOrder()
+            self.sample_order, self._twin = SampleOrder(), None
 
     def before_train(self):
         learn = self.learn
         learn.model.train()
         learn.pct_train = learn.epoch / learn.n_epoch
         self._seeded.enter_context(seeded_samplers(learn.dl, self.sample_order.seed(learn.epoch)))
+        if draws_globally(learn.dl) and not learn.sharded:  # with several ranks their loaders see to it
+            if self._twin is None or self._twin[0] is not learn.dl:
+                self._twin = learn.dl, with_own_stream(learn.dl)
+            learn.dl = self._twin[1]
 
     def after_batch(self):
         learn = self.learn

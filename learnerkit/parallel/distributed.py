@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
 
 from learnerkit import optim, world
 from learnerkit.callback import Callback, Dispatch
-from learnerkit.data import loader_len, map_batch
+from learnerkit.data import draws_globally, loader_len, map_batch, states_at_start
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.loaders import RankLoader, rank_loader
 from learnerkit.parallel.steps import Steps, nothing_of, plain_hook
@@ -268,8 +269,8 @@ class DistributedCallback(Callback):
 
     def _share_out(self, dl: Any, training: bool) -> RankLoader:
         key = (id(dl), training)
-        order = getattr(getattr(self.learn, "train_eval", None), "sample_order", None)
-        seed = order.seed(self.learn.epoch) if order and training else 0
+        drawn = draws_globally(dl) or isinstance(getattr(dl, "dataset", None), IterableDataset)
+        seed = world.broadcast(states_at_start(dl)) if drawn else 0  # the order is the one that rank 0 would draw
         if key not in self._loaders:
             name = "the training loader" if training else "the loader"
             # With statistics per rank, BatchNorm needs two samples on a rank, or none.

@@ -13,13 +13,12 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    SequentialSampler,
     get_worker_info,
 )
 from torch.utils.data._utils import worker as _worker
 
 from learnerkit import world
-from learnerkit.data import IndexBatches, batch_size, loader_len, map_batch, samplers_of, with_batches
+from learnerkit.data import batch_size, draws_globally, loader_len, map_batch, same_stream, samplers_of, with_batches
 from learnerkit.utils import warn
 
 
@@ -96,7 +95,8 @@ class RankBatches:
         least: as in `deal`.
         training: every rank takes every step, if need be with a sample that does not count; in evaluation steps
             without samples are left out, and batches are never spread.
-        seed: makes all ranks draw alike from samplers that use the global generators; `None` leaves them be.
+        seed: makes all ranks draw alike from samplers that use the global generators (a seed, or states as those of
+            `world.seed_states`); `None` leaves them be.
         opaque: the items stand for whole batches, whose sizes only their data tell.
     """
 
@@ -109,7 +109,7 @@ class RankBatches:
         split: bool = False,
         least: int = 1,
         training: bool = True,
-        seed: int | None = None,
+        seed: int | tuple | None = None,
         opaque: bool = False,
     ):
         self.batches, self.rank, self.ranks = batches, rank, ranks
@@ -126,7 +126,7 @@ class RankBatches:
     def __iter__(self) -> Iterator:
         # Loaders with workers draw ahead of what they give out, in the same order: the shares wait in a queue.
         shares = self.shares
-        stream = self.batches if self.seed is None else same_stream(self.batches, self.seed)
+        stream = self.batches if self.seed is None else same_stream(self.batches, self.seed, self.rank == 0)
         if self.opaque:
             stream = ([item] for item in stream)
         for share, batch in self._spread(stream) if self.split or self.training else self._take_turns(stream):
@@ -145,24 +145,6 @@ class RankBatches:
         for place, batch in enumerate(stream):
             if place % self.ranks == self.rank:
                 yield Share(place, len(batch), len(batch)), batch
-
-
-def same_stream(batches: Iterable, seed: int) -> Iterator:
-    """Iterate with the host's global generators seeded, which get their own states back between any two steps."""
-    inside = None
-    stream = None
-    while True:
-        outside = world.seed_states()
-        world.seed_host(seed) if inside is None else world.set_seed_states(inside)
-        try:
-            stream = iter(batches) if stream is None else stream
-            batch = next(stream)
-            inside = world.seed_states()
-        except StopIteration:
-            return
-        finally:
-            world.set_seed_states(outside)
-        yield batch
 
 
 class RankLoader:
@@ -197,7 +179,7 @@ class RankLoader:
             self.share = shares.popleft()
             yield batch if self.share.size or self.keep_sample else emptied(batch)
 
-    def reseed(self, seed: int) -> None:
+    def reseed(self, seed: int | tuple) -> None:
         """Give a new epoch's seed to samplers that draw from the global generators; others do not heed it."""
         if self.batches.seed is not None:
             self.batches.seed = seed
@@ -225,10 +207,10 @@ class RankStream(IterableDataset):
         rank, ranks: whose part of how many.
         block: samples of a batch of the user's loader; batch k is the k-th block of the stream.
         piece: from which to which sample of each block; `None` for whole blocks, of which each rank takes its turn.
-        seed: the stream is read with the host's generators seeded with it.
+        seed: the stream is read with the host's generators seeded with it, or put into these states.
     """
 
-    def __init__(self, dataset: IterableDataset, rank: int, ranks: int, block: int, piece: range | None, seed: int):
+    def __init__(self, dataset: IterableDataset, rank: int, ranks: int, block: int, piece: range | None, seed: Any):
         self.dataset, self.rank, self.ranks = dataset, rank, ranks
         self.block, self.piece, self.seed = block, piece, seed
 
@@ -236,7 +218,7 @@ class RankStream(IterableDataset):
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         turns = 1 if self.piece is not None else self.ranks
-        for place, sample in enumerate(same_stream(_Whole(self.dataset), self.seed)):
+        for place, sample in enumerate(same_stream(_Whole(self.dataset), self.seed, self.rank == 0)):
             block, offset = divmod(place, self.block)
             if self.piece is None and block % self.ranks != self.rank:
                 continue
@@ -343,13 +325,13 @@ class RankStreamLoader(RankLoader):
                 f"{step}, and all ranks stopped with it, although others had more; uneven='join' uses all of it"
             )
 
-    def reseed(self, seed: int) -> None:
+    def reseed(self, seed: int | tuple) -> None:
         if isinstance(self.loader.dataset, RankStream):
             self.loader.dataset.seed = seed
 
 
 def rank_stream(
-    dl: DataLoader, name: str, *, training: bool, split: bool, seed: int, sharded: bool, join: bool
+    dl: DataLoader, name: str, *, training: bool, split: bool, seed: int | tuple, sharded: bool, join: bool
 ) -> RankStreamLoader:
     """`dl`, which reads an iterable dataset, reading this rank's part.
 
@@ -390,7 +372,7 @@ def rank_loader(
     training: bool,
     split: bool,
     least: int,
-    seed: int,
+    seed: int | tuple,
     sharded: bool = False,
     join: bool = False,
 ) -> RankLoader:
@@ -428,7 +410,6 @@ def rank_loader(
             f"{name} has batch_size=None, so its batches are made by the dataset and cannot be cut; use "
             "split_batches=False, or let the loader make the batches"
         )
-    own_generators = all(type(s) in _SEEDED or getattr(s, "generator", None) is not None for s in samplers)
     batches = RankBatches(
         dl.sampler if dl.batch_sampler is None else dl.batch_sampler,
         world.rank(),
@@ -436,17 +417,13 @@ def rank_loader(
         split=split,
         least=least,
         training=training,
-        seed=None if own_generators else seed,
+        seed=seed if draws_globally(dl) else None,
         opaque=opaque,
     )
     twin = with_batches(dl, **{"sampler" if dl.batch_sampler is None else "batch_sampler": batches})
     if dl.num_workers and not world.is_main():
         twin.worker_init_fn = partial(_seed_worker, dl.worker_init_fn, world.rank())
     return RankLoader(twin, batches)
-
-
-# Samplers that draw from nothing but the generator they were lent (`seeded_samplers`), or from none.
-_SEEDED = (BatchSampler, IndexBatches, SequentialSampler)
 
 
 def _seed_worker(worker_init_fn: Any, rank: int, worker: int) -> None:

@@ -318,7 +318,7 @@ def _take_off(vector: Tensor) -> tuple[Tensor, torch.Event | None]:
 
 
 def _land(flying: tuple[Tensor, torch.Event | None]) -> list[float]:
-    """The flags, once they have arrived: a host-device sync, but with an earlier step; the device has work meanwhile."""
+    """The flags, once they are here: a host-device sync, but with an earlier step; the device has work meanwhile."""
     landing, arrived = flying
     if arrived is not None:
         arrived.synchronize()
