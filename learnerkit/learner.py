@@ -680,3 +680,15 @@ class Learner:
             kwargs: those of `DistributedCallback`.
         """
         return parallel.distrib_ctx(self, nproc, **kwargs)
+
+    def check_distributed(self, n: int = 2, **kwargs: Any) -> bool:
+        """Prove, on CPU processes, that this learner trains on `n` ranks as on one, and print a verdict.
+
+        Args:
+            n: how many processes.
+            kwargs: those of `parallel.check_distributed`, and of `DistributedCallback`.
+
+        Returns:
+            Whether everything compared was equal.
+        """
+        return parallel.check_distributed(self, n, **kwargs)

@@ -10,9 +10,10 @@ from learnerkit.parallel.distributed import (
     warn_outside_context,
 )
 from learnerkit.parallel.drift import DriftCheck
+from learnerkit.parallel.proof import check_distributed
 from learnerkit.parallel.watch import PeerError
 
 __all__ = [
-    "Agreement", "DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError", "dispatch", "distrib_ctx",
-    "together", "warn_outside_context",
+    "Agreement", "DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError", "check_distributed", "dispatch",
+    "distrib_ctx", "together", "warn_outside_context",
 ]  # fmt: skip
