@@ -51,11 +51,11 @@ class Steps(StepWeights):
         self.number = -1
         self._bucket_factor: float | Tensor = 1.0
         self._met: Tensor | None = None
+        self._witness: nn.Parameter | None = None  # a parameter whose gradient tells whether they were cleared
         self._counted_all: float | Tensor = 0.0
         self._flying: tuple[Tensor, torch.Event | None] | None = None
         self._values: dict[int, Tensor] = {}
         self._settled = self._stepped = True
-        self._own = torch.zeros(_SLOTS)
 
     # Wrapping
 
@@ -138,8 +138,16 @@ class Steps(StepWeights):
         if not self._open:
             self._open, self._counted = True, 0.0
             self.expected = self._expect(count)
+            if self._witness is not None and self._witness.grad is not None:
+                # A callback accumulates gradients by leaving steps out: those that are there have their scale already,
+                # so this batch's must be right before it joins them.
+                self.expected = self._agree_on(count)
         self._counted = self._counted + count
         return count
+
+    def _agree_on(self, count: float | Tensor) -> float:
+        """What the ranks count on average; a collective and a host-device sync of its own."""
+        return world.reduce(float(count), "mean") or 1.0
 
     def _expect(self, count: float | Tensor) -> float:
         dl = self.learn.dl
@@ -172,6 +180,8 @@ class Steps(StepWeights):
         if not self.learn.step_due:
             return
         self._open = False
+        if self._witness is None:
+            self._witness = next((p for p in self.learn.model.parameters() if p.grad is not None), None)
         vector = self._reduced() if self._met is None else self._met
         if not self.reads_late:
             self._counted_all, *flags = vector.tolist()

@@ -208,15 +208,17 @@ def check_numbers():
             if self.iter % 2 == 0:
                 raise CancelBatchException
 
-    found = []
-    for way in (fit, lambda learn, epochs: learn.fit(epochs)):
-        learn = make_learner(Accumulate())
-        with warnings.catch_warnings(), learn.no_logging():
-            warnings.simplefilter("ignore")
-            way(learn, 1)
-        found.append(weights(learn))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    for weight in (None, torch.tensor([0.2, 0.9], dtype=torch.float64)):
+        found = []
+        for way in (fit, lambda learn, epochs: learn.fit(epochs)):
+            learn = make_learner(Accumulate())
+            learn.loss_func = nn.CrossEntropyLoss(weight=weight)
+            with warnings.catch_warnings(), learn.no_logging():
+                warnings.simplefilter("ignore")
+                way(learn, 1)
+            found.append(weights(learn))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     # A cancel in the middle of a group.
     for event in ("before_batch", "after_pred", "after_backward", "after_batch"):
         learn = make_learner([Do(event, throw(CancelTrainException())), GradientAccumulation(n_batches=4)])
