@@ -190,6 +190,16 @@ def before_meeting(call: Callable[[], None] | None) -> Iterator[None]:
         _before_meeting.reset(token)
 
 
+@contextmanager
+def one_meeting() -> Iterator[None]:
+    """Collectives that no rank can leave half-way: whether all ranks come is asked once, for all of them."""
+    call = _before_meeting.get()
+    if call is not None and world_size() > 1 and not _silent.get():
+        call()
+    with before_meeting(None):
+        yield
+
+
 def _meet(what: str, waits: bool = True) -> bool:
     """Whether there are peers to meet for collective `what`; joins them first.
 

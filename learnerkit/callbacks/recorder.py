@@ -112,7 +112,8 @@ class EvaluationCallback(Callback):
 
     def after_validate(self):
         found = self._evaluation
-        self.values = [found.loss.mean(self.learn.loss_weighting.sums, found.sharded), *found.metrics()]
+        with world.one_meeting():
+            self.values = [found.loss.mean(self.learn.loss_weighting.sums, found.sharded), *found.metrics()]
 
 
 class Smoother:
@@ -282,10 +283,11 @@ class Recorder(Callback):
 
     def after_epoch(self):
         sums = self.learn.loss_weighting.sums
-        values = [self._train_loss(), *self._train.metrics()]
-        if self.learn.dls.valid is not None:
-            values += [self._valid.loss.mean(sums, self._valid.sharded), *self._valid.metrics()]
-        logged = self._logged_means()
+        with world.one_meeting():
+            values = [self._train_loss(), *self._train.metrics()]
+            if self.learn.dls.valid is not None:
+                values += [self._valid.loss.mean(sums, self._valid.sharded), *self._valid.metrics()]
+            logged = self._logged_means()
         self.metric_names = ["epoch", *self._names(), *logged, *(["time"] if self.add_time else [])]
         self.final_record = [*values, *logged.values()]
         self.values.append(self.final_record)

@@ -104,6 +104,7 @@ class DistributedCallback(Callback):
     def _forget(self) -> None:
         self._plain: nn.Module | None = None
         self._wrapped: nn.Module | None = None
+        self._trainable: list[bool] = []
         self._parts: dict[str, nn.Module] = {}
         self._steps: Steps | None = None
         self._probed = False
@@ -127,11 +128,12 @@ class DistributedCallback(Callback):
             self._logger, learn.logger = learn.logger, _say_nothing
         if learn.task != "fit":
             return
-        self._compare()
-        world.spread_seeds()
-        if hasattr(learn, "train_eval"):  # the seeds of the sample order are rank 0's
-            generator = learn.train_eval.sample_order.generator
-            generator.set_state(world.broadcast(generator.get_state()))
+        with world.one_meeting():
+            self._compare()
+            world.spread_seeds()
+            if hasattr(learn, "train_eval"):  # the seeds of the sample order are rank 0's
+                generator = learn.train_eval.sample_order.generator
+                generator.set_state(world.broadcast(generator.get_state()))
 
     def _compare(self) -> None:
         """Refuse a fit that differs between ranks, and give all of them rank 0's optimizer state."""
@@ -169,14 +171,17 @@ class DistributedCallback(Callback):
         if world.world_size() == 1:
             return
         learn = self.learn
-        if self._wrapped is None:
+        if self._steps is None:
             self._plain = learn.model
             self._steps = Steps(learn, learn.together)
             self._check_options()
-            learn.together.vote()  # wrapping talks to the other ranks, and one of them may have left this event
-            self._wrapped = self._wrap_up(self._plain)
             for opt in learn.opts:
                 self._undo.append(opt.register_step_post_hook(self._steps.stepped).remove)
+        trainable = [p.requires_grad for p in self._plain.parameters()]
+        # Of several networks some may be frozen just for the moment.
+        if self._wrapped is None or (trainable != self._trainable and not self.wrap_names):
+            learn.together.vote()  # wrapping talks to the other ranks, and one of them may have left this event
+            self._wrapped, self._trainable, self._probed = self._wrap_up(self._plain), trainable, False
         self._enter(self._wrapped, training=True)
         learn.weights = self._steps
 
@@ -223,6 +228,14 @@ class DistributedCallback(Callback):
             if not isinstance(getattr(model, name, None), nn.Module):
                 names = [n for n, _ in model.named_children()]
                 raise ValueError(f"wrap={self.wrap_names} names {name!r}; {type(model).__name__} has {names}")
+        inside = {id(p) for name in self.wrap_names for p in getattr(model, name).parameters()}
+        outside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
+        if outside:
+            raise ValueError(
+                f"wrap={self.wrap_names} leaves out {shortened(outside)}, which each rank would train by itself; name "
+                "their modules too, or freeze them"
+            )
+        for name in self.wrap_names:
             wrapper = self._ddp(getattr(model, name), bool(self.find_unused_parameters))
             wrapper.register_state_dict_post_hook(_without_module)
             self._parts[name] = wrapper
@@ -248,6 +261,8 @@ class DistributedCallback(Callback):
             steps.weigh_buckets(wrapper, hook or plain_hook, state)
         elif hook is not None:
             wrapper.register_comm_hook(state, hook)
+        if not self.wrap_names:
+            steps.wrappers.clear()  # of one that was wrapped otherwise before
         steps.wrappers.append(wrapper)
         return wrapper
 
@@ -257,14 +272,13 @@ class DistributedCallback(Callback):
         found = dict.fromkeys(name for rank in world.all_gather(names) for name in rank)
         if not found:
             return
-        shown = ", ".join([*found][:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+        shown = shortened([*found])
         if self.find_unused_parameters is False:
             raise RuntimeError(
                 f"parameters that take no part in the loss: {shown}. DDP waits for the gradient of each: freeze them, "
                 "use them, or leave find_unused_parameters=False out"
             )
         self._warn_once(f"find_unused_parameters=True was chosen: the loss does not depend on {shown}")
-        self._steps.wrappers.clear()
         self._wrapped = self.learn.model = self._ddp(self._plain, find_unused=True)
 
     def _share_out(self, dl: Any, training: bool) -> RankLoader:
@@ -408,6 +422,11 @@ def dispatch(learn: "Learner", fitting: bool) -> Dispatch:
 
 
 _CARRIER = "_learnerkit_carrier"
+
+
+def shortened(names: list[str]) -> str:
+    """The first few names."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _learner_backward(learn: "Learner") -> Callable:
