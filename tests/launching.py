@@ -14,16 +14,19 @@ WAYS = {
 }
 
 
-def environment() -> dict[str, str]:
-    """One thread, this package, no GPU."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+def environment(gpus: bool = False) -> dict[str, str]:
+    """One thread, this package, no GPU unless they are wanted."""
+    mine = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS.parents[1])}
+    return mine if gpus else mine | {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def run_script(script: str, *args: object, nproc: int = 1, way: str = "launch", timeout: float = 120) -> str:
+def run_script(
+    script: str, *args: object, nproc: int = 1, way: str = "launch", timeout: float = 120, gpus: bool = False
+) -> str:
     """Run a script of tests/scripts to its end and return what it printed; a failure shows its output."""
     done = subprocess.run(
         [*WAYS[way](nproc), str(SCRIPTS / script), *map(str, args)],
-        env=environment(),
+        env=environment(gpus),
         capture_output=True,
         text=True,
         timeout=timeout,

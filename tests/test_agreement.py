@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+import torch
 from launching import SCRIPTS, environment, run_script
 
 
@@ -18,6 +19,14 @@ def test_two_ranks_leave_together(part):
 @pytest.mark.timeout(900)
 def test_three_ranks_leave_together_whatever_the_order():
     assert run_script("agreement.py", "all", nproc=3, timeout=850).rstrip().endswith("all well")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("part", ["cancels", "late", "errors", "alone"])
+def test_two_gpus_leave_together(part):
+    # NCCL: not run on a machine with two GPUs so far.
+    assert run_script("agreement.py", part, nproc=2, timeout=170, gpus=True).rstrip().endswith("all well")
 
 
 CASES = {
