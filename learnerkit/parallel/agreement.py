@@ -70,13 +70,20 @@ class Agreement:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
+        own = error
+        if error is None:
+            try:
+                self.vote()  # another rank may have failed in a cleanup
+            except BaseException as last:
+                error = last
         if error is not None and not agreed(error):
             self.failed(error)
-        echo = error is not None and error is not self._failing and self.watch.failure and is_collective_error(error)
-        cause = self.watch.peer_error() if echo else None
+        follows = error is not None and error is not self._failing and self.watch.failure is not None
+        if follows and is_collective_error(error):
+            error = self.watch.peer_error()
         self._stack.close()
-        if cause is not None:
-            raise cause from None
+        if error is not own:
+            raise error from None
 
     @contextmanager
     def _deferred_interrupts(self) -> Iterator[None]:

@@ -291,6 +291,13 @@ def check_errors():
     assert RANK == LAST or f"rank {LAST} failed" in str(error)
     assert RANK == LAST or "ZeroDivisionError: in the model" in str(error)
 
+    # In a cleanup, when the others are through with everything but theirs.
+    for event in ("cleanup_fit", "cleanup_train"):
+        learn = make_learner(Do(event, throw(ValueError("boom"))))
+        error, took = fit(learn)
+        assert type(error) is (ValueError if RANK == LAST else PeerError), (event, error)
+        check_after(learn, f"an error in {event}", took=took, alike=False)
+
     # The same error on all ranks is every rank's own.
     learn = make_learner(Do("after_loss", throw(ValueError("boom")), ranks=tuple(range(N))))
     error, took = fit(learn)
