@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from learnerkit.data import tensors_in
+
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
@@ -27,6 +29,11 @@ class StepWeights:
         self._counted: float | Tensor = 0.0  # what this step has counted so far
         self._open = False  # whether a batch of this step has been weighed
 
+    @property
+    def begun(self) -> bool:
+        """Whether gradients of batches wait for their step."""
+        return self._open
+
     # Two hooks of the loop, around the backward pass
 
     def weigh(self, loss: Tensor) -> Tensor:
@@ -36,7 +43,7 @@ class StepWeights:
             self._open, self._counted = True, 0.0
             self.expected = self._expect(count)
         self._counted = self._counted + count
-        return loss if self.sums else weighted(loss, count, self.expected)
+        return loss if self.sums else self._weighted(loss, count)
 
     def settle(self) -> None:
         """Correct the gradients once the step's last backward pass is over."""
@@ -55,6 +62,14 @@ class StepWeights:
         count = self.learn.loss_count
         return count if not isinstance(count, Tensor) or count.device.type != "cpu" else count.item()
 
+    def _weighted(self, loss: Tensor, count: float | Tensor) -> Tensor:
+        "The loss times count / expected."
+        if isinstance(count, Tensor):
+            return torch.where(count > 0, loss * (count / self.expected), 0.0).to(loss.dtype)
+        if not count:  # the loss may be the mean of nothing, a NaN, and so would its gradient times 0 be
+            return nothing_of(self.learn)
+        return loss if count == self.expected else loss * (count / self.expected)
+
     def _expect(self, count: float | Tensor) -> float:
         "What a step will count, roughly; counts on the device are not read."
         return (self.learn.batch_size if isinstance(count, Tensor) else count) * self.learn.step_batches or 1.0
@@ -71,12 +86,10 @@ class StepWeights:
         scale_gradients(self.learn, factor)
 
 
-def weighted(loss: Tensor, count: float | Tensor, expected: float) -> Tensor:
-    """The loss times count / expected; 0 where nothing is counted."""
-    if isinstance(count, Tensor):
-        # The mean of nothing is NaN, and NaN times 0 would be, too.
-        return torch.where(count > 0, loss * (count / expected), 0.0).to(loss.dtype)
-    return loss if count == expected else loss * (count / expected)
+def nothing_of(learn: "Learner") -> Tensor:
+    """A loss that depends on all of the model's output and whose gradients are zero."""
+    output = learn.pred if learn.output is None else learn.output
+    return sum(t.sum() for t in tensors_in(output) if t.requires_grad) * 0.0
 
 
 def scale_gradients(learn: "Learner", factor: float | Tensor) -> None:

@@ -1,6 +1,5 @@
 """Optimizer steps of several batches."""
 
-from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.events import CancelBatchException, CancelStepException
 from learnerkit.weights import StepWeights
@@ -37,21 +36,21 @@ class GradientAccumulation(Callback):
 
     def before_train(self):
         learn = self.learn
-        if world.world_size() == 1:  # with several ranks DDP's weights count those of a group as well
+        if not learn.sharded:  # with several ranks DDP's weights count those of a group as well
             self._weights = learn.weights = StepWeights(learn)
         self._batches = self._samples = self._steps = 0
         learn.step_batches = self.n_batches or 1
-        self._open = False
+        self._placed = False
 
     def before_batch(self):
         learn = self.learn
-        self._open = True
+        self._placed = True
         self._batches += 1
         self._samples += self._global_size()
         last = learn.n_iter is not None and learn.iter + 1 == learn.n_iter
         full = self._batches == self.n_batches if self.n_batches else self._samples >= self.n_samples
         if self._batches == 1 and self.n_samples:
-            learn.step_batches = max(1, round(self.n_samples / max(1, self._samples)))
+            learn.step_batches = -(-self.n_samples // max(1, self._samples))
         learn.step_due = full or last
         if learn.step_due:
             self._batches = self._samples = 0
@@ -75,26 +74,37 @@ class GradientAccumulation(Callback):
         if not self.learn.step_due:
             raise CancelBatchException
 
+    def after_cancel_batch(self):
+        if self._weights is None:  # the ranks' own agreement does all this
+            return
+        if not self._placed:  # a callback before this one cancelled the batch, which has its place in a group still
+            self.before_batch()
+        self._step_if_due()
+
     def after_batch(self):
         learn = self.learn
+        self._placed = False
         self._steps += learn.step_due
-        self._open &= not learn.step_due
         if learn.n_iter:  # a group counts as begun only when its step is taken
             steps = -(-learn.n_iter // learn.step_batches)
             learn.pct_train = (learn.epoch + min(1.0, self._steps / steps)) / learn.n_epoch
 
     def after_cancel_train(self):
-        self._open = False
+        if self._weights is not None:
+            self.learn.weights = self._weights = None  # the open group is left out
 
     def after_train(self):
-        if not self._open:
-            return
-        # A loader without length: that its last batch was the last is known only now.
+        if self._weights is not None:
+            self.learn.step_due = True  # of a loader without length: that its last batch was the last is known now
+            self._step_if_due()
+
+    def _step_if_due(self) -> None:
+        "Take the step of a group whose last batch has not taken it."
         learn = self.learn
-        learn.step_due = True
-        self._weights.settle()
-        learn._events("step", learn._step, CancelStepException)
-        learn._zero_grad()
+        if learn.step_due and self._weights.begun:
+            self._weights.settle()
+            learn._events("step", learn._step, CancelStepException)
+            learn._zero_grad()
 
     def cleanup_train(self):
         learn = self.learn

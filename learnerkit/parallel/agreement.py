@@ -8,6 +8,7 @@ that: `learnerkit.parallel.watch` tells the others and frees those that are bloc
 
 import itertools
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -38,9 +39,9 @@ _OUTER_EVENTS = [event for event in Event if event not in INNER_EVENTS and not e
 
 _PLACES = {
     event: i for i, event in enumerate(Event) if event in INNER_EVENTS and event.startswith(("before_", "after_"))
-    and not event.startswith("after_cancel_") and event != "after_batch"
+    and not event.startswith("after_cancel_")
 }  # fmt: skip
-"""The events of a batch in their order, up to its step."""
+"""The events of a batch in their order."""
 
 _runs = itertools.count()  # every rank makes the same runs
 
@@ -56,7 +57,7 @@ class Agreement:
     def __init__(self, learn: "Learner", timeout: float):
         self.learn, self.timeout = learn, timeout
         self.pending: BaseException | None = None
-        self.interrupted = False
+        self.presses = 0  # of Ctrl-C
         self.between_events = True
         self.votes = 0
         self._failing: BaseException | None = None
@@ -90,21 +91,25 @@ class Agreement:
         """Ctrl-C takes effect where all ranks can leave together; pressed again, at once."""
 
         def interrupt(*_: object) -> None:
-            if self.interrupted:
-                signal.default_int_handler(*_)
-            self.interrupted = True
+            self.presses += 1
+            if self.presses == 1:
+                self.pending = KeyboardInterrupt()
+            else:
+                raise KeyboardInterrupt
 
-        try:
-            if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-                raise ValueError("the user has a handler")
-            signal.signal(signal.SIGINT, interrupt)
-        except ValueError:  # or this is not the main thread
+        in_main = threading.current_thread() is threading.main_thread()
+        if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # the user has a handler
             yield
             return
+        signal.signal(signal.SIGINT, interrupt)
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def final(self, error: BaseException) -> bool:
+        """Whether an error ends the run here and now: all ranks raise it, or the user has pressed Ctrl-C again."""
+        return agreed(error) or (isinstance(error, KeyboardInterrupt) and self.presses > 1)
 
     # Errors
 
@@ -136,10 +141,7 @@ class Agreement:
     # Cancels
 
     def own(self, error: BaseException | None = None) -> BaseException | None:
-        """The strongest reason this rank has to leave: `error`, one from before, or Ctrl-C."""
-        if self.interrupted:
-            self.interrupted = False
-            self.pending = KeyboardInterrupt()
+        """The strongest reason this rank has to leave: `error`, or one from before."""
         found = [e for e in (self.pending, error) if e is not None]
         self.pending = min(found, key=strength, default=None)
         return self.pending
@@ -166,9 +168,9 @@ class Agreement:
         if kind is None:
             return
         mine, self.pending = self.pending, None
-        agreed = mine if type(mine) is kind else kind()
-        agreed.agreed = True
-        raise agreed
+        error = mine if isinstance(mine, kind) else kind()
+        error.agreed = True
+        raise error
 
     def _before_meeting(self) -> None:
         # A rank that has left an event by a cancel goes to the vote at its end, and would meet this collective there.
@@ -186,14 +188,15 @@ class Agreement:
         outer, self.between_events = self.between_events, False
         try:
             learn.weights.begin()
-            if self.own() is None:
-                try:
-                    one_batch()
-                except LEAVING as error:
-                    if agreed(error):
-                        raise
-                    self.own(error)
+            try:
+                one_batch()  # also with a reason to leave, which travels with its gradients
+            except LEAVING as error:
+                if self.final(error):
+                    raise
+                self.own(error)
             learn.weights.complete()
+            if learn._dispatch.to_come("after_batch"):  # the others have it, and may meet in it
+                learn._dispatch.resume("after_batch")
         finally:
             self.between_events = outer
 
@@ -201,10 +204,10 @@ class Agreement:
         try:
             one_batch()
         except LEAVING as error:
-            if agreed(error):
+            if self.final(error):
                 raise
             self.own(error)
-        if self.own() is not None:
+        if self.pending is not None:
             self.watch.tell_others("leaving", self.votes)
         if self.pending is not None or self.watch.called == self.votes:
             self.vote()
@@ -247,7 +250,7 @@ class RankDispatch(Dispatch):
         try:
             self._call(event, self.table[event])
         except LEAVING as error:
-            if agreed(error):
+            if agreement.final(error):
                 raise
             left = error
         agreement.vote(left)
@@ -300,9 +303,16 @@ class RankDispatch(Dispatch):
             self.agreement.check()
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        if error is not None and not isinstance(error, CancelException | KeyboardInterrupt):
-            self.agreement.failed(error)
-        super().__exit__(kind, error, traceback)
+        try:
+            if error is not None and not isinstance(error, CancelException | KeyboardInterrupt):
+                self.agreement.failed(error)
+        finally:
+            try:
+                super().__exit__(kind, error, traceback)
+            except LEAVING as cancel:  # of a cleanup on this rank, which must not communicate: the next vote does
+                if self.agreement.final(cancel):
+                    raise
+                self.agreement.own(cancel)
 
 
 def strength(error: BaseException) -> int:

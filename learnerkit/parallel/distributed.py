@@ -15,11 +15,12 @@ from torch.utils.data import IterableDataset
 
 from learnerkit import optim, world
 from learnerkit.callback import Callback, Dispatch
-from learnerkit.data import draws_globally, loader_len, map_batch, states_at_start
+from learnerkit.data import draws_globally, loader_len, map_batch, states_at_start, to_device
 from learnerkit.parallel.agreement import Agreement, RankDispatch
-from learnerkit.parallel.loaders import RankLoader, rank_loader
-from learnerkit.parallel.steps import Steps, nothing_of, plain_hook
+from learnerkit.parallel.loaders import RankLoader, emptied, rank_loader
+from learnerkit.parallel.steps import Steps, plain_hook
 from learnerkit.utils import did_you_mean, training_modes, warn
+from learnerkit.weights import nothing_of
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -163,6 +164,8 @@ class DistributedCallback(Callback):
             self.learn.logger = self._logger
         for undo in reversed(self._undo):
             undo()
+        if self._steps is not None:
+            self._steps.unwrap()
         self._forget()
 
     # Training
@@ -183,6 +186,7 @@ class DistributedCallback(Callback):
             learn.together.vote()  # wrapping talks to the other ranks, and one of them may have left this event
             self._wrapped, self._trainable, self._probed = self._wrap_up(self._plain), trainable, False
         self._enter(self._wrapped, training=True)
+        self._steps.start()
         learn.weights = self._steps
 
     def after_train(self):
@@ -262,7 +266,7 @@ class DistributedCallback(Callback):
         elif hook is not None:
             wrapper.register_comm_hook(state, hook)
         if not self.wrap_names:
-            steps.wrappers.clear()  # of one that was wrapped otherwise before
+            steps.unwrap()  # it may have been wrapped otherwise before
         steps.wrappers.append(wrapper)
         return wrapper
 
@@ -294,7 +298,8 @@ class DistributedCallback(Callback):
                 dl, name, training=training, split=self.split_batches, least=least, seed=seed,
                 sharded=self.dataset_is_sharded, join=self.uneven == "join",
             )  # fmt: skip
-            shared.keep_sample = training and self._steps.by_bucket
+            if not any(dl is known for known in self.learn.dls.loaders):
+                return shared  # made for this reading alone
             self._loaders[key] = dl, shared  # with the loader itself, so that its id stays its own
         shared = self._loaders[key][1]
         shared.reseed(seed)
@@ -310,13 +315,18 @@ class DistributedCallback(Callback):
         learn.batch_index = share.place
         if not learn.training:
             return
+        steps = self._steps
+        first, self._probed = not self._probed, True
+        if first:
+            steps.takes_nothing = not steps.by_bucket and _runs_on_nothing(learn, self._plain)
         if not share.size:
             learn.batch_size = 0
-        if not self._probed:
-            self._probed = True
-            if not self.find_unused_parameters and not self._steps.by_bucket:
-                self._find_unused()
-        self._steps.synchronise()
+            if not steps.takes_nothing:
+                learn.batch = to_device(learn.dl.sample, learn.dls.device)
+                learn.xb, learn.yb = learn.dls.split(learn.batch, keep_targets=learn.loss_func is None)
+        if first and not self.find_unused_parameters and not steps.by_bucket:
+            self._find_unused()
+        steps.synchronise()
 
     def after_cancel_backward(self):
         if self.learn.training and self._steps is not None:
@@ -451,31 +461,49 @@ def _comm_hook(name: str | None) -> tuple[Callable | None, Any]:
     return getattr(default_hooks, f"{name}_compress_hook"), None
 
 
-def _unused_parameters(learn: "Learner", model: nn.Module) -> list[str]:
-    """The names of the trainable parameters that this batch's loss does not depend on.
-
-    It computes the loss of the batch once more; random streams and buffers are as before.
-    """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    wrapped, state = learn.model, {name: b.clone() for name, b in model.named_buffers()}
+@contextmanager
+def _trial(learn: "Learner", model: nn.Module) -> Iterator[None]:
+    """Run the plain model on the present batch without leaving a trace in random streams, buffers or the learner."""
+    kept = {name: getattr(learn, name) for name in ("model", "xb", "pred", "output", "loss", "loss_grad")}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = [learn.dls.device] if learn.dls.device.type == "cuda" else []
     with torch.random.fork_rng(devices), training_modes(model):
         try:
             learn.model = model
+            yield
+        finally:
+            for name, value in kept.items():
+                setattr(learn, name, value)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+def _runs_on_nothing(learn: "Learner", model: nn.Module) -> bool:
+    """Whether the model can run on a batch without samples (a `view(len(x), -1)` cannot)."""
+    with _trial(learn, model), torch.no_grad():
+        model.eval()  # in which no BatchNorm asks other ranks
+        learn.xb = emptied(learn.xb)
+        try:
+            learn._forward()
+        except Exception:
+            return False
+    return True
+
+
+def _unused_parameters(learn: "Learner", model: nn.Module) -> list[str]:
+    """The names of the trainable parameters that this batch's loss does not depend on."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    with _trial(learn, model):
+        try:
             learn._forward()
             if learn.batch_size:
                 learn._loss()
             else:
-                learn.loss_grad = nothing_of(learn.output)
+                learn.loss_grad = nothing_of(learn)
             grads = torch.autograd.grad(learn.loss_grad, [p for _, p in named], allow_unused=True)
         except Exception:  # the loop will run into it, too, and say what is wrong
             return []
-        finally:
-            learn.model = wrapped
-            learn.pred = learn.output = learn.loss = learn.loss_grad = None
-            with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    buffer.copy_(state[name])
     return [name for (name, _), grad in zip(named, grads, strict=True) if grad is None]
 
 

@@ -138,8 +138,8 @@ class RankBatches:
             mine = pieces[self.rank]
             if len(mine) or self.training:
                 share = Share(step * self.ranks + self.rank, len(mine), sum(map(len, pieces)))
-                # A real sample even where none counts: its empty slice has the right shapes and types.
-                yield share, mine if len(mine) else pieces[0][:1]
+                # Real samples even where none counts: their empty slice has the right shapes and types.
+                yield share, mine if len(mine) else pieces[0][: self.least]
 
     def _take_turns(self, stream: Iterable) -> Iterator[tuple[Share, Any]]:
         for place, batch in enumerate(stream):
@@ -156,7 +156,7 @@ class RankLoader:
 
     Attributes:
         share: what the batch given out last is of the whole; without samples of its own, the batch is empty.
-        keep_sample: leave a sample in such a batch, for learners whose loss of nothing does not exist.
+        sample: where the batch is empty, the samples it was made of, for models that cannot run on nothing.
         ended: this rank has no more data, but the others may have.
         usual_total: samples of all ranks in a step, roughly, where the shares do not tell.
     """
@@ -167,7 +167,7 @@ class RankLoader:
     def __init__(self, loader: DataLoader, batches: RankBatches):
         self.loader, self.batches = loader, batches
         self.share: Share | None = None
-        self.keep_sample = False
+        self.sample: Any = None
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -176,8 +176,8 @@ class RankLoader:
         # A queue for each iteration: one may run inside another (validation called in the middle of validation).
         shares = self.batches.shares = deque()
         for batch in self.loader:
-            self.share = shares.popleft()
-            yield batch if self.share.size or self.keep_sample else emptied(batch)
+            self.share, self.sample = shares.popleft(), batch
+            yield batch if self.share.size else emptied(batch)
 
     def reseed(self, seed: int | tuple) -> None:
         """Give a new epoch's seed to samplers that draw from the global generators; others do not heed it."""
@@ -291,7 +291,9 @@ class RankStreamLoader(RankLoader):
         batch = next(batches, None)
         self._over = False
         has_begun = world.all_gather(batch is not None)  # every rank must reach this
-        if not any(has_begun) or (not all(has_begun) and not self.join):
+        if not any(has_begun):
+            raise ValueError("the training loader gave no batches on any rank; its iterable dataset is empty")
+        if not all(has_begun) and not self.join:
             self._tell(0, batch is not None)
             return
         model = batch
@@ -307,14 +309,15 @@ class RankStreamLoader(RankLoader):
                 yield self._given(batch, step)
             else:
                 self.share = Share(step * world.world_size() + world.rank(), 0, None)
-                yield model if self.keep_sample else emptied(model)
+                self.sample = model
+                yield emptied(model)
             batch, step = following, step + 1
         self.ended = False
         self._tell(step, batch is not None)
 
     def heard(self, ended: float) -> None:
-        # The mean over the ranks, which rounding may leave a little below 1.
-        self._over = self._over or (ended > 0.999 if self.join else ended > 0)
+        ended = round(ended * world.world_size())
+        self._over = self._over or (ended == world.world_size() if self.join else ended > 0)
 
     def _tell(self, step: int, has_more: bool) -> None:
         left = world.all_gather(has_more)
@@ -347,7 +350,8 @@ def rank_stream(
     steps = loader_len(dl)
     if sharded:
         return RankStreamLoader(with_batches(dl), steps, training, join, size * ranks)
-    replaced: dict[str, Any] = {}
+    # Workers that persist would not learn of the next epoch's seed.
+    replaced: dict[str, Any] = {"persistent_workers": False}
     piece = None
     if split:
         if dl.batch_size is None or size < ranks:

@@ -449,7 +449,9 @@ def _compare_samples(steps: list[tuple]) -> tuple[str, str]:
     return "", ""
 
 
-_SAMPLER = "the sampler is random in itself: let it draw from a torch.Generator, its attribute `generator`"
+_SAMPLER = (
+    "the sampler is random in itself: let it draw from torch's or python's generators, which learnerkit seeds alike"
+)
 _DATASET = (
     "the dataset gives other data for a sample each time (random augmentation?): make them depend on the sample's "
     "index alone for this check"

@@ -5,6 +5,7 @@ becomes the mean over all of it, and flags for leaving. It rides in DDP's own re
 parameter, so that it costs no collective of its own.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -14,13 +15,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from learnerkit import world
-from learnerkit.data import map_batch, tensors_in
 from learnerkit.parallel.agreement import LEAVING, Agreement, flags_of
-from learnerkit.utils import unwrap
-from learnerkit.weights import StepWeights, weighted
+from learnerkit.parallel.loaders import emptied
+from learnerkit.weights import StepWeights, nothing_of
 
 _SLOTS = 1 + len(LEAVING) + 1  # the count, a flag for each reason to leave, and whether the rank's data have ended
-_STEP_EVENTS = ("after_backward", "before_step", "after_step")
 
 
 class Steps(StepWeights):
@@ -34,6 +33,7 @@ class Steps(StepWeights):
         carrier: the parameter whose gradient is the vector; `None` where it travels by itself.
         reads_late: read the flags of a step after the next one, at the same place on every rank, so that the host need
             not wait for the device.
+        takes_nothing: the model can run on a batch without samples.
         by_bucket: weigh the gradients on their way rather than the loss, for learners that differentiate losses of
             their own making. What all ranks count is then made known before the backward pass, so that the gradients
             are right as soon as they are reduced: such a learner may step in its own `_backward`.
@@ -47,6 +47,7 @@ class Steps(StepWeights):
         self.wrappers: list[DistributedDataParallel] = []
         self.carrier: nn.Parameter | None = None
         self.by_bucket = False
+        self.takes_nothing = True
         self.reads_late = self.device.type != "cpu"
         self.number = -1
         self._bucket_factor: float | Tensor = 1.0
@@ -55,7 +56,7 @@ class Steps(StepWeights):
         self._counted_all: float | Tensor = 0.0
         self._flying: tuple[Tensor, torch.Event | None] | None = None
         self._values: dict[int, Tensor] = {}
-        self._settled = self._stepped = True
+        self._settled, self._stepped, self._skipped = True, True, False
 
     # Wrapping
 
@@ -79,7 +80,7 @@ class Steps(StepWeights):
                 buffer.zero_()
             elif factor != 1:
                 buffer.mul_(factor)
-            if bucket.is_last() and not wrapper.find_unused_parameters:
+            if bucket.is_last() and not find_unused:
                 # Once DDP, which asks for this after us, has finished with the pass.
                 call_after_backward(lambda: call_after_backward(get_ready_again))
             return comm_hook(state, bucket)
@@ -87,18 +88,32 @@ class Steps(StepWeights):
         def get_ready_again() -> None:
             # DDP reduces in one backward pass after each forward pass. Of two losses' passes that reach this network
             # it would leave out the second, and ranks would part.
-            wrapper.reducer._rebuild_buckets()
-            wrapper.reducer.prepare_for_backward([])
+            reducer = this().reducer
+            reducer._rebuild_buckets()
+            reducer.prepare_for_backward([])
 
+        this, find_unused = weakref.ref(wrapper), wrapper.find_unused_parameters  # the wrapper itself holds the hook
         call_after_backward = torch.autograd.Variable._execution_engine.queue_callback
         wrapper.register_comm_hook(state, hook)
 
+    def unwrap(self) -> None:
+        """Take DDP off the parameters: a wrapper that lives on, in a traceback say, would go on reducing."""
+        for wrapper in self.wrappers:
+            wrapper._remove_autograd_hooks()
+        self.wrappers.clear()
+
     # A batch
+
+    def start(self) -> None:
+        """Training begins, perhaps after one that was cut short."""
+        self._open, self._flying = False, None
+        if self.carrier is not None:
+            self.carrier.grad = None
 
     def begin(self) -> None:
         """A batch begins."""
         self.number += 1
-        self._settled = self._stepped = False
+        self._settled = self._stepped = self._skipped = False
         self._met = None
         self.learn.pred = self.learn.output = None  # those of the batch before say nothing of this one
         self.learn._dispatch.begin()
@@ -122,7 +137,7 @@ class Steps(StepWeights):
         if self.by_bucket:
             self._meet(count)
             return loss
-        loss = loss * self.ranks if self.sums else weighted(loss, count, self.expected)
+        loss = loss * self.ranks if self.sums else self._weighted(loss, count)
         return self._with_carrier(loss, count)
 
     def _meet(self, count: float | Tensor) -> None:
@@ -138,7 +153,8 @@ class Steps(StepWeights):
         if not self._open:
             self._open, self._counted = True, 0.0
             self.expected = self._expect(count)
-            if self._witness is not None and self._witness.grad is not None:
+            kept = self._witness is not None and self._witness.grad is not None
+            if kept and not self.by_bucket and not self.sums:
                 # A callback accumulates gradients by leaving steps out: those that are there have their scale already,
                 # so this batch's must be right before it joins them.
                 self.expected = self._agree_on(count)
@@ -192,7 +208,9 @@ class Steps(StepWeights):
         self._correct(self._counted_all)
         last, self._flying = self._flying, _take_off(vector)
         if last is not None:
-            self._heed(_land(last))
+            flags = _land(last)
+            self.agreement.check()  # of a reduction that was broken off they would mean nothing
+            self._heed(flags)
 
     def _reduced(self) -> Tensor:
         "The vector's mean over the ranks."
@@ -243,13 +261,18 @@ class Steps(StepWeights):
         if dispatch.to_come("before_batch"):
             dispatch.resume("before_batch")  # schedules, for one: the step will be taken here, too
         self.synchronise()
+        batch = {name: getattr(learn, name) for name in ("xb", "pred", "output", "loss", "loss_grad", "batch_size")}
         learn.batch_size = 0
         clean = all(p.grad is None for p in learn.model.parameters())
-        with torch.enable_grad():
-            if self.by_bucket:
-                self._repeat()
-            else:
-                self._run_empty()
+        try:
+            with torch.enable_grad():
+                if self.by_bucket:
+                    self._repeat()
+                else:
+                    self._run_empty()
+        finally:
+            for name, value in batch.items():
+                setattr(learn, name, value)
         self.settle()
         if learn.step_due and clean and float(self._counted_all) == 0:  # no rank had data: as if it had not been
             learn._zero_grad()
@@ -260,17 +283,16 @@ class Steps(StepWeights):
             # Anew also after a forward pass of its own, whose NaN times 0 would be NaN; the buffers were sent in that.
             for wrapper in self.wrappers:
                 wrapper.require_forward_param_sync &= learn.pred is None
-            learn.xb = map_batch(lambda t: t[:0] if t.ndim else t, learn.xb)
+            if self.takes_nothing:
+                learn.xb = emptied(learn.xb)
             learn._forward()
         self._note(0)
         if learn.step_due:
-            loss = nothing_of(learn.pred if learn.output is None else learn.output)
-            self._with_carrier(loss, 0).backward()
+            self._with_carrier(nothing_of(learn), 0).backward()
 
     def _repeat(self) -> None:
         "The whole batch, whose gradients are then left out."
         learn = self.learn
-        recorded = learn.loss
         for wrapper in self.wrappers:
             wrapper.require_forward_param_sync &= learn.pred is None
         learn._forward()
@@ -279,24 +301,25 @@ class Steps(StepWeights):
             self._meet(self._note(0))
         self._bucket_factor = 0.0
         learn._backward()
-        learn.loss = recorded
 
     def step_unless_all_skip(self) -> bool:
         """Take the optimizer step that this rank would have left out, unless all ranks leave it out."""
-        if self._stepped or self.agreement.watch.all_skip(self.number):
+        if self._stepped or self._skipped:
             return False
+        self._skipped = self.agreement.watch.all_skip(self.number)
+        if self._skipped:
+            return False
+        for event in ("after_backward", "before_step"):
+            if self.learn._dispatch.to_come(event):
+                self.learn._dispatch.resume(event)  # what clips here has clipped there
         self.learn._step()
         return True
 
     def _step_along(self) -> None:
-        dispatch = self.learn._dispatch
         if float(self._counted_all) == 0:  # a host-device sync; only where a rank has left a batch
             return
-        for event in _STEP_EVENTS[:2]:
-            if dispatch.to_come(event):
-                dispatch.resume(event)
         if self.step_unless_all_skip():
-            dispatch.resume("after_step")
+            self.learn._dispatch.resume("after_step")
             self.learn._zero_grad()
 
     # Errors
@@ -308,8 +331,12 @@ class Steps(StepWeights):
             return
         words = text.rpartition("for rank")[2].rpartition(":")[2].split()
         numbers = [int(word) for word in words if word.isdigit()]
-        names = [n for n, p in unwrap(self.learn.model).named_parameters() if p.requires_grad]
-        found = [names[i] for i in numbers if i < len(names)]
+        # Of several networks there is no telling which of them DDP has numbered.
+        module = self.wrappers[0].module if len(self.wrappers) == 1 else nn.Module()
+        names = [n for n, p in module.named_parameters() if p.requires_grad]
+        if self.carrier is not None:  # it came after the module's own parameters, and before those of sub-modules
+            names.insert(sum(p.requires_grad for p in module.parameters(recurse=False)), "")
+        found = [names[i] for i in numbers if i < len(names) and names[i]]
         error.add_note(
             f"parameters that took no part in the loss: {', '.join(found) or 'see above'}; freeze them, use them, or "
             "pass find_unused_parameters=True to DistributedCallback"
@@ -333,11 +360,6 @@ def _land(flying: tuple[Tensor, torch.Event | None]) -> list[float]:
     if arrived is not None:
         arrived.synchronize()
     return landing[1:].tolist()
-
-
-def nothing_of(output: Any) -> Tensor:
-    """A loss that depends on all of a model's output and whose gradients are zero."""
-    return sum(t.sum() for t in tensors_in(output) if t.requires_grad) * 0.0
 
 
 def plain_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -62,7 +62,7 @@ class Pulse:
     def beat(self, epoch: int, step: int, place: bytes) -> None:
         """The main thread has come to `place`: 'event/callback'."""
         shared = self._shared
-        self._MOVE.pack_into(shared, 16, time.time(), epoch, step)
+        self._MOVE.pack_into(shared, 16, time.monotonic(), epoch, step)
         shared[self._PLACE : self._PLACE + len(place) + 1] = place + b"\0"
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Pulse:
 
     def live(self, waits: bool) -> None:
         """The watching thread runs, so this process does; whether the main thread waits for others."""
-        self._LOOK.pack_into(self._shared, 0, time.time(), waits)
+        self._LOOK.pack_into(self._shared, 0, time.monotonic(), waits)
 
     def read(self) -> dict:
         """The place, and how many seconds ago each thread gave its last sign."""
@@ -79,7 +79,7 @@ class Pulse:
         moved, epoch, step = self._MOVE.unpack_from(self._shared, 16)
         text = self._shared[self._PLACE : self.SIZE].split(b"\0")[0].decode(errors="replace")
         event, _, callback = text.partition("/")
-        now = time.time()
+        now = time.monotonic()  # one clock for all processes of the machine
         return {
             "event": event, "callback": callback, "epoch": epoch, "step": step,
             "since": now - moved, "alive": now - lived, "waits": waits,
@@ -105,7 +105,7 @@ class Watch:
         self.failure: dict | None = None
         self.called = -1
         self.stepped = self._asked = -1
-        self._main = threading.main_thread().ident if _in_main_thread() else threading.get_ident()
+        self._main = threading.get_ident()
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -194,16 +194,18 @@ class Watch:
 
     def fail(self, facts: dict) -> None:
         """Tell the others that this rank has failed, and free those that wait for it."""
-        mine = facts | {"rank": self.rank}
-        first = json.loads(self.store.compare_set("failure", "", json.dumps(mine)))
-        if first["rank"] == self.rank:
-            self.tell_others("failed", mine)
-        self.failure = first
-        end = time.monotonic() + GRACE_SECONDS
-        failed = self.store.add("failed", 1)
-        while failed < self.ranks and time.monotonic() < end:
-            time.sleep(0.01)
-            failed = self.store.add("failed", 0)
+        self.failure = mine = facts | {"rank": self.rank}
+        try:
+            self.failure = json.loads(self.store.compare_set("failure", "", json.dumps(mine)))
+            if self.failure["rank"] == self.rank:
+                self.tell_others("failed", mine)
+            end = time.monotonic() + GRACE_SECONDS
+            failed = self.store.add("failed", 1)
+            while failed < self.ranks and time.monotonic() < end:
+                time.sleep(0.01)
+                failed = self.store.add("failed", 0)
+        except RuntimeError:  # the store has gone, with rank 0: the others will see that their connections have, too
+            pass
         self.hang_up()
 
     def first_failure(self, patience: float) -> dict | None:
@@ -250,10 +252,14 @@ class Watch:
 
     def _look(self) -> None:
         every = min(1.0, self.timeout / 4)
+        began = time.monotonic()  # of the wait that the main thread is in
         while not self._over.wait(every):
             waits = _waits(self._frame())
             self.pulse.live(waits)
-            if self.failure is None and waits and self.pulse.read()["since"] > self.timeout:
+            now = time.monotonic()
+            if not waits or self.pulse.read()["since"] < now - began:  # it works, or has worked since
+                began = now
+            if self.failure is None and now - began > self.timeout:
                 self._diagnose()
                 return
 
@@ -370,10 +376,6 @@ def is_collective_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(echo in text for echo in echoes)
 
 
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 def _waits(frame: FrameType | None) -> bool:
     """Whether a thread is inside a collective, or a backward pass, which holds one."""
     for _ in range(4):  # the innermost frames
@@ -382,7 +384,7 @@ def _waits(frame: FrameType | None) -> bool:
         path = frame.f_code.co_filename
         if any(part in path for part in (f"torch{os.sep}distributed", f"torch{os.sep}autograd")):
             return True
-        if path == world.__file__ or path == __file__ and frame.f_code.co_name == "all_skip":
+        if path == world.__file__ or frame.f_code.co_name in ("all_skip", "_land") and "learnerkit" in path:
             return True
         frame = frame.f_back
     return False

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -20,6 +22,7 @@ from learnerkit import (
     AccumMetric,
     Callback,
     DataLoaders,
+    GradientAccumulation,
     Learner,
     Metric,
     accuracy,
@@ -148,16 +151,16 @@ def all_metrics() -> dict:
     }
 
 
-def train(name: str, learn: Learner, epochs: int, fit: str = "fit", **distributed) -> dict:
+def train(learn: Learner, epochs: int, fit: str = "fit") -> dict:
     """Train and report; every rank reports its own."""
     seen = Seen()
-    with learn.distrib_ctx(split_batches=True, sync_bn=False, **distributed):
+    with learn.distrib_ctx(split_batches=True, sync_bn=False):
         getattr(learn, fit)(epochs, 0.05, cbs=seen)
         preds, targets = learn.get_preds()
         valid = learn.validate()
     recorder = learn.recorder
     return {
-        "weights": {k: v.clone() for k, v in learn.model.state_dict().items()},
+        "weights": weights(learn),
         "values": recorder.values,
         "losses": recorder.losses,
         "lrs": recorder.lrs,
@@ -167,6 +170,11 @@ def train(name: str, learn: Learner, epochs: int, fit: str = "fit", **distribute
         "targets": targets,
         "valid": valid,
     }
+
+
+def weights(learn: Learner) -> dict:
+    assert all(p.grad is None for p in learn.model.parameters())  # a fit leaves no gradients behind
+    return {k: v.clone() for k, v in learn.model.state_dict().items()}
 
 
 def sgd(groups, lr):
@@ -184,7 +192,7 @@ def jobs() -> dict:
     def loaders(**kwargs):
         return DataLoaders(DataLoader(data, **kwargs), DataLoader(valid, batch_size=4))
 
-    weights = torch.linspace(0.1, 2, 103).double()
+    sample_weights = torch.linspace(0.1, 2, 103).double()
     custom = BatchSampler(SubsetRandomSampler(range(0, 103, 2)), 7, False)
     regression = TensorDataset(data.tensors[0], data.tensors[0][:, :CLASSES] * 2)
     keyed = DataLoaders(
@@ -192,45 +200,252 @@ def jobs() -> dict:
         DataLoader(Mapped(valid), batch_size=4),
         target_keys="labels",
     )
-    return {
-        "plain": lambda: train("plain", learner(metrics=all_metrics()), 3),
-        "one_cycle": lambda: train("one_cycle", learner(), 2, "fit_one_cycle"),
-        "shuffled": lambda: train("shuffled", learner(dls=loaders(batch_size=16, shuffle=True)), 2),
+    found = {
+        "plain": lambda: train(learner(metrics=all_metrics()), 3),
+        "one_cycle": lambda: train(learner(), 2, "fit_one_cycle"),
+        "shuffled": lambda: train(learner(dls=loaders(batch_size=16, shuffle=True)), 2),
         "generator": lambda: train(
-            "generator",
-            learner(dls=loaders(batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(7))),
-            2,
+            learner(dls=loaders(batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(7))), 2
         ),
         "weighted": lambda: train(
-            "weighted", learner(dls=loaders(batch_size=10, sampler=WeightedRandomSampler(weights, 45))), 2
+            learner(dls=loaders(batch_size=10, sampler=WeightedRandomSampler(sample_weights, 45))), 2
         ),
-        "batch_sampler": lambda: train("batch_sampler", learner(dls=loaders(batch_sampler=custom)), 2),
-        "drop_last": lambda: train("drop_last", learner(dls=loaders(batch_size=16, drop_last=True)), 2),
-        "workers": lambda: train("workers", learner(dls=loaders(batch_size=16, shuffle=True, num_workers=1)), 1),
-        "sum": lambda: train("sum", learner(nn.CrossEntropyLoss(reduction="sum"), lr=0.001), 1),
-        "class_weights": lambda: train(
-            "class_weights", learner(nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]).double())), 2
-        ),
-        "ignore": lambda: train("ignore", learner(nn.CrossEntropyLoss(ignore_index=1)), 2),
-        "loss_weight": lambda: train(
-            "loss_weight",
-            learner(
-                lambda pred, y: F.cross_entropy(pred, y, reduction="none")[y > 0].mean(),
-                loss_weight=lambda y: (y > 0).sum(),
-            ),
-            2,
-        ),
+        "batch_sampler": lambda: train(learner(dls=loaders(batch_sampler=custom)), 2),
+        "drop_last": lambda: train(learner(dls=loaders(batch_size=16, drop_last=True)), 2),
+        "workers": lambda: train(learner(dls=loaders(batch_size=16, shuffle=True, num_workers=1)), 1),
         "regression": lambda: train(
-            "regression",
-            learner(nn.MSELoss(), DataLoaders.from_datasets(regression, regression, bs=16), metrics=[mae, rmse]),
-            2,
+            learner(nn.MSELoss(), DataLoaders.from_datasets(regression, regression, bs=16), metrics=[mae, rmse]), 2
         ),
-        "mapping": lambda: train("mapping", Learner(keyed, OwnLoss(), None, opt_func=sgd, metrics=accuracy), 2),
+        "mapping": lambda: train(Learner(keyed, OwnLoss(), None, opt_func=sgd, metrics=accuracy), 2),
         "tiny": lambda: train(
-            "tiny", learner(dls=DataLoaders.from_datasets(tiny, make_data(1, seed=4), bs=2), metrics=METRICS), 2
+            learner(dls=DataLoaders.from_datasets(tiny, make_data(1, seed=4), bs=2), metrics=accuracy), 2
         ),
-        "dropout_order": lambda: train("dropout_order", learner(model=make_model(0.5)), 2),
+        "dropout_order": lambda: train(learner(model=make_model(0.5)), 2),
+        "lengths": evaluate_lengths,
+        "predictions": predict,
+        "batch_norm": fit_batch_norm,
     }
+    found |= {f"{loss}: {way}": partial(fit_in, way, loss) for loss in LOSSES for way in WAYS}
+    return found | {f"GAN: {gan.__name__}": partial(fit_gan, gan) for gan in (Both, BothByInputs, OneByOne, InTurn)}
+
+
+# The same optimizer steps, of twelve samples and at last of seven, made in several ways
+
+LOSSES = {
+    "mean": {"loss_func": nn.CrossEntropyLoss()},
+    "sum": {"loss_func": nn.CrossEntropyLoss(reduction="sum")},
+    "class weights": {"loss_func": nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]).double())},
+    "ignore_index": {"loss_func": nn.CrossEntropyLoss(ignore_index=1)},
+    "tokens": {"loss_func": lambda pred, y: F.cross_entropy(pred.mT, y), "loss_weight": lambda y: (y >= 0).sum()},
+}
+
+WAYS = {  # by the number of processes: (batch size, what the split and the accumulation are)
+    "whole": lambda n: (12, True, None),
+    "micro-batches": lambda n: (4, True, GradientAccumulation(n_batches=3)),
+    "batches per rank": lambda n: ([4, 2, 2, 1][n - 1], False, GradientAccumulation(n_batches=[3, 3, 2, 3][n - 1])),
+    "samples": lambda n: (4, True, GradientAccumulation(n_samples=9)),
+}
+
+
+class AtSteps(Callback):
+    """What each optimizer step is made of: this rank's samples, the rate and the momentum."""
+
+    order = 70  # after the schedule
+
+    def before_fit(self):
+        self.steps, self.samples = [], []
+
+    def before_batch(self):
+        if self.training and self.batch_size:
+            self.samples += self.xb[0].flatten(1)[:, 0].tolist()
+
+    def before_step(self):
+        group = self.opt.param_groups[0]
+        self.steps.append((self.samples, group["lr"], group["momentum"]))
+        self.samples = []
+
+
+def token_data(n: int, seed: int = 0) -> TensorDataset:
+    """Sequences with padding; whole micro-batches, and a whole step, have nothing else."""
+    x, y = make_data(n * 6, seed).tensors
+    y = y.reshape(n, 6).masked_fill(torch.arange(6) >= torch.arange(n)[:, None] % 7, -100)
+    y[24:28] = y[48:60] = -100
+    return TensorDataset(x.reshape(n, 6, 5), y)
+
+
+def fit_in(way: str, loss: str) -> dict:
+    make = token_data if loss == "tokens" else make_data
+    bs, split, accumulation = WAYS[way](world.world_size())
+    dls = DataLoaders.from_datasets(make(103), make(17, seed=2), bs=bs, valid_bs=4, shuffle=loss != "tokens")
+    learn, seen = Learner(dls, make_model(), opt_func=sgd, **LOSSES[loss]), AtSteps()
+    with learn.distrib_ctx(split_batches=split):
+        learn.fit_one_cycle(2, 0.004 if loss == "sum" else 0.05, cbs=[seen, accumulation] if accumulation else seen)
+    return {"weights": weights(learn), "values": learn.recorder.values, "steps": seen.steps}
+
+
+# Evaluation of any length
+
+
+def evaluate_lengths() -> list:
+    """Every kind of metric on few samples; on more, where ranks differ less, the kinds in turn."""
+    data, metrics = make_data(40, seed=5), all_metrics()
+    kinds = ["accuracy", "max_score", "spread", "torchmetrics", "torcheval"]
+    found = []
+    for n in range(1, 41):
+        learn = Learner(DataLoaders.from_datasets(data), make_model(), nn.CrossEntropyLoss())
+        learn.metrics = {kind: metrics[kind] for i, kind in enumerate(kinds) if n <= 6 or n % 5 == i}
+        with learn.distrib_ctx(split_batches=n % 2 == 0):
+            found.append(learn.validate(dl=DataLoader(Subset(data, range(n)), batch_size=3)))
+    return found
+
+
+class Several(nn.Module):
+    """Predictions as a nested structure, a part of which is longer or shorter from batch to batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = make_model()
+
+    def forward(self, x):
+        return {"scores": self.body(x), "more": (x[:, :1], x.sum(1)[:, None].expand(-1, 1 + int(x[0, 0] > 0)))}
+
+
+def nested_loss(pred, y, reduction="mean"):
+    return F.cross_entropy(pred["scores"], y, reduction=reduction)
+
+
+def predict() -> list:
+    found = []
+    for n in (1, 2, 3, 11, 40):
+        data = make_data(n, seed=6)
+        dls = DataLoaders.from_datasets(data, data, bs=3, drop_last=True, shuffle=True)
+        with Learner(dls, Several(), nested_loss).distrib_ctx() as learn:
+            found.append({on: learn.get_preds(ds_idx=0, with_input=True, with_loss=True, on=on) for on in ON})
+    return found
+
+
+ON = ("all", "rank0")
+
+
+# BatchNorm with statistics per rank
+
+
+def fit_batch_norm() -> list:
+    """The sizes of the batches in training."""
+    data, found = make_data(22), []
+    for bs, split in ((5, True), (5, False), (3, False))[: None if world.world_size() > 1 else 2]:
+        model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)).double()
+        sizes = []
+        look = Callback(before_backward=lambda cb, sizes=sizes: sizes.append(cb.batch_size))
+        learn = Learner(DataLoaders.from_datasets(data, bs=bs), model, nn.CrossEntropyLoss(), opt_func=sgd, cbs=look)
+        with learn.distrib_ctx(split_batches=split, sync_bn=False):
+            learn.fit(1)
+        assert all(world.same_everywhere(w.tolist()) for w in weights(learn).values())
+        found.append(sizes)
+    return found
+
+
+# Several networks with an optimizer each
+
+
+class GAN(nn.Module):
+    """Makes points of noise, and tells them from those of the data."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.g = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        self.d = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+    def forward(self, noise):
+        return self.g(noise)
+
+
+def judged(score, real, reduction="mean"):
+    return F.binary_cross_entropy_with_logits(score, torch.full_like(score, float(real)), reduction=reduction)
+
+
+class Both(Learner):
+    """Trains both networks in every step, each by a loss of its own."""
+
+    def create_opt(self):
+        return {name: self.opt_func(getattr(self.model, name).parameters(), lr=self.lr) for name in ("g", "d")}
+
+    def _forward(self):
+        self.pred = self.model.g(*self.xb)
+
+    def _loss(self):
+        self.loss_d = judged(self.model.d(self.y), True) + judged(self.model.d(self.pred.detach()), False)
+        self.loss_g = judged(self.model.d(self.pred), True)
+        self.loss_grad = self.loss_d + self.loss_g
+        self.loss = self.loss_grad.detach()
+
+    def _backward(self):
+        self.loss_g.backward()
+        self.opt["d"].zero_grad()  # what the generator's loss wants of the other network
+        self.loss_d.backward()
+
+
+class BothByInputs(Both):
+    """The same, without the gradients that nobody wants."""
+
+    def _backward(self):
+        self.loss_d.backward()
+        self.loss_g.backward(inputs=list(self.model.g.parameters()))
+
+
+class OneByOne(Both):
+    """The generator is judged by what the other network has just become."""
+
+    def _loss(self):
+        real, fake = self.model.d(self.y), self.model.d(self.pred.detach())
+        self.loss_grad = judged(real, True) + judged(fake, False)
+        self.loss = self.loss_grad.detach()
+
+    def _backward(self):
+        self.loss_grad.backward()
+        self.opt["d"].step()
+        for p in self.model.d.parameters():
+            p.requires_grad_(False)
+        judged(self.model.d(self.pred), True).backward()
+        for p in self.model.d.parameters():
+            p.requires_grad_(True)
+
+    def _step(self):
+        self.opt["g"].step()
+
+
+class InTurn(Both):
+    """Trains one network in a step and the other in the next; by sums, which no rank may weigh."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, loss_weight="sum", **kwargs)
+
+    def _loss(self):
+        self.turn = "dg"[self.train_iter % 2]
+        if self.turn == "d":
+            real, fake = self.model.d(self.y), self.model.d(self.pred.detach())
+            self.loss_grad = judged(real, True, "sum") + judged(fake, False, "sum")
+        else:
+            self.loss_grad = judged(self.model.d(self.pred), True, "sum")
+        self.loss = self.loss_grad.detach()
+
+    def _backward(self):
+        self.loss_grad.backward()
+
+    def _step(self):
+        self.opt[self.turn].step()
+
+
+def fit_gan(gan: type[Learner]) -> dict:
+    generator = torch.Generator().manual_seed(8)
+    noise, real = (torch.randn(43, n, generator=generator, dtype=torch.float64) for n in (2, 3))
+    data = TensorDataset(noise, real + 2)
+    dls = DataLoaders.from_datasets(data, data, bs=6, valid_bs=4)  # at last a batch of one sample
+    learn = gan(dls, GAN(), opt_func=sgd)
+    with learn.distrib_ctx(split_batches=True, wrap=("g", "d")):
+        learn.fit_one_cycle(2, 0.02)
+    return {"weights": weights(learn), "values": learn.recorder.values, "losses": learn.recorder.losses}
 
 
 if __name__ == "__main__":
