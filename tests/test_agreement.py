@@ -10,7 +10,7 @@ import torch
 from launching import SCRIPTS, environment, run_script
 
 
-@pytest.mark.parametrize("part", ["cancels", "numbers", "late", "errors", "alone"])
+@pytest.mark.parametrize("part", ["cancels", "numbers", "others", "late", "errors", "alone"])
 def test_two_ranks_leave_together(part):
     assert run_script("agreement.py", part, nproc=2, timeout=170).rstrip().endswith("all well")
 

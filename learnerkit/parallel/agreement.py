@@ -64,6 +64,8 @@ class Agreement:
         self._stack = ExitStack()
 
     def __enter__(self) -> "Agreement":
+        if self.learn.dls.device.type != "cpu":  # NCCL's object collectives go by the current device
+            torch.accelerator.set_device_index(self.learn.dls.device.index or 0)
         world.join(self.timeout + 60)  # a collective must not give up before the watch can tell what it waits for
         self.watch = self._stack.enter_context(Watch(f"run-{next(_runs)}", self.timeout))
         self._stack.enter_context(world.before_meeting(self._before_meeting))
@@ -275,6 +277,8 @@ class RankDispatch(Dispatch):
         try:
             self._call(event, hooks)
         except LEAVING as error:
+            if self.agreement.final(error):
+                raise
             self.agreement.own(error)
         except CancelException:
             pass

@@ -49,7 +49,8 @@ class DistributedCallback(Callback):
         timeout: seconds (or a timedelta) without anything moving after which a rank that waits for others ends the
             run and says where each of them is; default 5 minutes.
         wrap: names of sub-modules to wrap each by itself, for several networks; by default the whole model. Costs one
-            small collective a step.
+            small collective a step. Several backward passes of a step may reach a network, but with
+            find_unused_parameters=True only one for each of its forward passes.
         sharded: the dataset of an iterable loader gives each rank its own part by itself.
         uneven: where iterable datasets end at different steps: 'stop' all with the first, and warn; or 'join': the
             ranks that have ended take the others' steps along without data.

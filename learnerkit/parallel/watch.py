@@ -110,7 +110,12 @@ class Watch:
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> "Watch":
-        """Every rank must reach this."""
+        """Every rank must reach this.
+
+        Raises:
+            PeerError: some did not.
+        """
+        self._await_all()
         file = tempfile.NamedTemporaryFile(prefix="learnerkit-")
         file.truncate(Pulse.SIZE)
         here = socket.gethostname()
@@ -150,6 +155,20 @@ class Watch:
         self._inbox = None
         for pulse in self.pulses.values():
             pulse.close()
+
+    def _await_all(self) -> None:
+        # By the store, which tells who is missing; a collective would only wait.
+        keys = [f"here/{rank}" for rank in range(self.ranks)]
+        self.store.set(keys[self.rank], "")
+        end = time.monotonic() + self.timeout
+        while not self.store.check(keys):
+            if time.monotonic() > end:
+                missing = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
+                raise PeerError(
+                    f"rank {self.rank} waited {self.timeout:.0f} s for rank {', '.join(missing)} to begin this run; "
+                    "every rank must make the same calls of fit, validate and get_preds, in the same order"
+                )
+            time.sleep(0.002)
 
     def _leave_last(self) -> None:
         # Rank 0, which may host the store: the others would be told by torch, at length, that it has gone.

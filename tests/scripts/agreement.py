@@ -1,6 +1,6 @@
 """Cancels, Ctrl-C and errors on one rank: all ranks leave together, alike, soon, and the next fit works.
 
-Arguments: the parts to check (cancels, numbers, late, errors, alone), by default each; `all` for more of them.
+Arguments: the parts to check (cancels, numbers, others, late, errors, alone), by default each; `all` for more of them.
 """
 
 import os
@@ -227,6 +227,80 @@ def check_numbers():
         check_after(learn, f"CancelTrain in {event} of a group", took=took)
 
 
+class Clip(Callback):
+    """Changes gradients late in `before_step`."""
+
+    order = 60
+
+    def before_step(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+
+
+class Meets(Callback):
+    """Talks to the other ranks after each training batch, and validates in the middle of training."""
+
+    order = 20
+
+    def after_batch(self):
+        if self.training:
+            world.reduce(1)
+            if self.iter == 1:
+                self.learn.validate()
+
+
+class Flat(nn.Module):
+    """A model that cannot run on a batch without samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2).double()
+
+    def forward(self, x):
+        return self.linear(x.view(x.size(0), 2, -1).view(x.size(0), -1))
+
+
+def check_others():
+    """Other callbacks go on with what a cancel on one rank has stopped there; cleanups; awkward models."""
+    everyone = tuple(range(N))
+    for kind, event in ((CancelStepException, "before_step"), (CancelBatchException, "after_backward")):
+        learn = make_learner([Do(event, throw(kind())), Clip()])
+        error, took = fit(learn)
+        assert error is None, (kind, error)
+        check_after(learn, f"{kind.__name__} before a clip", took=took)
+        found = []
+        for way in (fit, lambda learn, epochs: learn.fit(epochs)):
+            learn = make_learner([Do(event, throw(kind()), ranks=everyone), Clip()])
+            with warnings.catch_warnings(), learn.no_logging():
+                warnings.simplefilter("ignore")
+                way(learn, 2)
+            found.append(weights(learn))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    for kind in (CancelFitException, CancelTrainException, CancelBatchException, KeyboardInterrupt):
+        for event in ("after_batch", "after_step", "before_step"):
+            for late in ([], [Late()]):
+                action = interrupt if kind is KeyboardInterrupt else throw(kind())
+                learn = make_learner([Do(event, action, order=5), Meets(), *late])
+                error, took = fit(learn)
+                assert type(error) in (type(None), KeyboardInterrupt), (kind, event, error)
+                check_after(learn, f"{kind.__name__} in {event} before a meeting", took=took, alike=error is None)
+    learn = make_learner(Do("cleanup_train", throw(CancelFitException())))
+    error, took = fit(learn)
+    assert error is None, error
+    check_after(learn, "a cancel in a cleanup", took=took)
+    found = []
+    for way in (fit, lambda learn, epochs: learn.fit(epochs)):
+        torch.manual_seed(0)
+        dls = DataLoaders.from_datasets(make_data(8 * N + 1), bs=8)
+        learn = Learner(dls, Flat(), nn.CrossEntropyLoss(), opt_func=torch.optim.SGD, lr=0.1)
+        with warnings.catch_warnings(), learn.no_logging():
+            warnings.simplefilter("ignore")
+            way(learn, 2)
+        found.append(weights(learn))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 class Late(Callback):
     """Flags are read a step later, as on an accelerator."""
 
@@ -356,7 +430,8 @@ def check_alone():
 
 
 if __name__ == "__main__":
-    parts = ("cancels", "numbers", "late", "errors", "alone")
+    fit(make_learner(), 1)  # the first one imports a lot, which takes seconds
+    parts = ("cancels", "numbers", "others", "late", "errors", "alone")
     for part in parts:
         if part in sys.argv or not {*parts} & {*sys.argv}:
             globals()[f"check_{part}"]()
