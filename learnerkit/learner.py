@@ -23,7 +23,6 @@ from learnerkit.data import (
     in_order,
     keep_seeds,
     loader_len,
-    tensors_in,
     to_device,
 )
 from learnerkit.events import (
@@ -46,6 +45,7 @@ from learnerkit.utils import (
     training_modes,
     unwrap,
 )
+from learnerkit.weights import nothing_of
 
 _BATCH_STATE = {
     "dl": None, "batch": None, "batch_size": 0, "batch_index": 0, "xb": (), "yb": (), "pred": None, "output": None,
@@ -191,10 +191,8 @@ class Learner:
             raise checks.no_loss(self)
         if self.weights is None:
             self._backward()
-            return
-        self.loss_grad = self.weights.weigh(self.loss_grad)
-        self._backward()
-        self.weights.settle()
+        else:
+            self.weights.backward()
 
     def _level(self, name: str, body: Callable[[], None], cancel: type[Exception]) -> None:
         "A level of the loop that callbacks clean up after, however it ends."
@@ -223,7 +221,7 @@ class Learner:
         try:
             if self.batch_size == 0 and not batch_size(self.xb):
                 # A rank without data only keeps its peers company: gradients of zero, and no mean of nothing (a NaN).
-                self.loss_grad = sum(t.sum() for t in tensors_in(self.output) if t.requires_grad) * 0.0
+                self.loss_grad = nothing_of(self)
                 self.loss = self.loss_grad.detach()
             else:
                 if not self.iter:

@@ -34,7 +34,13 @@ class StepWeights:
         """Whether gradients of batches wait for their step."""
         return self._open
 
-    # Two hooks of the loop, around the backward pass
+    # The backward pass of the loop
+
+    def backward(self) -> None:
+        """Compute the batch's gradients with their weight, and correct those of the step after its last batch."""
+        self.learn.loss_grad = self.weigh(self.learn.loss_grad)
+        self.learn._backward()
+        self.settle()
 
     def weigh(self, loss: Tensor) -> Tensor:
         """The loss to differentiate."""

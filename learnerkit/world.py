@@ -425,9 +425,18 @@ def set_seed(seed: int, reproducible: bool = False) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def spread_seeds() -> None:
-    """Move ranks other than 0 to random streams of their own if all still share one; every rank must reach this."""
-    if world_size() > 1 and same_everywhere(torch.get_rng_state().tolist()) and not is_main():
+def seed_digest() -> str:
+    """What tells whether torch's global generators of two ranks are in one state."""
+    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+
+
+def spread_seeds(digests: list[str]) -> None:
+    """Move ranks other than 0 to random streams of their own if all still share one.
+
+    Args:
+        digests: each rank's `seed_digest`.
+    """
+    if len(set(digests)) == 1 and not is_main():
         seed = stream_seed(torch.initial_seed(), rank())
         torch.manual_seed(seed)
         _seed_others(seed)

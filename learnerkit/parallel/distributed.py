@@ -15,8 +15,9 @@ from torch.utils.data import IterableDataset
 
 from learnerkit import optim, world
 from learnerkit.callback import Callback, Dispatch
-from learnerkit.data import draws_globally, loader_len, map_batch, states_at_start, to_device
+from learnerkit.data import draws_globally, loader_len, map_batch, states_at_start, tensors_in, to_device
 from learnerkit.parallel.agreement import Agreement, RankDispatch
+from learnerkit.parallel.drift import digests
 from learnerkit.parallel.loaders import RankLoader, emptied, rank_loader
 from learnerkit.parallel.steps import Steps, plain_hook
 from learnerkit.utils import did_you_mean, training_modes, warn
@@ -132,13 +133,9 @@ class DistributedCallback(Callback):
             return
         with world.one_meeting():
             self._compare()
-            world.spread_seeds()
-            if hasattr(learn, "train_eval"):  # the seeds of the sample order are rank 0's
-                generator = learn.train_eval.sample_order.generator
-                generator.set_state(world.broadcast(generator.get_state()))
 
     def _compare(self) -> None:
-        """Refuse a fit that differs between ranks, and give all of them rank 0's optimizer state."""
+        """Refuse a fit that differs between ranks, and give all of them rank 0's optimizer state and sample order."""
         learn = self.learn
         facts = {
             "epochs": learn.n_epoch,
@@ -148,7 +145,10 @@ class DistributedCallback(Callback):
             "learning rates": [float(g["lr"]) for opt in learn.opts for g in opt.param_groups],
             "parameters": sum(p.numel() for p in learn.model.parameters()),
         }
-        everyone = world.all_gather(facts)
+        order = learn.train_eval.sample_order.generator if hasattr(learn, "train_eval") else None
+        optimizers = [_digest(opt.state_dict()) for opt in learn.opts]
+        mine = facts, optimizers, world.seed_digest(), order and order.get_state()
+        everyone, others, seeds, orders = zip(*world.all_gather(mine), strict=True)
         for name, fact in facts.items():
             found = [other[name] for other in everyone]
             if any(other != fact for other in found):
@@ -156,9 +156,12 @@ class DistributedCallback(Callback):
                 raise ValueError(
                     f"fit differs between ranks in its {name} ({by_rank}); every rank must make the same call"
                 )
-        for opt in learn.opts:
-            if not world.same_everywhere(_digest(opt.state_dict())):
+        if any(other != others[0] for other in others):
+            for opt in learn.opts:
                 optim.load_state(opt, world.broadcast(map_batch(lambda t: t.cpu(), opt.state_dict())), learn.model)
+        world.spread_seeds(seeds)
+        if order is not None:
+            order.set_state(orders[0])
 
     def cleanup_fit(self):
         if self._logger is not None:
@@ -274,9 +277,9 @@ class DistributedCallback(Callback):
     def _find_unused(self) -> None:
         """Wrap anew if the first batch shows that some parameters take no part in the loss of some rank."""
         names = _unused_parameters(self.learn, self._plain)
-        found = dict.fromkeys(name for rank in world.all_gather(names) for name in rank)
-        if not found:
+        if not world.reduce(len(names)):
             return
+        found = dict.fromkeys(name for rank in world.all_gather(names) for name in rank)
         shown = shortened([*found])
         if self.find_unused_parameters is False:
             raise RuntimeError(
@@ -512,11 +515,9 @@ def _say_nothing(row: list) -> None:
     """The logger of ranks other than 0."""
 
 
-def _digest(state: Any) -> Any:
-    """A state with each tensor replaced by its shape, type and two sums. Waits for the device."""
-    return map_batch(
-        lambda t: (tuple(t.shape), t.dtype, t.double().sum().item(), t.double().square().sum().item()), state
-    )
+def _digest(state: dict) -> tuple:
+    """What tells whether two ranks' states of an optimizer are alike. Waits for the device."""
+    return digests(list(tensors_in(state))), repr(map_batch(lambda t: (t.shape, t.dtype), state))
 
 
 def _batch_norms(model: nn.Module) -> list[nn.Module]:

@@ -19,7 +19,8 @@ from learnerkit.parallel.agreement import LEAVING, Agreement, flags_of
 from learnerkit.parallel.loaders import emptied
 from learnerkit.weights import StepWeights, nothing_of
 
-_SLOTS = 1 + len(LEAVING) + 1  # the count, a flag for each reason to leave, and whether the rank's data have ended
+_USED = 1 + len(LEAVING) + 1  # the count, a flag for each reason to leave, and whether the rank's data have ended
+_SLOTS = 16  # so many that the gradients that follow in DDP's bucket stay aligned to cache lines
 
 
 class Steps(StepWeights):
@@ -129,6 +130,16 @@ class Steps(StepWeights):
         self.agreement.watch.stepped = self.number
         self.agreement.watch.answer()
 
+    def backward(self) -> None:
+        """Compute the batch's gradients with their weight; a step's are reduced and corrected with its last batch."""
+        learn = self.learn
+        learn.loss_grad = self.weigh(learn.loss_grad)
+        if self.carrier is None:
+            learn._backward()
+        else:
+            self._backward_with_carrier(learn.loss_grad, self._count())
+        self.settle()
+
     def weigh(self, loss: Tensor) -> Tensor:
         """The loss to differentiate."""
         if not self.learn.batch_size:
@@ -137,8 +148,7 @@ class Steps(StepWeights):
         if self.by_bucket:
             self._meet(count)
             return loss
-        loss = loss * self.ranks if self.sums else self._weighted(loss, count)
-        return self._with_carrier(loss, count)
+        return loss * self.ranks if self.sums else self._weighted(loss, count)
 
     def _meet(self, count: float | Tensor) -> None:
         "Tell the other ranks what this one counts, and hear from them."
@@ -170,10 +180,10 @@ class Steps(StepWeights):
         total = dl.share.total or dl.usual_total or self.ranks  # the same on every rank, as this must be
         return total / self.ranks * self.learn.step_batches
 
-    def _with_carrier(self, loss: Tensor, count: float | Tensor) -> Tensor:
-        if self.carrier is None:
-            return loss
-        return loss + torch.dot(self.carrier, self._vector(count, self.carrier.dtype, self.carrier.device))
+    def _backward_with_carrier(self, loss: Tensor, count: float | Tensor) -> None:
+        # The carrier is a root of its own, whose gradient is given: that needs no further operations.
+        vector = self._vector(count, self.carrier.dtype, self.carrier.device)
+        torch.autograd.backward((loss, self.carrier), (None, vector))
 
     def _vector(self, count: float | Tensor, kind: torch.dtype, device: torch.device) -> Tensor:
         # Flags are read as a mean over the ranks, of the step's last batch alone.
@@ -200,7 +210,7 @@ class Steps(StepWeights):
             self._witness = next((p for p in self.learn.model.parameters() if p.grad is not None), None)
         vector = self._reduced() if self._met is None else self._met
         if not self.reads_late:
-            self._counted_all, *flags = vector.tolist()
+            self._counted_all, *flags = vector.tolist()[:_USED]
             self._correct(self._counted_all, tolerance=8 * torch.finfo(vector.dtype).eps)
             self._heed(flags)
             return
@@ -288,7 +298,10 @@ class Steps(StepWeights):
             learn._forward()
         self._note(0)
         if learn.step_due:
-            self._with_carrier(nothing_of(learn), 0).backward()
+            if self.carrier is None:
+                nothing_of(learn).backward()
+            else:
+                self._backward_with_carrier(nothing_of(learn), 0)
 
     def _repeat(self) -> None:
         "The whole batch, whose gradients are then left out."
@@ -359,7 +372,7 @@ def _land(flying: tuple[Tensor, torch.Event | None]) -> list[float]:
     landing, arrived = flying
     if arrived is not None:
         arrived.synchronize()
-    return landing[1:].tolist()
+    return landing[1:_USED].tolist()
 
 
 def plain_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

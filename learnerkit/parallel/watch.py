@@ -116,21 +116,22 @@ class Watch:
             PeerError: some did not.
         """
         self._await_all()
-        file = tempfile.NamedTemporaryFile(prefix="learnerkit-")
-        file.truncate(Pulse.SIZE)
+        self._file, path = _shared_memory(Pulse.SIZE)
         here = socket.gethostname()
-        everyone = world.all_gather((here, file.name, _connections()))
+        everyone = world.all_gather((here, path, _connections()))
         self.pulses: dict[int, Pulse] = {}
         for rank, (host, path, _) in enumerate(everyone):
-            if host == here and os.path.exists(path):  # machines may have one name, but not one file system
+            if host != here:
+                continue
+            try:
                 with open(path, "r+b") as shared:
                     self.pulses[rank] = Pulse(mmap.mmap(shared.fileno(), Pulse.SIZE))
+            except (OSError, ValueError):  # containers may share a name, but not their processes
+                continue
         self.pulse = self.pulses[self.rank]
         others = {pair for rank, (_, _, pairs) in enumerate(everyone) if rank != self.rank for pair in pairs}
         # A connection whose other end another rank has; those of the store must stay.
         self._lines = {pair for pair in everyone[self.rank][2] if pair[::-1] in others} - _store_connections()
-        world.barrier()  # everyone has opened the files, which can go now: nothing is left if this process is killed
-        file.close()
         self.pulse.live(waits=False)
         self.pulse.beat(0, 0, b"before_fit/")
         self._inbox = self.store.clone()  # a client of its own: it waits while the main thread uses the other one
@@ -153,6 +154,7 @@ class Watch:
             thread.join(timeout=ANSWER_SECONDS)
         # Now rather than when the garbage is collected, so that fits in a row do not gather descriptors.
         self._inbox = None
+        self._file.close()
         for pulse in self.pulses.values():
             pulse.close()
 
@@ -407,6 +409,18 @@ def _waits(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _shared_memory(size: int) -> tuple[Any, str]:
+    """A file of `size` bytes for the other processes of the machine, and the path by which they find it."""
+    if hasattr(os, "memfd_create"):  # it goes with this process, however that ends
+        file = os.fdopen(os.memfd_create("learnerkit"), "r+b")
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    else:
+        file = tempfile.NamedTemporaryFile(prefix="learnerkit-")  # noqa: SIM115 - it stays open for the run
+        path = file.name
+    file.truncate(size)
+    return file, path
 
 
 def _open_sockets() -> list[tuple[tuple, socket.socket]]:
