@@ -20,7 +20,7 @@ from learnerkit.parallel.loaders import emptied
 from learnerkit.weights import StepWeights, nothing_of
 
 _USED = 1 + len(LEAVING) + 1  # the count, a flag for each reason to leave, and whether the rank's data have ended
-_SLOTS = 16  # so many that the gradients that follow in DDP's bucket stay aligned to cache lines
+_SLOTS = 8  # so many that the gradients that follow in DDP's bucket stay aligned for vector instructions
 
 
 class Steps(StepWeights):

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from learnerkit import DataLoaders, Learner, world
 
-BATCH, STEPS, EPOCHS = 16, 300, 2  # enough steps for the start of a fit, some tens of ms, to weigh little
+BATCH, STEPS, EPOCHS = 16, 500, 2  # enough steps for the start of a fit, some tens of ms, to weigh little
 LOSS = nn.CrossEntropyLoss()
 
 
