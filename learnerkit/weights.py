@@ -27,34 +27,25 @@ class StepWeights:
         self.learn, self.sums = learn, learn.loss_weighting.sums
         self.expected = 1.0  # what the step is expected to count
         self._counted: float | Tensor = 0.0  # what this step has counted so far
-        self._open = False  # whether a batch of this step has been weighed
-
-    @property
-    def begun(self) -> bool:
-        """Whether gradients of batches wait for their step."""
-        return self._open
+        self.begun = False  # whether gradients of batches wait for their step
 
     # The backward pass of the loop
 
     def backward(self) -> None:
         """Compute the batch's gradients with their weight, and correct those of the step after its last batch."""
         self.learn.loss_grad = self.weigh(self.learn.loss_grad)
-        self.learn._backward()
+        self._differentiate(self._count())
         self.settle()
 
     def weigh(self, loss: Tensor) -> Tensor:
         """The loss to differentiate."""
-        count = self._count()
-        if not self._open:
-            self._open, self._counted = True, 0.0
-            self.expected = self._expect(count)
-        self._counted = self._counted + count
+        count = self._note(self._count())
         return loss if self.sums else self._weighted(loss, count)
 
     def settle(self) -> None:
         """Correct the gradients once the step's last backward pass is over."""
-        if self.learn.step_due and self._open:
-            self._open = False
+        if self.learn.step_due and self.begun:
+            self.begun = False
             self._correct(self._counted)
 
     def backward_cancelled(self) -> None:
@@ -62,6 +53,18 @@ class StepWeights:
         self.settle()
 
     # Parts
+
+    def _note(self, count: float | Tensor) -> float | Tensor:
+        "Take a batch's count into its step."
+        if not self.begun:
+            self.begun, self._counted = True, 0.0
+            self.expected = self._expect(count)
+        self._counted = self._counted + count
+        return count
+
+    def _differentiate(self, count: float | Tensor) -> None:
+        "Compute the gradients of `loss_grad`."
+        self.learn._backward()
 
     def _count(self) -> float | Tensor:
         """What this batch counts; a number where reading it costs nothing."""

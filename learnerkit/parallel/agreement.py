@@ -295,16 +295,15 @@ class RankDispatch(Dispatch):
                 add_note_once(error, f"raised in {cb!r}.{event}")
                 raise
 
-    def beat(self, event: str, cb: Callback | None = None) -> None:
+    def beat(self, event: str, cb: Callback | None) -> None:
         """Leave a sign of having come here, and leave if another rank has failed."""
         place = self._places.get((event, cb))
         if place is None:
             name = "" if cb is None else repr(cb)
-            place = self._places[event, cb] = f"{event}/{name}"[:200].encode()[:200]
+            place = self._places[event, cb] = f"{event}/{name}".encode()[:200]
         learn = self.agreement.learn
         self.agreement.watch.pulse.beat(learn.epoch, max(learn.iter, 0), place)
-        if self.agreement.watch.failure is not None:
-            self.agreement.check()
+        self.agreement.check()
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         try:

@@ -19,7 +19,7 @@ from learnerkit.data import draws_globally, loader_len, map_batch, states_at_sta
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.drift import digests
 from learnerkit.parallel.loaders import RankLoader, emptied, rank_loader
-from learnerkit.parallel.steps import Steps, plain_hook
+from learnerkit.parallel.steps import Steps
 from learnerkit.utils import did_you_mean, training_modes, warn
 from learnerkit.weights import nothing_of
 
@@ -266,7 +266,7 @@ class DistributedCallback(Callback):
                 del module._parameters[_CARRIER]
         hook, state = _comm_hook(self.comm_hook)
         if steps.by_bucket:
-            steps.weigh_buckets(wrapper, hook or plain_hook, state)
+            steps.weigh_buckets(wrapper, hook or default_hooks.allreduce_hook, state)
         elif hook is not None:
             wrapper.register_comm_hook(state, hook)
         if not self.wrap_names:

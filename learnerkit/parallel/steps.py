@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from learnerkit import world
@@ -107,7 +106,7 @@ class Steps(StepWeights):
 
     def start(self) -> None:
         """Training begins, perhaps after one that was cut short."""
-        self._open, self._flying = False, None
+        self.begun, self._flying = False, None
         if self.carrier is not None:
             self.carrier.grad = None
 
@@ -130,20 +129,8 @@ class Steps(StepWeights):
         self.agreement.watch.stepped = self.number
         self.agreement.watch.answer()
 
-    def backward(self) -> None:
-        """Compute the batch's gradients with their weight; a step's are reduced and corrected with its last batch."""
-        learn = self.learn
-        learn.loss_grad = self.weigh(learn.loss_grad)
-        if self.carrier is None:
-            learn._backward()
-        else:
-            self._backward_with_carrier(learn.loss_grad, self._count())
-        self.settle()
-
     def weigh(self, loss: Tensor) -> Tensor:
         """The loss to differentiate."""
-        if not self.learn.batch_size:
-            self.learn.loss_count = 0  # whatever sample there is keeps the others company
         count = self._note(self._count())
         if self.by_bucket:
             self._meet(count)
@@ -159,31 +146,28 @@ class Steps(StepWeights):
         else:
             self._bucket_factor = self.ranks if self.sums else count / mean
 
-    def _note(self, count: float | Tensor) -> float | Tensor:
-        if not self._open:
-            self._open, self._counted = True, 0.0
-            self.expected = self._expect(count)
-            kept = self._witness is not None and self._witness.grad is not None
-            if kept and not self.by_bucket and not self.sums:
-                # A callback accumulates gradients by leaving steps out: those that are there have their scale already,
-                # so this batch's must be right before it joins them.
-                self.expected = self._agree_on(count)
-        self._counted = self._counted + count
-        return count
-
-    def _agree_on(self, count: float | Tensor) -> float:
-        """What the ranks count on average; a collective and a host-device sync of its own."""
-        return world.reduce(float(count), "mean") or 1.0
+    def _count(self) -> float | Tensor:
+        if not self.learn.batch_size:
+            self.learn.loss_count = 0  # whatever sample there is keeps the others company
+        return super()._count()
 
     def _expect(self, count: float | Tensor) -> float:
+        kept = self._witness is not None and self._witness.grad is not None
+        if kept and not self.by_bucket and not self.sums:
+            # A callback accumulates gradients by leaving steps out: those that are there have their scale already, so
+            # this batch's must be right before it joins them. A collective and a host-device sync of its own.
+            return world.reduce(float(count), "mean") or 1.0
         dl = self.learn.dl
         total = dl.share.total or dl.usual_total or self.ranks  # the same on every rank, as this must be
         return total / self.ranks * self.learn.step_batches
 
-    def _backward_with_carrier(self, loss: Tensor, count: float | Tensor) -> None:
+    def _differentiate(self, count: float | Tensor) -> None:
+        if self.carrier is None:
+            super()._differentiate(count)
+            return
         # The carrier is a root of its own, whose gradient is given: that needs no further operations.
         vector = self._vector(count, self.carrier.dtype, self.carrier.device)
-        torch.autograd.backward((loss, self.carrier), (None, vector))
+        torch.autograd.backward((self.learn.loss_grad, self.carrier), (None, vector))
 
     def _vector(self, count: float | Tensor, kind: torch.dtype, device: torch.device) -> Tensor:
         # Flags are read as a mean over the ranks, of the step's last batch alone.
@@ -205,7 +189,7 @@ class Steps(StepWeights):
         self._settled = True
         if not self.learn.step_due:
             return
-        self._open = False
+        self.begun = False
         if self._witness is None:
             self._witness = next((p for p in self.learn.model.parameters() if p.grad is not None), None)
         vector = self._reduced() if self._met is None else self._met
@@ -298,10 +282,8 @@ class Steps(StepWeights):
             learn._forward()
         self._note(0)
         if learn.step_due:
-            if self.carrier is None:
-                nothing_of(learn).backward()
-            else:
-                self._backward_with_carrier(nothing_of(learn), 0)
+            learn.loss_grad = nothing_of(learn)
+            self._differentiate(0)
 
     def _repeat(self) -> None:
         "The whole batch, whose gradients are then left out."
@@ -373,8 +355,3 @@ def _land(flying: tuple[Tensor, torch.Event | None]) -> list[float]:
     if arrived is not None:
         arrived.synchronize()
     return landing[1:_USED].tolist()
-
-
-def plain_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's own reduction, as a hook."""
-    return default_hooks.allreduce_hook(state, bucket)

@@ -99,7 +99,7 @@ class Watch:
     """
 
     def __init__(self, name: str, timeout: float):
-        self.name, self.timeout = name, timeout
+        self.timeout = timeout
         self.rank, self.ranks = world.rank(), world.world_size()
         self.store = dist.PrefixStore(f"learnerkit/watch/{name}", world.store())
         self.failure: dict | None = None
@@ -130,8 +130,11 @@ class Watch:
                 continue
         self.pulse = self.pulses[self.rank]
         others = {pair for rank, (_, _, pairs) in enumerate(everyone) if rank != self.rank for pair in pairs}
-        # A connection whose other end another rank has; those of the store must stay.
-        self._lines = {pair for pair in everyone[self.rank][2] if pair[::-1] in others} - _store_connections()
+        store = _store_port()
+        # The connections whose other end another rank has; those of the store must stay.
+        self._lines = {
+            pair for pair in everyone[self.rank][2] if pair[::-1] in others and store not in (pair[0][1], pair[1][1])
+        }
         self.pulse.live(waits=False)
         self.pulse.beat(0, 0, b"before_fit/")
         self._inbox = self.store.clone()  # a client of its own: it waits while the main thread uses the other one
@@ -325,7 +328,7 @@ class Watch:
 
     def _standstill(self, reports: dict[int, dict]) -> dict:
         """What the ranks' errors say."""
-        late = [rank for rank in range(self.ranks) if not reports.get(rank, {}).get("waits")]
+        late = self._late(reports)
         culprit = late[0] if late else self.rank
         if late:
             state = "is slow" if culprit in reports else "is silent"
@@ -347,6 +350,10 @@ class Watch:
                     answers[rank] = json.loads(store.get(f"report/{rank}"))
             time.sleep(0.05)
 
+    def _late(self, reports: dict[int, dict]) -> list[int]:
+        """The ranks that have not come to where the others wait."""
+        return [rank for rank in range(self.ranks) if not reports.get(rank, {}).get("waits")]
+
     def _known(self, rank: int, reports: dict[int, dict]) -> dict:
         if rank in reports:
             return reports[rank]
@@ -356,7 +363,7 @@ class Watch:
 
     def _describe(self, reports: dict[int, dict]) -> str:
         lines = [f"learnerkit: no rank has moved on for {self.timeout:.0f} s"]
-        late = [r for r in range(self.ranks) if not reports.get(r, {}).get("waits")]
+        late = self._late(reports)
         for rank in range(self.ranks):
             known = self._known(rank, reports)
             state = "silent" if rank not in reports else "waits" if rank not in late else "slow"
@@ -455,13 +462,12 @@ def _connections() -> list[tuple]:
     return pairs
 
 
-def _store_connections() -> set[tuple]:
-    """Those of this process's connections that lead to the store, or from it."""
+def _store_port() -> int | None:
+    """The port by which the ranks reach the store, if it has one."""
     store: Any = world.store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    port = getattr(store, "port", None)
-    return {pair for pair in _connections() if port in (pair[0][1], pair[1][1])}
+    return getattr(store, "port", None)
 
 
 def _abort_device_groups() -> None:

@@ -11,6 +11,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from checking import leave, run
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -133,6 +134,19 @@ def check_cancels():
                     check_after(learn, what, took=took, alike=error is None)
 
 
+def assert_equals_alone(make, epochs):
+    """The learner that `make` makes ends with the same weights on all ranks together and on one process."""
+    found = []
+    for way in (fit, lambda learn, epochs: learn.fit(epochs)):
+        learn = make()
+        with warnings.catch_warnings(), learn.no_logging():
+            warnings.simplefilter("ignore")  # each process trains alone here, which is meant
+            way(learn, epochs)
+        found.append(weights(learn))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 def by_hand(steps):
     """The weights after SGD steps with the given samples each; an empty step is not taken."""
     learn = make_learner()
@@ -209,16 +223,13 @@ def check_numbers():
                 raise CancelBatchException
 
     for weight in (None, torch.tensor([0.2, 0.9], dtype=torch.float64)):
-        found = []
-        for way in (fit, lambda learn, epochs: learn.fit(epochs)):
+
+        def accumulating(weight=weight):
             learn = make_learner(Accumulate())
             learn.loss_func = nn.CrossEntropyLoss(weight=weight)
-            with warnings.catch_warnings(), learn.no_logging():
-                warnings.simplefilter("ignore")
-                way(learn, 1)
-            found.append(weights(learn))
-        for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+            return learn
+
+        assert_equals_alone(accumulating, epochs=1)
     # A cancel in the middle of a group.
     for event in ("before_batch", "after_pred", "after_backward", "after_batch"):
         learn = make_learner([Do(event, throw(CancelTrainException())), GradientAccumulation(n_batches=4)])
@@ -267,15 +278,11 @@ def check_others():
         error, took = fit(learn)
         assert error is None, (kind, error)
         check_after(learn, f"{kind.__name__} before a clip", took=took)
-        found = []
-        for way in (fit, lambda learn, epochs: learn.fit(epochs)):
-            learn = make_learner([Do(event, throw(kind()), ranks=everyone), Clip()])
-            with warnings.catch_warnings(), learn.no_logging():
-                warnings.simplefilter("ignore")
-                way(learn, 2)
-            found.append(weights(learn))
-        for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+        def cancelled(event=event, kind=kind):
+            return make_learner([Do(event, throw(kind()), ranks=everyone), Clip()])
+
+        assert_equals_alone(cancelled, epochs=2)
     for kind in (CancelFitException, CancelTrainException, CancelBatchException, KeyboardInterrupt):
         for event in ("after_batch", "after_step", "before_step"):
             for late in ([], [Late()]):
@@ -288,17 +295,13 @@ def check_others():
     error, took = fit(learn)
     assert error is None, error
     check_after(learn, "a cancel in a cleanup", took=took)
-    found = []
-    for way in (fit, lambda learn, epochs: learn.fit(epochs)):
+
+    def flat():
         torch.manual_seed(0)
         dls = DataLoaders.from_datasets(make_data(8 * N + 1), bs=8)
-        learn = Learner(dls, Flat(), nn.CrossEntropyLoss(), opt_func=torch.optim.SGD, lr=0.1)
-        with warnings.catch_warnings(), learn.no_logging():
-            warnings.simplefilter("ignore")
-            way(learn, 2)
-        found.append(weights(learn))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        return Learner(dls, Flat(), nn.CrossEntropyLoss(), opt_func=torch.optim.SGD, lr=0.1)
+
+    assert_equals_alone(flat, epochs=2)
 
 
 class Late(Callback):
@@ -432,11 +435,5 @@ def check_alone():
 if __name__ == "__main__":
     fit(make_learner(), 1)  # the first one imports a lot, which takes seconds
     parts = ("cancels", "numbers", "others", "late", "errors", "alone")
-    for part in parts:
-        if part in sys.argv or not {*parts} & {*sys.argv}:
-            globals()[f"check_{part}"]()
-    world.barrier()
-    if RANK == 0:
-        print("all well")
-    sys.stdout.flush()
-    os._exit(0)  # torch's teardown of a process group may abort
+    run(globals()[f"check_{part}"] for part in parts if part in sys.argv or not {*parts} & {*sys.argv})
+    leave()

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import random
 import sys
 import warnings
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from checking import all_checks, leave, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -350,16 +350,7 @@ def check_cleanup_is_silent():
 
 
 def main(rank=None, n=None):
-    for name, check in list(globals().items()):
-        if name.startswith("check_"):
-            try:
-                check()
-            except BaseException as e:
-                e.add_note(f"in {name} on rank {world.rank()}")
-                raise
-    world.barrier()
-    if world.is_main():
-        print("all well")
+    run(all_checks(globals()))
 
 
 if __name__ == "__main__":
@@ -368,8 +359,4 @@ if __name__ == "__main__":
     assert not dist.is_initialized()
     main()
     assert dist.is_initialized()
-    dist.destroy_process_group()
-    # torch 2.15 now and then aborts when the interpreter of a process that used DDP is taken down (under torchrun too;
-    # our launcher's processes end without that).
-    sys.stdout.flush()
-    os._exit(0)
+    leave()

@@ -1,11 +1,9 @@
 """DriftCheck on any number of processes above one; ends with 'all well'."""
 
-import os
-import sys
 import warnings
 
 import torch
-import torch.distributed as dist
+from checking import all_checks, leave, run
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -160,16 +158,5 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="sync_bn|.*each train a whole copy")
     assert N > 1
-    for name, check in list(globals().items()):
-        if name.startswith("check_"):
-            try:
-                check()
-            except BaseException as e:
-                e.add_note(f"in {name} on rank {world.rank()}")
-                raise
-    world.barrier()
-    if world.is_main():
-        print("all well")
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # as in behaviour.py: torch's teardown after DDP now and then aborts
+    run(all_checks(globals()))
+    leave()

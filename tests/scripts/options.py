@@ -1,13 +1,11 @@
 """What DistributedCallback's options do, and what a step costs, on two processes; ends with 'all well'."""
 
-import os
-import sys
 import warnings
 from collections import Counter
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
+from checking import all_checks, leave, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -390,24 +388,8 @@ def check_ddp_does_not_outlive_the_fit():
             assert not world.same_everywhere(learn.model.g.weight.grad.tolist())
 
 
-def main():
-    for name, check in list(globals().items()):
-        if name.startswith("check_"):
-            try:
-                check()
-            except BaseException as e:
-                e.add_note(f"in {name} on rank {world.rank()}")
-                raise
-    world.barrier()
-    if world.is_main():
-        print("all well")
-
-
 if __name__ == "__main__":
     warnings.simplefilter("error")
     assert world.world_size() == N
-    main()
-    dist.destroy_process_group()
-    # torch 2.15 now and then aborts when the interpreter of a process that used DDP is taken down.
-    sys.stdout.flush()
-    os._exit(0)
+    run(all_checks(globals()))
+    leave()
