@@ -11,6 +11,7 @@ import hashlib
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -104,6 +105,19 @@ def join(timeout: float | timedelta | None = None) -> None:
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     dist.init_process_group(backend, timeout=timeout)
     atexit.register(_leave)
+    if sys.version_info < (3, 12):
+        os.register_at_fork(before=_let_threads_settle)
+
+
+def _let_threads_settle() -> None:
+    """Keep a child that is about to be forked (a loader's worker, say) from waiting for ever.
+
+    The interpreter's lock around its list of threads is held for a moment by gloo's threads when they let go of a
+    collective's tensors. A child forked in that moment finds it locked: CPython 3.11 takes it once before making it
+    anew (`PyOS_AfterFork_Child`; 3.12 makes it anew first).
+    """
+    time.sleep(0.002)  # what the last collective has left to do
+    sys._current_frames()  # takes that lock, and so waits for whoever has it
 
 
 _given_up = False  # whether the process group is dead; the group itself is torch's global

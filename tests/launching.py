@@ -24,13 +24,12 @@ def run_script(
     script: str, *args: object, nproc: int = 1, way: str = "launch", timeout: float = 120, gpus: bool = False
 ) -> str:
     """Run a script of tests/scripts to its end and return what it printed; a failure shows its output."""
-    done = subprocess.run(
-        [*WAYS[way](nproc), str(SCRIPTS / script), *map(str, args)],
-        env=environment(gpus),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    command = [*WAYS[way](nproc), str(SCRIPTS / script), *map(str, args)]
+    try:
+        done = subprocess.run(command, env=environment(gpus), capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired as late:
+        printed = [text.decode() for text in (late.stdout, late.stderr) if text]
+        raise AssertionError("\n".join([f"{script} on {nproc} processes took over {timeout} s", *printed])) from None
     assert done.returncode == 0, (
         f"{script} on {nproc} processes ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     )

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from launching import run_script
 
 from learnerkit import on_rank0, rank0_first, set_seed, world
 
@@ -106,3 +107,8 @@ def test_streams_of_one_seed_are_far_apart():
     assert seeds[0] == 42
     assert len(set(seeds)) == 100
     assert all(0 <= s < 2**63 for s in seeds)
+
+
+@pytest.mark.slow
+def test_children_forked_after_collectives_come_to_life():
+    run_script("forks.py", 1000, nproc=3)
