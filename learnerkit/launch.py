@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NoReturn
 
+from learnerkit.environment import LOOPBACK, killed_by, rank_environment, signal_name
+
 __all__ = ["main"]
 
 WORKER = Path(__file__).with_name("_worker.py")
-LOOPBACK = "127.0.0.1"
-LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 GPU_DEVICE_FILES = ("/dev/nvidia0", "/dev/kfd")  # NVIDIA, AMD
 
 POLL_SECONDS = 0.02
@@ -243,7 +243,7 @@ def start(job: Job, ranks: list[Rank]) -> None:
             report_file = tempfile.TemporaryFile()  # noqa: SIM115  (without a name: nothing is left to remove)
             store_fd = listener.fileno() if number == 0 else None
             setup = {"launcher": os.getpid(), "report_fd": report_file.fileno(), "store_fd": store_fd}
-            env = rank_environment(os.environ, job, number, listener.getsockname()[1])
+            env = rank_environment(os.environ, number, job.nproc, listener.getsockname()[1], job.gpus)
             process = subprocess.Popen(
                 [*interpreter, str(WORKER), *job.command],
                 env=env | {"LEARNERKIT_WORKER": json.dumps(setup)},
@@ -252,28 +252,6 @@ def start(job: Job, ranks: list[Rank]) -> None:
                 process_group=0,  # what the rank starts can be ended together with it
             )
             ranks.append(Rank(number, process, report_file, ended=time.monotonic()))
-
-
-def rank_environment(environ: Mapping[str, str], job: Job, number: int, port: int) -> dict[str, str]:
-    """Return the environment of one rank: a copy without what another launcher may have left in it."""
-    stale = re.compile("TORCHELASTIC_|GROUP_(RANK|WORLD_SIZE)|ROLE_(RANK|WORLD_SIZE|NAME)|NODE_RANK")
-    env = {name: value for name, value in environ.items() if not stale.match(name)}
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        env.setdefault(name, LOOPBACK_INTERFACE)
-    if job.nproc > 1:
-        env.setdefault("OMP_NUM_THREADS", "1")
-    if job.gpus is not None:
-        env["CUDA_VISIBLE_DEVICES"] = job.gpus
-    return env | {
-        "RANK": str(number),
-        "LOCAL_RANK": str(number),
-        "WORLD_SIZE": str(job.nproc),
-        "LOCAL_WORLD_SIZE": str(job.nproc),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served already: rank 0 too only connects to it
-        "TORCHELASTIC_RESTART_COUNT": "0",  # older versions of torch look for it then
-    }
 
 
 # Watch
@@ -455,18 +433,11 @@ def fate(rank: Rank) -> str:
         return f"does not die: process {rank.process.pid} hangs in the kernel"
     if stopped(rank):
         return "did not stop in time and was killed" if rank.code == -signal.SIGKILL else "was stopped by the launcher"
-    if rank.code == -signal.SIGKILL:
-        return "was killed by signal 9 (SIGKILL), as the kernel does when memory runs out (see dmesg),"
     if rank.code < 0:
-        return f"was killed by signal {-rank.code} ({signal_name(-rank.code)})"
+        return killed_by(-rank.code)
     if rank.code == 0:
         return "ended with exit code 0"
     return f"failed (exit code {rank.code})" + (", following another rank," if echo(rank) == FOLLOWS else "")
-
-
-def signal_name(signum: int) -> str:
-    """Return SIGTERM for 15; real-time signals have no names."""
-    return signal.Signals(signum).name if signum in iter(signal.Signals) else "real-time signal"
 
 
 def say(text: str) -> None:

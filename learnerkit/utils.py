@@ -3,6 +3,7 @@
 import difflib
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
@@ -116,3 +117,27 @@ def save_whole(obj: Any, path: Path) -> None:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def shared_file(size: int = 0) -> tuple[Any, str]:
+    """A file of `size` bytes for the other processes of the machine, and the path by which they find it.
+
+    It goes with this process, and is in memory where the system allows it.
+    """
+    if hasattr(os, "memfd_create"):
+        file = os.fdopen(os.memfd_create("learnerkit"), "r+b")
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+    else:
+        file = tempfile.NamedTemporaryFile(prefix="learnerkit-")  # noqa: SIM115 - it stays open while it is wanted
+        path = file.name
+    file.truncate(size)
+    return file, path
+
+
+def front_end() -> str:
+    """Where a person types: 'notebook' (a Jupyter kernel), 'prompt' (python's or IPython's), or '' in a script."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if shell is not None:
+        return "notebook" if getattr(shell, "kernel", None) is not None else "prompt"
+    return "prompt" if hasattr(sys, "ps1") or sys.flags.interactive else ""

@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from learnerkit import _worker, launch
-from learnerkit.launch import Job, Rank, choose_processes, gpu_names, listed_gpus, parse, rank_environment
+from learnerkit.environment import rank_environment
+from learnerkit.launch import Job, Rank, choose_processes, gpu_names, listed_gpus, parse
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -207,41 +208,6 @@ def test_number_of_processes():
             choose_processes(None, bad, four)
 
 
-def test_rank_environment():
-    given = {
-        "RANK": "7",
-        "WORLD_SIZE": "9",
-        "MASTER_PORT": "1",
-        "TORCHELASTIC_RUN_ID": "old",
-        "GROUP_RANK": "1",
-    }
-    given |= {"KEPT": "yes", "NCCL_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "3", "GROUP_NAME": "mine"}
-    copy = dict(given)
-    env = rank_environment(given, Job(["x"], 2, gpus="5,6"), 1, 1234)
-    assert given == copy
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    assert env == {
-        "KEPT": "yes",
-        "GROUP_NAME": "mine",
-        "NCCL_SOCKET_IFNAME": "eth0",
-        "GLOO_SOCKET_IFNAME": loopback,
-        "TP_SOCKET_IFNAME": loopback,
-        "CUDA_VISIBLE_DEVICES": "5,6",
-        "OMP_NUM_THREADS": "1",
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1234",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
-    assert rank_environment({"OMP_NUM_THREADS": "4"}, Job(["x"], 2), 0, 1)["OMP_NUM_THREADS"] == "4"
-    assert "OMP_NUM_THREADS" not in rank_environment({}, Job(["x"], 1), 0, 1)
-    assert rank_environment(given, Job(["x"], 1), 0, 1)["CUDA_VISIBLE_DEVICES"] == "3"
-
-
 # The report
 
 
@@ -370,7 +336,7 @@ def test_the_script_sees_what_python_would_show_it(run, launched, tmp_path, form
     port = seen[0]["env"]["MASTER_PORT"]
     for number, facts in enumerate(seen):
         env = expected["env"] | stale
-        assert facts.pop("env") == rank_environment(env, Job([], 2), number, int(port))
+        assert facts.pop("env") == rank_environment(env, number, 2, int(port))
         assert facts == {name: value for name, value in expected.items() if name != "env"}
     assert len(seen) == 2
 

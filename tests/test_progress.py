@@ -168,7 +168,7 @@ def cell(monkeypatch):
 
     found = Cell()
     monkeypatch.setattr(IPython.display, "display", found.display)
-    monkeypatch.setattr(progress, "in_notebook", lambda: True)
+    monkeypatch.setattr(progress, "front_end", lambda: "notebook")
     monkeypatch.setattr(progress, "_REFRESH", 0)
     return found
 
@@ -279,18 +279,6 @@ def test_a_logger_of_ones_own_is_left_in_its_place(cell):
     learn.logger = rows.append
     learn.fit(2)
     assert len(rows) == 2
-
-
-def test_in_a_kernel_it_is_a_notebook_and_elsewhere_not(monkeypatch):
-    import IPython
-
-    assert not progress.in_notebook()
-    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=object()))
-    assert progress.in_notebook()
-    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace())
-    assert not progress.in_notebook()
-    monkeypatch.delitem(sys.modules, "IPython")
-    assert not progress.in_notebook()
 
 
 def test_without_progress_the_table_is_printed_all_the_same(capsys):

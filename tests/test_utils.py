@@ -1,5 +1,8 @@
 """The small helpers."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import make_model
@@ -110,3 +113,25 @@ def test_plain_names_pass(name):
 def test_other_names_are_refused(name):
     with pytest.raises(ValueError, match="a str is a plain name inside the model directory"):
         utils.plain_name(name)
+
+
+def test_where_a_person_types(monkeypatch):
+    import IPython
+
+    assert utils.front_end() == ""
+    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=object()))
+    assert utils.front_end() == "notebook"
+    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace())
+    assert utils.front_end() == "prompt"
+    monkeypatch.delitem(sys.modules, "IPython")
+    assert utils.front_end() == ""
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert utils.front_end() == "prompt"
+
+
+def test_a_shared_file_is_found_by_its_path():
+    file, path = utils.shared_file(8)
+    with file, open(path, "rb") as again:
+        file.write(b"abc")
+        file.flush()
+        assert again.read() == b"abc" + bytes(5)

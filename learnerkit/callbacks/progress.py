@@ -11,18 +11,12 @@ from tqdm import tqdm
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import TableLogger, format_row, format_value
 from learnerkit.data import loader_len
+from learnerkit.utils import front_end
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 _REFRESH = 0.1  # seconds between two drawings of the bar
-
-
-def in_notebook() -> bool:
-    """Whether this runs in a Jupyter kernel."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return getattr(shell, "kernel", None) is not None
 
 
 class ProgressCallback(Callback):
@@ -47,7 +41,7 @@ class ProgressCallback(Callback):
     def before_fit(self):
         learn = self.learn
         self._task, self._skipped = learn.task, 0
-        if in_notebook():
+        if front_end() == "notebook":
             self._page = NotebookPage(learn)
         if learn.task == "fit" and isinstance(learn.logger, TableLogger) and hasattr(learn, "recorder"):
             self._logger = learn.logger

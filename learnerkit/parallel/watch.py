@@ -13,7 +13,6 @@ import os
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from learnerkit import world
+from learnerkit.utils import shared_file
 
 GRACE_SECONDS = 0.5
 """How long after a failure the others may still run into the same error by themselves, and so report it as theirs."""
@@ -116,7 +116,7 @@ class Watch:
             PeerError: some did not.
         """
         self._await_all()
-        self._file, path = _shared_memory(Pulse.SIZE)
+        self._file, path = shared_file(Pulse.SIZE)
         here = socket.gethostname()
         everyone = world.all_gather((here, path, _connections()))
         self.pulses: dict[int, Pulse] = {}
@@ -416,18 +416,6 @@ def _waits(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _shared_memory(size: int) -> tuple[Any, str]:
-    """A file of `size` bytes for the other processes of the machine, and the path by which they find it."""
-    if hasattr(os, "memfd_create"):  # it goes with this process, however that ends
-        file = os.fdopen(os.memfd_create("learnerkit"), "r+b")
-        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-    else:
-        file = tempfile.NamedTemporaryFile(prefix="learnerkit-")  # noqa: SIM115 - it stays open for the run
-        path = file.name
-    file.truncate(size)
-    return file, path
 
 
 def _open_sockets() -> list[tuple[tuple, socket.socket]]:

@@ -1,0 +1,46 @@
+"""The environment that the launcher and a notebook's workers share."""
+
+import sys
+
+from learnerkit.environment import killed_by, rank_environment
+
+
+def test_rank_environment():
+    given = {
+        "RANK": "7",
+        "WORLD_SIZE": "9",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "old",
+        "GROUP_RANK": "1",
+    }
+    given |= {"KEPT": "yes", "NCCL_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "3", "GROUP_NAME": "mine"}
+    copy = dict(given)
+    env = rank_environment(given, 1, 2, 1234, gpus="5,6")
+    assert given == copy
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    assert env == {
+        "KEPT": "yes",
+        "GROUP_NAME": "mine",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "TP_SOCKET_IFNAME": loopback,
+        "CUDA_VISIBLE_DEVICES": "5,6",
+        "OMP_NUM_THREADS": "1",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1234",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    assert rank_environment({"OMP_NUM_THREADS": "4"}, 0, 2, 1)["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS" not in rank_environment({}, 0, 1, 1)
+    assert rank_environment(given, 0, 1, 1)["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_signals_have_names_where_there_are_any():
+    assert "signal 9 (SIGKILL), as the kernel does when memory runs out" in killed_by(9)
+    assert killed_by(11) == "was killed by signal 11 (SIGSEGV)"
+    assert "real-time" in killed_by(40)
