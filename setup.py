@@ -26,6 +26,6 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["learnerkit", "learnerkit.*"]),
     package_data={"learnerkit": ["assets/*"]},
-    install_requires=["torch>=2.10", "torchvision", "fastcore>=1.7", "tqdm>=4.66"],
+    install_requires=["torch>=2.10", "torchvision", "fastcore>=1.7", "tqdm>=4.66", "cloudpickle>=3"],
     extras_require={"examples": EXAMPLES, "dev": DEV},
 )

@@ -120,6 +120,7 @@ class Learner:
         self._told_outside = False
         self._dispatch: Dispatch | None = None
         self.together: parallel.Agreement | None = None
+        self.workers: parallel.Workers | None = None
         self.task: str | None = None
         self.training = False
         self.epoch = self.n_epoch = self.train_iter = self._start_epoch = 0
@@ -270,6 +271,7 @@ class Learner:
 
     # Runs
 
+    @parallel.on_workers
     def fit(
         self,
         n_epoch: int,
@@ -306,6 +308,7 @@ class Learner:
             self.n_epoch, self._start_epoch = n_epoch, start_epoch
             self._level("fit", self._fit, CancelFitException)
 
+    @parallel.on_workers
     def fit_one_cycle(
         self,
         n_epoch: int,
@@ -342,6 +345,7 @@ class Learner:
             del scheds["momentum"]
         self.fit(n_epoch, peaks, wd, [ParamScheduler(scheds), *listify(cbs)], start_epoch=start_epoch)
 
+    @parallel.on_workers
     def validate(
         self, ds_idx: int = 1, dl: Iterable | None = None, cbs: Callback | Iterable[Callback] | None = None
     ) -> list[float]:
@@ -359,6 +363,7 @@ class Learner:
             self._evaluate(self.dls[ds_idx] if dl is None else dl, nested)
         return meter.values
 
+    @parallel.on_workers
     def get_preds(
         self,
         ds_idx: int = 1,
@@ -671,11 +676,19 @@ class Learner:
         return self.remove_cb(parallel.DistributedCallback)
 
     def distrib_ctx(self, nproc: int | None = None, **kwargs: Any) -> Any:
-        """A context with `to_distributed` where a launcher started several processes; elsewhere it does nothing.
+        """A context in which this learner trains, validates and predicts with DistributedDataParallel.
+
+        In a script that a launcher has started in several processes, they train together; in one process it does
+        nothing. In a notebook or at a Python prompt it starts worker processes, which carry out `fit`, `validate`,
+        `get_preds` and the like one call after the other; after each, weights, optimizer, recorder and the attributes
+        of callbacks are those that rank 0 has come to.
 
         Args:
-            nproc: for notebook kernels alone; a script's processes are started by `python -m learnerkit.launch`.
+            nproc: in a notebook or at a prompt, how many processes; by default one for each GPU.
             kwargs: those of `DistributedCallback`.
+
+        Raises:
+            ValueError: `nproc` in a script, whose processes are started by `python -m learnerkit.launch`.
         """
         return parallel.distrib_ctx(self, nproc, **kwargs)
 

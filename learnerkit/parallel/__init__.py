@@ -5,15 +5,15 @@ from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import (
     DistributedCallback,
     dispatch,
-    distrib_ctx,
     together,
     warn_outside_context,
 )
 from learnerkit.parallel.drift import DriftCheck
+from learnerkit.parallel.notebook import Workers, distrib_ctx, on_workers
 from learnerkit.parallel.proof import check_distributed
 from learnerkit.parallel.watch import PeerError
 
 __all__ = [
-    "Agreement", "DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError", "check_distributed", "dispatch",
-    "distrib_ctx", "together", "warn_outside_context",
+    "Agreement", "DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError", "Workers", "check_distributed",
+    "dispatch", "distrib_ctx", "on_workers", "together", "warn_outside_context",
 ]  # fmt: skip

@@ -386,23 +386,6 @@ class DistributedCallback(Callback):
                 setattr(self._plain, name, part)
 
 
-def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> Any:
-    """What `Learner.distrib_ctx` returns.
-
-    Raises:
-        ValueError: `nproc` in a script, whose processes a launcher starts; or the learner is distributed already.
-    """
-    if nproc is not None:
-        raise ValueError(
-            f"got nproc={nproc}: distrib_ctx starts no processes in a script; start them with "
-            f"`python -m learnerkit.launch --nproc {nproc} script.py` and write distrib_ctx() without nproc"
-        )
-    if any(isinstance(cb, DistributedCallback) for cb in learn.cbs):
-        raise ValueError("the learner is distributed already (to_distributed or an outer distrib_ctx)")
-    callback = DistributedCallback(**kwargs)
-    return learn.added_cbs(callback if world.world_size() > 1 else None)
-
-
 def warn_outside_context(learn: "Learner") -> None:
     """Warn, once for a learner, that several processes are about to train the same thing, each for itself."""
     distributed = any(isinstance(cb, DistributedCallback) for cb in learn.cbs)
