@@ -297,17 +297,18 @@ class Workers:
 
     def _take_messages(self, seconds: float) -> None:
         living = [p for p in self._processes if p.state != "dead"]
-        lines = {p.line: p for p in living}
-        ready = connection.wait([*lines, *(p.process.stdout for p in living if p.process.stdout)], seconds)
+        connection.wait([f for p in living for f in (p.line, p.process.stdout) if f is not None], seconds)
         for p in living:
+            # Asked first, so that nothing it has said is missed. The connection tells less: a loader's worker may hold
+            # it open still.
+            over = p.process.poll() is not None
             try:
-                while p.line in ready and p.line.poll():
+                while p.line.poll():
                     self._take(p, *p.line.recv())
             except (EOFError, OSError):
-                pass  # its process says more
+                pass
             self._show(p, p.read())
-            # A loader's worker may hold its connection still, so the end of the process is what counts.
-            if p.process.poll() is not None and not (p.line in ready and _has_more(p.line)):
+            if over:
                 p.kill()
                 p.state = "dead"
                 self._hurry()
@@ -398,13 +399,6 @@ class Workers:
         return f"the worker of rank {p.rank} {how}; the next call starts new workers" + (
             tail and f"; its last words:{tail}"
         )
-
-
-def _has_more(line: connection.Connection) -> bool:
-    try:
-        return line.poll()
-    except OSError:
-        return False
 
 
 def _shell() -> Any:

@@ -14,8 +14,9 @@ import linecache
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -162,7 +163,7 @@ def receive(path: str) -> Job:
         dls._device = None  # each worker has its own
     if job.seeds is not None:
         _set_seeds(job.seeds)
-    job.prints = [_prints(owner, job.known) for owner in job.owners]
+    job.before = [_as_they_are(owner, job.known) for owner in job.owners]
     return job
 
 
@@ -220,6 +221,10 @@ def _parts(where: str, x: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name} (used by {where})", x.__globals__[name]) for name in used)
     elif isinstance(x, type):
         yield from ((f"{x.__name__}.{k}", v) for k, v in vars(x).items())
+    elif isinstance(x, partial):
+        yield from ((where, part) for part in (x.func, x.args, x.keywords))
+    elif isinstance(x, MethodType):
+        yield from ((where, part) for part in (x.__func__, x.__self__))
     else:
         yield from ((f"{where}.{k}", v) for k, v in getattr(x, "__dict__", {}).items())
         if type(x).__module__ == "__main__":
@@ -238,9 +243,14 @@ def send_back(job: Job, result: Any) -> tuple[Any, str]:
     """Write what rank 0 has learnt, and what the call returned."""
     learn, known = job.learn, job.known
     changed = []
-    for owner, before in zip(job.owners, job.prints, strict=True):
-        after = {name: _dump(value, known) for name, value in _attributes(owner)}
-        changed.append({name: data for name, data in after.items() if before.get(name) != _print(data)})
+    for owner, before in zip(job.owners, job.before, strict=True):
+        after = {}
+        for name, value in _attributes(owner):
+            old, print_of_old = before.get(name, (None, ""))
+            data = _dump(value, known)
+            if _print(data) != print_of_old:
+                after[name] = data, value is old
+        changed.append(after)
     opts = learn.opt if learn.opt is None or isinstance(learn.opt, dict) else {"": learn.opt}
     found = {
         "tensors": {name: t.detach() for name, t in _tensors(learn)},
@@ -274,9 +284,9 @@ def bring_back(path: str, job: Job) -> Any:
         optim.load_state(learn.opt, opts if isinstance(learn.opt, dict) else opts[""], learn.model)
     lost = []
     for owner, attributes in zip(job.owners, found["attributes"], strict=True):
-        for name, data in attributes.items():
+        for name, (data, same) in attributes.items():
             try:
-                _put(owner, name, _unpickling(job.known).Unpickler(io.BytesIO(data)).load())
+                _put(owner, name, _unpickling(job.known).Unpickler(io.BytesIO(data)).load(), same)
             except Exception as e:
                 lost.append(f"{type(owner).__name__}.{name} ({type(e).__name__ if data else 'cannot be pickled'})")
     if lost:
@@ -309,20 +319,20 @@ def _dump(value: Any, known: list) -> bytes:
     return buffer.getvalue()
 
 
-def _prints(owner: Any, known: list) -> dict[str, str]:
-    return {name: _print(_dump(value, known)) for name, value in _attributes(owner)}
+def _as_they_are(owner: Any, known: list) -> dict[str, tuple[Any, str]]:
+    return {name: (value, _print(_dump(value, known))) for name, value in _attributes(owner)}
 
 
 def _print(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _put(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute; lists and dictionaries stay the same objects, as cells may hold them under other names."""
+def _put(owner: Any, name: str, value: Any, same: bool) -> None:
+    """Set an attribute; a list or dictionary that was changed in its place is so here, as cells may hold it too."""
     mine = vars(owner).get(name)
-    if type(mine) is type(value) is list:
+    if same and type(mine) is type(value) is list:
         mine[:] = value
-    elif type(mine) is type(value) is dict:
+    elif same and type(mine) is type(value) is dict:
         mine.clear()
         mine.update(value)
     else:

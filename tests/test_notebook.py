@@ -1,0 +1,460 @@
+"""DDP from a real kernel and from real prompts: numbers, what comes back, what is shown, and every way to fail."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from kernel import Kernel, alive, gone
+from launching import SCRIPTS, environment, run_script
+
+pytest.importorskip("jupyter_client")
+pytest.importorskip("ipykernel")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+CELLS = """
+import os, signal, threading, time
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from typing import NamedTuple
+from learnerkit import *
+
+
+class Item(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Points(Dataset):
+    def __init__(self, n):
+        self.x = torch.randn(n, 6, generator=torch.Generator().manual_seed(n))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return Item(self.x[i], (self.x[i].sum() > 0).long())
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 16), nn.Linear(16, 2)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return self.two(self.one(x).relu())
+
+
+class Where(Callback):
+    def __init__(self, seen):
+        super().__init__()
+        self.seen, self.pids, self.kind, self.model_seen, self.opened = seen, {}, Where, None, None
+
+    def before_fit(self):
+        self.seen.append((world.rank(), world.world_size()))
+        self.pids = dict(enumerate(world.all_gather(os.getpid())))
+        self.model_seen = self.learn.model
+        self.opened = threading.Lock()
+
+
+def right(pred, target):
+    return (pred.argmax(1) == target).float().mean()
+
+
+def make_learner(**kwargs):
+    set_seed(7)
+    dls = DataLoaders.from_datasets(Points(120), Points(31), bs=16, num_workers=kwargs.pop("num_workers", 0))
+    return Learner(dls, Net(), nn.CrossEntropyLoss(), metrics=[right, accuracy], **kwargs)
+
+
+def children():
+    import psutil
+    return [p.pid for p in psutil.Process().children()]
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    kernel = Kernel(tmp_path_factory.mktemp("kernel"))
+    try:
+        assert kernel.run(CELLS).error == ""
+        yield kernel
+    finally:
+        kernel.close()
+
+
+def ask(kernel, expression):
+    """The value of an expression in the kernel."""
+    shown = kernel.run(f"import json; print(json.dumps({expression}))")
+    assert shown.error == "", shown.traceback
+    return json.loads(shown.text)
+
+
+@pytest.fixture(autouse=True)
+def no_process_stays(request):
+    yield
+    if "kernel" in request.fixturenames:
+        assert ask(request.getfixturevalue("kernel"), "children()") == []
+
+
+def test_the_numbers_are_those_of_the_launcher(kernel, tmp_path):
+    launched = run_script("notebook_job.py", "launched.json", nproc=2)
+    assert "Traceback" not in launched
+    source = (SCRIPTS / "notebook_job.py").read_text()
+    shown = kernel.run(f"import sys; sys.argv = ['', {str(tmp_path / 'cell.json')!r}, '2']\n{source}")
+    assert shown.error == "", shown.traceback
+    here, there = (json.loads(Path(path).read_text()) for path in (tmp_path / "cell.json", "launched.json"))
+    assert here == there
+
+
+def test_everything_comes_back(kernel):
+    shown = kernel.run("""
+seen = []
+where = Where(seen)
+learn = make_learner(cbs=where, num_workers=1)
+model, opt, first = learn.model, learn.opt, {k: v.clone() for k, v in learn.model.state_dict().items()}
+with learn.distrib_ctx(nproc=2, split_batches=True):
+    learn.fit(1, 1e-2)
+    one = where.pids
+    opt, kept = learn.opt, dict(learn.opt.state_dict()["state"][0])
+    learn.fit_one_cycle(2, 1e-2)
+    assert where.pids == one and os.getpid() not in one.values()
+    assert learn.opt is opt and learn.opt.state_dict()["state"][0]["step"] == 3 * 8
+    values = learn.validate()
+    preds, targets = learn.get_preds()
+assert learn.model is model and where.model_seen is model and isinstance(learn.model, Net)
+assert where.kind is Where and where.seen is seen and seen == [(0, 2)] * 4 and where.learn is learn
+assert any((model.state_dict()[k] != v).any() for k, v in first.items())
+assert model.calls == 3 * 8, model.calls
+assert len(learn.recorder.values) == 2 and len(learn.recorder.history) == 1 and len(learn.recorder.losses) == 16
+assert learn.epoch == 1 and learn.train_iter == 16 and learn.workers is None and learn.task is None
+assert values == learn.recorder.values[-1][1:], (values, learn.recorder.values)
+assert preds.shape == (31, 2) and torch.allclose(preds, model.eval()(learn.dls.valid_ds.x))
+assert (preds.argmax(1) == targets).float().mean() == values[-1]
+assert next(learn.model.parameters()).grad is None
+""")
+    assert shown.error == "", shown.traceback
+    # What cannot come back is said, once for each call in which it changed.
+    assert shown.text.count("Where.opened (cannot be pickled)") >= 1, shown.text
+
+
+def test_what_is_changed_between_two_calls_counts(kernel):
+    shown = kernel.run("""
+learn = make_learner()
+learn.no_bar()
+with learn.distrib_ctx(nproc=2):
+    learn.fit(1)
+    for p in learn.model.one.parameters():
+        p.requires_grad_(False)
+    before = learn.model.one.weight.clone(), learn.model.two.weight.clone()
+    learn.fit(1)
+    assert torch.equal(learn.model.one.weight, before[0]) and not torch.equal(learn.model.two.weight, before[1])
+    assert not learn.model.one.weight.requires_grad
+    learn.metrics = {"r": right}
+    learn.dls.train_ds.x.zero_()
+    learn.add_cb(Callback(after_fit=lambda cb: cb.learn.__dict__.update(total=float(cb.dls.train_ds.x.abs().sum()))))
+    learn.fit(1)
+    assert learn.recorder.metric_names[3] == "r" and learn.total == 0.0
+    shared = learn.get_preds(dl=learn.dls.train, act=torch.sigmoid)[0]
+    assert len(shared) == 120 and shared.min() >= 0
+""")
+    assert shown.error == "", shown.traceback
+
+
+def test_rank_0_is_seen_live(kernel):
+    shown = kernel.run("""
+import matplotlib.pyplot as plt
+class Talks(Callback):
+    def after_epoch(self):
+        print(f"rank {world.rank()} says hello")
+        if world.is_main():
+            plt.figure(); plt.plot([1, 2]); plt.show()
+    def after_batch(self):
+        time.sleep(0.02)
+rows = []
+learn = make_learner(cbs=Talks())
+with learn.distrib_ctx(nproc=2):
+    learn.fit(3)
+    learn.logger = rows.append
+    learn.fit(2)
+""")
+    assert shown.error == "", shown.traceback
+    assert shown.text.count("rank 0 says hello\n") == 5
+    assert "rank 1" not in shown.text
+    assert shown.pictures == 5
+    table = shown.pages[0]
+    assert table.count("<tr>") == 4
+    assert ">right</th>" in table
+    assert "<progress" not in table
+    assert any("<progress" in text and "loss" in text for _, text in shown.times)
+    moments = [moment for moment, text in shown.times if "hello" in text]
+    assert moments[2] - moments[0] > 0.1  # as it is printed, not at the end
+    assert ask(kernel, "len(rows)") == 2
+
+
+def test_stop_ends_at_a_step_and_leaves_what_was_learnt(kernel):
+    pressed = []
+
+    def press(shown):
+        if "now" in shown.text and "loss" in shown.times[-1][1] and not pressed:
+            pressed.append(time.monotonic())
+            kernel.stop()
+
+    shown = kernel.run(
+        """
+class Slow(Callback):
+    def after_batch(self):
+        time.sleep(0.1)
+learn = make_learner(cbs=Slow())
+where = Where([])
+with learn.distrib_ctx(nproc=2):
+    learn.fit(1, cbs=where)
+    pids, before = where.pids, learn.model.one.weight.clone()
+    print("now")
+    try:
+        learn.fit(100)
+    except KeyboardInterrupt:
+        print("stopped")
+    assert 0 < learn.train_iter < 400
+    steps, weights = learn.train_iter, learn.model.one.weight.clone()
+    assert not torch.equal(before, weights)
+    assert len(learn.recorder.losses) == steps == learn.opt.state_dict()["state"][0]["step"] - 4
+    learn.remove_cb(Slow)
+    learn.fit(1, cbs=where)
+    assert where.pids == pids
+""",
+        on_output=press,
+    )
+    assert shown.error == "", shown.traceback
+    assert "stopped" in shown.text
+    assert pressed
+
+
+def test_stop_in_a_cell_raises_there_and_a_second_press_kills(kernel):
+    presses = []
+
+    def press(shown):
+        if "sleeping" in shown.text and len(presses) < 2 and (not presses or time.monotonic() > presses[-1] + 1):
+            presses.append(time.monotonic())
+            kernel.stop()
+
+    begun = """
+class Sleeps(Callback):
+    def before_step(self):
+        if world.is_main() and self.train_iter == 2:
+            for i in range(100):
+                print("sleeping", flush=True)
+                time.sleep(0.5)
+learn = make_learner()
+before = learn.model.one.weight.clone()
+with learn.distrib_ctx(nproc=2):
+"""
+    shown = kernel.run(begun + "    learn.fit(1, cbs=Sleeps())", on_output=press)
+    assert shown.error == "KeyboardInterrupt"
+    assert len(presses) == 2
+    shown = kernel.run("""
+assert torch.equal(before, learn.model.one.weight) and learn.workers is None and len(learn.cbs) == 3
+with learn.distrib_ctx(nproc=2):
+    learn.fit(1)
+""")
+    assert shown.error == "", shown.traceback
+
+
+def test_an_error_is_the_users_own(kernel):
+    shown = kernel.run("""
+class Broken(Exception): ...
+class Bad(Callback):
+    def before_step(self):
+        if world.rank() == 1 and self.train_iter == 2:
+            raise Broken("of its own making")
+learn = make_learner()
+with learn.distrib_ctx(nproc=2):
+    try:
+        learn.fit(1, cbs=Bad())
+    except Broken as e:
+        assert type(e) is Broken
+        assert "raised in Bad.before_step" in e.__notes__
+    where = Where([])
+    learn.fit(1, cbs=where)
+    learn.fit(1, cbs=Bad())
+""")
+    assert shown.error == "Broken"
+    assert "on rank 1 of 2" in shown.traceback
+    assert "Where.opened (cannot be pickled)" in shown.text
+    assert re.search(r"Cell In\[\d+\], line \d+, in before_step\n +raise Broken\(", shown.traceback)
+    assert "_all_batches" not in shown.traceback
+    assert shown.traceback.rstrip().endswith("raised in Bad.before_step")
+
+
+def test_a_killed_worker_is_named(kernel):
+    shown = kernel.run("""
+class Dies(Callback):
+    def before_step(self):
+        if world.rank() == 1 and self.train_iter == 2:
+            print("last words", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+learn = make_learner()
+with learn.distrib_ctx(nproc=2, timeout=20):
+    try:
+        learn.fit(1, cbs=Dies())
+    except RuntimeError as e:
+        print("told:", e)
+    learn.fit(1)
+    learn.fit(1, cbs=Dies())
+""")
+    assert shown.error == "RuntimeError", shown
+    assert "told: the worker of rank 1 was killed by signal 9 (SIGKILL)" in shown.text
+    assert "the next call starts new workers" in shown.text
+    assert "last words" in shown.text
+
+
+def test_what_cannot_be_sent_is_named(kernel):
+    shown = kernel.run("""
+learn = make_learner()
+learn.dls.valid_ds.index = {"lock": threading.Lock()}
+held = threading.Lock()
+messages = []
+with learn.distrib_ctx(nproc=2):
+    for attempt in (lambda: learn.fit(1), lambda: learn.validate(cbs=Callback(before_fit=lambda cb: held.locked()))):
+        try:
+            attempt()
+        except TypeError as e:
+            messages.append(str(e))
+        del learn.dls.valid_ds.index
+        learn.dls.valid_ds.index = None
+    learn.fit(1)
+""")
+    assert shown.error == "", shown.traceback
+    first, second = ask(kernel, "messages")
+    assert first.startswith("learn.dls.loaders[0]") or "valid_ds.index['lock']" in first or "index['lock']" in first, (
+        first
+    )
+    assert "a lock, cannot be sent to the workers" in first
+    assert "make them when they are first used" in first
+    assert second.startswith("held (used by"), second
+
+
+def test_refusals(kernel):
+    shown = kernel.run("""
+import pytest
+learn = make_learner()
+with pytest.raises(ValueError, match="nproc='2'; it is the number of processes, 1 or more"):
+    learn.distrib_ctx(nproc="2")
+with pytest.raises(TypeError, match="got the argument 'sinc_bn'.*did you mean 'sync_bn'"):
+    learn.distrib_ctx(nproc=2, sinc_bn=True)
+with learn.distrib_ctx():  # no GPU: trains here
+    assert learn.workers is None and children() == []
+    learn.fit(1)
+with learn.distrib_ctx(nproc=1):
+    assert learn.workers is None
+with learn.distrib_ctx(nproc=2):
+    with pytest.raises(ValueError, match="the learner is distributed already"):
+        learn.distrib_ctx(nproc=2)
+""")
+    assert shown.error == "", shown.traceback
+
+
+def test_with_the_kernel_its_workers_go(tmp_path):
+    kernel = Kernel(tmp_path)
+    try:
+        assert kernel.run(CELLS).error == ""
+        shown = kernel.run("""
+learn, where = make_learner(num_workers=2), Where([])
+context = learn.distrib_ctx(nproc=2)
+context.__enter__()
+learn.fit(1, cbs=where)
+print(list(where.pids.values()))
+""")
+        assert shown.error == "", shown.traceback
+        workers = json.loads(re.search(r"\[\d+, \d+\]", shown.text)[0])
+        assert len(workers) == 2
+        assert all(map(alive, workers))
+        # In the middle of a fit, with loader workers.
+        busy = 'learn.fit(100, cbs=Callback(after_batch=lambda cb: (time.sleep(0.05), print("busy", flush=True))))'
+        family = []
+
+        def kill(shown):
+            if "busy" in shown.text and not family:
+                family.extend(p.pid for pid in workers for p in [psutil.Process(pid), *psutil.Process(pid).children()])
+                os.kill(kernel.process_id, 9)
+                raise StopIteration
+
+        with pytest.raises(StopIteration):
+            kernel.run(busy, on_output=kill)
+        assert len(family) >= 2 + 2
+        assert gone(family)
+    finally:
+        kernel.close()
+
+
+PROMPT = f"""{CELLS}
+learn = make_learner(default_cbs=True)
+with learn.distrib_ctx(nproc=2):
+    learn.fit(2, 1e-2)
+    found = learn.validate()
+
+print("ended", found == learn.recorder.values[-1][1:], children())
+"""
+
+
+@pytest.mark.parametrize("command", [["-i", "-q"], ["-m", "IPython", "--simple-prompt", "--no-banner"]])
+def test_from_a_prompt(command, tmp_path):
+    "Lines are typed at a real terminal; rank 0 shows its table and bar in it."
+    (tmp_path / "cells.py").write_text(PROMPT)
+    # A prompt runs compound statements line by line; a file read at the prompt is typed text all the same.
+    typed = f"exec(compile(open({str(tmp_path / 'cells.py')!r}).read(), '<typed>', 'exec'))\nexit()\n"
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    env = environment() | {"IPYTHONDIR": str(tmp_path), "TERM": "xterm", "PYTHON_HISTORY": os.devnull}
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=env,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    os.close(slave)
+    os.write(master, typed.encode())
+    text, end = b"", time.monotonic() + 90
+    while time.monotonic() < end:
+        if select.select([master], [], [], 0.5)[0]:
+            try:
+                text += os.read(master, 65536)
+            except OSError:  # the other end is closed
+                break
+    assert process.wait(timeout=20) == 0, text.decode()
+    os.close(master)
+    shown = text.decode()
+    assert "ended True []" in shown, shown
+    assert "epoch  train_loss  valid_loss" in shown
+    assert "epoch 1/2" in shown  # the bar
+    assert "Traceback" not in shown
+
+
+def test_a_script_is_told_of_the_launcher(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"{CELLS}\nlearn = make_learner()\nlearn.distrib_ctx(nproc=2)\n")
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment(), capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert "python -m learnerkit.launch --nproc 2 script.py" in done.stderr
