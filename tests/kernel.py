@@ -76,6 +76,8 @@ class Kernel:
         self.client.stop_channels()
         if self.manager.is_alive():
             self.manager.shutdown_kernel(now=True)
+        else:
+            self.manager.cleanup_resources()
 
 
 def alive(process_id):

@@ -18,7 +18,7 @@ from learnerkit.events import Event
 PACKAGE = ROOT / "learnerkit"
 
 FLOORS = {
-    1: ["events", "world", "utils", "scalars"],
+    1: ["events", "world", "utils", "scalars", "environment"],
     2: ["callback", "data", "metrics", "optim", "losses", "weights", "checks", "datasets"],
     3: ["callbacks", "parallel"],
     4: ["learner"],
@@ -27,6 +27,10 @@ FLOORS = {
 
 # A worker runs the user's own script as `__main__`; nothing else is run as code.
 RUNS_CODE = {"_worker": 1}
+
+# A notebook's kernel and the workers it has started read what they write to each other, code of cells included; nobody
+# else reads, or can write, those files. Nothing else is read that runs what it says.
+TRUSTS = "parallel.parcel"
 
 # Imported where they are used, because they are slow to import or may not be installed.
 HEAVY = {"torchvision", "matplotlib", "IPython", "torchmetrics", "torcheval", "cloudpickle", "pandas", "PIL"}
@@ -127,7 +131,8 @@ def test_what_is_written_nowhere(name):
     tree = MODULES[name]
     for module, attribute in imported(tree):
         assert attribute != "*", "a star import"
-        assert module.split(".")[0] not in ("pickle", "dill", "shelve", "marshal"), f"{module} runs what a file says"
+        runs_files = module.split(".")[0] in ("pickle", "cloudpickle", "dill", "shelve", "marshal")
+        assert not runs_files or name == TRUSTS, f"{module} runs what a file says"
     running = 0
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -138,7 +143,7 @@ def test_what_is_written_nowhere(name):
             options = {keyword.arg: keyword.value for keyword in node.keywords}
             value = options.get("weights_only")
             assert isinstance(value, ast.Constant), ast.unparse(node)
-            assert value.value is True, ast.unparse(node)
+            assert value.value is (name != TRUSTS), ast.unparse(node)
         if called.startswith("subprocess."):
             assert "shell" not in {keyword.arg for keyword in node.keywords}, ast.unparse(node)
         assert called not in ("os.system", "os.popen")

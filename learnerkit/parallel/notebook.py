@@ -195,8 +195,10 @@ class Workers:
         return type(None), ()  # the learner that a worker gets has none
 
     def __enter__(self) -> "Learner":
-        self.learn.workers = self
+        if self.learn.workers is not None:
+            raise ValueError("the learner is distributed already (an outer distrib_ctx)")
         self._start()
+        self.learn.workers = self
         return self.learn
 
     def __exit__(self, *error: object) -> None:
@@ -212,12 +214,21 @@ class Workers:
             self._store = dist.TCPStore(
                 LOOPBACK, port, self.nproc, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False
             )
-        gpus = "" if self.learn.dls.device.type == "cpu" else None
         self._seeds_left = ""
-        for rank in range(self.nproc):
-            mine, theirs = multiprocessing.Pipe()
-            shown = rank == 0 and self.front == "prompt"  # straight to the terminal
-            pipe = {} if shown else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        try:
+            for rank in range(self.nproc):
+                self._processes.append(self._start_one(rank, port))
+        except BaseException:  # Ctrl-C, or too many open files
+            self._end()
+            raise
+
+    def _start_one(self, rank: int, port: int) -> _Process:
+        gpus = "" if self.learn.dls.device.type == "cpu" else None
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        if rank == 0 and self.front == "prompt":  # straight to the terminal
+            pipe = {}
+        mine, theirs = multiprocessing.Pipe()
+        with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno()), self.front],
                 env=rank_environment(os.environ, rank, self.nproc, port, gpus),
@@ -227,23 +238,22 @@ class Workers:
                 start_new_session=True,  # the Stop button signals the kernel's process group
                 **pipe,
             )
-            theirs.close()
-            self._processes.append(_Process(rank, process, mine))
+        return _Process(rank, process, mine)
 
     def _end(self) -> None:
-        for p in self._processes:
-            p.send("end")
-        end = time.monotonic() + LEAVE_SECONDS
-        for p in self._processes:
-            while p.process.poll() is None and time.monotonic() < end:
-                p.read()  # or it might wait for room in its pipe
-                time.sleep(0.005)
-            p.kill()
-            p.line.close()
-            if p.process.stdout is not None:
-                p.process.stdout.close()
-        self._processes.clear()
-        self._store = None
+        with self._heard_presses():  # which must not keep it from ending them all
+            for p in self._processes:
+                p.send("end")
+            end = time.monotonic() + LEAVE_SECONDS
+            while any(p.state != "dead" for p in self._processes) and time.monotonic() < end and not self._presses:
+                self._take_messages(0.05)  # what exit hooks print
+            for p in self._processes:
+                p.kill()
+                p.line.close()
+                if p.process.stdout is not None:
+                    p.process.stdout.close()
+            self._processes.clear()
+            self._store = None
 
     # A call
 
@@ -272,8 +282,8 @@ class Workers:
             else:
                 self._tell("go")
                 self._gather("done")
-        back = self._processes[0].path
-        result = parcel.bring_back(back, job) if back is not None else None
+            back = self._processes[0].path
+            result = parcel.bring_back(back, job) if back is not None else None
         self._seeds_left = parcel.print_of_seeds()
         return result, self._what_went_wrong()
 
@@ -376,10 +386,10 @@ class Workers:
     def _what_went_wrong(self) -> BaseException | None:
         dead = [p for p in self._processes if p.state == "dead"]
         failed = [p for p in self._processes if p not in dead and p.failure is not None]
-        died = [self._describe(p) for p in dead if not p.late]
+        died, pressed = [self._describe(p) for p in dead if not p.late], self._presses
         if dead:  # the others are of no use without them; the next call starts new ones
             self._end()
-        if self._presses:
+        if pressed:
             return KeyboardInterrupt()
         if died:
             return RuntimeError("\n".join(died))
@@ -410,9 +420,10 @@ def _shell() -> Any:
 def _name_cells(text: str) -> str:
     """A traceback in which cells are called as in the notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    if shell is not None:
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)  # not in IPython 7
+    if name_of is not None:
         for name in parcel.sources():
-            found = shell.compile.format_code_name(name)
+            found = name_of(name)
             if found:
                 text = text.replace(f'File "{name}"', " ".join(found))
     return text

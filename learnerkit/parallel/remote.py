@@ -6,6 +6,7 @@ the process group; the learner lives in the kernel.
 """
 
 import atexit
+import faulthandler
 import gc
 import io
 import multiprocessing
@@ -35,6 +36,7 @@ def serve(fd: int, front: str) -> None:
         front: 'notebook' or 'prompt'.
     """
     sys.argv = [""]
+    faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if "fork" in multiprocessing.get_all_start_methods():
         # A dataset from a cell cannot be pickled by name for loader workers that start in another way.

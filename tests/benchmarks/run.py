@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent))
 LAUNCH = [sys.executable, "-m", "learnerkit.launch", "--nproc", "2"]
 ROWS = "{:<58}{:>16}   {}"
 
@@ -92,12 +93,46 @@ def data(rounds: int) -> list[tuple[str, str, str]]:
     return [("shuffled epoch in memory, share of a raw loop's speed", f"{1 / ratio(found):.3f}", "0.67 (or more)")]
 
 
+def notebook(rounds: int) -> list[tuple[str, str, str]]:
+    """Training on two processes from a notebook's cell against the launcher: until it begins, and a second fit."""
+    from kernel import Kernel
+
+    source = (HERE / "cell.py").read_text().replace("*map(int, sys.argv[1:])", "2")
+    fits = []
+
+    def launched() -> float:
+        start = time.time()
+        found = json.loads(output_of([*LAUNCH, HERE / "cell.py"]))
+        fits.append([found["second"]])
+        return found["begun"] - start
+
+    def from_cell() -> float:
+        found = json.loads(kernel.run(source).text)
+        fits[-1].append(found["second"])
+        return found["begun"] - found["start"]
+
+    with tempfile.TemporaryDirectory() as folder:
+        kernel = Kernel(folder)
+        try:
+            # Not in turns: the times of the second fits are paired by their places.
+            found = [(launched(), from_cell()) for _ in range(rounds + 1)][1:]
+        finally:
+            kernel.close()
+    begin = median(a for a, _ in found)
+    fit = median(a for a, _ in fits[1:])
+    return [
+        (f"until training begins, in a notebook over the launcher ({begin:.1f} s)", f"{ratio(found):.3f}", "1.5"),
+        (f"a later fit of 1000 steps, likewise ({fit:.1f} s)", f"{ratio(fits[1:]):.3f}", ""),
+    ]
+
+
 BENCHMARKS: dict[str, Callable[[int], list[tuple[str, str, str]]]] = {
     "step": step,
     "import": imports,
     "launch": launch,
     "ddp": ddp,
     "data": data,
+    "notebook": notebook,
 }
 
 
