@@ -155,6 +155,118 @@ assert next(learn.model.parameters()).grad is None
     assert shown.text.count("Where.opened (cannot be pickled)") >= 1, shown.text
 
 
+def test_what_belongs_together_stays_together(kernel):
+    "Objects shared by several, optimizers of a callback's own, and what loaders, modules, cells and classes hold."
+    shown = kernel.run("""
+import functools
+
+count, drawn, options = 0, [], {"seen": set()}
+
+class Critic(Callback):
+    runs = 0
+    def __init__(self, notes, ema):
+        super().__init__()
+        self.net = nn.Linear(6, 1)
+        self.sgd = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.notes, self.ema, self.first = notes, ema, None
+    @functools.cached_property
+    def width(self):
+        return 6
+    def before_fit(self):
+        type(self).runs += 1
+        self.sched = torch.optim.lr_scheduler.StepLR(self.learn.opt, 1000)
+        self.learn.add_cb(Callback(after_fit=lambda cb: drawn.append("added")))
+    def before_batch(self):
+        if self.training and self.iter == 0 and world.is_main():
+            drawn.append(round(float(self.xb[0].sum()), 6))
+    def after_step(self):
+        global count
+        torch.backends.cudnn.benchmark = False
+        count += 1
+        options["seen"].add(self.epoch)
+        self.sgd.zero_grad(); self.net(self.x).mean().backward(); self.sgd.step()
+        self.notes.append(self.width)
+        unwrap(self.learn.model).note = ("steps", count)
+        with torch.no_grad():
+            self.ema.mul_(0.9).add_(unwrap(self.learn.model).one.weight, alpha=0.1)
+    def after_fit(self):
+        self.first = self.notes[0] if self.first is None else self.first
+
+class Other(Callback):
+    def __init__(self, notes):
+        super().__init__()
+        self.notes = notes
+    def after_fit(self):
+        self.notes.append(101)
+
+set_seed(5)
+notes, ema = [], torch.zeros(16, 6)
+critic = Critic(notes, ema)
+dls = DataLoaders(torch.utils.data.DataLoader(Points(96), 16, shuffle=True, generator=torch.Generator().manual_seed(3)),
+                  torch.utils.data.DataLoader(Points(31), 16))
+net = Net()
+learn = Learner(dls, net, nn.CrossEntropyLoss(), cbs=[critic, Other(notes)])
+before, hook = critic.net.weight.clone(), Critic.after_step
+with learn.distrib_ctx(nproc=2, split_batches=True):
+    learn.fit(1)
+    moved, opt = critic.net.weight.clone(), learn.opt
+    assert critic.sched.optimizer is learn.opt and isinstance(opt, torch.optim.AdamW)
+    learn.fit(1)
+    assert learn.opt is opt and not torch.equal(critic.net.weight, moved) and not torch.equal(moved, before)
+    assert critic.sgd.param_groups[0]["params"][0] is critic.net.weight
+    assert critic.notes is notes and notes == ([6] * 6 + [101]) * 2, notes
+    assert critic.ema is ema and ema.abs().sum() > 0
+    assert Critic.runs == 2 and Critic.after_step is hook and critic.first == 6
+    assert count == 12 and options["seen"] == {0} and learn.model.note == ("steps", 12)
+    sums = [x for x in drawn if x != "added"]
+    assert len(sums) == 2 and sums[0] != sums[1], drawn
+    assert drawn.count("added") == 3 and len(learn.cbs) == 7, (drawn, learn.cbs)
+    learn.opt_func = torch.optim.SGD
+    learn.fit(1, reset_opt=True)
+    assert isinstance(learn.opt, torch.optim.SGD) and learn.opt.param_groups[0]["params"][0] is next(net.parameters())
+    learn.fit(1)
+learn.fit(1)
+assert count == 30, count
+""")
+    assert shown.error == "", shown.traceback
+    assert "Warning" not in shown.text, shown.text
+
+
+def test_workers_heed_what_is_set_for_the_process(kernel):
+    shown = kernel.run("""
+import sys
+found = []
+def look(cb):
+    found.append((torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), os.environ.get("SET_LATE")))
+learn = make_learner()
+learn.dls = DataLoaders.from_datasets([(x.double(), y) for x, y in Points(64)], bs=16)
+learn.model.double()
+with learn.distrib_ctx(nproc=2):
+    try:
+        os.environ["SET_LATE"] = "yes"
+        os.makedirs("late", exist_ok=True)
+        open("late/late_module.py", "w").write("def hook(cb): pass")
+        sys.path.append("late")
+        import late_module
+        learn.add_cb(Callback(after_epoch=late_module.hook))
+        set_seed(1, reproducible=True)
+        torch.set_default_dtype(torch.float64)
+        learn.fit(1, cbs=Callback(before_fit=look))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    learn.logger = lambda row: 1 / 0
+    try:
+        learn.fit(1)
+    except ZeroDivisionError:
+        learn.logger = lambda row: None
+    learn.fit(2)
+    assert learn.n_epoch == 2
+assert found == [(torch.float64, True, "yes")], found
+""")
+    assert shown.error == "", shown.traceback
+
+
 def test_what_is_changed_between_two_calls_counts(kernel):
     shown = kernel.run("""
 learn = make_learner()

@@ -83,8 +83,8 @@ def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> An
         return _workers_for(learn, nproc, kwargs) or nullcontext(learn)
     if nproc is not None:
         raise ValueError(
-            f"got nproc={nproc} in one of {world.world_size()} processes that a launcher has started "
-            "(`python -m learnerkit.launch --nproc N`); write distrib_ctx() without nproc"
+            f"got nproc={nproc} in one of {world.world_size()} processes of a launcher, which is told how many "
+            f"(`python -m learnerkit.launch --nproc {nproc} script.py`): write distrib_ctx() without nproc"
         )
     return learn.added_cbs(callback)
 
@@ -216,9 +216,12 @@ class Workers:
             )
         self._seeds_left = ""
         try:
-            for rank in range(self.nproc):
-                self._processes.append(self._start_one(rank, port))
-        except BaseException:  # Ctrl-C, or too many open files
+            with self._heard_presses():
+                for rank in range(self.nproc):
+                    self._processes.append(self._start_one(rank, port))
+            if self._presses:
+                raise KeyboardInterrupt
+        except BaseException:  # or too many open files
             self._end()
             raise
 
@@ -230,7 +233,14 @@ class Workers:
         mine, theirs = multiprocessing.Pipe()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(theirs.fileno()), self.front],
+                [
+                    sys.executable,
+                    "-c",
+                    _BOOT,
+                    json.dumps([p for p in sys.path if isinstance(p, str)]),
+                    str(theirs.fileno()),
+                    self.front,
+                ],
                 env=rank_environment(os.environ, rank, self.nproc, port, gpus),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -271,11 +281,11 @@ class Workers:
             self._start()
         keep_seeds = self._seeds_left == parcel.print_of_seeds()
         file, path, job = parcel.send(self.learn, verb, args, kwargs, self.options, keep_seeds)
-        with self._heard_presses():
+        with self._heard_presses(), self._ended_by_errors():
             with file:
                 for p in self._processes:
                     p.failure = p.path = None
-                self._tell("load", path, os.getcwd())
+                self._tell("load", path, *parcel.surroundings())
                 loaded = self._gather("loaded")
             if not loaded or self._presses:
                 self._tell("drop")  # they answer nothing
@@ -286,6 +296,15 @@ class Workers:
             result = parcel.bring_back(back, job) if back is not None else None
         self._seeds_left = parcel.print_of_seeds()
         return result, self._what_went_wrong()
+
+    @contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        """After an error of the kernel's own (the user's logger, say) the workers' answers would go to other calls."""
+        try:
+            yield
+        except BaseException:
+            self._end()
+            raise
 
     def _tell(self, *message: Any) -> None:
         for p in self._processes:
@@ -359,8 +378,13 @@ class Workers:
         """Count them rather than be torn out of the middle of something."""
         self._presses = 0
 
+        last = 0.0
+
         def press(*_: object) -> None:
-            self._presses += 1
+            nonlocal last
+            now = time.monotonic()
+            self._presses += now - last > 0.3  # a button pressed in anger is pressed once
+            last = now
 
         if threading.current_thread() is not threading.main_thread():
             yield

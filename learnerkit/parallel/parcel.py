@@ -1,102 +1,152 @@
-"""What travels between a notebook's kernel and its workers: a learner to train, and what it has learnt on the way back.
+"""What travels between a notebook's kernel and its workers: a learner to train, and what has become of it.
 
-There it goes by cloudpickle, which takes along what notebook cells define. The way back is another: an object that
-came from the kernel is named rather than sent (`_Known`), and so is a class of a cell, as cloudpickle would otherwise
-rewrite the user's own. So the live learner gets its weights and plain data back, and stays the same object.
+There it goes by cloudpickle, which takes along what notebook cells define. The way back is another. While the kernel
+pickles, it lists every object with an identity that it meets (`known`), and each worker gets the same list of its own
+copies. So rank 0 can say which of them the run has changed, and how, and name the others rather than send them: the
+live objects of the kernel get new contents, and stay the same objects, shared by whoever shares them.
 
 The files lie in memory where the system allows it and are mapped, so all workers share one copy of every tensor until
 they write to it. They are read by nobody but the kernel and the processes it has started.
 """
 
 import hashlib
+import importlib
 import io
 import linecache
+import logging
+import os
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from itertools import chain
-from types import FunctionType, MethodType, SimpleNamespace
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
-from learnerkit import optim, world
-from learnerkit.callback import Callback
+from learnerkit import world
 from learnerkit.callbacks.recorder import TableLogger
-from learnerkit.utils import listify, shared_file, warn
+from learnerkit.parallel.drift import digests
+from learnerkit.utils import shared_file, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
-_OWN = ("dls", "model", "loss_func", "opt", "cbs", "logger", "workers", "together")
-"""Attributes of the learner that travel in another way, or not at all."""
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(...),
+    ModuleType,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
+_NOT_SENT = ("logger", "workers", "together", "_dispatch")  # attributes of a learner
+_HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
 
 
 # Pickling
 
 
-def _pickling(known: Iterable = (), cells: dict | None = None, left_out: Any = None) -> Any:
-    """What `torch.save` takes for its `pickle_module`.
+class _Here:
+    """Stands in a parcel where the objects begin that the sender remembers."""
+
+
+def _pickler(buffer: io.BytesIO, storages: list, *, known: list | None = None, cells: dict | None = None,
+             left_out: Any = None) -> Any:  # fmt: skip
+    """A pickler that puts the storages of tensors aside.
 
     Args:
-        known: what the reader has already, by its place.
-        cells: takes up the classes and functions that notebook cells define; `None` on the way back.
+        buffer: where it writes.
+        storages: takes up the storages.
+        known: on the way back what the reader has; on the way there it takes up what is met.
+        cells: on the way there, takes up the classes and functions that cells define.
         left_out: an object in whose place `None` travels.
     """
     import cloudpickle
 
-    places = {id(x): place for place, x in enumerate(known)}
+    there = cells is not None
+    places = {} if there or known is None else _places(known)
+    stored: dict[int, int] = {}
+    met: set[int] | None = None
 
     class Pickler(cloudpickle.Pickler):
+        def persistent_id(self, obj: Any) -> Any:
+            nonlocal met
+            if torch.is_storage(obj):
+                storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj
+                if storage._cdata not in stored:
+                    stored[storage._cdata] = len(storages)
+                    storages.append(storage)
+                return "storage", stored[storage._cdata], getattr(obj, "dtype", None)
+            if not there:
+                return ("known", places[id(obj)]) if id(obj) in places else None
+            if obj is _Here:
+                met = {id(known), id(cells)}
+            elif met is not None and id(obj) not in met and _has_identity(obj):
+                met.add(id(obj))
+                known.append(obj)
+            return None
+
         def reducer_override(self, obj: Any) -> Any:
-            if id(obj) in places:
-                return _known, (places[id(obj)],)
-            if obj is left_out:
+            if obj is left_out and left_out is not None:
                 return type(None), ()
-            from_cell = isinstance(obj, type | FunctionType) and obj.__module__ == "__main__"
-            if from_cell and "<" not in obj.__qualname__:
-                if cells is None and isinstance(obj, type):
-                    return _of_kernel, (obj.__qualname__,)
-                if cells is not None and "." not in obj.__qualname__:
-                    cells[obj.__name__] = obj
+            if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:  # torch.backends.cudnn, say
+                return importlib.import_module, (obj.__name__,)
+            if isinstance(obj, cached_property):  # has a lock in Python 3.11
+                return cached_property, (obj.func,), {"attrname": obj.attrname}
             if isinstance(obj, DataLoader) and obj._iterator is not None:  # its persistent workers stay where they are
                 return object.__new__, (type(obj),), vars(obj) | {"_iterator": None}
+            if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__" and "<" not in obj.__qualname__:
+                if there and "." not in obj.__qualname__:
+                    cells[obj.__name__] = obj
+                elif not there and isinstance(obj, type):
+                    return _of_kernel, (obj.__qualname__,)  # cloudpickle would rewrite the user's own class
             return super().reducer_override(obj)
 
-    return SimpleNamespace(__name__="cloudpickle", Pickler=Pickler)
+    return Pickler(buffer)
 
 
-def _known(place: int) -> Any:
-    """Stands for an object that the reader has."""
-    raise LookupError(f"object {place} is known only to a reader that was told so")
+def _places(known: list) -> dict[int, int]:
+    # In the place of what was left out there is a `None`, which is everywhere.
+    return {id(x): place for place, x in enumerate(known) if x is not None}
+
+
+def _has_identity(obj: Any) -> bool:
+    if isinstance(obj, (*_PLAIN, tuple, frozenset)):
+        return False
+    if isinstance(obj, type):
+        return obj.__module__ == "__main__"
+    return not isinstance(obj, FunctionType) or obj.__module__ == "__main__" or "<" in obj.__qualname__
 
 
 def _of_kernel(name: str) -> type:
-    """Stands for a class that a cell of the notebook defines."""
+    """A class that a cell of the notebook defines."""
     found: Any = sys.modules["__main__"]
     for part in name.split("."):
         found = getattr(found, part)
     return found
 
 
-def _unpickling(known: list) -> Any:
-    """What `torch.load` takes for its `pickle_module`; `known` is what `_known` stands for."""
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            return known.__getitem__ if (module, name) == (__name__, "_known") else super().find_class(module, name)
-
-    return SimpleNamespace(__name__="pickle", Unpickler=Unpickler)
-
-
-def _write(obj: Any, pickling: Any) -> tuple[Any, str]:
+def _write(obj: Any, **how: Any) -> tuple[Any, str]:
     """The file, which lives as long as it is kept, and its path."""
+    buffer, storages = io.BytesIO(), []
+    _pickler(buffer, storages, **how).dump(obj)
+    bytes_of = [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in storages]
     file, path = shared_file()
     try:
-        torch.save(obj, file, pickle_module=pickling)
+        torch.save([torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8), *bytes_of], file)
         file.flush()
     except BaseException:
         file.close()
@@ -105,15 +155,28 @@ def _write(obj: Any, pickling: Any) -> tuple[Any, str]:
 
 
 def _read(path: str, known: list) -> Any:
-    # Mapped privately: pages are shared until a process writes to its own. The file is from the kernel or its worker.
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=_unpickling(known))
+    # Mapped privately: pages are shared until a process writes to its own.
+    data, *bytes_of = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    storages = [t.untyped_storage() for t in bytes_of]
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: Any) -> Any:
+            kind, place, *about = pid
+            if kind == "known":
+                return known[place]
+            (dtype,) = about
+            if dtype is None:
+                return storages[place]
+            return torch.storage.TypedStorage(wrap_storage=storages[place], dtype=dtype, _internal=True)
+
+    return Unpickler(io.BytesIO(data.numpy().tobytes())).load()
 
 
 # The way there
 
 
 class Job(SimpleNamespace):
-    """A call of a verb as a worker gets it: learn, verb, args, kwargs, options, known, owners, seeds, sources, rows."""
+    """A call of a verb: learn, verb, args, kwargs, options, seeds, rows, sources, settings; and known."""
 
 
 def send(learn: "Learner", verb: Callable, args: tuple, kwargs: dict, options: dict, keep_seeds: bool) -> tuple:
@@ -131,70 +194,59 @@ def send(learn: "Learner", verb: Callable, args: tuple, kwargs: dict, options: d
     Raises:
         TypeError: something cannot be pickled; the message names it.
     """
-    cbs = [cb for x in chain(args, kwargs.values()) for cb in listify(x) if isinstance(cb, Callback)]
-    own_logger = None if isinstance(learn.logger, TableLogger) else learn.logger
+    is_own = not isinstance(learn.logger, TableLogger) and learn.logger not in learn.cbs
     job = Job(
-        learn=learn, verb=verb, args=args, kwargs=kwargs, options=options, owners=[learn, *learn.cbs, *cbs],
-        known=_landmarks(learn, cbs), seeds=None if keep_seeds else _seeds(), rows=own_logger is not None,
-        sources=sources(),
+        learn=learn, verb=verb, args=args, kwargs=kwargs, options=options, rows=is_own,
+        seeds=None if keep_seeds else _seeds(), sources=sources(), settings=_settings(),
     )  # fmt: skip
+    # What datasets hold is not remembered: there can be a lot of it, and workers of loaders would change copies anyway.
+    datasets = [dl.dataset for dl in learn.dls.loaders if isinstance(dl, DataLoader)]
+    known: list = []
     cells: dict[str, Any] = {}
+    how = {"known": known, "cells": cells, "left_out": learn.logger if is_own else None}
     try:
-        # What the cells define comes last, when all of it has been met.
-        file, path = _write((vars(job), cells), _pickling(cells=cells, left_out=own_logger))
+        # What is collected on the way comes last, when all of it has been met.
+        file, path = _write((datasets, _Here, vars(job), known, cells), **how)
     except Exception as e:
-        where, culprit = _culprit(learn, args, kwargs, own_logger)
+        where, culprit = _culprit(learn, args, kwargs, how["left_out"])
         raise TypeError(
             f"{where}, a {type(culprit).__name__}, cannot be sent to the workers ({e}); open files, connections, locks "
             "and the like cannot travel: make them when they are first used (in __getitem__ or before_fit, say), or "
             "leave them out of the pickle with __getstate__"
         ) from e
+    job.known = known
     return file, path, job
 
 
 def receive(path: str) -> Job:
     """Read a call, on a worker."""
-    found, cells = _read(path, [])
+    _, _, found, known, cells = _read(path, [])
     vars(sys.modules["__main__"]).update(cells)  # where what is pickled by its name is looked for, by loaders say
-    job = Job(**found)
+    job = Job(**found, known=known)
     linecache.cache.update(job.sources)  # for tracebacks that show the cells' lines
+    _apply_settings(job.settings)
     dls = job.learn.dls
     if dls._device is not None and dls._device.type != "cpu":
         dls._device = None  # each worker has its own
     if job.seeds is not None:
         _set_seeds(job.seeds)
-    job.before = [_as_they_are(owner, job.known) for owner in job.owners]
+    if world.is_main():
+        job.before = _states(job)
     return job
 
 
-def _landmarks(learn: "Learner", cbs: list[Callback]) -> list:
-    """What the workers may name on the way back."""
-    modules = [m for m in (learn.model, learn.loss_func) if isinstance(m, nn.Module)]
-    parts = [part for m in modules for part in (*m.modules(), *m.parameters(), *m.buffers())]
-    loaders = [dl for dl in learn.dls.loaders if dl is not None]
-    datasets = [ds for ds in (getattr(dl, "dataset", None) for dl in loaders) if ds is not None]
-    metrics = [*learn.metrics.values()] if isinstance(learn.metrics, dict) else listify(learn.metrics)
-    things = [learn, learn.dls, *learn.cbs, *cbs, *parts, *learn.opts, *loaders, *datasets, *metrics]
-    return [*things, *{type(x): None for x in things}]
-
-
-def _culprit(learn: "Learner", args: tuple, kwargs: dict, own_logger: Any) -> tuple[str, Any]:
+def _culprit(learn: "Learner", args: tuple, kwargs: dict, left_out: Any) -> tuple[str, Any]:
     """The innermost object that cannot be pickled, and how to get to it from the learner."""
-    pickling = _pickling(cells={}, left_out=own_logger)
 
     def fails(x: Any) -> bool:
-        class Pickler(pickling.Pickler):
-            def persistent_id(self, obj: Any) -> Any:
-                return "" if obj is learn and x is not learn or torch.is_storage(obj) else None
-
         try:
-            Pickler(io.BytesIO()).dump(x)
+            _pickler(io.BytesIO(), [], known=[learn], left_out=left_out).dump(x)
         except Exception:
             return True
         return False
 
-    where, found, seen = "the learner", learn, set()
-    parts: Any = [(f"learn.{k}", v) for k, v in vars(learn).items() if k not in ("cbs", "workers")]
+    where, found, seen = "the learner", learn, {id(learn)}
+    parts: Any = [(f"learn.{k}", v) for k, v in vars(learn).items() if k not in (*_NOT_SENT, "cbs")]
     parts += [(f"learn.{cb.name}", cb) for cb in learn.cbs]
     parts += [(f"argument {i + 1}", v) for i, v in enumerate(args)]
     parts += [(f"the argument {k}", v) for k, v in kwargs.items()]
@@ -214,11 +266,8 @@ def _parts(where: str, x: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(x, list | tuple):
         yield from ((f"{where}[{i}]", v) for i, v in enumerate(x))
     elif isinstance(x, FunctionType):
-        names = x.__code__.co_freevars
-        cells = zip(names, x.__closure__ or (), strict=True)
-        yield from ((f"{name} (used by {where})", cell.cell_contents) for name, cell in cells)
-        used = (name for name in x.__code__.co_names if name in x.__globals__)
-        yield from ((f"{name} (used by {where})", x.__globals__[name]) for name in used)
+        used = chain(_globals_of(x).items(), _closure_of(x).items())
+        yield from ((f"{name} (used by {where})", v) for name, v in used)
     elif isinstance(x, type):
         yield from ((f"{x.__name__}.{k}", v) for k, v in vars(x).items())
     elif isinstance(x, partial):
@@ -226,9 +275,171 @@ def _parts(where: str, x: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(x, MethodType):
         yield from ((where, part) for part in (x.__func__, x.__self__))
     else:
-        yield from ((f"{where}.{k}", v) for k, v in getattr(x, "__dict__", {}).items())
+        yield from ((f"{where}.{k}", v) for k, v in getattr(x, "__dict__", {}).items() if k != "learn")
         if type(x).__module__ == "__main__":
             yield type(x).__name__, type(x)
+
+
+# The way back
+
+
+def send_back(job: Job, result: Any) -> tuple[Any, str, Exception | None]:
+    """Write what the run has changed, and what the call returned.
+
+    Returns:
+        (file, path, error): the error says that what the call returned cannot be sent; the rest is written.
+    """
+    changed, lost = [], []
+    for place, after in _states(job).items():
+        before, owner = job.before.get(place, {}), job.known[place]
+        values = _contents(owner)
+        new = {name: values[name] for name, mark in after.items() if mark and mark != before.get(name)}
+        gone = [name for name in before if name not in after]
+        closed = [name for name, mark in after.items() if not mark and before.get(name) != mark]
+        lost += [f"{type(owner).__name__}.{name} (cannot be pickled)" for name in closed]
+        if new or gone:
+            changed.append((place, new, gone))
+    back = {"changed": changed, "lost": lost, "seeds": _seeds(), "result": result}
+    try:
+        return *_write(back, known=job.known), None
+    except Exception as e:
+        e.add_note("what the call returned cannot be sent back to the notebook")
+        return *_write(back | {"result": None}, known=job.known), e
+
+
+def bring_back(path: str, job: Job) -> Any:
+    """Take what the run has changed into the kernel's learner, and return what the call returned."""
+    found = _read(path, job.known)
+    lost = found["lost"]
+    for place, new, gone in found["changed"]:
+        for name, value in new.items():
+            try:
+                _set_contents(job.known[place], name, value)
+            except Exception as e:
+                lost.append(f"{type(job.known[place]).__name__}.{name} ({type(e).__name__}: {e})")
+        for name in gone:
+            vars(job.known[place]).pop(name, None)
+    if lost:
+        warn(f"could not come back from the workers, and stayed what they were: {', '.join(lost)}")
+    _set_seeds(found["seeds"])
+    return found["result"]
+
+
+def _states(job: Job) -> dict[int, dict[str, Any]]:
+    """Of every known object that can change, what tells whether each part of it has; nothing if it cannot be sent."""
+    datasets = {id(dl.dataset) for dl in job.learn.dls.loaders if isinstance(dl, DataLoader)}
+    places = _places(job.known)
+    watched = {p: x for p, x in enumerate(job.known) if id(x) not in datasets and not isinstance(x, Dataset)}
+    found: dict[int, dict[str, Any]] = {}
+    for place, x in watched.items():
+        if not isinstance(x, Tensor):
+            states = {name: _mark(value, job.known, places) for name, value in _contents(x).items()}
+            if states:
+                found[place] = states
+    tensors = {p: x for p, x in watched.items() if isinstance(x, Tensor)}
+    for (place, t), digest in zip(tensors.items(), digests(list(tensors.values())), strict=True):
+        found[place] = {"data": (digest, t.shape, t.dtype), "requires_grad": (t.requires_grad,)}
+    return found
+
+
+def _contents(x: Any) -> dict[str, Any]:
+    """The parts of an object that may change, by name."""
+    if isinstance(x, Tensor):
+        return {"data": x.detach(), "requires_grad": x.requires_grad}
+    if isinstance(x, torch.Generator):
+        return {"state": x.get_state()}
+    if isinstance(x, dict):
+        return {"items": list(x.items())}
+    if isinstance(x, list | set | deque):
+        return {"items": list(x)}
+    if isinstance(x, FunctionType):
+        return {k: v for k, v in _globals_of(x).items() if not isinstance(v, ModuleType)}
+    if isinstance(x, type):
+        plain = {k: v for k, v in vars(x).items() if not k.startswith(("__", "_abc"))}
+        return {k: v for k, v in plain.items() if not callable(v) and not hasattr(v, "__get__")}
+    names = getattr(x, "__dict__", {})
+    if isinstance(x, Optimizer):
+        return {name: names[name] for name in ("state", "param_groups", "defaults")}
+    if isinstance(x, nn.Module):
+        return {k: v for k, v in names.items() if k not in ("_parameters", "_buffers", *_HOOKS)} | {
+            f"buffer {k}": v for k, v in x._buffers.items() if v is not None
+        }
+    if isinstance(x, DataLoader):
+        return {k: v for k, v in names.items() if k != "_iterator"}
+    return {k: v for k, v in names.items() if not ("cbs" in names and k in _NOT_SENT)}
+
+
+def _set_contents(x: Any, name: str, value: Any) -> None:
+    if isinstance(x, Tensor) and name == "data":
+        _copy(x, value)
+    elif isinstance(x, Tensor):
+        x.requires_grad_(value)
+    elif isinstance(x, torch.Generator):
+        x.set_state(value)
+    elif isinstance(x, dict | set):
+        x.clear()
+        x.update(value)
+    elif isinstance(x, list):
+        x[:] = value
+    elif isinstance(x, deque):
+        x.clear()
+        x.extend(value)
+    elif isinstance(x, FunctionType):
+        x.__globals__[name] = value
+    elif isinstance(x, type):
+        setattr(x, name, value)
+    elif isinstance(x, nn.Module) and name.startswith("buffer "):
+        key = name.removeprefix("buffer ")
+        mine = x._buffers.get(key)
+        if mine is None or mine.shape != value.shape or mine.dtype != value.dtype:
+            x._buffers[key] = value
+        else:
+            _copy(mine, value)
+    else:
+        vars(x)[name] = value
+
+
+def _copy(mine: Tensor, value: Tensor) -> None:
+    """Give a tensor other values, in its place where it can hold them."""
+    if mine.shape != value.shape or mine.dtype != value.dtype:
+        mine.data = value.to(mine.device)
+    elif not torch.equal(mine.detach().cpu(), value.cpu()):  # an expanded one that is as before cannot be written to
+        with torch.no_grad():
+            mine.copy_(value)
+
+
+def _mark(value: Any, known: list, places: dict[int, int]) -> str:
+    """What tells whether a value has changed; nothing if it cannot be pickled."""
+    if type(value) in (bool, int, float, str, type(None)):
+        return f"{type(value).__name__} {value!r}"
+    if id(value) in places:
+        return f"known {places[id(value)]}"
+    buffer, storages = io.BytesIO(), []
+    try:
+        _pickler(buffer, storages, known=known).dump(value)
+    except Exception:
+        return ""
+    held = digests([torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in storages])
+    return hashlib.sha256(buffer.getvalue()).hexdigest() + repr(held)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def _globals_of(f: FunctionType) -> dict[str, Any]:
+    """The globals that a function of a cell uses, by name."""
+    if f.__module__ != "__main__":
+        return {}
+    return {name: f.__globals__[name] for name in sorted(_names_in(f.__code__)) if name in f.__globals__}
+
+
+def _closure_of(f: FunctionType) -> dict[str, Any]:
+    return {n: cell.cell_contents for n, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True)}
+
+
+# Errors and their sources
 
 
 def sources() -> dict[str, tuple]:
@@ -236,124 +447,69 @@ def sources() -> dict[str, tuple]:
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
 
 
-# The way back
-
-
-def send_back(job: Job, result: Any) -> tuple[Any, str]:
-    """Write what rank 0 has learnt, and what the call returned."""
-    learn, known = job.learn, job.known
-    changed = []
-    for owner, before in zip(job.owners, job.before, strict=True):
-        after = {}
-        for name, value in _attributes(owner):
-            old, print_of_old = before.get(name, (None, ""))
-            data = _dump(value, known)
-            if _print(data) != print_of_old:
-                after[name] = data, value is old
-        changed.append(after)
-    opts = learn.opt if learn.opt is None or isinstance(learn.opt, dict) else {"": learn.opt}
-    found = {
-        "tensors": {name: t.detach() for name, t in _tensors(learn)},
-        "trainable": {name: t.requires_grad for name, t in _tensors(learn)},
-        "opts": opts and {name: opt.state_dict() for name, opt in opts.items()},
-        "attributes": changed,
-        "seeds": _seeds(),
-        "result": result,
-    }
-    return _write(found, _pickling(known))
-
-
-def bring_back(path: str, job: Job) -> Any:
-    """Take what rank 0 has learnt into the kernel's learner, and return what the call returned."""
-    learn = job.learn
-    found = _read(path, job.known)
-    mine = dict(_tensors(learn))
-    strange = [name for name, t in found["tensors"].items() if name not in mine or mine[name].shape != t.shape]
-    if strange or len(mine) > len(found["tensors"]):
-        names = ", ".join(strange or sorted(mine.keys() - found["tensors"].keys()))
-        warn(f"the run has changed the model's structure, which stays as it is here; not taken back: {names}")
-    with torch.no_grad():
-        for name, t in found["tensors"].items():
-            if name not in strange:
-                mine[name].copy_(t)
-                if mine[name].requires_grad != found["trainable"][name]:
-                    mine[name].requires_grad_(found["trainable"][name])
-    if found["opts"] is not None:
-        learn._make_opt()
-        opts = found["opts"]
-        optim.load_state(learn.opt, opts if isinstance(learn.opt, dict) else opts[""], learn.model)
-    lost = []
-    for owner, attributes in zip(job.owners, found["attributes"], strict=True):
-        for name, (data, same) in attributes.items():
-            try:
-                _put(owner, name, _unpickling(job.known).Unpickler(io.BytesIO(data)).load(), same)
-            except Exception as e:
-                lost.append(f"{type(owner).__name__}.{name} ({type(e).__name__ if data else 'cannot be pickled'})")
-    if lost:
-        warn(f"could not come back from the workers, and stayed what they were: {', '.join(lost)}")
-    _set_seeds(found["seeds"])
-    return found["result"]
-
-
-def _tensors(learn: "Learner") -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of the model and the loss by name."""
-    for owner in ("model", "loss_func"):
-        module = getattr(learn, owner)
-        if isinstance(module, nn.Module):
-            for name, t in chain(module.named_parameters(), module.named_buffers()):
-                yield f"{owner}.{name}", t
-
-
-def _attributes(owner: Any) -> list[tuple[str, Any]]:
-    own = (*_OWN, *(cb.name for cb in owner.cbs)) if "cbs" in vars(owner) else ("learn",)
-    return [(name, value) for name, value in vars(owner).items() if name not in own]
-
-
-def _dump(value: Any, known: list) -> bytes:
-    """The pickled value; nothing if it cannot be pickled."""
+def dump_error(error: BaseException) -> bytes:
+    """The pickled exception; nothing if it cannot be pickled."""
     buffer = io.BytesIO()
     try:
-        _pickling(known).Pickler(buffer).dump(value)
+        _pickler(buffer, [], known=[]).dump(error)
     except Exception:
         return b""
     return buffer.getvalue()
 
 
-def _as_they_are(owner: Any, known: list) -> dict[str, tuple[Any, str]]:
-    return {name: (value, _print(_dump(value, known))) for name, value in _attributes(owner)}
-
-
-def _print(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _put(owner: Any, name: str, value: Any, same: bool) -> None:
-    """Set an attribute; a list or dictionary that was changed in its place is so here, as cells may hold it too."""
-    mine = vars(owner).get(name)
-    if same and type(mine) is type(value) is list:
-        mine[:] = value
-    elif same and type(mine) is type(value) is dict:
-        mine.clear()
-        mine.update(value)
-    else:
-        vars(owner)[name] = value
-
-
-def dump_error(error: BaseException) -> bytes:
-    """The pickled exception; nothing if it cannot be pickled."""
-    return _dump(error, [])
-
-
 def load_error(data: bytes) -> BaseException | None:
     """The exception, if it can be had here."""
     try:
-        found = _unpickling([]).Unpickler(io.BytesIO(data)).load()
+        found = pickle.loads(data)  # noqa: S301 - from a worker that this process has started
     except Exception:
         return None
     return found if isinstance(found, BaseException) else None
 
 
-# Random streams
+# What is the process's
+
+
+def _settings() -> dict[str, Any]:
+    """What a notebook sets for the whole process and training heeds."""
+    return {
+        "warnings": list(warnings.filters),
+        "logging": logging.getLogger().level,
+        "dtype": torch.get_default_dtype(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        ),
+        "matmul": torch.get_float32_matmul_precision(),
+        "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32),
+    }  # fmt: skip
+
+
+def surroundings() -> tuple[str, list[str], dict[str, str]]:
+    """Where the kernel is: its folder, its path of modules and its environment."""
+    return os.getcwd(), [p for p in sys.path if isinstance(p, str)], dict(os.environ)
+
+
+def go_where(folder: str, path: list[str], environ: dict[str, str]) -> None:
+    """Have a worker be where the kernel is."""
+    os.chdir(folder)
+    sys.path[:] = path
+    os.environ.update({k: v for k, v in environ.items() if not k.startswith(_OF_THE_RANK)})
+
+
+_OF_THE_RANK = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_OF_THE_RANK += ("GLOO_SOCKET", "NCCL_SOCKET", "TP_SOCKET")
+
+
+def _apply_settings(found: Mapping[str, Any]) -> None:
+    warnings.filters[:] = found["warnings"]
+    logging.getLogger().setLevel(found["logging"])
+    torch.set_default_dtype(found["dtype"])
+    enabled, warn_only = found["deterministic"]
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    torch.set_float32_matmul_precision(found["matmul"])
+    enabled, check_nan = found["anomaly"]
+    torch.set_anomaly_enabled(enabled, check_nan)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = found["cudnn"]
 
 
 def print_of_seeds() -> str:

@@ -92,10 +92,10 @@ class Worker:
             elif wish == "end":
                 leave()
 
-    def _load(self, path: str, cwd: str) -> parcel.Job | None:
+    def _load(self, path: str, *surroundings: Any) -> parcel.Job | None:
         self._kept = None
         try:
-            os.chdir(cwd)
+            parcel.go_where(*surroundings)
             job = parcel.receive(path)
         except Exception as e:
             self.send("done", self._failure(e), None)
@@ -120,13 +120,15 @@ class Worker:
             failure = self._failure(e)
         if world.rank() == 0:
             try:
-                self._kept, path = parcel.send_back(job, result)
+                self._kept, path, error = parcel.send_back(job, result)
+                if error is not None:
+                    failure = failure or self._failure(error)
             except Exception as e:
                 failure = failure or self._failure(e)
         self.send("done", failure, path)
 
     def _failure(self, error: BaseException) -> dict:
-        return {
+        found = {
             "error": parcel.dump_error(error),
             "name": f"{type(error).__name__}: {error}",
             "text": _user_traceback(error),
@@ -134,6 +136,11 @@ class Worker:
             "follows": bool(getattr(error, "follows_another", False)),
             "when": time.monotonic(),
         }
+        # Frames hold the iterators of loaders, which then end by themselves and at once.
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
+        return found
 
     def _clear_up(self) -> None:
         gc.collect()

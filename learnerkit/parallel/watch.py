@@ -412,6 +412,8 @@ def _waits(frame: FrameType | None) -> bool:
         path = frame.f_code.co_filename
         if any(part in path for part in (f"torch{os.sep}distributed", f"torch{os.sep}autograd")):
             return True
+        if frame.f_code.co_name == "_distributed_broadcast_coalesced":  # DDP sends its buffers
+            return True
         if path == world.__file__ or frame.f_code.co_name in ("all_skip", "_land") and "learnerkit" in path:
             return True
         frame = frame.f_back
