@@ -255,10 +255,13 @@ with learn.distrib_ctx(nproc=2):
     finally:
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
-    learn.logger = lambda row: 1 / 0
+    def fails(row):
+        raise OSError("the disk is full")
+    learn.logger = fails
     try:
-        learn.fit(1)
-    except ZeroDivisionError:
+        learn.fit(3)
+    except OSError as e:
+        assert "disk is full" in str(e)
         learn.logger = lambda row: None
     learn.fit(2)
     assert learn.n_epoch == 2

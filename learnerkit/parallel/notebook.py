@@ -149,6 +149,14 @@ class _Process:
         except OSError:
             pass
 
+    def messages(self) -> Iterator[tuple]:
+        """What it has sent since."""
+        try:
+            while self.line.poll():
+                yield self.line.recv()
+        except (EOFError, OSError):  # it has ended
+            pass
+
     def read(self) -> str:
         """What it has written to its file descriptors since."""
         found = b""
@@ -255,15 +263,17 @@ class Workers:
             for p in self._processes:
                 p.send("end")
             end = time.monotonic() + LEAVE_SECONDS
-            while any(p.state != "dead" for p in self._processes) and time.monotonic() < end and not self._presses:
-                self._take_messages(0.05)  # what exit hooks print
-            for p in self._processes:
-                p.kill()
-                p.line.close()
-                if p.process.stdout is not None:
-                    p.process.stdout.close()
-            self._processes.clear()
-            self._store = None
+            try:
+                while any(p.state != "dead" for p in self._processes) and time.monotonic() < end and not self._presses:
+                    self._take_messages(0.05)  # what exit hooks print
+            finally:
+                for p in self._processes:
+                    p.kill()
+                    p.line.close()
+                    if p.process.stdout is not None:
+                        p.process.stdout.close()
+                self._processes.clear()
+                self._store = None
 
     # A call
 
@@ -331,11 +341,8 @@ class Workers:
             # Asked first, so that nothing it has said is missed. The connection tells less: a loader's worker may hold
             # it open still.
             over = p.process.poll() is not None
-            try:
-                while p.line.poll():
-                    self._take(p, *p.line.recv())
-            except (EOFError, OSError):
-                pass
+            for message in p.messages():
+                self._take(p, *message)
             self._show(p, p.read())
             if over:
                 p.kill()
@@ -399,7 +406,11 @@ class Workers:
         if self._presses > 1:
             for p in self._processes:
                 p.give_up()
-        elif self._presses and not self._presses_told and all(p.state in ("running", "done") for p in self._processes):
+        elif (
+            self._presses
+            and not self._presses_told
+            and all(p.state in ("running", "done", "dead") for p in self._processes)
+        ):
             self._presses_told = 1
             for p in self._processes:
                 if p.state == "running":
