@@ -134,10 +134,15 @@ def shared_file(size: int = 0) -> tuple[Any, str]:
     return file, path
 
 
+def ipython_shell() -> Any:
+    """IPython's shell, if this process runs in one."""
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython else None
+
+
 def front_end() -> str:
     """Where a person types: 'notebook' (a Jupyter kernel), 'prompt' (python's or IPython's), or '' in a script."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
+    shell = ipython_shell()
     if shell is not None:
         return "notebook" if getattr(shell, "kernel", None) is not None else "prompt"
     return "prompt" if hasattr(sys, "ps1") or sys.flags.interactive else ""

@@ -29,7 +29,7 @@ from learnerkit import world
 from learnerkit.environment import LOOPBACK, killed_by, rank_environment
 from learnerkit.parallel import parcel
 from learnerkit.parallel.distributed import DistributedCallback
-from learnerkit.utils import front_end
+from learnerkit.utils import front_end, ipython_shell
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -196,7 +196,7 @@ class Workers:
         self._processes: list[_Process] = []
         self._store: dist.Store | None = None
         self._seeds_left = ""
-        self._presses = self._presses_told = 0
+        self._presses, self._presses_told = 0, False
         self._late = float("inf")  # when the patience with those that have not left ends
 
     def __reduce__(self) -> tuple:
@@ -238,18 +238,12 @@ class Workers:
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         if rank == 0 and self.front == "prompt":  # straight to the terminal
             pipe = {}
+        _, path, environ = parcel.surroundings()
         mine, theirs = multiprocessing.Pipe()
         with theirs:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    _BOOT,
-                    json.dumps([p for p in sys.path if isinstance(p, str)]),
-                    str(theirs.fileno()),
-                    self.front,
-                ],
-                env=rank_environment(os.environ, rank, self.nproc, port, gpus),
+                [sys.executable, "-c", _BOOT, json.dumps(path), str(theirs.fileno()), self.front],
+                env=rank_environment(environ, rank, self.nproc, port, gpus),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 bufsize=0,
@@ -323,7 +317,7 @@ class Workers:
 
     def _gather(self, state: str) -> bool:
         """Wait until every worker has come to `state`, or has ended otherwise; whether all have."""
-        self._late, self._presses_told = float("inf"), 0
+        self._late, self._presses_told = float("inf"), False
         while any(p.state not in (state, "done", "dead") for p in self._processes):
             self._take_messages(0.2)
             self._heed_presses()
@@ -356,9 +350,9 @@ class Workers:
             stream.write(data.decode(errors="replace"))
             stream.flush()
         elif kind == "shown":
-            _shell().display_pub.publish(**about[0])
+            ipython_shell().display_pub.publish(**about[0])
         elif kind == "cleared":
-            _shell().display_pub.clear_output(*about)
+            ipython_shell().display_pub.clear_output(*about)
         elif kind == "row":
             self.learn.logger(*about)
         else:
@@ -384,7 +378,6 @@ class Workers:
     def _heard_presses(self) -> Iterator[None]:
         """Count them rather than be torn out of the middle of something."""
         self._presses = 0
-
         last = 0.0
 
         def press(*_: object) -> None:
@@ -411,7 +404,7 @@ class Workers:
             and not self._presses_told
             and all(p.state in ("running", "done", "dead") for p in self._processes)
         ):
-            self._presses_told = 1
+            self._presses_told = True
             for p in self._processes:
                 if p.state == "running":
                     os.kill(p.process.pid, signal.SIGINT)
@@ -446,16 +439,9 @@ class Workers:
         )
 
 
-def _shell() -> Any:
-    from IPython import get_ipython
-
-    return get_ipython()
-
-
 def _name_cells(text: str) -> str:
     """A traceback in which cells are called as in the notebook."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)  # not in IPython 7
+    name_of = getattr(getattr(ipython_shell(), "compile", None), "format_code_name", None)  # not in IPython 7
     if name_of is not None:
         for name in parcel.sources():
             found = name_of(name)

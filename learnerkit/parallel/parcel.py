@@ -20,7 +20,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import chain
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from learnerkit import world
 from learnerkit.callbacks.recorder import TableLogger
+from learnerkit.environment import rank_environment
 from learnerkit.parallel.drift import digests
 from learnerkit.utils import shared_file, warn
 
@@ -39,19 +40,8 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 _PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(...),
-    ModuleType,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-)
+    type(None), bool, int, float, complex, str, bytes, type(...), ModuleType, torch.dtype, torch.device, torch.Size
+)  # fmt: skip
 _NOT_SENT = ("logger", "workers", "together", "_dispatch")  # attributes of a learner
 _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
 
@@ -63,44 +53,54 @@ class _Here:
     """Stands in a parcel where the objects begin that the sender remembers."""
 
 
-def _pickler(buffer: io.BytesIO, storages: list, *, known: list | None = None, cells: dict | None = None,
-             left_out: Any = None) -> Any:  # fmt: skip
-    """A pickler that puts the storages of tensors aside.
-
-    Args:
-        buffer: where it writes.
-        storages: takes up the storages.
-        known: on the way back what the reader has; on the way there it takes up what is met.
-        cells: on the way there, takes up the classes and functions that cells define.
-        left_out: an object in whose place `None` travels.
-    """
+@cache
+def _pickler() -> type:
+    """The class of picklers that put the storages of tensors aside; made late, as cloudpickle is imported late."""
     import cloudpickle
 
-    there = cells is not None
-    places = {} if there or known is None else _places(known)
-    stored: dict[int, int] = {}
-    met: set[int] | None = None
-
     class Pickler(cloudpickle.Pickler):
+        """Writes to a buffer; `storages` takes up those of tensors.
+
+        Args:
+            buffer: where it writes.
+            places: what the reader has already: the places of objects by their id.
+            known: on the way there, takes up what is met.
+            cells: on the way there, takes up the classes and functions that cells define.
+            left_out: an object in whose place `None` travels.
+        """
+
+        def __init__(
+            self,
+            buffer: io.BytesIO,
+            places: Mapping[int, int],
+            known: list | None = None,
+            cells: dict | None = None,
+            left_out: Any = None,
+        ):
+            super().__init__(buffer)
+            self.places, self.known, self.cells, self.left_out = places, known, cells, left_out
+            self.storages: list = []
+            self._stored: dict[int, int] = {}
+            self._met: set[int] | None = None
+
         def persistent_id(self, obj: Any) -> Any:
-            nonlocal met
             if torch.is_storage(obj):
                 storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj
-                if storage._cdata not in stored:
-                    stored[storage._cdata] = len(storages)
-                    storages.append(storage)
-                return "storage", stored[storage._cdata], getattr(obj, "dtype", None)
-            if not there:
-                return ("known", places[id(obj)]) if id(obj) in places else None
+                if storage._cdata not in self._stored:
+                    self._stored[storage._cdata] = len(self.storages)
+                    self.storages.append(storage)
+                return "storage", self._stored[storage._cdata], getattr(obj, "dtype", None)
+            if id(obj) in self.places:
+                return "known", self.places[id(obj)]
             if obj is _Here:
-                met = {id(known), id(cells)}
-            elif met is not None and id(obj) not in met and _has_identity(obj):
-                met.add(id(obj))
-                known.append(obj)
+                self._met = {id(self.known), id(self.cells)}
+            elif self._met is not None and id(obj) not in self._met and _has_identity(obj):
+                self._met.add(id(obj))
+                self.known.append(obj)
             return None
 
         def reducer_override(self, obj: Any) -> Any:
-            if obj is left_out and left_out is not None:
+            if obj is self.left_out and obj is not None:
                 return type(None), ()
             if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:  # torch.backends.cudnn, say
                 return importlib.import_module, (obj.__name__,)
@@ -109,13 +109,22 @@ def _pickler(buffer: io.BytesIO, storages: list, *, known: list | None = None, c
             if isinstance(obj, DataLoader) and obj._iterator is not None:  # its persistent workers stay where they are
                 return object.__new__, (type(obj),), vars(obj) | {"_iterator": None}
             if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__" and "<" not in obj.__qualname__:
+                there = self.cells is not None
                 if there and "." not in obj.__qualname__:
-                    cells[obj.__name__] = obj
+                    self.cells[obj.__name__] = obj
                 elif not there and isinstance(obj, type):
                     return _of_kernel, (obj.__qualname__,)  # cloudpickle would rewrite the user's own class
             return super().reducer_override(obj)
 
-    return Pickler(buffer)
+    return Pickler
+
+
+def _pickled(obj: Any, places: Mapping[int, int], **how: Any) -> tuple[io.BytesIO, list[Tensor]]:
+    """The pickle, and the bytes of the storages it has put aside."""
+    buffer = io.BytesIO()
+    pickler = _pickler()(buffer, places, **how)
+    pickler.dump(obj)
+    return buffer, [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in pickler.storages]
 
 
 def _places(known: list) -> dict[int, int]:
@@ -139,11 +148,9 @@ def _of_kernel(name: str) -> type:
     return found
 
 
-def _write(obj: Any, **how: Any) -> tuple[Any, str]:
+def _write(obj: Any, places: Mapping[int, int], **how: Any) -> tuple[Any, str]:
     """The file, which lives as long as it is kept, and its path."""
-    buffer, storages = io.BytesIO(), []
-    _pickler(buffer, storages, **how).dump(obj)
-    bytes_of = [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in storages]
+    buffer, bytes_of = _pickled(obj, places, **how)
     file, path = shared_file()
     try:
         torch.save([torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8), *bytes_of], file)
@@ -200,13 +207,13 @@ def send(learn: "Learner", verb: Callable, args: tuple, kwargs: dict, options: d
         seeds=None if keep_seeds else _seeds(), sources=sources(), settings=_settings(),
     )  # fmt: skip
     # What datasets hold is not remembered: there can be a lot of it, and workers of loaders would change copies anyway.
-    datasets = [dl.dataset for dl in learn.dls.loaders if isinstance(dl, DataLoader)]
+    datasets = _datasets(learn)
     known: list = []
     cells: dict[str, Any] = {}
     how = {"known": known, "cells": cells, "left_out": learn.logger if is_own else None}
     try:
         # What is collected on the way comes last, when all of it has been met.
-        file, path = _write((datasets, _Here, vars(job), known, cells), **how)
+        file, path = _write((datasets, _Here, vars(job), known, cells), {}, **how)
     except Exception as e:
         where, culprit = _culprit(learn, args, kwargs, how["left_out"])
         raise TypeError(
@@ -235,12 +242,16 @@ def receive(path: str) -> Job:
     return job
 
 
+def _datasets(learn: "Learner") -> list:
+    return [dl.dataset for dl in learn.dls.loaders if isinstance(dl, DataLoader)]
+
+
 def _culprit(learn: "Learner", args: tuple, kwargs: dict, left_out: Any) -> tuple[str, Any]:
     """The innermost object that cannot be pickled, and how to get to it from the learner."""
 
     def fails(x: Any) -> bool:
         try:
-            _pickler(io.BytesIO(), [], known=[learn], left_out=left_out).dump(x)
+            _pickled(x, {id(learn): 0}, cells={}, left_out=left_out)
         except Exception:
             return True
         return False
@@ -289,7 +300,7 @@ def send_back(job: Job, result: Any) -> tuple[Any, str, Exception | None]:
     Returns:
         (file, path, error): the error says that what the call returned cannot be sent; the rest is written.
     """
-    changed, lost = [], []
+    changed, lost, places = [], [], _places(job.known)
     for place, after in _states(job).items():
         before, owner = job.before.get(place, {}), job.known[place]
         values = _contents(owner)
@@ -301,10 +312,10 @@ def send_back(job: Job, result: Any) -> tuple[Any, str, Exception | None]:
             changed.append((place, new, gone))
     back = {"changed": changed, "lost": lost, "seeds": _seeds(), "result": result}
     try:
-        return *_write(back, known=job.known), None
+        return *_write(back, places), None
     except Exception as e:
         e.add_note("what the call returned cannot be sent back to the notebook")
-        return *_write(back | {"result": None}, known=job.known), e
+        return *_write(back | {"result": None}, places), e
 
 
 def bring_back(path: str, job: Job) -> Any:
@@ -327,13 +338,13 @@ def bring_back(path: str, job: Job) -> Any:
 
 def _states(job: Job) -> dict[int, dict[str, Any]]:
     """Of every known object that can change, what tells whether each part of it has; nothing if it cannot be sent."""
-    datasets = {id(dl.dataset) for dl in job.learn.dls.loaders if isinstance(dl, DataLoader)}
+    datasets = set(map(id, _datasets(job.learn)))
     places = _places(job.known)
     watched = {p: x for p, x in enumerate(job.known) if id(x) not in datasets and not isinstance(x, Dataset)}
     found: dict[int, dict[str, Any]] = {}
     for place, x in watched.items():
         if not isinstance(x, Tensor):
-            states = {name: _mark(value, job.known, places) for name, value in _contents(x).items()}
+            states = {name: _mark(value, places) for name, value in _contents(x).items()}
             if states:
                 found[place] = states
     tensors = {p: x for p, x in watched.items() if isinstance(x, Tensor)}
@@ -408,19 +419,17 @@ def _copy(mine: Tensor, value: Tensor) -> None:
             mine.copy_(value)
 
 
-def _mark(value: Any, known: list, places: dict[int, int]) -> str:
+def _mark(value: Any, places: Mapping[int, int]) -> str:
     """What tells whether a value has changed; nothing if it cannot be pickled."""
     if type(value) in (bool, int, float, str, type(None)):
         return f"{type(value).__name__} {value!r}"
     if id(value) in places:
         return f"known {places[id(value)]}"
-    buffer, storages = io.BytesIO(), []
     try:
-        _pickler(buffer, storages, known=known).dump(value)
+        buffer, bytes_of = _pickled(value, places)
     except Exception:
         return ""
-    held = digests([torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in storages])
-    return hashlib.sha256(buffer.getvalue()).hexdigest() + repr(held)
+    return hashlib.sha256(buffer.getvalue()).hexdigest() + repr(digests(bytes_of))
 
 
 def _names_in(code: CodeType) -> set[str]:
@@ -449,9 +458,8 @@ def sources() -> dict[str, tuple]:
 
 def dump_error(error: BaseException) -> bytes:
     """The pickled exception; nothing if it cannot be pickled."""
-    buffer = io.BytesIO()
     try:
-        _pickler(buffer, [], known=[]).dump(error)
+        buffer, _ = _pickled(error, {})
     except Exception:
         return b""
     return buffer.getvalue()
@@ -493,11 +501,8 @@ def go_where(folder: str, path: list[str], environ: dict[str, str]) -> None:
     """Have a worker be where the kernel is."""
     os.chdir(folder)
     sys.path[:] = path
-    os.environ.update({k: v for k, v in environ.items() if not k.startswith(_OF_THE_RANK)})
-
-
-_OF_THE_RANK = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-_OF_THE_RANK += ("GLOO_SOCKET", "NCCL_SOCKET", "TP_SOCKET")
+    port, gpus = int(os.environ["MASTER_PORT"]), os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ.update(rank_environment(environ, world.rank(), world.world_size(), port, gpus))
 
 
 def _apply_settings(found: Mapping[str, Any]) -> None:
@@ -527,10 +532,9 @@ def _seeds() -> tuple:
 
 def _set_seeds(seeds: tuple) -> None:
     host, cuda = seeds
-    torch.set_rng_state(host[0])
+    world.set_seed_states(host)
     if torch.cuda.is_available():
         if cuda is not None:
             torch.cuda.set_rng_state(cuda)
         else:
             torch.cuda.manual_seed(torch.initial_seed())
-    world.set_seed_states(host)

@@ -82,15 +82,13 @@ class Worker:
             wish, *about = self._inbox.get()
             if wish == "load":
                 job = self._load(*about)
-            elif wish == "go":
-                self._go(job)
-                job = None
-                self._clear_up()
-            elif wish == "drop":
-                job = None
-                self._clear_up()
             elif wish == "end":
                 leave()
+            else:
+                if wish == "go":  # or 'drop'
+                    self._go(job)
+                job = None
+                self._clear_up()
 
     def _load(self, path: str, *surroundings: Any) -> parcel.Job | None:
         self._kept = None
@@ -132,7 +130,6 @@ class Worker:
             "error": parcel.dump_error(error),
             "name": f"{type(error).__name__}: {error}",
             "text": _user_traceback(error),
-            "stopped": isinstance(error, KeyboardInterrupt),
             "follows": bool(getattr(error, "follows_another", False)),
             "when": time.monotonic(),
         }

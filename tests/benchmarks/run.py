@@ -1,6 +1,6 @@
 """Measure learnerkit against plain PyTorch and torchrun: ratios within one run, contestants taking turns, medians.
 
-    python tests/benchmarks/run.py               # everything, about five minutes on two idle cores
+    python tests/benchmarks/run.py               # everything, about a quarter of an hour on two idle cores
     python tests/benchmarks/run.py step data     # some of it
 
 Needs learnerkit installed, or on PYTHONPATH. Every process computes with one thread on the CPU. The figures are
