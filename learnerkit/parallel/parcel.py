@@ -425,11 +425,13 @@ def _mark(value: Any, places: Mapping[int, int]) -> str:
         return f"{type(value).__name__} {value!r}"
     if id(value) in places:
         return f"known {places[id(value)]}"
+    if type(value) is list and not value:  # hooks of modules, say, of which there are thousands
+        return "[]"
     try:
         buffer, bytes_of = _pickled(value, places)
     except Exception:
         return ""
-    return hashlib.sha256(buffer.getvalue()).hexdigest() + repr(digests(bytes_of))
+    return hashlib.sha256(buffer.getvalue()).hexdigest() + (repr(digests(bytes_of)) if bytes_of else "")
 
 
 def _names_in(code: CodeType) -> set[str]:
