@@ -49,6 +49,11 @@ def map_batch(f: Callable[[Tensor], Any], batch: Any) -> Any:
     return batch
 
 
+def in_float32(t: Tensor) -> Tensor:
+    """A tensor of a lower floating precision as float32; others as they are."""
+    return t.float() if t.is_floating_point() and t.itemsize < 4 else t
+
+
 def tensors_in(batch: Any) -> Iterator[Tensor]:
     """Every tensor in a nested batch, in order."""
     if isinstance(batch, Tensor):
@@ -205,8 +210,9 @@ class DataLoaders:
         if self._device is None:
             self._device = world.default_device()
         if self._pins and self._device.type == "cuda":
-            for dl in filter(None, self.loaders):
-                dl.pin_memory = True
+            for dl in self.loaders:
+                if dl is not None:
+                    dl.pin_memory = True
         return self._device
 
     @property
