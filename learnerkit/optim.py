@@ -5,6 +5,8 @@ and norms-and-biases, once a weight decay was given; each carries its splitter's
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -19,6 +21,36 @@ PLACES = "splitter_places"
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
+def split(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) -> list[list[nn.Parameter]]:
+    """The parameters in the splitter's groups; without a splitter in one group."""
+    groups = list(splitter(model)) if splitter else [list(model.parameters())]
+    if groups and isinstance(groups[0], Tensor):
+        groups = [groups]
+    return [list(group) for group in groups]
+
+
+def freeze_to(groups: list[list[nn.Parameter]], n: int, kept: Iterable[nn.Parameter] = ()) -> None:
+    """Let the groups before the `n`-th have no gradients, and the others have them.
+
+    Args:
+        groups: those of `split`.
+        n: a place in the list; a negative one counts from its end.
+        kept: parameters that stay trainable in frozen groups too.
+
+    Raises:
+        ValueError: there is no such group.
+    """
+    if not isinstance(n, int) or not -len(groups) <= n < len(groups):
+        raise ValueError(
+            f"got freeze_to({n!r}) and {len(groups)} parameter groups (the splitter's groups); it takes "
+            f"{-len(groups)} to {len(groups) - 1}, the first group that is to be trained"
+        )
+    kept = set(map(id, kept))
+    for i, group in enumerate(groups):
+        for p in group:
+            p.requires_grad_(i >= n % len(groups) or id(p) in kept)
+
+
 def make_groups(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) -> list[dict]:
     """The parameter groups for an optimizer: those of `splitter`, or one with every parameter.
 
@@ -27,10 +59,7 @@ def make_groups(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | No
     Raises:
         ValueError: no parameter requires a gradient.
     """
-    groups = list(splitter(model)) if splitter else [list(model.parameters())]
-    if groups and isinstance(groups[0], Tensor):
-        groups = [groups]
-    groups = [list(group) for group in groups]
+    groups = split(model, splitter)
     if not any(p.requires_grad for group in groups for p in group):
         count = sum(len(group) for group in groups)
         raise ValueError(
@@ -38,6 +67,36 @@ def make_groups(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | No
             "`p.requires_grad_(True)`, or check the splitter"
         )
     return [{"params": group, GROUP: i} for i, group in enumerate(groups) if group]
+
+
+def make_optimizer(opt_func: Callable[..., Any], groups: list[dict], lr: float, model: nn.Module) -> Any:
+    """An optimizer of `groups`: of torch's own classes the fused implementation, where there is one for these.
+
+    It does the whole step in one kernel (or one per type of parameter), with the same result up to rounding. An
+    `opt_func` that chooses an implementation itself (`partial(AdamW, foreach=True)`) is left alone, and models with
+    sparse gradients are, which only the plain implementations know.
+    """
+    kind, options = opt_func, {}
+    while isinstance(kind, partial):
+        kind, options = kind.func, {**kind.keywords, **options}
+    known = isinstance(kind, type) and kind.__module__.startswith("torch.optim")
+    sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
+    real = all(p.is_floating_point() for p in model.parameters())
+    if (
+        known
+        and real
+        and not sparse
+        and "fused" in signature(kind).parameters
+        and not options.keys() & _IMPLEMENTATIONS
+    ):
+        try:
+            return opt_func([dict(group) for group in groups], lr=lr, fused=True)
+        except RuntimeError:  # no fused kernel for this device, or these types
+            pass
+    return opt_func(groups, lr=lr)
+
+
+_IMPLEMENTATIONS = {"fused", "foreach", "capturable", "differentiable"}
 
 
 class Optimizers(dict):
@@ -196,14 +255,16 @@ def _joined(groups: list[dict]) -> list[dict]:
     return joined
 
 
+def norms(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of normalisation layers."""
+    return [p for module in model.modules() if isinstance(module, _NORMS) for p in module.parameters(recurse=False)]
+
+
 def norms_and_biases(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that weight decay leaves alone: those of normalisation layers, and every bias."""
-    return [
-        p
-        for module in model.modules()
-        for name, p in module.named_parameters(recurse=False)
-        if isinstance(module, _NORMS) or name.startswith("bias") or name.endswith("bias")
-    ]
+    named = [(name.rpartition(".")[2], p) for name, p in model.named_parameters()]
+    biases = [p for name, p in named if name.startswith("bias") or name.endswith("bias")]
+    return [*norms(model), *biases]
 
 
 def state_to_params(opt: Optimizer) -> None:

@@ -1,14 +1,16 @@
 """Parameter groups, rates and weight decay, as a Learner uses them."""
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import make_data, make_dls, make_learner, make_model, same_weights, weights
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import SGD, Adam, AdamW, Rprop
 from torch.utils.data import DataLoader
 
-from learnerkit import optim
+from learnerkit import DataLoaders, optim
 
 
 def halves(model):
@@ -289,3 +291,107 @@ def test_momentum_means_the_first_of_betas_too():
     assert [optim.has_momentum(opt) for opt in (adam, sgd, plain)] == [True, True, False]
     with pytest.raises(ValueError, match="Adagrad has no hyper-parameter 'momentum'"):
         optim.set_hyper(plain, "momentum", 0.8)
+
+
+# Freezing
+
+
+def normed():
+    return nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def three_parts(model):
+    return [[*model[:2].parameters()], [*model[2:4].parameters()], [*model[4].parameters()]]
+
+
+def trained(model):
+    """The modules with trainable parameters, by place."""
+    return {int(name[0]) for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("n", "bare", "with_norms"),
+    [
+        (0, {0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}),
+        (1, {2, 3, 4}, {1, 2, 3, 4}),
+        (2, {4}, {1, 3, 4}),
+        (-1, {4}, {1, 3, 4}),
+        (-3, {0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}),
+    ],
+)
+def test_groups_are_frozen(n, bare, with_norms):
+    for train_bn, expected in ((False, bare), (True, with_norms)):
+        learn = make_learner(model=normed(), splitter=three_parts, train_bn=train_bn)
+        learn.freeze_to(n)
+        assert trained(learn.model) == expected
+        learn.unfreeze()
+        assert trained(learn.model) == {0, 1, 2, 3, 4}
+        learn.freeze()
+        assert trained(learn.model) == ({4} if not train_bn else {1, 3, 4})
+
+
+@pytest.mark.parametrize("n", [3, -4, 1.0, None])
+def test_a_group_that_is_not_there_cannot_be_frozen_to(n):
+    learn = make_learner(model=normed(), splitter=three_parts)
+    with pytest.raises(ValueError, match=r"3 parameter groups \(the splitter's groups\); it takes -3 to 2"):
+        learn.freeze_to(n)
+
+
+def test_frozen_groups_stay_and_the_others_learn():
+    data = DataLoaders(DataLoader(make_data(8, n_in=2), 4), device="cpu")
+    learn = make_learner(data, normed(), splitter=three_parts, train_bn=False, opt_func=AdamW, wd=0.1)
+    learn.fit(1)
+    assert len(learn.opt.state) == 10
+    learn.freeze_to(1)
+    assert not learn.opt.state  # it belongs to what was trained before
+    before = weights(learn.model)
+    learn.fit(1, slice(1e-3, 1e-1))
+    changed = {name[0] for name, p in learn.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {"2", "3", "4"}
+    assert len(learn.opt.state) == 6
+    learn.unfreeze()
+    learn.fit(1)
+    assert len(learn.opt.state) == 10
+
+
+def test_without_a_splitter_there_is_one_group():
+    learn = make_learner(model=normed())
+    learn.freeze()
+    assert trained(learn.model) == {0, 1, 2, 3, 4}
+
+
+# The implementation
+
+
+@pytest.mark.parametrize("opt_func", [AdamW, SGD, partial(AdamW, betas=(0.8, 0.9)), partial(SGD, momentum=0.9)])
+def test_torchs_optimizers_are_fused(opt_func):
+    learn = make_learner(opt_func=opt_func)
+    learn.create_opt()
+    assert all(group["fused"] for group in learn.opt.param_groups)
+    by_hand = make_learner(opt_func=partial(opt_func, fused=False))
+    learn.fit(2)
+    by_hand.fit(2)
+    for name, value in weights(learn.model).items():
+        assert torch.allclose(value, weights(by_hand.model)[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("option", [{"fused": False}, {"foreach": True}, {"differentiable": True}])
+def test_an_implementation_that_was_chosen_is_left(option):
+    learn = make_learner(opt_func=partial(partial(AdamW, **option), weight_decay=0.1))
+    learn.create_opt()
+    assert not learn.opt.param_groups[0]["fused"]
+    assert all(learn.opt.param_groups[0][name] == value for name, value in option.items())
+
+
+def test_what_has_no_fused_implementation_is_as_it_was():
+    class Mine(AdamW):
+        """Somebody's own optimizer may not know `fused` in its step."""
+
+    complex_model = nn.Linear(4, 1, dtype=torch.complex64)
+    sparse = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    cases = [(Rprop, None), (Mine, None), (lambda params, lr: SGD(params, lr), None)]
+    for opt_func, model in [*cases, (AdamW, complex_model), (SGD, sparse)]:
+        learn = make_learner(model=model, opt_func=opt_func)
+        learn.create_opt()
+        assert not learn.opt.param_groups[0].get("fused")
+        assert learn.opt.param_groups[0]["splitter_group"] == 0
