@@ -377,17 +377,6 @@ def test_earlier_fits_are_history():
     assert len(learn.recorder.losses) == 2
 
 
-@pytest.fixture
-def plt():
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    yield plt
-    plt.close("all")
-
-
 def curves(ax):
     return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines}
 

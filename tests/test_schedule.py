@@ -1,26 +1,46 @@
-"""Schedules: the numbers of the 1cycle policy, by fastai's formula, written out once more here."""
+"""Schedules: their numbers are fastai's, step by step; what schedulers change is put back."""
 
+import json
 import math
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
+import torch
 from conftest import make_data, make_learner, raising, same_weights, weights
-from torch.optim import SGD, Adagrad, AdamW
+from torch import nn
+from torch.optim import SGD, Adagrad, AdamW, lr_scheduler
 from torch.utils.data import DataLoader
 
-from learnerkit import Callback, DataLoaders, ParamScheduler, combined_cos
+from learnerkit import (
+    Callback,
+    CancelStepException,
+    DataLoaders,
+    GradientAccumulation,
+    Learner,
+    ParamScheduler,
+    SaveModelCallback,
+    SchedCos,
+    SchedExp,
+    SchedLin,
+    SchedNo,
+    SchedPoly,
+    TorchScheduler,
+    combine_scheds,
+    combined_cos,
+    linear_warmup,
+)
 
-
-def sched_cos(start, end, pos):
-    """fastai's SchedCos."""
-    return start + (1 + math.cos(math.pi * (1 - pos))) * (end - start) / 2
+TABLES = json.loads((Path(__file__).parent / "data" / "fastai.json").read_text())
+"""Numbers computed by fastai itself; `fastai_tables.py` says how, and by which command."""
 
 
 def one_cycle(pos, pct_start, start, middle, end):
-    """fastai's combined_cos."""
-    if pos < pct_start:
-        return sched_cos(start, middle, pos / pct_start)
-    return sched_cos(middle, end, (pos - pct_start) / (1 - pct_start))
+    """The formula of the 1cycle policy, written out once more."""
+    a, b, at = (
+        (start, middle, pos / pct_start) if pos < pct_start else (middle, end, (pos - pct_start) / (1 - pct_start))
+    )
+    return a + (1 + math.cos(math.pi * (1 - at))) * (b - a) / 2
 
 
 def learner(opt_func=AdamW, batches=10, **kwargs):
@@ -201,3 +221,297 @@ def test_validation_moves_no_schedule():
     learn.validate()
     learn.get_preds()
     assert calls == [i / 10 for i in range(10)]
+
+
+# fastai's numbers
+
+NAMED = {"lin": SchedLin, "cos": SchedCos, "exp": SchedExp, "no": SchedNo}
+
+
+@pytest.mark.parametrize("name", TABLES["schedules"])
+def test_a_schedule_is_fastais(name):
+    table, (kind, _, power) = TABLES["schedules"][name], name.partition("_")
+    sched = SchedPoly(1e-3, 1e-1, float(power)) if kind == "poly" else NAMED[kind](1e-3, 1e-1)
+    assert [sched(at) for at in table["positions"]] == pytest.approx(table["values"], rel=1e-12)
+
+
+COMBINED = {
+    "combine_scheds": combine_scheds(
+        [0.3, 0.5, 0.2], [SchedCos(1e-3, 1e-1), SchedLin(1e-1, 5e-2), SchedExp(5e-2, 1e-4)]
+    ),
+    "combined_cos": combined_cos(0.3, 1e-3, 1e-1, 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_schedules_in_a_row_are_fastais(name):
+    table = TABLES["combined"][name]
+    found = [COMBINED[name](at) for at in table["positions"]]
+    assert found == pytest.approx(table["values"], rel=1e-6, abs=1e-7)  # fastai computes positions in float32
+
+
+def rates_of(table):
+    """What `fit` and the like were called with, of a table's arguments."""
+    args = dict(table["args"])
+    method, positional = args.pop("method"), args.pop("positional")
+    return method, positional, {k: slice(*v) if isinstance(v, list) else v for k, v in args.items()}
+
+
+def fastais(table, **kwargs):
+    """A learner that has trained as fastai did, and its rates and momenta at every step, by group."""
+    watch = Watch()
+    groups = table["groups"]
+    count = groups if isinstance(groups, int) else len(groups)
+    data = DataLoaders(DataLoader(make_data(4 * table["n_iter"]), 4), device="cpu")
+
+    def splitter(model):
+        params = list(model.parameters())
+        return [params[i::count] for i in range(count)]
+
+    learn = make_learner(data, opt_func=AdamW, splitter=splitter, cbs=watch, **kwargs)
+    method, positional, args = rates_of(table)
+    getattr(learn, method)(*positional, **args)
+    return learn, [[g["lr"] for g in groups] for groups in watch.seen], [g[0]["betas"][0] for g in watch.seen]
+
+
+@pytest.mark.parametrize("name", TABLES["fits"])
+def test_a_fit_sets_fastais_rates_at_every_step(name):
+    table = TABLES["fits"][name]
+    _, rates, momenta = fastais(table)
+    assert len(rates) == len(table["steps"]["lr"])
+    peak = max(max(step) for step in table["steps"]["lr"])
+    wrong = {}
+    for i, (found, expected) in enumerate(zip(rates, table["steps"]["lr"], strict=True)):
+        if found != pytest.approx(expected, rel=1e-5, abs=2e-7 * peak):
+            wrong[i] = found, expected
+    # Where a rounding error puts fastai at the end of one cycle rather than the start of the next, its rate is 0.
+    assert list(wrong) == {"sgdr": [18], "sgdr_joint": [9]}.get(name, [])
+    assert all(found == [peak] and expected == [pytest.approx(0, abs=1e-9)] for found, expected in wrong.values())
+    if "one_cycle" in name:
+        assert momenta == pytest.approx([step[0] for step in table["steps"]["mom"]], rel=1e-6)
+    else:
+        assert set(momenta) == {0.9}  # of torch's AdamW; nothing was scheduled
+
+
+def test_fine_tuning_is_fastais():
+    table = TABLES["fine_tune"]
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 1))
+    watch, trains = Watch(), []
+
+    def note(cb):
+        by_name = dict(cb.model.named_parameters())
+        trains.append([[by_name[name].requires_grad for name in group] for group in table["groups"]])
+
+    data = DataLoaders(DataLoader(make_data(4 * table["n_iter"]), 4), device="cpu")
+    learn = make_learner(
+        data,
+        model,
+        opt_func=AdamW,
+        cbs=[watch, Callback(before_step=note)],
+        splitter=lambda m: [[dict(m.named_parameters())[name] for name in group] for group in table["groups"]],
+    )
+    _, positional, args = rates_of(table)
+    learn.fine_tune(*positional, **args)
+    steps = table["steps"]
+    for found, expected in zip(watch.seen, steps["lr"], strict=True):
+        assert [g["lr"] for g in found] == pytest.approx(expected, rel=1e-5, abs=1e-9)
+    assert [g[0]["betas"][0] for g in watch.seen] == pytest.approx([m[0] for m in steps["mom"]], rel=1e-6)
+    assert trains == steps["trains"]
+    assert len(learn.recorder.history) == 1
+
+
+# Schedules of one's own
+
+
+def test_a_schedule_says_what_it_is():
+    assert repr(SchedPoly(0, 1, 2)) == "SchedPoly(0, 1, 2)"
+
+
+def test_schedules_in_a_row_meet_where_they_should():
+    sched = combine_scheds([0.1] * 10, [SchedNo(i, i) for i in range(10)])
+    assert [sched(i / 10) for i in range(11)] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9]
+    assert combine_scheds([0, 0.5, 0, 0.5, 0], [SchedNo(i, i) for i in range(5)])(1.0) == 3
+    assert combine_scheds([0, 1], [SchedNo(1, 1), SchedNo(2, 2)])(0.0) == 2
+
+
+@pytest.mark.parametrize(
+    ("pcts", "error"),
+    [([0.5, 0.4], "together 1"), ([1.5, -0.5], "0 or more"), ([1.0], "one share for each"), ([], "one share for each")],
+)
+def test_shares_that_cannot_be_are_refused(pcts, error):
+    with pytest.raises(ValueError, match=error):
+        combine_scheds(pcts, [SchedNo(1, 1)] * 2)
+
+
+def test_an_exponential_schedule_through_0_is_refused():
+    for ends in ((0, 1), (1, 0), (-1, 1)):
+        with pytest.raises(ValueError, match=r"SchedExp\(.*greater than 0"):
+            SchedExp(*ends)
+
+
+def test_warm_up_leads_to_the_schedule_that_follows():
+    sched = linear_warmup(0.2, SchedCos(0.1, 0.0))
+    assert [sched(at) for at in (0, 0.1, 0.2, 0.6, 1.0)] == pytest.approx([0, 0.05, 0.1, 0.05, 0.0])
+    assert [linear_warmup(0.5, 3.0, start=1.0)(at) for at in (0, 0.25, 0.5, 1)] == [1, 2, 3, 3]
+    with pytest.raises(ValueError, match="warms up is between 0 and 1"):
+        linear_warmup(1.5, 0.1)
+
+
+@pytest.mark.parametrize("cycles", [{"n_cycles": 0}, {"cycle_len": 1.5}, {"cycle_mult": 0}])
+def test_cycles_are_whole_numbers(cycles):
+    with pytest.raises(ValueError, match=f"got {next(iter(cycles))}="):
+        learner().fit_sgdr(**{"n_cycles": 1, "cycle_len": 1, **cycles})
+
+
+def test_restarts_of_equal_length():
+    learn = learner(batches=2)
+    learn.fit_sgdr(3, 1, 0.1, cycle_mult=1)
+    assert learn.recorder.lrs == pytest.approx([0.1, 0.05] * 3)
+
+
+def test_a_flat_fit_can_start_at_a_later_epoch():
+    whole, part = learner(), learner()
+    whole.fit_flat_cos(3, 0.1)
+    part.fit_flat_cos(3, 0.1, start_epoch=2)
+    assert part.recorder.lrs == whole.recorder.lrs[20:]
+
+
+def test_a_load_in_mid_fit_leaves_the_optimizer_with_its_own_hyper_parameters(tmp_path):
+    learn = learner(path=tmp_path)
+    learn.fit(1)
+    learn.fit_one_cycle(2, 0.1, cbs=SaveModelCallback(with_opt=True))
+    (group,) = learn.opt.param_groups
+    assert (group["lr"], group["betas"]) == (0.1, (0.9, 0.999))
+
+
+# What is counted in steps
+
+
+def test_schedules_are_counted_in_optimizer_steps():
+    learn, plain = learner(batches=12), learner(batches=4)
+    learn.fit_one_cycle(2, 0.1, cbs=GradientAccumulation(n_batches=3))
+    plain.fit_one_cycle(2, 0.1)
+    assert learn.recorder.lrs[::3] == plain.recorder.lrs
+
+
+def test_a_schedule_of_steps_needs_no_length():
+    class Endless:
+        def __iter__(self):
+            while True:
+                yield from DataLoader(make_data(8), 4)
+
+    learn, sized = make_learner(DataLoaders(Endless(), device="cpu")), learner()
+    learn.fit_one_cycle(n_steps=30, lr_max=0.1)
+    sized.fit_one_cycle(3, 0.1)
+    assert learn.recorder.lrs == pytest.approx(sized.recorder.lrs)
+    with pytest.raises(ValueError, match="n_steps"):
+        learn.fit_one_cycle(1)
+
+
+# torch's schedulers
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_torch_scheduler_steps_after_each_optimizer_step(accumulated):
+    learn = learner(batches=10 * accumulated)
+    cb = TorchScheduler(lambda opt: lr_scheduler.OneCycleLR(opt, 0.1, total_steps=20))
+    learn.fit(2, 0.03, cbs=[cb, GradientAccumulation(n_batches=accumulated)])
+    opt = AdamW([nn.Parameter(torch.zeros(1))], lr=0.03)
+    by_hand, expected = lr_scheduler.OneCycleLR(opt, 0.1, total_steps=20), []
+    for _ in range(20):
+        expected.append(opt.param_groups[0]["lr"])
+        opt.step()
+        by_hand.step() if len(expected) < 20 else None
+    assert learn.recorder.lrs[::accumulated] == expected
+
+
+def test_a_torch_scheduler_can_step_after_each_epoch():
+    learn = learner(batches=2)
+    learn.fit(4, 1.0, cbs=TorchScheduler(lambda opt: lr_scheduler.StepLR(opt, 1, 0.5), step="epoch"))
+    assert learn.recorder.lrs == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
+
+
+def test_a_torch_scheduler_can_watch_a_column():
+    values = iter([1.0, 2.0, 0.5, 3.0, 4.0, 4.0])
+    log = Callback(after_train=lambda cb: cb.learn.log_metric("mine", next(values)))
+    log.logs = ("mine",)
+    make = TorchScheduler(lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=0, factor=0.1), "epoch", "mine")
+    learn = learner(batches=1)
+    learn.fit(6, 1.0, cbs=[log, make])
+    assert learn.recorder.lrs == pytest.approx([1.0, 1.0, 0.1, 0.1, 0.01, 0.001])
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_a_torch_scheduler_leaves_nothing_behind(error):
+    learn = learner()
+    learn.fit(1, 0.2)
+    (group,), attributes = learn.opt.param_groups, set(vars(learn.opt))
+    before = {k: v for k, v in group.items() if k != "params"}
+    cb = TorchScheduler(lambda opt: lr_scheduler.CyclicLR(opt, 0.1, 1.0))
+    cbs = [cb, raising("before_step", error, lambda cb: cb.iter == 5)] if error else [cb]
+    with pytest.raises(error) if error else nullcontext():
+        learn.fit(1, 0.2, cbs=cbs)
+    assert learn.opt.param_groups == [group]
+    assert {k: v for k, v in group.items() if k != "params"} == before
+    assert set(vars(learn.opt)) == attributes
+    learn.fit(1, 0.3, cbs=TorchScheduler(lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 1.0)))
+    assert set(learn.recorder.lrs) == {0.3}
+
+
+def test_a_skipped_step_advances_a_torch_scheduler_without_a_warning():
+    learn = learner(batches=3)
+    skip = raising("before_step", CancelStepException())
+    learn.fit(1, 1.0, cbs=[skip, TorchScheduler(lambda opt: lr_scheduler.ExponentialLR(opt, 0.5))])
+    assert learn.recorder.lrs == [1.0, 0.5, 0.25]
+
+
+def test_what_a_torch_scheduler_cannot_do_is_refused():
+    make = lambda opt: lr_scheduler.StepLR(opt, 1)  # noqa: E731
+    with pytest.raises(ValueError, match="step='epochs'.*did you mean 'epoch'"):
+        TorchScheduler(make, step="epochs")
+    with pytest.raises(ValueError, match="step='epoch'"):
+        TorchScheduler(make, monitor="valid_loss")
+    with pytest.raises(TypeError, match="a function that makes the scheduler"):
+        TorchScheduler(make(SGD([nn.Parameter(torch.zeros(1))], 0.1)))
+    with pytest.raises(ValueError, match="monitor='valid_lost'.*did you mean 'valid_loss'"):
+        learner(cbs=TorchScheduler(make, "epoch", "valid_lost")).fit(1)
+    with pytest.raises(ValueError, match="ReduceLROnPlateau steps by a value"):
+        learner(cbs=TorchScheduler(lr_scheduler.ReduceLROnPlateau, "epoch")).fit(1)
+
+
+def test_several_optimizers_have_a_torch_scheduler_each():
+    class Two(Learner):
+        def create_opt(self):
+            return {"a": SGD(self.model[0].parameters(), 0.1), "b": SGD(self.model[3].parameters(), 0.1)}
+
+    seen = []
+    learn = make_learner(
+        cls=Two, cbs=Callback(before_step=lambda cb: seen.append([g["lr"] for o in cb.opts for g in o.param_groups]))
+    )
+    learn.fit(1, 1.0, cbs=TorchScheduler(lambda opt: lr_scheduler.ExponentialLR(opt, 0.5)))
+    assert seen == [[1.0, 1.0], [0.5, 0.5]]
+
+
+def test_with_data_parallel(two_gpus):
+    alone, split = learner(), learner()
+    with split.parallel_ctx():
+        split.fit_flat_cos(1, 0.1)
+    alone.fit_flat_cos(1, 0.1)
+    assert split.recorder.lrs == alone.recorder.lrs
+    assert same_weights(split.model, alone.model)
+    assert split.recorder.values == alone.recorder.values
+
+
+def test_the_plot_shows_what_was_scheduled(plt):
+    learn = learner()
+    learn.fit_one_cycle(1, 0.1)
+    rate, momentum = learn.recorder.plot_sched()
+    assert [rate.get_ylabel(), momentum.get_ylabel()] == ["lr", "momentum"]
+    assert list(rate.lines[0].get_ydata()) == learn.recorder.lrs
+    (ax,) = learn.recorder.plot_sched("momentum")
+    assert list(ax.lines[0].get_ydata()) == learn.recorder.hps["momentum"]
+    with pytest.raises(ValueError, match="got 'momentm'.*did you mean 'momentum'"):
+        learn.recorder.plot_sched("momentm")
+    learn.fit(1, 0.5)
+    (ax,) = learn.recorder.plot_sched()
+    assert set(ax.lines[0].get_ydata()) == {0.5}

@@ -13,7 +13,7 @@ from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.metrics import Meter, make_meters, weighted_mean
 from learnerkit.scalars import HostScalars
-from learnerkit.utils import add_note_once, describe, format_time
+from learnerkit.utils import add_note_once, describe, did_you_mean, format_time, listify
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -163,11 +163,11 @@ class Recorder(Callback):
 
     Attributes:
         metric_names: the columns.
-        values: one list for each epoch: the columns but epoch and time.
+        values: one list for each epoch, and each row that `ValidateEvery` has added: the columns but epoch and time.
         log: the last row; `final_record`: the last of `values`.
         losses: the smoothed training loss at every step, over all ranks once an epoch is over.
         lrs: the last group's learning rate at every step.
-        iters: the number of steps at the end of each epoch.
+        iters: the number of batches trained on up to each of these rows.
         hps: scheduled hyper-parameters at every step, by name.
         history: the earlier fits, each with these attributes.
     """
@@ -288,14 +288,30 @@ class Recorder(Callback):
             if self.learn.dls.valid is not None:
                 values += [self._valid.loss.mean(sums, self._valid.sharded), *self._valid.metrics()]
             logged = self._logged_means()
+        self._write(self.learn.epoch, values, logged)
+        self._start_epoch()
+
+    def add_row(self, validation: list[float]) -> None:
+        """Write a row in mid-epoch: what has been recorded in this epoch so far; every rank must reach this.
+
+        Args:
+            validation: what `Learner.validate` returned.
+        """
+        learn, sums = self.learn, self.learn.loss_weighting.sums
+        with world.one_meeting():
+            trained = [self._train.loss.mean(sums, self._train.sharded), *self._train.metrics()]
+            logged = self._logged_means()
+        done = f"{learn.epoch} {(learn.iter + 1) / learn.n_iter:.0%}" if learn.n_iter else learn.epoch
+        self._write(done, [*trained, *validation[: 1 + len(self._valid_meters)]], logged)
+
+    def _write(self, epoch: int | str, values: list[float], logged: dict[str, float]) -> None:
         self.metric_names = ["epoch", *self._names(), *logged, *(["time"] if self.add_time else [])]
         self.final_record = [*values, *logged.values()]
         self.values.append(self.final_record)
         self.iters.append(len(self.lrs))
         took = [format_time(time.perf_counter() - self._began)] if self.add_time else []
-        self.log = [self.learn.epoch, *self.final_record, *took]
+        self.log = [epoch, *self.final_record, *took]
         self.learn.logger(self.log)
-        self._start_epoch()
 
     def after_fit(self):
         # Cut short in mid-epoch; ranks may have been at different events.
@@ -346,12 +362,8 @@ class Recorder(Callback):
         """
         if not world.is_main():
             return None
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as e:
-            raise ImportError("plot_loss needs matplotlib: pip install matplotlib") from e
         if ax is None:
-            ax = plt.subplots()[1]
+            ax = pyplot("plot_loss").subplots()[1]
         losses, valid, ends, before = [], [], [], 0
         for fit in [*(self.history if all_fits else []), self]:
             if "valid_loss" in fit.metric_names:
@@ -369,6 +381,87 @@ class Recorder(Callback):
             ax.set_yscale("log")
         ax.legend()
         return ax
+
+    def plot_sched(self, keys: str | list[str] | None = None) -> Any:
+        """Plot the hyper-parameters that were scheduled in the last fit, at every step; of groups, the last one's.
+
+        Args:
+            keys: which of `hps`; by default all, and the learning rate where nothing was scheduled.
+
+        Returns:
+            The axes, one for each; `None` on ranks other than 0.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: a name that was not scheduled.
+        """
+        if not world.is_main():
+            return None
+        found = self.hps or {"lr": self.lrs}
+        keys = listify(keys) or list(found)
+        for key in keys:
+            if key not in found:
+                raise ValueError(f"got {key!r}; the last fit has {list(found)}{did_you_mean(key, found)}")
+        plt = pyplot("plot_sched")
+        _, axes = plt.subplots(1, len(keys), figsize=(5 * len(keys), 3.5), squeeze=False, layout="constrained")
+        for ax, key in zip(axes[0], keys, strict=True):
+            ax.plot(range(1, len(found[key]) + 1), found[key])
+            ax.set(xlabel="step", ylabel=key, title=_TITLES.get(key, key))
+        return axes[0]
+
+
+def pyplot(who: str) -> Any:
+    """matplotlib's `pyplot`.
+
+    Args:
+        who: needs it.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as e:
+        raise ImportError(f"{who} needs matplotlib: pip install matplotlib") from e
+    return plt
+
+
+_TITLES = {"lr": "Learning rate", "momentum": "Momentum", "weight_decay": "Weight decay"}
+
+
+# The columns of the table, for who watches them
+
+
+def check_monitor(learn: "Learner", name: str) -> None:
+    """Refuse to monitor a column that the fit which begins will not have; call it in `before_fit`.
+
+    Raises:
+        ValueError: there is no such column, or nobody who records rows.
+    """
+    if not hasattr(learn, "recorder"):
+        raise ValueError(
+            f"monitor={name!r} is read from the Recorder's rows, and this learner has no Recorder (default_cbs=False): "
+            "add Recorder() to its callbacks"
+        )
+    recorder = learn.recorder
+    columns = recorder.metric_names[1 : -1 if recorder.add_time else None]
+    columns += dict.fromkeys(name for cb in learn.cbs for name in cb.logs if name not in columns)
+    if name not in columns:
+        missing = " and, without a validation loader, none of validation" if learn.dls.valid is None else ""
+        near = did_you_mean(name, columns, cutoff=0.5)  # 'mae' is near to 'valid_mae'
+        raise ValueError(
+            f"got monitor={name!r}; this fit's columns are {', '.join(columns)}{missing}{near}. For a column of its "
+            f"own a callback declares what it gives to log_metric: `logs = ({name!r},)` in its class"
+        )
+
+
+def monitored(learn: "Learner", name: str) -> float | None:
+    """The value of a column in the newest row; `None` if that row has no such column.
+
+    A global value: it is the same on all ranks.
+    """
+    recorder = learn.recorder
+    return dict(zip(recorder.metric_names[1:], recorder.final_record, strict=False)).get(name)  # a record has no time
 
 
 # The table

@@ -1,13 +1,129 @@
-"""Hyper-parameters that change while training goes on."""
+"""Hyper-parameters that change while training goes on.
+
+A schedule is a function of the share of training done, counted in optimizer steps, from 0 to 1.
+"""
 
 import math
+import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchPlateau
 
 from learnerkit import checks, optim
 from learnerkit.callback import Callback
+from learnerkit.callbacks.recorder import check_monitor, monitored
+from learnerkit.snapshot import groups_put_back
+from learnerkit.utils import did_you_mean
 
 Schedule = Callable[[float], float]
 """A value as a function of the share of training done, from 0 to 1."""
+
+
+class SchedNo:
+    """A schedule that stays at `start`; base of the others.
+
+    Args:
+        start, end: the values at 0 and at 1.
+    """
+
+    def __init__(self, start: float, end: float):
+        self.start, self.end = start, end
+
+    def __call__(self, position: float) -> float:
+        return self.start
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, vars(self).values()))})"
+
+
+class SchedLin(SchedNo):
+    """A schedule along a straight line.
+
+    Args:
+        start, end: the values at 0 and at 1.
+    """
+
+    def __call__(self, position: float) -> float:
+        return self.start + position * (self.end - self.start)
+
+
+class SchedCos(SchedNo):
+    """A schedule along half a cosine, flat at both ends (Loshchilov and Hutter, https://arxiv.org/abs/1608.03983).
+
+    Args:
+        start, end: the values at 0 and at 1.
+    """
+
+    def __call__(self, position: float) -> float:
+        return self.start + (1 + math.cos(math.pi * (1 - position))) * (self.end - self.start) / 2
+
+
+class SchedExp(SchedNo):
+    """A schedule that changes by the same factor in the same time.
+
+    Args:
+        start, end: the values at 0 and at 1.
+
+    Raises:
+        ValueError: one of them is 0, or they differ in sign.
+    """
+
+    def __init__(self, start: float, end: float):
+        super().__init__(start, end)
+        if not start * end > 0:
+            raise ValueError(f"got SchedExp({start}, {end}); both are greater than 0 (or both less)")
+
+    def __call__(self, position: float) -> float:
+        return self.start * (self.end / self.start) ** position
+
+
+class SchedPoly(SchedNo):
+    """A schedule along a power of the share of training done.
+
+    Args:
+        start, end: the values at 0 and at 1.
+        power: 1 is a straight line; more begins slowly, less begins fast.
+    """
+
+    def __init__(self, start: float, end: float, power: float):
+        super().__init__(start, end)
+        self.power = power
+
+    def __call__(self, position: float) -> float:
+        return self.start + (self.end - self.start) * position**self.power
+
+
+def combine_scheds(pcts: Sequence[float], scheds: Sequence[Schedule]) -> Schedule:
+    """One schedule after the other.
+
+    Args:
+        pcts: the share of training that each takes; together 1.
+        scheds: the schedules; each goes from 0 to 1 in its share.
+
+    Raises:
+        ValueError: shares that are negative or do not make 1, or another number of them.
+    """
+    if len(pcts) != len(scheds) or not pcts:
+        raise ValueError(f"got {len(pcts)} shares for {len(scheds)} schedules; give one share for each")
+    if min(pcts) < 0 or abs(sum(pcts) - 1) > 1e-6:
+        raise ValueError(f"got the shares {list(pcts)}, which make {sum(pcts)}; they are 0 or more, and together 1")
+    joints = list(accumulate(pcts, initial=0.0))
+    last = max(i for i, pct in enumerate(pcts) if pct > 0)
+    joints[last + 1 :] = [1.0] * (len(joints) - last - 1)  # their sum may be a rounding error off
+    spans = list(pairwise(joints))
+
+    def schedule(position: float) -> float:
+        # At a joint the next one begins, also where the shares' sum is a rounding error beyond it.
+        i = min(bisect_right(joints, position + 1e-9) - 1, last)
+        start, end = spans[i]
+        return scheds[i](max(0.0, (position - start) / (end - start)))
+
+    return schedule
 
 
 def combined_cos(pct: float, start: float, middle: float, end: float) -> Schedule:
@@ -22,16 +138,24 @@ def combined_cos(pct: float, start: float, middle: float, end: float) -> Schedul
     """
     if not 0 <= pct <= 1:
         raise ValueError(f"got pct={pct}; the share of training before the peak is between 0 and 1")
+    return combine_scheds([pct, 1 - pct], [SchedCos(start, middle), SchedCos(middle, end)])
 
-    def cos(a: float, b: float, position: float) -> float:
-        return a + (1 + math.cos(math.pi * (1 - position))) * (b - a) / 2
 
-    def schedule(position: float) -> float:
-        if position < pct:
-            return cos(start, middle, position / pct)
-        return cos(middle, end, min(1.0, (position - pct) / (1 - pct)) if pct < 1 else 0.0)
+def linear_warmup(pct: float, then: Schedule | float, start: float = 0.0) -> Schedule:
+    """A schedule that grows along a line to where `then` begins (Goyal et al., https://arxiv.org/abs/1706.02677).
 
-    return schedule
+    Args:
+        pct: share of training that the warm-up takes, between 0 and 1.
+        then: the schedule, or the constant, that takes the rest.
+        start: the value at 0.
+
+    Raises:
+        ValueError: `pct` outside 0 to 1.
+    """
+    if not 0 <= pct <= 1:
+        raise ValueError(f"got pct={pct}; the share of training that warms up is between 0 and 1")
+    rest = then if callable(then) else SchedNo(then, then)
+    return combine_scheds([pct, 1 - pct], [SchedLin(start, rest(0.0)), rest])
 
 
 class ParamScheduler(Callback):
@@ -53,11 +177,13 @@ class ParamScheduler(Callback):
         super().__init__()
         self.scheds = dict(scheds)
         self.hps: dict[str, list[float]] = {}
-        self._before: list[tuple[dict, dict]] = []
+        self._before: list[list[dict]] = []
 
     def before_fit(self):
-        checks.check_length(self.dls.train, "a schedule")
-        self._before = [(g, optim.get_hypers(g, self.scheds)) for opt in self.learn.opts for g in opt.param_groups]
+        learn = self.learn
+        if learn.n_steps is None:
+            checks.check_length(learn.dls.train, "a schedule")
+        self._before = [[optim.get_hypers(group, self.scheds) for group in opt.param_groups] for opt in learn.opts]
         self.hps = {name: [] for name in self.scheds}
 
     def before_batch(self):
@@ -73,6 +199,100 @@ class ParamScheduler(Callback):
             self.learn.recorder.hps = self.hps
 
     def cleanup_fit(self):
-        for group, values in self._before:
-            group.update(values)
+        for opt, before in zip(self.learn.opts, self._before, strict=False):
+            # By their places: a load in the meantime has put other dicts there.
+            for group, values in zip(opt.param_groups, before, strict=False):
+                group.update(values)
         self._before = []
+
+
+class TorchScheduler(Callback):
+    """Lets a scheduler of `torch.optim.lr_scheduler` set the rates of a fit.
+
+    It is made anew for each fit, from the rates that the fit was given, which the optimizer gets back at the end. Of
+    several optimizers each has one of its own.
+
+    Args:
+        make: a function of the optimizer that returns the scheduler: `lambda opt: StepLR(opt, 10)`.
+        step: let it step after each optimizer step ('batch') or after each epoch ('epoch').
+        monitor: the column of the table that it steps by, as `torch.optim.lr_scheduler.ReduceLROnPlateau` does.
+
+    Raises:
+        TypeError: `make` is a scheduler rather than a function that makes one.
+        ValueError: another `step`; a `monitor` for steps that have no row in the table.
+    """
+
+    order = 60
+    run_valid = False
+    only_fit = True
+
+    def __init__(self, make: Callable[[Optimizer], Any], step: str = "batch", monitor: str | None = None):
+        super().__init__()
+        if not callable(make):
+            raise TypeError(
+                f"got {make!r}; pass a function that makes the scheduler when a fit begins: "
+                "TorchScheduler(lambda opt: StepLR(opt, 10))"
+            )
+        if step not in ("batch", "epoch"):
+            raise ValueError(f"got step={step!r}; it takes 'batch' or 'epoch'{did_you_mean(step, ['batch', 'epoch'])}")
+        if monitor is not None and step == "batch":
+            raise ValueError(f"monitor={monitor!r} is a column of the table, which has rows for epochs: step='epoch'")
+        self.make, self.step, self.monitor = make, step, monitor
+        self._schedulers: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
+        self._stepped = False
+
+    def before_fit(self):
+        learn = self.learn
+        if self.monitor is not None:
+            check_monitor(learn, self.monitor)
+        for opt in learn.opts:
+            self._undo += [groups_put_back(opt), partial(_put_back_attributes, opt, set(vars(opt)))]
+            for group in opt.param_groups:
+                group.pop("initial_lr", None)  # of an earlier scheduler: this one begins with the rates of this fit
+        self._schedulers = [self.make(opt) for opt in learn.opts]
+        plateau = any(isinstance(scheduler, TorchPlateau) for scheduler in self._schedulers)
+        if plateau and self.monitor is None:
+            raise ValueError(
+                "torch's ReduceLROnPlateau steps by a value: TorchScheduler(..., step='epoch', monitor='valid_loss')"
+            )
+
+    def after_step(self):
+        self._stepped = True
+
+    def after_batch(self):
+        # Only now: the recorder (order 50) notes the rate that the step was taken with.
+        self._step_after_batch()
+
+    def after_train(self):
+        self._step_after_batch()  # accumulation may have taken its last step after the last batch
+
+    def _step_after_batch(self) -> None:
+        if self._stepped and self.step == "batch":
+            self._advance()
+        self._stepped = False
+
+    def after_epoch(self):
+        if self.step == "epoch":
+            self._advance()
+
+    def _advance(self) -> None:
+        values = [] if self.monitor is None else [monitored(self.learn, self.monitor)]
+        if values == [None]:
+            return  # a callback logs it only now and then
+        for scheduler in self._schedulers:
+            with warnings.catch_warnings():
+                # A step may have been skipped, which torch takes for calls in the wrong order.
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+                scheduler.step(*values)
+
+    def cleanup_fit(self):
+        for undo in self._undo:
+            undo()
+        self._undo, self._schedulers = [], []
+
+
+def _put_back_attributes(opt: Optimizer, before: set[str]) -> None:
+    """Take off what torch's schedulers put onto an optimizer: a `step` that counts, and what it has counted."""
+    for name in vars(opt).keys() - before:
+        delattr(opt, name)
