@@ -34,7 +34,8 @@ class Callback:
         run_train: whether the events of a batch are heard in training.
         run_valid: whether the events of a batch are heard in validation and prediction.
         rank0_only: run on rank 0 alone.
-        only_fit: sit out `validate` and `get_preds`: for what records, logs, tracks or saves a fit.
+        only_fit: sit out `validate`, `get_preds` and `lr_find`: for what records, logs, tracks or saves a fit.
+        logs: the columns that it adds to the table with `log_metric`; only so declared can a tracker monitor them.
         learn: the learner, once added to one.
 
     Args:
@@ -51,6 +52,7 @@ class Callback:
     run_valid: bool = True
     rank0_only: bool = False
     only_fit: bool = False
+    logs: tuple[str, ...] = ()
     learn: "Learner | None" = None
 
     def __init__(self, *, order: int | None = None, **hooks: Callable[["Callback"], None]):

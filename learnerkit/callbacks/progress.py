@@ -45,7 +45,7 @@ class ProgressCallback(Callback):
             self._page = NotebookPage(learn)
         if learn.task == "fit" and isinstance(learn.logger, TableLogger) and hasattr(learn, "recorder"):
             self._logger = learn.logger
-            learn.logger = self._page or TableLogger(learn, _print_above)
+            learn.logger = self._page or TableLogger(learn, print_above)
             if self._is_live():
                 # Elsewhere the header waits for the first row, which knows the columns of logged metrics too.
                 learn.logger.header()
@@ -57,7 +57,7 @@ class ProgressCallback(Callback):
         learn = self.learn
         steps = loader_len(learn.dl)
         self._skipped = (steps or 0) * learn._start_epoch
-        self._show_bar(self._where(), steps and steps * learn.n_epoch)
+        self._show_bar(self._where(), learn.n_steps or (steps and steps * learn.n_epoch))
 
     def before_validate(self):
         what = "predicting" if self.learn.task == "predict" else "validating"
@@ -85,7 +85,10 @@ class ProgressCallback(Callback):
 
     def _where(self) -> str:
         # Counted from 1 for the reader, whereas the table has the numbers that callbacks know.
-        return f"epoch {self.learn.epoch + 1}/{self.learn.n_epoch}" if self._task == "fit" else ""
+        learn = self.learn
+        if self._task != "fit":
+            return {"lr_find": "finding the rate"}.get(self._task, "")
+        return f"epoch {learn.epoch + 1}" + (f"/{learn.n_epoch}" if learn.n_epoch else "")
 
     def _show_bar(self, text: str, total: int | None) -> None:
         if self._bar is None and self._is_live():
@@ -99,13 +102,14 @@ class ProgressCallback(Callback):
 
     def _draw(self) -> None:
         learn, bar = self.learn, self._bar
+        if self._task in ("validate", "predict"):
+            bar.n = learn.iter + 1
+        else:
+            bar.n = round(learn.pct_train * learn.n_steps) if learn.n_steps else self._skipped + learn.train_iter
         if self._task == "fit":
-            bar.n = self._skipped + learn.train_iter
             loss = learn.recorder.recent_loss() if hasattr(learn, "recorder") else None
             if loss is not None:
                 bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
-        else:
-            bar.n = learn.iter + 1
         bar.refresh()
         if self._page is not None:
             self._page.bar = bar
@@ -117,7 +121,8 @@ _WORDS = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}
 _ENDLESS = "{desc} {n_fmt} [{elapsed}, {rate_fmt}{postfix}]"  # for a loader that does not say its length
 
 
-def _print_above(line: str) -> None:
+def print_above(line: str) -> None:
+    """Print a line above the bar, if one is drawn."""
     # tqdm clears its bars, writes the line and draws them again; flushed, so that a log file can be followed.
     tqdm.write(line, file=sys.stdout)
     sys.stdout.flush()

@@ -1,0 +1,121 @@
+"""Trackers, and a NaN on one rank: the same script on one process and on several, each rank reports its own."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from learnerkit import Callback, DataLoaders, Learner, set_seed, world
+from learnerkit.callbacks.tracking import (
+    EarlyStoppingCallback,
+    ReduceLROnPlateau,
+    SaveModelCallback,
+    TerminateOnNaNCallback,
+    TrackerCallback,
+)
+
+OUT = Path(sys.argv[1])
+
+
+def make_data(n: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, x[:, :1].sin() + torch.randn(n, 1, generator=generator, dtype=torch.float64))
+
+
+def make_learner() -> Learner:
+    """Few noisy samples for a large network: it soon learns them by heart."""
+    set_seed(1)
+    model = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+    dls = DataLoaders.from_datasets(make_data(23, 0), make_data(11, 1), bs=4, valid_bs=4, device="cpu")
+    return Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.SGD, path=OUT / str(world.world_size()))
+
+
+class Facts(Callback):
+    """What ranks may disagree about."""
+
+    order = 70
+
+    def __init__(self, tracker: TrackerCallback):
+        super().__init__()
+        self.tracker, self.rates, self.bests = tracker, [], []
+
+    def after_epoch(self):
+        self.rates.append(self.opt.param_groups[0]["lr"])
+        self.bests.append(self.tracker.best)
+
+
+class Share(Callback):
+    """Logs a column of its own; by the values of one rank alone each would decide otherwise."""
+
+    logs = ("share",)
+
+    def before_backward(self):
+        others = world.rank() - (world.world_size() - 1) / 2
+        self.learn.log_metric("share", (1.0, 3.0, 2.0, 4.0, 3.0, 0.0)[self.epoch] + others * 5 * (-1) ** self.epoch)
+
+
+class Middle(Callback):
+    """Adds a row in mid-epoch."""
+
+    order = 90
+    run_valid = False
+
+    def after_batch(self):
+        if self.iter == 2:
+            self.learn.recorder.add_row(self.learn.validate())
+            for cb in sorted(self.learn.cbs, key=lambda cb: cb.order):
+                if isinstance(cb, TrackerCallback):
+                    cb.take_row()
+
+
+class Spoil(Callback):
+    """A NaN on one rank alone, whichever is the last."""
+
+    run_valid = False
+
+    def after_loss(self):
+        if (self.epoch, self.iter) == (1, 2) and world.rank() == world.world_size() - 1:
+            self.learn.loss = self.loss * float("nan")
+            self.learn.loss_grad = self.loss_grad * float("nan")
+
+
+def fit(epochs: int, *cbs: Callback) -> dict:
+    learn, facts = make_learner(), Facts(next(cb for cb in cbs if isinstance(cb, TrackerCallback)))
+    with learn.distrib_ctx(split_batches=True), learn.no_logging():
+        learn.fit(epochs, 0.2, cbs=[facts, *cbs])
+    return {
+        "weights": {k: v.clone() for k, v in learn.model.state_dict().items()},
+        "values": learn.recorder.values,
+        "rates": facts.rates,
+        "bests": facts.bests,
+    }
+
+
+def spoil() -> dict:
+    learn = make_learner()
+    with learn.distrib_ctx(split_batches=True), learn.no_logging():
+        learn.fit(3, 0.05, cbs=[Spoil(), TerminateOnNaNCallback()])
+    return {
+        "weights": {k: v.clone() for k, v in learn.model.state_dict().items()},
+        "at": (learn.epoch, learn.train_iter),
+        "rows": len(learn.recorder.values),
+    }
+
+
+JOBS = {
+    "stop": lambda: fit(30, EarlyStoppingCallback(patience=3)),
+    "save": lambda: fit(8, SaveModelCallback(), EarlyStoppingCallback(patience=3)),
+    "reduce": lambda: fit(20, ReduceLROnPlateau(patience=2, factor=2)),
+    "own column": lambda: fit(6, Share(), SaveModelCallback("share", fname="share")),
+    "in mid-epoch": lambda: fit(8, Middle(), SaveModelCallback(fname="middle"), EarlyStoppingCallback(patience=4)),
+    "nan": spoil,
+}
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    found = {name: job() for name, job in JOBS.items()}
+    torch.save(found, OUT / f"{world.world_size()}-{world.rank()}.pt")
