@@ -98,7 +98,8 @@ class StepWeights:
 def nothing_of(learn: "Learner") -> Tensor:
     """A loss that depends on all of the model's output and whose gradients are zero."""
     output = learn.pred if learn.output is None else learn.output
-    return sum(t.sum() for t in tensors_in(output) if t.requires_grad) * 0.0
+    # The sum of no elements: times 0, numbers too large for float16 would make a NaN.
+    return sum(t.flatten()[:0].sum() for t in tensors_in(output) if t.requires_grad)
 
 
 def scale_gradients(learn: "Learner", factor: float | Tensor) -> None:

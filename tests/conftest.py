@@ -128,6 +128,41 @@ def script_env():
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
+@pytest.fixture
+def plt():
+    """matplotlib without a screen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    yield plt
+    plt.close("all")
+
+
+# Several GPUs, pretended
+
+
+class Wrapped(nn.DataParallel):
+    """DataParallel as it is without GPUs: it calls its module. Stands in for two GPUs."""
+
+    def __init__(self, module, device_ids=None):
+        nn.Module.__init__(self)
+        self.module, self.device_ids, self.used = module, device_ids, 0
+
+    def forward(self, *args, **kwargs):
+        self.used += 1
+        return self.module(*args, **kwargs)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """As if there were two GPUs, for the wrapping alone."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("learnerkit.parallel.data_parallel.can_split", lambda device, ids: True)
+    monkeypatch.setattr(nn, "DataParallel", Wrapped)
+
+
 # Data, models, learners
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, make_classes, make_data, make_dls, make_learner, make_model, notes
+from conftest import ROOT, Wrapped, make_classes, make_data, make_dls, make_learner, make_model, notes
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import scatter_gather
@@ -44,26 +44,6 @@ def test_to_and_detach():
 def test_a_gpu_twice_is_refused():
     with pytest.raises(ValueError, match=r"device_ids=\[0, 0\]"):
         ParallelCallback([0, 0])
-
-
-class Wrapped(nn.DataParallel):
-    """DataParallel as it is without GPUs: it calls its module. Stands in for two GPUs."""
-
-    def __init__(self, module, device_ids=None):
-        nn.Module.__init__(self)
-        self.module, self.device_ids, self.used = module, device_ids, 0
-
-    def forward(self, *args, **kwargs):
-        self.used += 1
-        return self.module(*args, **kwargs)
-
-
-@pytest.fixture
-def two_gpus(monkeypatch):
-    """As if there were two GPUs, for the wrapping alone."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("learnerkit.parallel.data_parallel.can_split", lambda device, ids: True)
-    monkeypatch.setattr(nn, "DataParallel", Wrapped)
 
 
 def test_the_model_is_wrapped_for_the_fit_and_saved_plain(two_gpus, tmp_path):
@@ -626,13 +606,15 @@ def test_a_model_without_its_loss_is_refused(three_gpus):
 
 
 def test_which_of_our_callbacks_read_predictions():
-    # ParallelCallback takes it that in training none but the recorder does, and that for train_metrics alone.
+    # ParallelCallback takes it that in training none but the recorder does, and that for train_metrics alone, and what
+    # says so by `reads_predictions`; MixedPrecision has nothing to do where there are none.
     readers = set()
     for path in (ROOT / "learnerkit" / "callbacks").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr in ("pred", "output"):
                 readers.add(path.stem)
-    assert readers == {"prediction", "recorder"}, "a new reader: have ParallelCallback._wanted know it"
+    known = {"prediction", "recorder", "precision", "check"}
+    assert readers == known, "a new reader: have ParallelCallback._wanted know it"
 
 
 # Several GPUs

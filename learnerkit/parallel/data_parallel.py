@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from learnerkit import checks
 from learnerkit.callback import Callback
-from learnerkit.data import batch_size, entry, map_batch
+from learnerkit.data import batch_size, entry, in_float32, map_batch
 from learnerkit.events import INNER_EVENTS, Event
 from learnerkit.losses import LossWeight, is_cross_entropy, kernel, option
 from learnerkit.utils import add_note_once, describe, unwrap, warn
@@ -122,7 +122,7 @@ class ParallelCallback(Callback):
             learn.training
             and self._loss_func is not None
             and learn.loss_func is self._loss_func  # a callback may have put another one there
-            and not learn._dispatch.table["after_pred"]
+            and all(_is_ours(hook) and not _reads(cb) for cb, hook in learn._dispatch.table["after_pred"])
             and bool(learn.yb)
             and all(isinstance(y, Tensor) and y.ndim > 0 and len(y) == learn.batch_size for y in learn.yb)
         )
@@ -130,10 +130,10 @@ class ParallelCallback(Callback):
     def _wanted(self) -> bool:
         """Whether something may read the predictions of this training batch.
 
-        This library's own callbacks read them for metrics alone.
+        This library's own callbacks say so themselves.
         """
         hooks = [hook for event in _AFTER_PRED for hook in self.learn._dispatch.table[event]]
-        return any(not _is_ours(hook) or getattr(cb, "train_metrics", False) for cb, hook in hooks)
+        return any(not _is_ours(hook) or _reads(cb) for cb, hook in hooks)
 
 
 class _Replica(nn.Module):
@@ -167,7 +167,7 @@ class _Replica(nn.Module):
     def _loss(self, output: Any, targets: tuple) -> Tensor | None:
         if self.loss_func is None:
             return entry(output, "loss")
-        pred = _pred(output)
+        pred = map_batch(in_float32, _pred(output))  # as MixedPrecision has them
         checks.check_shapes(SimpleNamespace(loss_func=self.loss_func, pred=pred, yb=targets))
         try:
             return _moved(self.loss_func, targets[0].device)(pred, *targets)
@@ -222,6 +222,11 @@ def _moved(loss_func: Any, device: torch.device) -> Any:
 def _is_ours(function: Any) -> bool:
     """Whether a function or method was written in this library; of a partial, such as `Callback(...)` has, never."""
     return str(function.__module__).split(".")[0] == __name__.split(".")[0]
+
+
+def _reads(cb: Callback) -> bool:
+    """Whether one of this library's callbacks reads the predictions of training batches."""
+    return getattr(cb, "train_metrics", False) or getattr(cb, "reads_predictions", False)
 
 
 def _pred(output: Any) -> Any:

@@ -129,7 +129,7 @@ class DistributedCallback(Callback):
             return
         if not world.is_main():
             self._logger, learn.logger = learn.logger, _say_nothing
-        if learn.task != "fit":
+        if learn.task in ("validate", "predict"):
             return
         with world.one_meeting():
             self._compare()
@@ -139,6 +139,7 @@ class DistributedCallback(Callback):
         learn = self.learn
         facts = {
             "epochs": learn.n_epoch,
+            "steps": learn.n_steps,
             "first epoch": learn._start_epoch,
             "batches of training": None if self.dataset_is_sharded else loader_len(learn.dls.train),
             "batches of validation": None if self.dataset_is_sharded else loader_len(learn.dls.valid),
@@ -454,11 +455,13 @@ def _trial(learn: "Learner", model: nn.Module) -> Iterator[None]:
     kept = {name: getattr(learn, name) for name in ("model", "xb", "pred", "output", "loss", "loss_grad")}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = [learn.dls.device] if learn.dls.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), training_modes(model):
+    eager = torch.compiler.set_stance  # a compiled model runs as it is: to compile takes longer than the trial
+    with torch.random.fork_rng(devices), training_modes(model), eager("force_eager"):
         try:
             learn.model = model
             yield
         finally:
+            torch.clear_autocast_cache()  # weights cast here hang on this trial's graph, or on none
             for name, value in kept.items():
                 setattr(learn, name, value)
             with torch.no_grad():

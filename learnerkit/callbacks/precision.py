@@ -1,0 +1,290 @@
+"""Faster arithmetic for the time of a run: lower precision, memory formats, compiling; and clipped gradients."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from learnerkit.callback import Callback
+from learnerkit.data import in_float32, map_batch
+from learnerkit.events import CancelStepException
+from learnerkit.utils import did_you_mean, unwrap, warn
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+MODES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class MixedPrecision(Callback):
+    """Computes predictions in half precision where that is safe; weights, losses and metrics stay in float32.
+
+    The forward pass and the loss run under `torch.autocast`, in training, validation and prediction; `learn.pred` is
+    float32 from `after_pred` on. With 'fp16' the loss is scaled in `before_backward`, so that small gradients do not
+    vanish (Micikevicius et al., https://arxiv.org/abs/1710.03740). Before the step gradients are unscaled; where they
+    overflow the step is skipped, by `CancelStepException`, and the scale is halved. A callback that adds to `loss_grad`
+    does so before (`after_loss`), one that looks at gradients after (`before_step`, order above 10). Ranks of a
+    distributed run skip alike, because their gradients are the same.
+
+    Attributes:
+        scaler: the `torch.amp.GradScaler` of the present fit.
+        skipped: how many steps of the last fit overflowed; a few at its start are usual.
+
+    Args:
+        mode: 'fp16', or 'bf16', which needs no scaling.
+        scaler_kwargs: for 'fp16', those of `torch.amp.GradScaler`, such as `init_scale`.
+
+    Raises:
+        TypeError, ValueError: another mode, or an argument that GradScaler does not take.
+    """
+
+    order = 10
+
+    def __init__(self, mode: str = "fp16", **scaler_kwargs: Any):
+        super().__init__()
+        if mode not in MODES:
+            near = did_you_mean(mode, MODES)
+            raise ValueError(f"got mode={mode!r}; MixedPrecision has {' and '.join(map(repr, MODES))}{near}")
+        if mode != "fp16" and scaler_kwargs:
+            raise TypeError(f"got {', '.join(scaler_kwargs)} with mode={mode!r}; only 'fp16' scales its gradients")
+        _check_arguments("GradScaler", scaler_kwargs, torch.amp.GradScaler, "device")
+        try:
+            torch.amp.GradScaler("cpu", **scaler_kwargs)
+        except AssertionError as e:
+            raise ValueError(f"GradScaler refuses {scaler_kwargs}: {e}") from None
+        self.mode, self.scaler_kwargs = mode, scaler_kwargs
+        self.scaler: torch.amp.GradScaler | None = None
+        self.skipped = 0
+        self._open: list[ExitStack] = []  # autocast, for each batch that runs: a callback may validate inside of one
+        self._gate: _Gate | None = None
+
+    def before_fit(self):
+        learn, kind = self.learn, self.learn.dls.device.type
+        _check_autocast(kind, self.mode)
+        if self.mode != "fp16" or learn.task in ("validate", "predict"):
+            return
+        halves = [n for n, p in learn.model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+        if halves:
+            raise ValueError(
+                f"the model has float16 parameters ({halves[0]} and {len(halves) - 1} more), whose gradients cannot be "
+                "unscaled; give MixedPrecision a float32 model (`model.float()`), it casts by itself"
+            )
+        self.scaler = torch.amp.GradScaler(kind, **self.scaler_kwargs)
+        self.scaler.scale(torch.zeros((), device=learn.dls.device))  # a rank may step before it has had a loss
+        self.skipped, self._gate = 0, None
+
+    def before_batch(self):
+        self._open.append(ExitStack())
+        self._open[-1].enter_context(torch.autocast(self.learn.dls.device.type, MODES[self.mode]))
+
+    def after_pred(self):
+        self.learn.pred = map_batch(in_float32, self.learn.pred)
+
+    def after_loss(self):
+        self._leave_autocast()
+
+    def before_backward(self):
+        # With bf16 nothing is scaled, and no step waits for the device.
+        if self.scaler is not None and isinstance(self.learn.loss_grad, Tensor):
+            self.learn.loss_grad = self.scaler.scale(in_float32(self.learn.loss_grad))
+
+    def before_step(self):
+        self._leave_autocast()  # it is still there where a rank has left its batch and steps along with the others
+        if self.scaler is not None and not self._unscale():
+            self.skipped += 1
+            raise CancelStepException
+
+    def after_step(self):
+        self._close_step()
+
+    def after_batch(self):
+        if self.learn.training and self.learn.step_due:
+            self._close_step()  # of a batch that was cancelled before after_step; else there are no gradients any more
+
+    def _close_step(self) -> None:
+        "Let the scale follow from the step, taken or skipped."
+        if self._gate is None and self.scaler is not None and self.learn.sharded and self._overflows():
+            # This rank left the step before it was unscaled, and the others skip it: scales must stay alike.
+            self.skipped += 1
+            self._unscale()
+            self.learn._zero_grad()
+        if self._gate is not None:
+            self.scaler.update()
+            self._gate = None
+
+    def _unscale(self) -> bool:
+        "Unscale the gradients, if there are any, and say whether all of them are finite."
+        params = _parameters(self.learn)
+        if not params:
+            return True
+        self._gate = _Gate(params)  # kept until the update: the scaler knows it by its id
+        self.scaler.step(self._gate)  # the one host-device sync of a step: whether to take it must be known here
+        return self._gate.opened
+
+    def _overflows(self) -> bool:
+        "Whether a gradient is not finite. A host-device sync, only where a rank has left a step."
+        grads = [p.grad for p in _parameters(self.learn)]
+        return bool(grads) and not torch.nn.utils.get_total_norm(grads, torch.inf).isfinite()
+
+    def _leave_autocast(self) -> None:
+        if self._open:
+            self._open[-1].close()
+
+    def cleanup_batch(self):
+        self._open.pop().close()
+
+    def cleanup_fit(self):
+        self.scaler = self._gate = None
+
+
+class GradientClip(Callback):
+    """Scales the gradient of a step down where its norm is above a bound (Pascanu et al., arXiv:1211.5063).
+
+    The norm is that of all parameters of all optimizers together, after unscaling and, on several ranks, of their
+    common gradient. As it was before clipping it becomes the column `grad_norm`.
+
+    Args:
+        max_norm: the bound; `float('inf')` only records.
+        norm_type: which p-norm; `float('inf')` for the largest entry.
+
+    Raises:
+        ValueError: a bound or a norm that is no number above 0.
+    """
+
+    order = MixedPrecision.order + 1
+    run_valid = False
+    logs = ("grad_norm",)
+
+    def __init__(self, max_norm: float = 1.0, norm_type: float = 2.0):
+        super().__init__()
+        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+            if not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"got {name}={value!r}; it is a number above 0")
+        self.max_norm, self.norm_type = max_norm, norm_type
+
+    def before_step(self):
+        params = _parameters(self.learn)
+        if params:  # the norm stays on the device
+            norm = torch.nn.utils.clip_grad_norm_(params, self.max_norm, self.norm_type)
+            self.learn.log_metric("grad_norm", norm)
+
+
+class ChannelsLast(Callback):
+    """Keeps images and the weights of convolutions in channels-last memory format for the time of a run.
+
+    Convolutions in half precision are faster so on GPUs
+    (https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html). Shapes and values stay what they are.
+    """
+
+    order = -1
+
+    def __init__(self):
+        super().__init__()
+        self._strides: list[tuple[Tensor, tuple[int, ...]]] = []
+
+    def before_fit(self):
+        model = unwrap(self.learn.model)
+        for t in [*model.parameters(), *model.buffers()]:
+            if _is_image(t) and not t.is_contiguous(memory_format=torch.channels_last):
+                self._strides.append((t, t.stride()))
+                t.data = _channels_last(t.data)
+
+    def before_batch(self):
+        self.learn.xb = map_batch(_channels_last, self.learn.xb)
+
+    def cleanup_fit(self):
+        for t, strides in self._strides:
+            t.data = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t.data)
+        self._strides.clear()
+
+
+class Compile(Callback):
+    """Compiles the model for the time of a run: a fit with its validation, or a `validate` or `get_preds` alone.
+
+    The module is compiled in place (`nn.Module.compile`), so that `learn.model` stays the same object and its weights
+    keep their names for whoever wraps, saves or averages it; afterwards it is the plain module again. What has been
+    compiled serves later runs as well. A model that is wrapped already stays as it is, with a warning: replicas of
+    `nn.DataParallel` would all call the one compiled original.
+
+    Args:
+        kwargs: those of `torch.compile`: `backend`, `mode`, `dynamic`, ...
+
+    Raises:
+        TypeError: an argument that `torch.compile` does not take.
+    """
+
+    order = 1  # after DataParallel (0) has wrapped the model; DDP (11, before_train) wraps the compiled module
+
+    def __init__(self, **kwargs: Any):
+        super().__init__()
+        _check_arguments("torch.compile", kwargs, torch.compile, "model")
+        self.kwargs = kwargs
+        self._warned = False
+        self._compiled: tuple[nn.Module, Callable | None] | None = None
+
+    def before_fit(self):
+        model = self.learn.model
+        if unwrap(model) is model:
+            # The one attribute in which `compile` leaves what calls will use; torch has no public way back.
+            self._compiled = model, model._compiled_call_impl
+            model.compile(**self.kwargs)  # torch finds again what it has compiled before for the same module
+        elif not self._warned:
+            self._warned = True
+            warn(f"Compile leaves the model as it is: it is wrapped in {type(model).__name__}")
+
+    def cleanup_fit(self):
+        if self._compiled is not None:
+            model, model_call = self._compiled
+            model._compiled_call_impl = model_call
+            self._compiled = None
+
+
+class _Gate:
+    """What GradScaler takes for one optimizer of all parameters: it notes whether it may step."""
+
+    def __init__(self, params: list[Tensor]):
+        self.param_groups = [{"params": params}]
+        self.opened = False
+
+    def step(self) -> None:
+        self.opened = True
+
+
+def _parameters(learn: "Learner") -> list[Tensor]:
+    """The parameters of all optimizers that have gradients, each once."""
+    found = (p for opt in learn.opts for group in opt.param_groups for p in group["params"])
+    return [p for p in dict.fromkeys(found) if p.grad is not None]
+
+
+def _check_arguments(taker: str, given: dict[str, Any], function: Callable, positional: str) -> None:
+    allowed = [name for name in signature(function).parameters if name != positional]
+    for name in given:
+        if name not in allowed:
+            raise TypeError(
+                f"got the argument {name!r}; {taker} takes {', '.join(allowed)}{did_you_mean(name, allowed)}"
+            )
+
+
+def _check_autocast(kind: str, mode: str) -> None:
+    """Refuse a device type whose autocast has no such type; torch itself may only warn and do nothing."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.autocast(kind, MODES[mode])
+    except (RuntimeError, UserWarning) as e:
+        other = next(name for name in MODES if name != mode)
+        raise ValueError(
+            f"the device {kind!r} has no mixed precision with {mode!r}: {e}; try {other!r}, or train in float32"
+        ) from None
+
+
+def _is_image(t: Tensor) -> bool:
+    return t.ndim == 4 and t.is_floating_point()
+
+
+def _channels_last(t: Tensor) -> Tensor:
+    return t.contiguous(memory_format=torch.channels_last) if _is_image(t) else t
