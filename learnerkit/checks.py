@@ -46,13 +46,17 @@ def check_callback(learn: "Learner", cb: Any) -> None:
         raise ValueError(f"{cb} would hide learn.{cb.name}: give its class another name, or a `name` of its own")
 
 
-def check_fit(learn: "Learner", n_epoch: Any, start_epoch: Any) -> None:
+def check_fit(learn: "Learner", n_epoch: Any, start_epoch: Any = 0, n_steps: Any = None) -> None:
     """Refuse a fit that cannot run."""
     if learn.task is not None:
         raise RuntimeError(f"fit was called during {learn.task!r}; a callback may call validate or get_preds, not fit")
-    for name, value in (("n_epoch", n_epoch), ("start_epoch", start_epoch)):
-        if not isinstance(value, int) or value < 0:
+    if (n_epoch is None) == (n_steps is None):
+        raise ValueError(f"got n_epoch={n_epoch!r} and n_steps={n_steps!r}; give one of them: how long to train")
+    for name, value in (("n_epoch", n_epoch), ("start_epoch", start_epoch), ("n_steps", n_steps)):
+        if value is not None and (not isinstance(value, int) or value < 0):
             raise ValueError(f"got {name}={value!r}; it is a whole number, 0 or more")
+    if n_steps is not None and start_epoch:
+        raise ValueError(f"got start_epoch={start_epoch} and n_steps={n_steps}; they do not go together")
     check_not_empty(learn.dls.train, "the training loader")
     if learn.dls.valid is not None:
         check_not_empty(learn.dls.valid, "the validation loader")
@@ -91,7 +95,7 @@ def check_length(dl: Iterable, who: str) -> int:
     if length is None:
         raise ValueError(
             f"{who} needs to know how many batches an epoch has, but the training loader ({type(dl).__name__}) has no "
-            "length; give it a __len__, or train with fit at a constant rate"
+            "length; give it a __len__, say how long to train by n_steps, or train with fit at a constant rate"
         )
     return length
 

@@ -89,7 +89,14 @@ INNER_EVENTS = tuple(e for e in Event if "_batch" in e or e.endswith(("_pred", "
 
 
 class CancelException(Exception):
-    """Base of the exceptions by which a callback cuts the loop short; never raised itself."""
+    """Base of the exceptions by which a callback cuts the loop short; never raised itself.
+
+    Attributes:
+        agreed: set it to True where every rank raises the cancel at the same place, so that they need not first tell
+            each other of it.
+    """
+
+    agreed = False
 
 
 class CancelBatchException(CancelException):

@@ -85,7 +85,7 @@ class GradientAccumulation(Callback):
         learn = self.learn
         self._placed = False
         self._steps += learn.step_due
-        if learn.n_iter:  # a group counts as begun only when its step is taken
+        if learn.n_iter and learn.n_epoch:  # a group counts as begun only when its step is taken
             steps = -(-learn.n_iter // learn.step_batches)
             learn.pct_train = (learn.epoch + min(1.0, self._steps / steps)) / learn.n_epoch
 

@@ -1,11 +1,14 @@
-"""The callback every Learner starts with: train and eval mode, counters, sample order."""
+"""The course of training: train and eval mode, counters, sample order; its end and its validations by steps."""
 
 from contextlib import ExitStack
 
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
 from learnerkit.callback import Callback
+from learnerkit.callbacks.tracking import TrackerCallback
 from learnerkit.data import SampleOrder, draws_globally, seeded_samplers, with_own_stream
+from learnerkit.events import CancelException, CancelTrainException
 
 
 class TrainEvalCallback(Callback):
@@ -21,14 +24,15 @@ class TrainEvalCallback(Callback):
         self._twin: tuple[DataLoader, DataLoader] | None = None
 
     def before_fit(self):
-        if self.learn.task == "fit":
+        if self.learn.task not in ("validate", "predict"):
             self.learn.train_iter, self.learn.pct_train = 0, 0.0
             self.sample_order, self._twin = SampleOrder(), None
 
     def before_train(self):
         learn = self.learn
         learn.model.train()
-        learn.pct_train = learn.epoch / learn.n_epoch
+        if learn.n_epoch:
+            learn.pct_train = learn.epoch / learn.n_epoch
         self._seeded.enter_context(seeded_samplers(learn.dl, self.sample_order.seed(learn.epoch)))
         if draws_globally(learn.dl) and not learn.sharded:  # with several ranks their loaders see to it
             if self._twin is None or self._twin[0] is not learn.dl:
@@ -38,7 +42,7 @@ class TrainEvalCallback(Callback):
     def after_batch(self):
         learn = self.learn
         learn.train_iter += 1
-        if learn.n_iter:  # a loader without length advances pct_train by whole epochs
+        if learn.n_iter and learn.n_epoch:  # a loader without length advances pct_train by whole epochs
             learn.pct_train = (learn.epoch + (learn.iter + 1) / learn.n_iter) / learn.n_epoch
 
     def cleanup_train(self):
@@ -46,3 +50,89 @@ class TrainEvalCallback(Callback):
 
     def before_validate(self):
         self.learn.model.eval()
+
+
+class StepBudget(Callback):
+    """Ends training after a number of optimizer steps; the epoch's validation still follows.
+
+    Args:
+        n_steps: how many.
+    """
+
+    order = 100  # the last step is everybody else's, too
+    run_valid = False
+
+    def __init__(self, n_steps: int):
+        super().__init__()
+        self.n_steps, self._taken = n_steps, 0
+
+    def before_fit(self):
+        self._taken = 0
+        if not self.n_steps:
+            self.learn.pct_train = 1.0
+
+    def after_batch(self):
+        learn = self.learn
+        self._taken += learn.step_due
+        learn.pct_train = min(1.0, self._taken / self.n_steps)
+        if self._taken >= self.n_steps:
+            cancel = CancelTrainException()
+            cancel.agreed = True
+            raise cancel
+
+
+class ValidateEvery(Callback):
+    """Validates in mid-epoch too: after every `n` optimizer steps, with a row of its own in the table.
+
+    Such a row shows the epoch with the share of it that is done, and the training loss so far in the epoch. Trackers
+    (`SaveModelCallback` and the like) heed it as they do the row of a whole epoch.
+
+    Args:
+        n: optimizer steps from one validation to the next, counted over the whole fit.
+
+    Raises:
+        ValueError: `n` below 1.
+    """
+
+    order = StepBudget.order + 1  # after the last step of a budget it is not heard: the epoch's validation follows
+    run_valid = False
+    only_fit = True
+
+    def __init__(self, n: int):
+        super().__init__()
+        if not isinstance(n, int) or n < 1:
+            raise ValueError(f"got n={n!r}; it is a number of optimizer steps, 1 or more")
+        self.n, self._taken = n, 0
+
+    def before_fit(self):
+        if self.learn.dls.valid is None:
+            raise ValueError("ValidateEvery needs a validation loader: DataLoaders(train, valid)")
+        self._taken = 0
+
+    def after_batch(self):
+        learn = self.learn
+        self._taken += learn.step_due
+        at_end = learn.iter + 1 == learn.n_iter  # the epoch's validation follows
+        if not learn.step_due or self._taken % self.n or at_end:
+            return
+        found = learn.validate()  # every rank must reach this, and does: it counts steps that all take
+        if hasattr(learn, "recorder"):
+            learn.recorder.add_row(found)
+        try:
+            for cb in sorted(learn.cbs, key=lambda cb: cb.order):
+                if isinstance(cb, TrackerCallback) and cb.run:
+                    cb.take_row()
+        except CancelException as cancel:
+            cancel.agreed = True
+            raise
+
+
+class BnFreeze(Callback):
+    """Keeps the statistics of BatchNorm layers whose parameters are frozen: those layers stay in eval mode."""
+
+    run_valid = False
+
+    def before_train(self):
+        for module in self.learn.model.modules():
+            if isinstance(module, _BatchNorm) and module.affine and not module.weight.requires_grad:
+                module.eval()
