@@ -1,0 +1,207 @@
+"""The learning rate finder: train while the rate grows, and suggest rates by how the loss goes."""
+
+import math
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from learnerkit import optim, world
+from learnerkit.callback import Callback
+from learnerkit.callbacks.recorder import Smoother, pyplot
+from learnerkit.callbacks.schedule import SchedExp
+from learnerkit.callbacks.training import StepBudget
+from learnerkit.events import CancelEpochException, CancelFitException
+from learnerkit.losses import kernel
+
+DIVERGED = 4.0
+"""How many times its lowest value the smoothed loss may reach."""
+
+_BETA = 0.98  # of the smoothing, as the recorder's
+_LAST = 5  # losses left out at the end, where training diverges
+
+
+class LRFinder(Callback):
+    """Lets the learning rate grow exponentially with the steps, and records the losses: the work of `lr_find`.
+
+    Args:
+        start_lr, end_lr, num_it, stop_div: as in `Learner.lr_find`.
+
+    Attributes:
+        lrs: the rate of every step.
+        losses: the smoothed loss of every step, over all ranks.
+
+    Raises:
+        ValueError: rates that do not grow from above 0, or less than 10 steps.
+    """
+
+    order = StepBudget.order - 1  # after the recorder, and before the last step ends training
+    run_valid = False
+
+    def __init__(self, start_lr: float, end_lr: float, num_it: int, stop_div: bool):
+        super().__init__()
+        if not 0 < start_lr < end_lr:
+            raise ValueError(f"got start_lr={start_lr} and end_lr={end_lr}; the rate grows from one above 0")
+        if num_it < 2 * _LAST:
+            raise ValueError(f"got num_it={num_it}; it takes at least {2 * _LAST} steps to suggest a rate by")
+        self.num_it, self.stop_div = num_it, stop_div
+        self._sched = SchedExp(start_lr, end_lr)
+        self.lrs: list[float] = []
+        self._losses: list[float] = []
+        self._smooth = Smoother(_BETA)
+
+    @property
+    def losses(self) -> list[float]:
+        return self._smooth.values
+
+    def before_train(self):
+        self._sums = torch.zeros(2, dtype=torch.float64)  # of the step's batches: their losses, and what these count
+
+    def before_batch(self):
+        self._rate = self._sched(self.learn.pct_train)
+        for opt in self.learn.opts:
+            optim.set_hyper(opt, "lr", self._rate)
+
+    def after_batch(self):
+        learn = self.learn
+        if learn.loss is not None and learn.loss_count:
+            # Host-device syncs: to stop in time the host must know the loss of every step.
+            count = float(learn.loss_count)
+            self._sums += torch.tensor([float(learn.loss) * (1.0 if learn.loss_weighting.sums else count), count])
+        if not learn.step_due:
+            return
+        # Every rank must reach this, and does: at the end of a step all take. So all see the same loss.
+        total, count = (world.reduce(self._sums) if learn.sharded else self._sums).tolist()
+        self._sums = torch.zeros(2, dtype=torch.float64)
+        if not count:
+            return
+        self.lrs.append(self._rate)
+        self._losses.append(total if learn.loss_weighting.sums else total / count)
+        self._smooth.extend(self._losses)
+        # Its first losses, of which no use is made, may be far apart by chance.
+        bound = DIVERGED * min(self.losses) if len(self.losses) > self.num_it // 10 else math.inf
+        if self.stop_div and not self.losses[-1] <= bound:  # also if it is no number
+            cancel = CancelFitException()
+            cancel.agreed = True
+            raise cancel
+
+    def after_train(self):
+        raise CancelEpochException  # no validation
+
+    def suggest(self, functions: Sequence[Callable], show_plot: bool) -> tuple:
+        """A rate by each of the functions, as a named tuple; rank 0 plots them.
+
+        Raises:
+            ValueError: training diverged too soon to tell.
+        """
+        finite = [math.isfinite(loss) for loss in self.losses]
+        end = finite.index(False) if False in finite else len(finite) - _LAST
+        used = slice(self.num_it // 10, end)
+        lrs, losses = np.array(self.lrs[used]), np.array(self.losses[used])
+        if len(lrs) < 2:
+            raise ValueError(
+                f"the loss diverged after {len(finite)} of {self.num_it} steps, too soon to suggest a rate by; begin "
+                "with a lower start_lr"
+            )
+        names = [_name(function) for function in functions]
+        found = [_rate(function(lrs, losses, self.num_it)) for function in functions]
+        if show_plot and world.is_main():
+            plot_lr_find(lrs, losses, dict(zip(names, found, strict=True)))
+        return namedtuple("SuggestedLRs", names)(*found)
+
+
+def _name(function: Callable) -> str:
+    return kernel(function).__name__
+
+
+def _rate(found: Any) -> float:
+    """The rate that a function suggests; one written for fastai returns a point of the curve with it."""
+    return float(found[0] if isinstance(found, tuple) else found)
+
+
+# Suggestions: functions of (rates, losses, num_it), as fastai has them
+
+
+def valley(lrs: np.ndarray, losses: np.ndarray, num_it: int) -> float:
+    """The rate half-way down the longest valley: the row of ever lower losses with most members.
+
+    The rate is taken in the middle of the row's middle third, as in fastai, which has it from arcgis.learn.
+    """
+    lengths = np.ones(len(losses), dtype=int)  # of the longest falling row that ends here
+    for i in range(1, len(losses)):
+        higher = lengths[:i][losses[:i] > losses[i]]
+        lengths[i] = 1 + higher.max(initial=0)
+    end = int(lengths.argmax())
+    start = end - int(lengths[end]) if end else 0
+    third = (end - start) / 3
+    return float(lrs[start + int(third) + int(third / 2)])
+
+
+def slide(
+    lrs: np.ndarray,
+    losses: np.ndarray,
+    num_it: int,
+    lr_diff: int = 15,
+    thresh: float = 0.005,
+    adjust_value: float = 1.0,
+) -> float:
+    """The rate at the left end of a window slid down from the right, to where the slopes at its two ends agree.
+
+    The method is AdaptNLP's interval slide rule (https://novetta.github.io/adaptnlp).
+
+    Args:
+        lrs, losses, num_it: the curve.
+        lr_diff: width of the window, in steps.
+        thresh: how much the slopes may differ.
+        adjust_value: a factor for the rate.
+    """
+    slopes, count = np.gradient(losses), len(losses)
+    width = min(lr_diff, count - 1)
+    left = count - 1 - width
+    found = lrs[left]
+    while left >= 0 and abs(slopes[left + width] - slopes[left]) > thresh:
+        found = lrs[left]
+        left -= 1
+    return float(found) * adjust_value
+
+
+def minimum(lrs: np.ndarray, losses: np.ndarray, num_it: int) -> float:
+    """A tenth of the rate with the lowest loss."""
+    return float(lrs[losses.argmin()]) / 10
+
+
+def steep(lrs: np.ndarray, losses: np.ndarray, num_it: int) -> float:
+    """The rate at which the loss falls fastest, over the logarithm of the rate."""
+    return float(lrs[:-1][(np.diff(losses) / np.diff(np.log(lrs))).argmin()])
+
+
+SUGGESTIONS = (valley, slide, minimum, steep)
+
+
+class SuggestionMethod:
+    """The functions that `lr_find` can suggest a rate by."""
+
+    Valley, Slide, Minimum, Steep = map(staticmethod, SUGGESTIONS)
+
+
+def plot_lr_find(lrs: np.ndarray, losses: np.ndarray, suggestions: dict[str, float]) -> Any:
+    """Plot the losses over the rates, with a mark for each suggestion; without matplotlib nothing happens.
+
+    Returns:
+        The axes, or `None`.
+    """
+    try:
+        plt = pyplot("lr_find")
+    except ImportError:  # the suggestions are what was asked for
+        return None
+    ax = plt.subplots()[1]
+    ax.plot(lrs, losses, color="0.4")
+    for name, rate in suggestions.items():
+        height = np.interp(np.log(rate), np.log(lrs), losses)
+        ax.plot(rate, height, "o", label=f"{name} {rate:.1e}")
+    ax.set(xscale="log", xlabel="learning rate", ylabel="loss (smoothed)", title="Learning rate finder")
+    if suggestions:
+        ax.legend()
+    return ax

@@ -1,0 +1,192 @@
+"""Schedules, the rate finder, freezing, and what is counted in steps, on two processes; ends with 'all well'."""
+
+import copy
+import warnings
+
+import torch
+from checking import all_checks, leave, run
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.utils.data import TensorDataset
+
+from learnerkit import (
+    BnFreeze,
+    Callback,
+    DataLoaders,
+    EarlyStoppingCallback,
+    GradientAccumulation,
+    Learner,
+    TorchScheduler,
+    ValidateEvery,
+    mae,
+    world,
+)
+
+N = 2
+
+
+def thirds(model):
+    return [list(model[i].parameters()) for i in (0, 2, 4)]
+
+
+def make_learner(n=30, bs=4, model=None, **kwargs):
+    torch.manual_seed(3)
+    x = torch.randn(n + 9, 4, dtype=torch.float64)
+    data = TensorDataset(x, x.sum(1, keepdim=True).sin())
+    train, valid = torch.utils.data.random_split(data, [n, 9], torch.Generator().manual_seed(1))
+    dls = DataLoaders.from_datasets(train, valid, bs=bs, device="cpu")
+    model = model or nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1))
+    with torch.no_grad():
+        for p in model.double().parameters():
+            p.normal_(0, 0.4)
+    return Learner(dls, model, nn.MSELoss(), metrics=mae, splitter=thirds, lr=0.01, **kwargs)
+
+
+def both(use, **kwargs):
+    """What `use(learn)` leaves on one process and on all of them together: (learner, result) of each."""
+    found = []
+    for together in (False, True):
+        learn = make_learner(**{k: copy.deepcopy(v) for k, v in kwargs.items()})
+        with learn.no_logging(), warnings.catch_warnings():
+            warnings.simplefilter("ignore" if not together else "error")
+            if together:
+                with learn.distrib_ctx(split_batches=True):
+                    result = use(learn)
+            else:
+                result = use(learn)
+        found.append((learn, result))
+    return found
+
+
+def weights(learn):
+    return torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()])
+
+
+def close(a, b):
+    a, b = (torch.as_tensor(v, dtype=torch.float64) for v in (a, b))
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-11)
+
+
+def equal_to_one_process(use, **kwargs):
+    """Weights, rates and rows of all ranks together are those of one process."""
+    (alone, _), (learn, _) = both(use, **kwargs)
+    assert close(weights(alone), weights(learn)), (weights(alone) - weights(learn)).abs().max()
+    assert alone.recorder.lrs == learn.recorder.lrs
+    assert alone.recorder.iters == learn.recorder.iters
+    assert close(alone.recorder.values, learn.recorder.values), (alone.recorder.values, learn.recorder.values)
+    assert alone.recorder.hps == learn.recorder.hps
+    assert all(torch.equal(weights(learn), other) for other in world.all_gather(weights(learn)))
+    return alone, learn
+
+
+def check_schedules():
+    equal_to_one_process(lambda learn: learn.fit_one_cycle(2, slice(1e-3, 2e-2)))
+    equal_to_one_process(lambda learn: learn.fit_flat_cos(2, [0.01, 0.02, 0.03], pct_start=0.4, wd=0.1))
+    equal_to_one_process(lambda learn: learn.fit_sgdr(2, 1, 0.02))
+    equal_to_one_process(lambda learn: learn.fit_one_cycle(2, 0.02, cbs=GradientAccumulation(n_batches=3)))
+
+
+def check_torch_schedulers():
+    def batches(learn):
+        learn.fit(2, cbs=TorchScheduler(lambda opt: OneCycleLR(opt, 0.03, total_steps=16)))
+
+    def plateau(learn):
+        make = TorchScheduler(lambda opt: ReduceLROnPlateau(opt, patience=0, threshold=0.5), "epoch", "valid_loss")
+        learn.fit(4, 0.02, cbs=make)
+
+    _, learn = equal_to_one_process(batches)
+    assert len(set(learn.recorder.lrs)) > 10
+    _, learn = equal_to_one_process(plateau)
+    assert len(set(learn.recorder.lrs)) > 1
+
+
+def check_steps():
+    _, learn = equal_to_one_process(lambda learn: learn.fit(n_steps=11))
+    assert learn.recorder.iters == [8, 11]
+    _, learn = equal_to_one_process(lambda learn: learn.fit_one_cycle(n_steps=11, lr_max=0.02))
+    _, learn = equal_to_one_process(lambda learn: learn.fit(n_steps=5, cbs=GradientAccumulation(n_batches=2)))
+    assert learn.recorder.iters == [8, 10]
+    learn = make_learner()  # by default every rank takes whole batches, so that an epoch has half the steps
+    with learn.no_logging(), learn.distrib_ctx():
+        learn.fit(n_steps=11)
+    assert learn.recorder.iters == [4, 8, 11]
+
+
+def check_validations():
+    _, learn = equal_to_one_process(lambda learn: learn.fit(2, cbs=ValidateEvery(3)))
+    assert learn.recorder.iters == [3, 6, 8, 9, 12, 15, 16]
+    cbs = [ValidateEvery(2), EarlyStoppingCallback(patience=1, min_delta=0.02)]
+    _, learn = equal_to_one_process(lambda learn: learn.fit(9, 0.02, cbs=copy.deepcopy(cbs)))
+    assert len(learn.recorder.values) < 9 * 4
+    assert len(learn.recorder.lrs) % 8  # in mid-epoch
+
+
+def check_freezing():
+    _, learn = equal_to_one_process(lambda learn: learn.fine_tune(2, 0.02))
+    assert all(p.requires_grad for p in learn.model.parameters())
+
+    def last(learn):
+        learn.freeze()
+        learn.fit(1)
+
+    before = weights(make_learner())
+    _, learn = equal_to_one_process(last)
+    kept = sum(p.numel() for group in thirds(learn.model)[:2] for p in group)
+    assert torch.equal(weights(learn)[:kept], before[:kept])
+    assert not torch.equal(weights(learn)[kept:], before[kept:])
+
+
+def check_frozen_statistics():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1))
+    learn = make_learner(model=model, train_bn=False, cbs=BnFreeze)
+    learn.splitter = lambda model: [[*model[0].parameters(), *model[1].parameters()], [*model[2:].parameters()]]
+    learn.freeze()
+    before = learn.model[1].running_mean.clone()
+    with learn.no_logging(), learn.distrib_ctx(split_batches=True, sync_bn=False):
+        learn.fit(1)
+    assert torch.equal(before, learn.model[1].running_mean)
+
+
+def check_rates():
+    def find(learn):
+        learn.fit(1)
+        state = copy.deepcopy((learn.opt.state_dict(), learn.recorder.values, torch.get_rng_state()))
+        before = weights(learn).clone()
+        found = learn.lr_find(num_it=60, show_plot=False)
+        assert torch.equal(before, weights(learn))
+        assert repr(state[0]) == repr(learn.opt.state_dict())
+        assert state[1] == learn.recorder.values
+        assert torch.equal(state[2], torch.get_rng_state())
+        learn.fit(1)
+        return found
+
+    (alone, here), (learn, there) = both(find)
+    assert close(list(here), list(there)), (here, there)
+    assert close(weights(alone), weights(learn))
+    assert all(tuple(there) == other for other in world.all_gather(tuple(there)))
+    (_, here), (_, there) = both(lambda learn: learn.lr_find(num_it=40), cbs=GradientAccumulation(n_batches=2))
+    assert close(list(here), list(there)), (here, there)
+
+    learn = make_learner()  # an error on one rank, in the middle of it
+    before = weights(learn).clone()
+
+    def fail(cb):
+        if world.rank() == 1 and cb.train_iter == 20:
+            raise ZeroDivisionError("of rank 1")
+
+    with learn.no_logging(), learn.distrib_ctx(), learn.added_cbs(Callback(after_pred=fail)):
+        error = None
+        try:
+            learn.lr_find()
+        except Exception as e:
+            error = e
+    assert "of rank 1" in str(error), error
+    assert torch.equal(before, weights(learn))
+    assert learn.opt is None
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    assert world.world_size() == N
+    run(all_checks(globals()))
+    leave()
