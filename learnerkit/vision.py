@@ -1,0 +1,477 @@
+"""Image classifiers made of networks that are trained already: a body that sees, and a new head that decides.
+
+`vision_learner` takes torchvision's builders, or any module; the model it makes is a plain `nn.Sequential` of
+`normalize`, `body` and `head`, and the Learner a plain Learner.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from learnerkit import world
+from learnerkit.data import DataLoaders
+from learnerkit.learner import Learner
+from learnerkit.utils import describe, did_you_mean, listify, training_modes, unwrap
+
+IMAGENET_STATS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""Mean and standard deviation of each channel over ImageNet, for images from 0 to 1."""
+
+
+def vision_learner(
+    dls: DataLoaders,
+    model_fn: Callable[..., nn.Module] | str | nn.Module,
+    n_out: int | None = None,
+    weights: Any = None,
+    metrics: Any = None,
+    cut: int | Callable[[nn.Module], nn.Module] | None = None,
+    concat_pool: bool = True,
+    *,
+    loss_func: Callable[..., Tensor] | None = None,
+    normalize: bool | tuple[Sequence[float], Sequence[float]] = True,
+    n_in: int = 3,
+    hidden: Sequence[int] = (512,),
+    dropout: float = 0.5,
+    custom_head: nn.Module | None = None,
+    splitter: Callable[[nn.Module], Iterable] | None = None,
+    pretrained: bool | None = None,
+    model_kwargs: dict[str, Any] | None = None,
+    **learner_kwargs: Any,
+) -> Learner:
+    """A Learner for images, whose model is the body of a known network with a new head.
+
+    A body that is trained already starts frozen but for its norm layers, so that `learn.fit` trains the head;
+    `learn.fine_tune` trains both in turn. With weights to be downloaded every rank must reach this.
+
+    Args:
+        dls: batches of images (batch, channels, height, width), floats from 0 to 1 or uint8, and targets.
+        model_fn: a builder of torchvision (`resnet18`), its name (`"resnet18"`), or a module one has; a module is
+            copied, and stays as it is.
+        n_out: outputs; by default the number of `classes` of the training set, or the `num_classes` of a metric.
+        weights: what torchvision loads, as it takes it ('DEFAULT', 'IMAGENET1K_V1', a member of the enum); `None`:
+            a new network.
+        metrics: as for `Learner`.
+        cut: what to keep as the body: so many of the network's children, or a function of the network that returns
+            it; by default all in front of its classifier and its pooling.
+        concat_pool: pool the body's maps by average and maximum, side by side, instead of by average alone.
+        loss_func: default `nn.CrossEntropyLoss()`.
+        normalize: (mean, std) of each channel, taken off by the model's first layer (`Normalize`); `True`: those that
+            the weights were trained with, for a module or a new network ImageNet's; `False`: no such layer.
+        n_in: channels of the images. For other than 3 the first convolution is changed: one channel gets the sum of
+            the three channels' weights, two get the first two times 1.5, and those beyond three start at zero;
+            `normalize` then uses the average of its numbers. With 3, gray images of one channel are repeated.
+        hidden: sizes of the head's hidden layers.
+        dropout: in front of the head's last layer; half of it in front of each hidden one.
+        custom_head: takes what the body gives, maps or vectors, in place of the head described here.
+        splitter: parameter groups; default `split_layers`.
+        pretrained: whether the body is trained already; by default with `weights` and for a module.
+        model_kwargs: for the builder, such as `{"image_size": 64}` of torchvision's vision transformers.
+        learner_kwargs: for `Learner`.
+
+    Raises:
+        TypeError, ValueError: arguments that cannot work, a network whose classifier is not found, no `n_out`.
+        RuntimeError: the weights cannot be downloaded.
+    """
+    given = isinstance(model_fn, nn.Module)
+    network, weights = _copied(model_fn, weights, model_kwargs) if given else _built(model_fn, weights, model_kwargs)
+    body, out = _make_body(network, cut, n_in)
+    _adapt_channels(body, n_in)
+    if custom_head is None:
+        n_out = _count_classes(dls, metrics) if n_out is None else n_out
+        pool = (ConcatPool() if concat_pool else nn.AdaptiveAvgPool2d(1)) if out.ndim == 4 else None
+        custom_head = create_head(out.shape[1], n_out, hidden, dropout, pool).to(out.dtype)
+    stats = _channel_stats(normalize, weights, n_in)
+    parts = {} if stats is None else {"normalize": Normalize(*stats)}
+    model = nn.Sequential()
+    for name, part in (parts | {"body": body, "head": custom_head}).items():
+        model.add_module(name, part)
+    loss_func, splitter = loss_func or nn.CrossEntropyLoss(), splitter or split_layers
+    learn = Learner(dls, model, loss_func, splitter=splitter, metrics=metrics, **learner_kwargs)
+    if pretrained or (pretrained is None and (given or weights is not None)):
+        learn.freeze()
+    return learn
+
+
+# The parts of the model
+
+
+class Normalize(nn.Module):
+    """Takes the mean off each channel and divides by its standard deviation; uint8 images are first scaled to 0..1.
+
+    Gray images of one channel come out with as many channels as there are means.
+
+    Args:
+        mean, std: a number for each channel.
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]):
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean).reshape(-1, 1, 1))
+        self.register_buffer("std", torch.tensor(std).reshape(-1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (batch, channels, height, width)."""
+        if x.dtype == torch.uint8:
+            x = x.to(self.mean.dtype) / 255
+        return (x - self.mean) / self.std
+
+
+class ConcatPool(nn.Module):
+    """The average and the maximum of each map: (batch, n, height, width) to (batch, 2 n, 1, 1)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (batch, n, height, width)."""
+        return torch.cat([F.adaptive_avg_pool2d(x, 1), F.adaptive_max_pool2d(x, 1)], dim=1)
+
+
+def create_head(
+    n_features: int, n_out: int, hidden: Sequence[int] = (512,), dropout: float = 0.5, pool: nn.Module | None = None
+) -> nn.Sequential:
+    """Pooling, then blocks of BatchNorm, dropout and a linear layer, with ReLU between them.
+
+    The linear layers start by kaiming normal (He et al. 2015, https://arxiv.org/abs/1502.01852) and have no bias:
+    the BatchNorm in front of each has one.
+
+    Args:
+        n_features: of the body: its maps, or the length of its vectors.
+        n_out: outputs.
+        hidden: sizes of the layers between.
+        dropout: in front of the last layer; half of it in front of the others.
+        pool: for a body that gives maps.
+    """
+    layers = [] if pool is None else [pool, nn.Flatten()]
+    size = n_features * (2 if isinstance(pool, ConcatPool) else 1)
+    for next_size in hidden:
+        layers += [nn.BatchNorm1d(size), nn.Dropout(dropout / 2), _linear(size, next_size), nn.ReLU()]
+        size = next_size
+    return nn.Sequential(*layers, nn.BatchNorm1d(size), nn.Dropout(dropout), _linear(size, n_out))
+
+
+def _linear(n_in: int, n_out: int) -> nn.Linear:
+    layer = nn.Linear(n_in, n_out, bias=False)
+    nn.init.kaiming_normal_(layer.weight)
+    return layer
+
+
+def split_layers(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of the early body, of the late body and of the head, for a model of `vision_learner`.
+
+    A ResNet's late body begins with its third stage, another's with the second half of its blocks.
+    """
+    model = unwrap(model)
+    body = dict.fromkeys(model.body.parameters())
+    stages = dict(model.body.named_children())
+    if "layer3" in stages:
+        first = next(stages["layer3"].parameters())
+    else:
+        units = list(_units(model.body, sum(p.numel() for p in body) / 2))
+        first = units[len(units) // 2][0] if units else None
+    groups: list[list[nn.Parameter]] = [[], []]
+    late = False
+    for p in body:
+        late = late or p is first
+        groups[late].append(p)
+    return [*groups, [p for p in model.parameters() if p not in body]]
+
+
+def _units(module: nn.Module, limit: float) -> Iterator[list[nn.Parameter]]:
+    "The parameters of each block: containers, and modules with more than `limit` numbers, are taken apart."
+    own, whole = list(module.parameters(recurse=False)), list(module.parameters())
+    container = type(module) in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    if not container and sum(p.numel() for p in whole) <= limit:
+        own, parts = whole, []
+    else:
+        parts = module.children()
+    if own:
+        yield own
+    for part in parts:
+        yield from _units(part, limit)
+
+
+# The network
+
+
+def _copied(network: nn.Module, weights: Any, model_kwargs: dict | None) -> tuple[nn.Module, None]:
+    if weights is not None or model_kwargs:
+        raise TypeError("weights= and model_kwargs= are for a builder; the module that was given has its weights")
+    return copy.deepcopy(network), None
+
+
+def _built(builder: Any, weights: Any, model_kwargs: dict | None) -> tuple[nn.Module, Any]:
+    "The network, and the member of torchvision's enum that `weights` means."
+    from torchvision import models
+
+    if isinstance(builder, str):
+        names = models.list_models(module=models)
+        if builder not in names:
+            near = did_you_mean(builder, names)
+            raise ValueError(f"torchvision has no classifier {builder!r}{near} (torchvision.models.list_models())")
+        builder = models.get_model_builder(builder)
+    if not callable(builder):
+        raise TypeError(f"got model_fn={builder!r}; it is a builder of torchvision, its name, or an nn.Module")
+    if weights is None:
+        network = builder(**model_kwargs or {})
+    else:
+        weights = _find_weights(builder, weights)
+        # One process of a machine downloads, the others then read its file; every rank must reach this.
+        network = world.rank0_first(_load, builder, weights, model_kwargs or {}, per_node=True)
+    if not isinstance(network, nn.Module):
+        raise TypeError(f"model_fn made a {type(network).__name__}; it must make an nn.Module")
+    return network, weights
+
+
+def _find_weights(builder: Callable, weights: Any) -> Any:
+    from torchvision import models
+
+    try:
+        known = models.get_model_weights(builder)
+    except ValueError:
+        return weights  # a builder of one's own, which knows what it takes
+    try:
+        return known.verify(weights)
+    except (KeyError, TypeError):
+        names = list(known.__members__)
+        near = did_you_mean(str(weights), names)
+        raise ValueError(f"got weights={weights!r}{near}; {_name(builder)} has {', '.join(names)}") from None
+
+
+def _load(builder: Callable, weights: Any, model_kwargs: dict) -> nn.Module:
+    try:
+        return builder(weights=weights, **model_kwargs)
+    except OSError as e:  # the network's errors among them
+        url, folder = getattr(weights, "url", weights), f"{torch.hub.get_dir()}/checkpoints"
+        raise RuntimeError(
+            f"the weights of {_name(builder)} could not be downloaded ({e}). Without a network, put the file {url} "
+            f"into {folder}, pass a module that has its weights, or train a new network with weights=None"
+        ) from e
+
+
+def _name(builder: Callable) -> str:
+    return getattr(builder, "__name__", repr(builder))
+
+
+# The body: what is in front of the classifier
+
+_FEATURES = ("forward_features", "extract_features")
+"""Methods by which networks of other libraries give their maps."""
+
+_NO_PART_OF_A_BODY = (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.AvgPool2d, nn.Flatten, nn.Dropout, nn.Identity)
+
+
+class MethodBody(nn.Module):
+    """A network whose maps come from one of its methods.
+
+    Args:
+        network: without its classifier.
+        method: the method's name.
+    """
+
+    def __init__(self, network: nn.Module, method: str):
+        super().__init__()
+        self.network, self.method = network, method
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images."""
+        return getattr(self.network, self.method)(x)
+
+
+def _make_body(network: nn.Module, cut: int | Callable | None, n_in: int) -> tuple[nn.Module, Tensor]:
+    "The body, and what it gives for a small picture."
+    if cut is None:
+        body, picture = _without_classifier(network, n_in)
+        return body, _checked_output(_run(body, picture), network)
+    if isinstance(cut, int):
+        body = _chain(network, [name for name, _ in network.named_children()][:cut])
+    elif callable(cut):
+        body = cut(network)
+    else:
+        raise TypeError(f"got cut={cut!r}; it is a number of children, or a function of the network")
+    if not isinstance(body, nn.Module) or not any(True for _ in body.parameters()):
+        raise ValueError(f"cut={cut!r} left {describe(body)} without parameters; {_children(network)}")
+    _, out = _run_somehow(body, n_in, network)
+    return body, _checked_output(out, network)
+
+
+def _without_classifier(network: nn.Module, n_in: int) -> tuple[nn.Module, Tensor]:
+    """What gives the classifier its features, as maps where it can; and a picture it was tried on.
+
+    The last child with parameters that the network calls is its classifier. What a candidate for the body gives must
+    be, after pooling, what the network gives its classifier; the last resort is the network itself, without that.
+    """
+    children = dict(network.named_children())
+    calls: list[tuple[str, tuple]] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: calls.append((name, args)))
+        for name, module in network.named_modules()
+        if name
+    ]
+    try:
+        picture, _ = _run_somehow(network, n_in, network, before=calls.clear)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    called = [(name, args) for name, args in calls if name in children and _n_params(children[name])]
+    classifier, args = called[-1] if called else (None, ())
+    if not args or _n_params(children[classifier]) == _n_params(network):
+        raise ValueError(f"found no classifier of its own in {type(network).__name__}; {_hint(network)}")
+    wanted = args[0]
+    before = [name for name, _ in calls if name in children]
+    for body, rest in _candidates(network, before[: before.index(classifier)]):
+        try:
+            out = _run(body, picture)
+            fits = out.ndim == 4 and any(_same(found, wanted) for found in (out, out.mean((2, 3)), _run(rest, out)))
+        except Exception:  # whatever a network says to what is not its own forward
+            continue
+        if fits:
+            if isinstance(body, MethodBody):
+                setattr(network, classifier, nn.Identity())
+            return body, picture
+    used = {name.split(".")[0] for name, _ in calls}
+    unused = [name for name, child in children.items() if _n_params(child) and name not in used]
+    if unused:  # such as the further classifiers of GoogLeNet, which act in training alone
+        raise ValueError(
+            f"{type(network).__name__} does not use {', '.join(unused)} in evaluation (if those are auxiliary "
+            f"classifiers, build it without: model_kwargs={{'aux_logits': False}}); {_hint(network)}"
+        )
+    setattr(network, classifier, nn.Identity())
+    return network, picture
+
+
+def _candidates(network: nn.Module, before: list[str]) -> Iterator[tuple[nn.Module, nn.Module]]:
+    "(body, what follows it up to the classifier)."
+    kept = list(dict.fromkeys(before))
+    rest: list[str] = []
+    while kept and isinstance(network.get_submodule(kept[-1]), _NO_PART_OF_A_BODY):
+        rest.insert(0, kept.pop())
+    after = _chain(network, rest)
+    if kept:
+        yield _chain(network, kept), after
+        chain = _chain(network, kept)
+        chain.add_module("last_relu", nn.ReLU())  # DenseNet's forward has one of its own
+        yield chain, after
+    for method in _FEATURES:
+        if hasattr(network, method):
+            yield MethodBody(network, method), after
+
+
+def _chain(network: nn.Module, names: list[str]) -> nn.Sequential:
+    "Children of a network one after the other, by their own names."
+    chain = nn.Sequential()
+    for name in names:
+        chain.add_module(name, network.get_submodule(name))
+    return chain
+
+
+def _same(found: Tensor, wanted: Tensor) -> bool:
+    found, wanted = found.flatten(1), wanted.flatten(1)
+    return found.shape == wanted.shape and torch.allclose(found, wanted, 1e-3, 1e-4 * float(wanted.abs().max()))
+
+
+def _run(module: nn.Module, x: Tensor) -> Any:
+    "What a module gives in evaluation; its modes, its statistics and the random stream stay as they are."
+    gpus = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    with training_modes(module), torch.no_grad(), torch.random.fork_rng(gpus):
+        return module.eval()(x)
+
+
+def _run_somehow(
+    module: nn.Module, n_in: int, network: nn.Module, before: Callable[[], None] = lambda: None
+) -> tuple[Tensor, Any]:
+    "A picture that the module takes, and what it gives for it: of the network's own size, or small, or not so small."
+    conv = _first_conv(module)
+    like = next(module.parameters(), torch.empty(0))
+    own = getattr(network, "image_size", None)
+    for size in (own,) if isinstance(own, int) else (64, 224):
+        # Noise of both signs: a blank picture, or one that no ReLU changes, could not tell two bodies apart.
+        noise = torch.Generator().manual_seed(0)
+        picture = torch.randn(1, conv.in_channels if conv else n_in, size, size, generator=noise).to(like)
+        before()
+        try:
+            return picture, _run(module, picture)
+        except Exception as e:  # whatever a module says to a picture that is too small
+            error = e
+    raise ValueError(
+        f"could not run {type(network).__name__} on a {describe(picture)}: {type(error).__name__}: {error}; "
+        f"{_hint(network)}"
+    ) from error
+
+
+def _checked_output(out: Any, network: nn.Module) -> Tensor:
+    if not isinstance(out, Tensor) or out.ndim not in (2, 4):
+        raise ValueError(
+            f"the body of {type(network).__name__} gives a {describe(out)}; it must give maps (batch, n, height, "
+            f"width) or vectors (batch, n); {_hint(network)}"
+        )
+    return out
+
+
+def _hint(network: nn.Module) -> str:
+    return f"say what to keep with cut=, a number of children or a function of the network; {_children(network)}"
+
+
+def _children(network: nn.Module) -> str:
+    return f"its children are {', '.join(name for name, _ in network.named_children()) or 'none'}"
+
+
+def _n_params(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+# Channels and classes
+
+
+def _first_conv(module: nn.Module) -> nn.Conv2d | None:
+    return next((m for m in module.modules() if isinstance(m, nn.Conv2d)), None)
+
+
+def _adapt_channels(body: nn.Module, n_in: int) -> None:
+    "Make the first convolution take images of `n_in` channels."
+    conv = _first_conv(body)
+    if conv is None or conv.in_channels == n_in:
+        return
+    if conv.in_channels != 3 or conv.groups != 1 or n_in < 1:
+        raise ValueError(f"the network takes images of {conv.in_channels} channels; got n_in={n_in}")
+    old = conv.weight.detach()
+    if n_in == 1:
+        new = old.sum(1, keepdim=True)
+    elif n_in == 2:
+        new = old[:, :2] * 1.5
+    else:
+        new = torch.cat([old, old.new_zeros(len(old), n_in - 3, *old.shape[2:])], 1)
+    conv.in_channels, conv.weight = n_in, nn.Parameter(new)
+
+
+def _channel_stats(normalize: Any, weights: Any, n_in: int) -> tuple[list[float], list[float]] | None:
+    "Mean and standard deviation of each channel."
+    if normalize is False:
+        return None
+    if normalize is True:
+        told = weights.transforms() if hasattr(weights, "transforms") else None
+        found = (told.mean, told.std) if hasattr(told, "mean") and hasattr(told, "std") else IMAGENET_STATS
+        mean, std = map(list, found)
+        if len(mean) != n_in:
+            mean, std = ([sum(numbers) / len(numbers)] * n_in for numbers in (mean, std))
+        return mean, std
+    try:
+        mean, std = ([float(number) for number in numbers] for numbers in normalize)
+    except (TypeError, ValueError):
+        raise TypeError(f"got normalize={normalize!r}; it is True, False, or (mean, std) of each channel") from None
+    if not len(mean) == len(std) == n_in or min(std) <= 0:
+        raise ValueError(f"got normalize={normalize!r}; n_in={n_in} needs as many means, and stds above 0")
+    return mean, std
+
+
+def _count_classes(dls: DataLoaders, metrics: Any) -> int:
+    ds = dls.train_ds
+    while ds is not None:
+        if getattr(ds, "classes", None) is not None:
+            return len(ds.classes)
+        parts = getattr(ds, "datasets", None)  # of a ConcatDataset
+        ds = parts[0] if parts else getattr(ds, "dataset", None)
+    for metric in metrics.values() if isinstance(metrics, dict) else listify(metrics):
+        if isinstance(getattr(metric, "num_classes", None), int):
+            return metric.num_classes
+    raise ValueError("how many outputs? The training set has no `classes` and no metric has `num_classes`; pass n_out=")
