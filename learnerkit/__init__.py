@@ -13,11 +13,37 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit import world as world
     from learnerkit.callback import Callback as Callback
     from learnerkit.callbacks.accumulation import GradientAccumulation as GradientAccumulation
+    from learnerkit.callbacks.debugging import OverfitBatch as OverfitBatch
+    from learnerkit.callbacks.debugging import ShortEpochCallback as ShortEpochCallback
+    from learnerkit.callbacks.lr_find import SuggestionMethod as SuggestionMethod
+    from learnerkit.callbacks.lr_find import minimum as minimum
+    from learnerkit.callbacks.lr_find import slide as slide
+    from learnerkit.callbacks.lr_find import steep as steep
+    from learnerkit.callbacks.lr_find import valley as valley
+    from learnerkit.callbacks.precision import ChannelsLast as ChannelsLast
+    from learnerkit.callbacks.precision import Compile as Compile
+    from learnerkit.callbacks.precision import GradientClip as GradientClip
+    from learnerkit.callbacks.precision import MixedPrecision as MixedPrecision
     from learnerkit.callbacks.progress import ProgressCallback as ProgressCallback
     from learnerkit.callbacks.recorder import Recorder as Recorder
     from learnerkit.callbacks.schedule import ParamScheduler as ParamScheduler
+    from learnerkit.callbacks.schedule import SchedCos as SchedCos
+    from learnerkit.callbacks.schedule import SchedExp as SchedExp
+    from learnerkit.callbacks.schedule import SchedLin as SchedLin
+    from learnerkit.callbacks.schedule import SchedNo as SchedNo
+    from learnerkit.callbacks.schedule import SchedPoly as SchedPoly
+    from learnerkit.callbacks.schedule import TorchScheduler as TorchScheduler
+    from learnerkit.callbacks.schedule import combine_scheds as combine_scheds
     from learnerkit.callbacks.schedule import combined_cos as combined_cos
+    from learnerkit.callbacks.schedule import linear_warmup as linear_warmup
+    from learnerkit.callbacks.tracking import EarlyStoppingCallback as EarlyStoppingCallback
+    from learnerkit.callbacks.tracking import ReduceLROnPlateau as ReduceLROnPlateau
+    from learnerkit.callbacks.tracking import SaveModelCallback as SaveModelCallback
+    from learnerkit.callbacks.tracking import TerminateOnNaNCallback as TerminateOnNaNCallback
+    from learnerkit.callbacks.tracking import TrackerCallback as TrackerCallback
+    from learnerkit.callbacks.training import BnFreeze as BnFreeze
     from learnerkit.callbacks.training import TrainEvalCallback as TrainEvalCallback
+    from learnerkit.callbacks.training import ValidateEvery as ValidateEvery
     from learnerkit.data import DataLoaders as DataLoaders
     from learnerkit.events import CancelBackwardException as CancelBackwardException
     from learnerkit.events import CancelBatchException as CancelBatchException
@@ -42,6 +68,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.parallel import ParallelCallback as ParallelCallback
     from learnerkit.parallel import PeerError as PeerError
     from learnerkit.utils import unwrap as unwrap
+    from learnerkit.vision import vision_learner as vision_learner
     from learnerkit.world import on_rank0 as on_rank0
     from learnerkit.world import rank0_first as rank0_first
     from learnerkit.world import set_seed as set_seed
@@ -49,27 +76,32 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
 _HOMES = {
     "callback": ["Callback"],
     "callbacks.accumulation": ["GradientAccumulation"],
+    "callbacks.debugging": ["OverfitBatch", "ShortEpochCallback"],
+    "callbacks.lr_find": ["SuggestionMethod", "minimum", "slide", "steep", "valley"],
+    "callbacks.precision": ["ChannelsLast", "Compile", "GradientClip", "MixedPrecision"],
     "callbacks.progress": ["ProgressCallback"],
     "callbacks.recorder": ["Recorder"],
-    "callbacks.schedule": ["ParamScheduler", "combined_cos"],
-    "callbacks.training": ["TrainEvalCallback"],
+    "callbacks.schedule": [
+        "ParamScheduler", "SchedCos", "SchedExp", "SchedLin", "SchedNo", "SchedPoly", "TorchScheduler",
+        "combine_scheds", "combined_cos", "linear_warmup",
+    ],
+    "callbacks.tracking": [
+        "EarlyStoppingCallback", "ReduceLROnPlateau", "SaveModelCallback", "TerminateOnNaNCallback",
+        "TrackerCallback",
+    ],
+    "callbacks.training": ["BnFreeze", "TrainEvalCallback", "ValidateEvery"],
     "data": ["DataLoaders"],
     "events": [
-        "CancelBackwardException",
-        "CancelBatchException",
-        "CancelEpochException",
-        "CancelFitException",
-        "CancelStepException",
-        "CancelTrainException",
-        "CancelValidException",
-        "Event",
+        "CancelBackwardException", "CancelBatchException", "CancelEpochException", "CancelFitException",
+        "CancelStepException", "CancelTrainException", "CancelValidException", "Event",
     ],
     "learner": ["Learner"],
     "metrics": [
-        "AccumMetric", "Metric", "accuracy", "error_rate", "mae", "mse", "perplexity", "rmse", "top_k_accuracy"
+        "AccumMetric", "Metric", "accuracy", "error_rate", "mae", "mse", "perplexity", "rmse", "top_k_accuracy",
     ],
     "parallel": ["DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError"],
     "utils": ["unwrap"],
+    "vision": ["vision_learner"],
     "world": ["on_rank0", "rank0_first", "set_seed"],
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from torch.optim import AdamW, Optimizer
 
 from learnerkit import checks, optim, parallel, world
 from learnerkit.callback import Callback, Dispatch, describe_loop, kept_flags
+from learnerkit.callbacks.check import check
+from learnerkit.callbacks.lr_find import SUGGESTIONS, LRFinder
+from learnerkit.callbacks.precision import MixedPrecision
 from learnerkit.callbacks.prediction import GatherPredictions
 from learnerkit.callbacks.progress import ProgressCallback
 from learnerkit.callbacks.recorder import EvaluationCallback, Recorder, TableLogger
-from learnerkit.callbacks.schedule import ParamScheduler, combined_cos
-from learnerkit.callbacks.training import TrainEvalCallback
+from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, combine_scheds, combined_cos
+from learnerkit.callbacks.training import StepBudget, TrainEvalCallback
 from learnerkit.data import (
     DataLoaders,
     batch_size,
@@ -36,6 +40,7 @@ from learnerkit.events import (
     Event,
 )
 from learnerkit.losses import LossWeight
+from learnerkit.snapshot import unchanged
 from learnerkit.utils import (
     add_note_once,
     describe,
@@ -60,6 +65,13 @@ _EVENTS = {
 }
 
 _RUN_STATE = (*_BATCH_STATE, "training", "task", "_dispatch")
+
+_COUNTERS = ("epoch", "n_epoch", "n_steps", "train_iter", "pct_train", "_start_epoch")
+"""How far the last fit has come."""
+
+
+def _budget(n_steps: int | None) -> list[Callback]:
+    return [] if n_steps is None else [StepBudget(n_steps)]
 
 
 class Learner:
@@ -123,7 +135,9 @@ class Learner:
         self.workers: parallel.Workers | None = None
         self.task: str | None = None
         self.training = False
-        self.epoch = self.n_epoch = self.train_iter = self._start_epoch = 0
+        self.epoch = self.train_iter = self._start_epoch = 0
+        self.n_epoch: int | None = 0
+        self.n_steps: int | None = None
         self.pct_train = 0.0
         self.__dict__.update(_BATCH_STATE)
         self.add_cbs([TrainEvalCallback(), Recorder(), ProgressCallback()] if default_cbs else [])
@@ -137,7 +151,11 @@ class Learner:
     # The loop, from the outside in. It stays on one screen; what is not the loop itself is a callback.
 
     def _fit(self) -> None:
-        for self.epoch in range(self._start_epoch, self.n_epoch):
+        if self.n_steps is None:
+            epochs: Iterable[int] = range(self._start_epoch, self.n_epoch)
+        else:
+            epochs = takewhile(lambda _: self.pct_train < 1, count())
+        for self.epoch in epochs:
             self._level("epoch", self._one_epoch, CancelEpochException)
 
     def _one_epoch(self) -> None:
@@ -267,19 +285,22 @@ class Learner:
     def create_opt(self) -> None:
         """Set `opt`: by default one optimizer of the splitter's groups; a subclass may make a dict of them."""
         first = max(optim.rates(self.lr, 2)) if not isinstance(self.lr, list | tuple) else max(self.lr)
-        self.opt = self.opt_func(optim.make_groups(self.model, self.splitter), lr=first)
+        groups = optim.make_groups(self.model, self.splitter)
+        self.opt = optim.make_optimizer(self.opt_func, groups, first, self.model)
 
     # Runs
 
     @parallel.on_workers
     def fit(
         self,
-        n_epoch: int,
+        n_epoch: int | None = None,
         lr: float | slice | list | None = None,
         wd: float | None = None,
         cbs: Callback | Iterable[Callback] | None = None,
         reset_opt: bool = False,
         start_epoch: int = 0,
+        *,
+        n_steps: int | None = None,
     ) -> None:
         """Train for `n_epoch` epochs at a constant learning rate, validating after each.
 
@@ -292,26 +313,21 @@ class Learner:
             cbs: callbacks for this fit alone.
             reset_opt: start with a new optimizer instead of the last fit's.
             start_epoch: skip the epochs before this one.
+            n_steps: train for so many optimizer steps instead, over as many epochs as they take.
 
         Raises:
             ValueError: data, loss, metrics or arguments that cannot work, before anything is changed where possible.
         """
-        checks.check_fit(self, n_epoch, start_epoch)
+        checks.check_fit(self, n_epoch, start_epoch, n_steps)
         parallel.warn_outside_context(self)
-        with self._running("fit", cbs):
-            self._make_opt(reset_opt)
-            for opt in self.opts:
-                optim.set_hyper(opt, "lr", optim.rates(self.lr if lr is None else lr, optim.n_groups(opt)))
-                wd = self.wd if wd is None else wd
-                if wd is not None:
-                    optim.set_decay(opt, self.model, wd, self.wd_bn_bias)
-            self.n_epoch, self._start_epoch = n_epoch, start_epoch
+        with self._running("fit", [*_budget(n_steps), *listify(cbs)]):
+            self._prepare_opt(lr, wd, reset_opt)
+            self.n_epoch, self.n_steps, self._start_epoch = n_epoch, n_steps, start_epoch
             self._level("fit", self._fit, CancelFitException)
 
-    @parallel.on_workers
     def fit_one_cycle(
         self,
-        n_epoch: int,
+        n_epoch: int | None = None,
         lr_max: float | slice | list | None = None,
         div: float = 25.0,
         div_final: float = 1e5,
@@ -321,11 +337,13 @@ class Learner:
         cbs: Callback | Iterable[Callback] | None = None,
         reset_opt: bool = False,
         start_epoch: int = 0,
+        *,
+        n_steps: int | None = None,
     ) -> None:
         """`fit` with the 1cycle policy (Smith, https://arxiv.org/abs/1803.09820): rates up and down along cosines.
 
         Args:
-            n_epoch, wd, cbs, reset_opt, start_epoch: as in `fit`.
+            n_epoch, wd, cbs, reset_opt, start_epoch, n_steps: as in `fit`.
             lr_max: the peak; default the Learner's `lr`.
             div: the first rate is lr_max / div.
             div_final: the last rate is lr_max / div_final.
@@ -335,15 +353,173 @@ class Learner:
         Raises:
             ValueError: the training loader has no length, so that there is no telling how far training has come.
         """
-        checks.check_fit(self, n_epoch, start_epoch)
+        momentum = combined_cos(pct_start, *(moms or self.moms))
+
+        def cycle(peak: float) -> Schedule:
+            return combined_cos(pct_start, peak / div, peak, peak / div_final)
+
+        run = {"wd": wd, "cbs": cbs, "reset_opt": reset_opt, "start_epoch": start_epoch, "n_steps": n_steps}
+        self._fit_scheduled(cycle, n_epoch, lr_max, momentum=momentum, **run)
+
+    def fit_flat_cos(
+        self,
+        n_epoch: int | None = None,
+        lr: float | slice | list | None = None,
+        div_final: float = 1e5,
+        pct_start: float = 0.75,
+        wd: float | None = None,
+        cbs: Callback | Iterable[Callback] | None = None,
+        reset_opt: bool = False,
+        start_epoch: int = 0,
+        *,
+        n_steps: int | None = None,
+    ) -> None:
+        """`fit` at a constant rate, and then down along a cosine.
+
+        Args:
+            n_epoch, lr, wd, cbs, reset_opt, start_epoch, n_steps: as in `fit`.
+            div_final: the last rate is lr / div_final.
+            pct_start: share of the steps at the constant rate.
+
+        Raises:
+            ValueError: the training loader has no length, so that there is no telling how far training has come.
+        """
+
+        def flat_then_cos(rate: float) -> Schedule:
+            return combined_cos(pct_start, rate, rate, rate / div_final)
+
+        run = {"wd": wd, "cbs": cbs, "reset_opt": reset_opt, "start_epoch": start_epoch, "n_steps": n_steps}
+        self._fit_scheduled(flat_then_cos, n_epoch, lr, **run)
+
+    def fit_sgdr(
+        self,
+        n_cycles: int,
+        cycle_len: int,
+        lr_max: float | slice | list | None = None,
+        cycle_mult: int = 2,
+        cbs: Callback | Iterable[Callback] | None = None,
+        reset_opt: bool = False,
+        wd: float | None = None,
+        start_epoch: int = 0,
+    ) -> None:
+        """`fit` with warm restarts (SGDR; Loshchilov and Hutter, https://arxiv.org/abs/1608.03983).
+
+        In each cycle the rate falls from `lr_max` to 0 along a cosine.
+
+        Args:
+            n_cycles: how many cycles.
+            cycle_len: epochs of the first one.
+            lr_max: the rate at the start of each; default the Learner's `lr`.
+            cycle_mult: how many times as long as the one before each cycle is.
+            cbs, reset_opt, wd, start_epoch: as in `fit`.
+
+        Raises:
+            ValueError: the training loader has no length; cycles that are no whole numbers of 1 or more.
+        """
+        for name, value in (("n_cycles", n_cycles), ("cycle_len", cycle_len), ("cycle_mult", cycle_mult)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"got {name}={value!r}; it is a whole number, 1 or more")
+        lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
+        shares = [length / sum(lengths) for length in lengths]
+
+        def restarts(peak: float) -> Schedule:
+            return combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles)
+
+        run = {"wd": wd, "cbs": cbs, "reset_opt": reset_opt, "start_epoch": start_epoch}
+        self._fit_scheduled(restarts, sum(lengths), lr_max, **run)
+
+    @parallel.on_workers
+    def _fit_scheduled(
+        self,
+        schedule: Callable[[float], Schedule],
+        n_epoch: int | None,
+        lr: float | slice | list | None,
+        momentum: Schedule | None = None,
+        reset_opt: bool = False,
+        cbs: Callback | Iterable[Callback] | None = None,
+        n_steps: int | None = None,
+        start_epoch: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        "`fit` with a schedule for each group's rate, and one of the momentum for optimizers that have it."
+        checks.check_fit(self, n_epoch, start_epoch, n_steps)
         self._make_opt(reset_opt)
-        scheds = {"lr": [], "momentum": combined_cos(pct_start, *(moms or self.moms))}
-        counts = {optim.n_groups(opt) for opt in self.opts}
-        peaks = optim.rates(self.lr if lr_max is None else lr_max, max(counts))
-        scheds["lr"] = [combined_cos(pct_start, peak / div, peak, peak / div_final) for peak in peaks]
-        if not all(optim.has_momentum(opt) for opt in self.opts):
-            del scheds["momentum"]
-        self.fit(n_epoch, peaks, wd, [ParamScheduler(scheds), *listify(cbs)], start_epoch=start_epoch)
+        peaks = optim.rates(self.lr if lr is None else lr, max(map(optim.n_groups, self.opts)))
+        scheds: dict[str, Any] = {"lr": [schedule(peak) for peak in peaks]}
+        if momentum is not None and all(map(optim.has_momentum, self.opts)):
+            scheds["momentum"] = momentum
+        cbs = [ParamScheduler(scheds), *listify(cbs)]
+        self.fit(n_epoch, peaks, cbs=cbs, start_epoch=start_epoch, n_steps=n_steps, **kwargs)
+
+    def fine_tune(
+        self,
+        epochs: int,
+        base_lr: float = 2e-3,
+        freeze_epochs: int = 1,
+        lr_mult: float = 100.0,
+        pct_start: float = 0.3,
+        div: float = 5.0,
+        **kwargs: Any,
+    ) -> None:
+        """Train the last parameter group alone, then the whole model at lower rates for its first groups.
+
+        The method is ULMFiT's gradual unfreezing and discriminative rates (Howard and Ruder,
+        https://arxiv.org/abs/1801.06146), with a 1cycle fit for each of the two parts.
+
+        Args:
+            epochs: of the second part.
+            base_lr: the head's peak rate in the first part, and twice that of the second.
+            freeze_epochs: of the first part.
+            lr_mult: how many times the first group's rate the head's is, in the second part.
+            pct_start, div: of the second part, as in `fit_one_cycle`.
+            kwargs: for `fit_one_cycle`, in both parts.
+        """
+        self.freeze()
+        self.fit_one_cycle(freeze_epochs, slice(base_lr), pct_start=0.99, **kwargs)
+        base_lr /= 2
+        self.unfreeze()
+        self.fit_one_cycle(epochs, slice(base_lr / lr_mult, base_lr), pct_start=pct_start, div=div, **kwargs)
+
+    @parallel.on_workers
+    def lr_find(
+        self,
+        start_lr: float = 1e-7,
+        end_lr: float = 10.0,
+        num_it: int = 100,
+        stop_div: bool = True,
+        show_plot: bool = True,
+        suggest_funcs: Callable | Iterable[Callable] = SUGGESTIONS,
+    ) -> tuple:
+        """Train while the learning rate grows, and suggest rates by how the loss goes: `learn.lr_find().valley`.
+
+        The method is the learning rate range test (Smith, https://arxiv.org/abs/1506.01186). Afterwards weights,
+        optimizer, random streams and data order are exactly what they were, also after an error, and so is the
+        recorder. Under DDP every rank must reach this; the losses are those of the global batches, and all ranks get
+        the same suggestions.
+
+        Args:
+            start_lr: the first rate.
+            end_lr: the last rate; in between it grows by the same factor at every step.
+            num_it: optimizer steps.
+            stop_div: stop when the smoothed loss is four times its lowest value, or no number any more.
+            show_plot: plot the losses over the rates on rank 0, if matplotlib is installed.
+            suggest_funcs: `valley`, `slide`, `minimum`, `steep` by default; or functions of your own of (rates, losses,
+                num_it).
+
+        Returns:
+            A named tuple with a rate for each of the functions, under its name.
+
+        Raises:
+            ValueError: arguments that cannot work, or too few losses to suggest something by.
+        """
+        checks.check_fit(self, n_epoch=None, n_steps=num_it)
+        finder = LRFinder(start_lr, end_lr, num_it, stop_div)
+        parallel.warn_outside_context(self)
+        with self._running("lr_find", [StepBudget(num_it), finder]), unchanged(self):
+            self._prepare_opt()
+            self.n_epoch, self.n_steps, self._start_epoch = None, num_it, 0
+            self._level("fit", self._fit, CancelFitException)
+        return finder.suggest(listify(suggest_funcs), show_plot)
 
     @parallel.on_workers
     def validate(
@@ -420,9 +596,10 @@ class Learner:
         self._to_device()
         self._device = self.dls.device
         self._loss_without_targets = self.loss_func is None or type(self)._loss is not Learner._loss
-        outer, nested = {name: getattr(self, name) for name in _RUN_STATE}, self._dispatch is not None
+        fitting, nested = task == "fit", self._dispatch is not None
+        kept = _RUN_STATE if fitting else (*_RUN_STATE, *_COUNTERS)
+        outer = {name: getattr(self, name) for name in kept}
         self.loss_weighting = LossWeight(self.loss_func, self.loss_weight)
-        fitting = task not in ("validate", "predict")
         with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.together(self):
             self.task, self._dispatch = task, parallel.dispatch(self, fitting)
             try:
@@ -448,6 +625,15 @@ class Learner:
             self._to_device()
             made = self.create_opt()
             self.opt = optim.as_one(self.opt if made is None else made)
+
+    def _prepare_opt(self, lr: Any = None, wd: float | None = None, reset: bool = False) -> None:
+        "An optimizer with these hyper-parameters, or the Learner's own."
+        self._make_opt(reset)
+        wd = self.wd if wd is None else wd
+        for opt in self.opts:
+            optim.set_hyper(opt, "lr", optim.rates(self.lr if lr is None else lr, optim.n_groups(opt)))
+            if wd is not None:
+                optim.set_decay(opt, self.model, wd, self.wd_bn_bias)
 
     @property
     def opts(self) -> list[Optimizer]:
@@ -475,6 +661,47 @@ class Learner:
     def smooth_loss(self) -> float | None:
         """The training loss, smoothed; reading it in mid-epoch waits for the device."""
         return self.recorder.smooth_loss
+
+    # Parameter groups
+
+    def freeze_to(self, n: int) -> None:
+        """Train from the `n`-th of the splitter's groups on; the groups before it stay as they are.
+
+        Norm layers of frozen groups go on training where the Learner has `train_bn`. The state of the optimizer, which
+        belongs to what was trained before, is forgotten.
+
+        Args:
+            n: the first group to train; a negative number counts from the last.
+
+        Raises:
+            ValueError: there is no such group.
+        """
+        model = unwrap(self.model)
+        optim.freeze_to(optim.split(model, self.splitter), n, optim.norms(model) if self.train_bn else ())
+        for opt in self.opts:
+            opt.state.clear()
+
+    def freeze(self) -> None:
+        """Train the last of the splitter's groups alone."""
+        self.freeze_to(-1)
+
+    def unfreeze(self) -> None:
+        """Train every group."""
+        self.freeze_to(0)
+
+    # Precision
+
+    def to_fp16(self, **kwargs: Any) -> "Learner":
+        """Train in mixed precision with float16; `kwargs` are those of `torch.amp.GradScaler`."""
+        return self.to_fp32().add_cb(MixedPrecision("fp16", **kwargs))
+
+    def to_bf16(self) -> "Learner":
+        """Train in mixed precision with bfloat16."""
+        return self.to_fp32().add_cb(MixedPrecision("bf16"))
+
+    def to_fp32(self) -> "Learner":
+        """Undo `to_fp16` and `to_bf16`."""
+        return self.remove_cb(MixedPrecision)
 
     # Callbacks
 
@@ -575,6 +802,18 @@ class Learner:
         """
         if self.task == "fit" and hasattr(self, "recorder"):
             self.recorder.log_metric(name, value)
+
+    def check(self) -> bool:
+        """Take one training step and one of validation, and print what is right and what is wrong with them.
+
+        Shapes, types, devices, the range of targets, gradients, the optimizer, metrics: what one would rather know
+        before a long run. Nothing of it stays behind, but that callbacks of your own have seen one more step. Under
+        DDP every rank must reach this.
+
+        Returns:
+            Whether nothing is wrong, on any rank.
+        """
+        return check(self)
 
     def show_training_loop(self) -> None:
         """Print the loop, and at each event the callbacks that run there, in order."""

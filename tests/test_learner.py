@@ -1,6 +1,7 @@
 """The loop: cancels, what is put back whatever happens, seams, attributes, data of all shapes, bad input."""
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -874,7 +875,7 @@ def by_hand(model, loader, epochs, opt, loss_func=F.mse_loss):
 
 OPTS = {
     "momentum": lambda params, lr: SGD(params, lr=lr, momentum=0.9),
-    "AdamW": AdamW,
+    "AdamW": partial(AdamW, fused=True),  # which is what the learner chooses
     "AdamW with decay": lambda params, lr: AdamW(params, lr=lr, weight_decay=0.3),
 }
 
@@ -1258,9 +1259,12 @@ def test_a_loss_without_reduction_is_refused_at_once():
         make_learner(loss_func=nn.MSELoss(reduction="none"))
 
 
-@pytest.mark.parametrize("n_epoch", [-1, 1.5, "3", None])
+@pytest.mark.parametrize("n_epoch", [-1, 1.5, "3"])
 def test_n_epoch_must_be_a_whole_number(n_epoch):
     learn = make_learner()
+    for fit in (learn.fit, learn.fit_one_cycle, learn.fit_flat_cos):
+        with fails(ValueError, "got n_steps=.*; it is a whole number, 0 or more"):
+            fit(n_steps=n_epoch)
     for fit in (learn.fit, learn.fit_one_cycle):
         with fails(ValueError, "got n_epoch=.*; it is a whole number, 0 or more"):
             fit(n_epoch)
