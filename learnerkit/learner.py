@@ -15,7 +15,7 @@ from learnerkit.callback import Callback, Dispatch, describe_loop, kept_flags
 from learnerkit.callbacks.check import check
 from learnerkit.callbacks.lr_find import SUGGESTIONS, LRFinder
 from learnerkit.callbacks.precision import MixedPrecision
-from learnerkit.callbacks.prediction import GatherPredictions
+from learnerkit.callbacks.prediction import Augment, GatherPredictions, averaged
 from learnerkit.callbacks.progress import ProgressCallback
 from learnerkit.callbacks.recorder import EvaluationCallback, Recorder, TableLogger
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, combine_scheds, combined_cos
@@ -577,6 +577,49 @@ class Learner:
         with self._running("predict", [gather, *listify(cbs)]) as nested:
             self._evaluate(dl, nested)
         return gather.items
+
+    @parallel.on_workers
+    def tta(
+        self,
+        ds_idx: int = 1,
+        dl: Iterable | None = None,
+        n: int = 4,
+        batch_tfms: Callable | None = None,
+        beta: float = 0.25,
+        use_max: bool = False,
+        act: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple:
+        """Predictions averaged over a plain and `n` augmented readings of a dataset: `(preds, targets)`.
+
+        Test time augmentation (Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks",
+        2012). Under DDP every rank must reach this. The random streams are afterwards what they were.
+
+        Args:
+            ds_idx: which dataset, read in its own order.
+            dl: a loader that augments the same samples in the same order, instead of `batch_tfms`.
+            n: how many augmented readings.
+            batch_tfms: an augmentation of a batch of inputs on the device, such as those of
+                `torchvision.transforms.v2`.
+            beta: the share of the plain predictions.
+            use_max: take the largest predictions instead of an average.
+            act: a function of the predictions, such as `partial(torch.softmax, dim=1)`, before they are averaged.
+
+        Raises:
+            ValueError: nothing that augments, or no augmented reading.
+        """
+        if n < 1 or (dl is None) == (batch_tfms is None):
+            raise ValueError(
+                f"got n={n}, dl={dl!r} and batch_tfms={batch_tfms!r}; tta takes an n of at least 1, and one of the "
+                "others: an augmentation of the inputs, or a loader that augments"
+            )
+        plain, targets = self.get_preds(ds_idx, act=act)
+        cbs = None if batch_tfms is None else Augment(batch_tfms)
+        augmented = []
+        with keep_seeds():
+            for seed in torch.randint(2**31, (n,)).tolist():
+                world.seed_host(seed)  # each reading leaves the streams as they were: they would all be alike
+                augmented.append(self.get_preds(ds_idx, dl, act=act, cbs=cbs)[0])
+        return averaged(plain, augmented, beta, use_max), targets
 
     def _evaluate(self, dl: Iterable, nested: bool) -> None:
         "Read a loader without training; inside another run without the events of its outer levels."

@@ -1,11 +1,14 @@
 """get_preds: what comes back, and in which order."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
-from conftest import make_classes, make_dls, make_learner, make_model
+from conftest import make_classes, make_data, make_dls, make_learner, make_model
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from learnerkit import Callback, DataLoaders
 
@@ -143,3 +146,82 @@ def test_the_generators_are_left_alone():
     learn.get_preds()
     learn.validate()
     assert torch.equal(state, torch.get_rng_state())
+
+
+# Test time augmentation
+
+
+def flips(x):
+    """Mirrors some samples by chance, drawing from every random stream."""
+    assert random.random() + np.random.rand() >= 0
+    return torch.where(torch.rand(len(x), 1) < 0.5, -x, x)
+
+
+def test_augmented_predictions_are_averaged_with_plain_ones():
+    learn = make_learner(make_dls(8, 10))
+    seen = []
+
+    def twice(x):
+        seen.append(len(x))
+        return 2 * x
+
+    (plain, targets), (doubled, _) = learn.get_preds(), learn.get_preds(cbs=Callback(before_batch=double))
+    preds, found = learn.tta(batch_tfms=twice, n=3)
+    assert torch.equal(found, targets)
+    assert sum(seen) == 3 * 10
+    torch.testing.assert_close(preds, 0.25 * plain + 0.75 * doubled)
+    torch.testing.assert_close(learn.tta(batch_tfms=twice, beta=1.0)[0], plain)
+    assert torch.equal(learn.tta(batch_tfms=twice, use_max=True)[0], torch.maximum(plain, doubled))
+    acted = learn.tta(batch_tfms=twice, act=torch.sigmoid, beta=0.5)[0]
+    torch.testing.assert_close(acted, (plain.sigmoid() + doubled.sigmoid()) / 2)
+
+
+def double(cb):
+    cb.learn.xb = (2 * cb.learn.xb[0],)
+
+
+def test_every_augmented_reading_is_another_and_the_streams_are_what_they_were():
+    learn = make_learner(make_dls(8, 10))
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    one, four = learn.tta(batch_tfms=flips, n=1, beta=0)[0], learn.tta(batch_tfms=flips, n=4, beta=0)[0]
+    (plain, _), (mirrored, _) = learn.get_preds(), learn.get_preds(cbs=Callback(before_batch=mirror))
+    shares = ((four - plain) / (mirrored - plain)).flatten()
+    assert len({round(share, 2) for share in shares.tolist()}) > 2  # neither none nor all of the four
+    assert not torch.equal(one, four)
+    assert torch.equal(one, learn.tta(batch_tfms=flips, n=1, beta=0)[0])
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert torch.equal(states[0], after[0])
+    assert states[1:] == after[1:]
+
+
+def mirror(cb):
+    cb.learn.xb = (-cb.learn.xb[0],)
+
+
+def test_a_loader_may_augment_by_itself():
+    class Noisy(Dataset):
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, i):
+            x, y = make_data(10, seed=1)[i]
+            return x + torch.rand(4), y
+
+    learn = make_learner(make_dls(8, 10))
+    preds = learn.tta(dl=DataLoader(Noisy(), 4), n=2)[0]
+    assert preds.shape == (10, 1)
+    assert not torch.allclose(preds, learn.get_preds()[0])
+
+
+def test_tta_needs_what_augments():
+    learn = make_learner()
+    for args in ({}, {"n": 0, "batch_tfms": flips}, {"dl": learn.dls.valid, "batch_tfms": flips}):
+        with pytest.raises(ValueError, match="one of the others: an augmentation"):
+            learn.tta(**args)
+
+
+def test_tta_with_data_parallel(two_gpus):
+    learn = make_learner(make_dls(8, 10))
+    with learn.parallel_ctx():
+        split = learn.tta(batch_tfms=flips)[0]
+    assert torch.equal(split, learn.tta(batch_tfms=flips)[0])

@@ -10,7 +10,6 @@ from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.data import loader_len, map_batch, to_device
 
-
 # Loaders in the place of others
 
 

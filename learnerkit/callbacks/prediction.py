@@ -12,6 +12,7 @@ from torch import Tensor
 from learnerkit.callback import Callback
 from learnerkit.data import concat, gather_batches, map_batch
 from learnerkit.losses import is_cross_entropy, kernel, option
+from learnerkit.utils import describe
 
 
 class GatherPredictions(Callback):
@@ -89,6 +90,29 @@ class GatherPredictions(Callback):
             "losses": whole.get("losses") if self.with_loss else ...,
         }
         self.items = tuple(item for item in wanted.values() if item is not ...)
+
+
+class Augment(Callback):
+    """Applies an augmentation to the inputs of every batch; of several inputs, to the first."""
+
+    run_train = False
+
+    def __init__(self, batch_tfms: Callable[[Any], Any]):
+        super().__init__()
+        self.batch_tfms = batch_tfms
+
+    def before_batch(self):
+        first, *rest = self.learn.xb
+        self.learn.xb = (self.batch_tfms(first), *rest)
+
+
+def averaged(plain: Tensor, augmented: list[Tensor], beta: float, use_max: bool) -> Tensor:
+    """Predictions of one kind out of plain and augmented ones, as `Learner.tta` describes."""
+    if not all(isinstance(p, Tensor) for p in (plain, *augmented)):
+        raise ValueError(f"tta can average predictions that are tensors; the model's are {describe(plain)}")
+    if use_max:
+        return torch.stack([plain, *augmented]).amax(0)
+    return torch.lerp(torch.stack(augmented).mean(0), plain, beta)
 
 
 def _single(items: tuple | None) -> Any:

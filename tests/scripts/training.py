@@ -185,6 +185,13 @@ def check_rates():
     assert learn.opt is None
 
 
+def check_augmented_predictions():
+    (_, (here, _)), (_, (there, _)) = both(lambda learn: learn.tta(batch_tfms=lambda x: 2 * x, n=2))
+    assert close(here, there)
+    _, (_, (by_chance, _)) = both(lambda learn: learn.tta(batch_tfms=lambda x: x + torch.rand_like(x)))
+    assert all(torch.equal(by_chance, other) for other in world.all_gather(by_chance))
+
+
 if __name__ == "__main__":
     warnings.simplefilter("error")
     assert world.world_size() == N
