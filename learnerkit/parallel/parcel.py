@@ -22,10 +22,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, cached_property, partial
 from itertools import chain
+from random import Random
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy import ndarray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, type(...), ModuleType, torch.dtype, torch.device, torch.Size
 )  # fmt: skip
+_CONTAINERS = (dict, list, set, deque, ndarray, torch.Generator)
 _NOT_SENT = ("logger", "workers", "together", "_dispatch")  # attributes of a learner
 _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
 
@@ -51,6 +54,13 @@ _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
 
 class _Here:
     """Stands in a parcel where the objects begin that the sender remembers."""
+
+
+class _Bytes:
+    """What a storage holds, for one that the reader has already."""
+
+    def __init__(self, storage: torch.UntypedStorage):
+        self.storage = storage
 
 
 @cache
@@ -64,6 +74,7 @@ def _pickler() -> type:
         Args:
             buffer: where it writes.
             places: what the reader has already: the places of objects by their id.
+            kept: storages that the reader has already, by `_cdata`: the place of a tensor that has it.
             known: on the way there, takes up what is met.
             cells: on the way there, takes up the classes and functions that cells define.
             left_out: an object in whose place `None` travels.
@@ -73,12 +84,13 @@ def _pickler() -> type:
             self,
             buffer: io.BytesIO,
             places: Mapping[int, int],
+            kept: Mapping[int, int] | None = None,
             known: list | None = None,
             cells: dict | None = None,
             left_out: Any = None,
         ):
             super().__init__(buffer)
-            self.places, self.known, self.cells, self.left_out = places, known, cells, left_out
+            self.places, self.kept, self.known, self.cells, self.left_out = places, kept or {}, known, cells, left_out
             self.storages: list = []
             self._stored: dict[int, int] = {}
             self._met: set[int] | None = None
@@ -86,20 +98,36 @@ def _pickler() -> type:
         def persistent_id(self, obj: Any) -> Any:
             if torch.is_storage(obj):
                 storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj
-                if storage._cdata not in self._stored:
-                    self._stored[storage._cdata] = len(self.storages)
-                    self.storages.append(storage)
-                return "storage", self._stored[storage._cdata], getattr(obj, "dtype", None)
+                dtype = getattr(obj, "dtype", None)
+                if storage._cdata in self.kept:
+                    return "storage of", self.kept[storage._cdata], dtype
+                return "storage", self._put_aside(storage), dtype
+            if isinstance(obj, _Bytes):
+                return "storage", self._put_aside(obj.storage), None
             if id(obj) in self.places:
                 return "known", self.places[id(obj)]
             if obj is _Here:
                 self._met = {id(self.known), id(self.cells)}
             elif self._met is not None and id(obj) not in self._met and _has_identity(obj):
                 self._met.add(id(obj))
+                if not isinstance(obj, type):
+                    self._met.add(id(getattr(obj, "__dict__", None)))  # the worker's object gets a copy of this one
                 self.known.append(obj)
             return None
 
+        def _put_aside(self, storage: torch.UntypedStorage) -> int:
+            if storage._cdata not in self._stored:
+                self._stored[storage._cdata] = len(self.storages)
+                self.storages.append(storage)
+            return self._stored[storage._cdata]
+
         def reducer_override(self, obj: Any) -> Any:
+            if self._met is not None and isinstance(obj, nn.Parameter):
+                # It travels as a tensor made for that. The worker's would keep the storage that a parameter had at
+                # first, and what becomes of the two may differ.
+                reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+                self._met.add(id(reduced[1][0]))
+                return reduced
             if obj is self.left_out and obj is not None:
                 return type(None), ()
             if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:  # torch.backends.cudnn, say
@@ -124,7 +152,11 @@ def _pickled(obj: Any, places: Mapping[int, int], **how: Any) -> tuple[io.BytesI
     buffer = io.BytesIO()
     pickler = _pickler()(buffer, places, **how)
     pickler.dump(obj)
-    return buffer, [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in pickler.storages]
+    return buffer, [_bytes_of(storage) for storage in pickler.storages]
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _places(known: list) -> dict[int, int]:
@@ -133,11 +165,14 @@ def _places(known: list) -> dict[int, int]:
 
 
 def _has_identity(obj: Any) -> bool:
-    if isinstance(obj, (*_PLAIN, tuple, frozenset)):
+    """Whether it is one of those whose contents can be told, and replaced; others are replaced where they are held."""
+    if isinstance(obj, (*_PLAIN, tuple, frozenset, Random)):
         return False
     if isinstance(obj, type):
         return obj.__module__ == "__main__"
-    return not isinstance(obj, FunctionType) or obj.__module__ == "__main__" or "<" in obj.__qualname__
+    if isinstance(obj, FunctionType):
+        return obj.__module__ == "__main__" or "<" in obj.__qualname__
+    return hasattr(obj, "__dict__") or isinstance(obj, _CONTAINERS) or type(obj).__module__ == "__main__"
 
 
 def _of_kernel(name: str) -> type:
@@ -172,9 +207,10 @@ def _read(path: str, known: list) -> Any:
             if kind == "known":
                 return known[place]
             (dtype,) = about
+            storage = storages[place] if kind == "storage" else known[place].untyped_storage()
             if dtype is None:
-                return storages[place]
-            return torch.storage.TypedStorage(wrap_storage=storages[place], dtype=dtype, _internal=True)
+                return storage
+            return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
     return Unpickler(io.BytesIO(data.numpy().tobytes())).load()
 
@@ -300,11 +336,16 @@ def send_back(job: Job, result: Any) -> tuple[Any, str, Exception | None]:
     Returns:
         (file, path, error): the error says that what the call returned cannot be sent; the rest is written.
     """
-    changed, lost, places = [], [], _places(job.known)
+    changed, lost, kept, places = [], [], {}, _places(job.known)
     for place, after in _states(job).items():
         before, owner = job.before.get(place, {}), job.known[place]
         values = _contents(owner)
         new = {name: values[name] for name, mark in after.items() if mark and mark != before.get(name)}
+        if isinstance(owner, Tensor):
+            if "storage" in new:
+                new.pop("data", None)  # goes along with it
+            else:
+                kept[owner.untyped_storage()._cdata] = place
         gone = [name for name in before if name not in after]
         closed = [name for name, mark in after.items() if not mark and before.get(name) != mark]
         lost += [f"{type(owner).__name__}.{name} (cannot be pickled)" for name in closed]
@@ -312,10 +353,10 @@ def send_back(job: Job, result: Any) -> tuple[Any, str, Exception | None]:
             changed.append((place, new, gone))
     back = {"changed": changed, "lost": lost, "seeds": _seeds(), "result": result}
     try:
-        return *_write(back, places), None
+        return *_write(back, places, kept=kept), None
     except Exception as e:
         e.add_note("what the call returned cannot be sent back to the notebook")
-        return *_write(back | {"result": None}, places), e
+        return *_write(back | {"result": None}, places, kept=kept), e
 
 
 def bring_back(path: str, job: Job) -> Any:
@@ -348,21 +389,30 @@ def _states(job: Job) -> dict[int, dict[str, Any]]:
             if states:
                 found[place] = states
     tensors = {p: x for p, x in watched.items() if isinstance(x, Tensor)}
+    sharers: dict[int, list[int]] = {}
+    for place, t in tensors.items():
+        sharers.setdefault(t.untyped_storage()._cdata, []).append(place)
     for (place, t), digest in zip(tensors.items(), digests(list(tensors.values())), strict=True):
-        found[place] = {"data": (digest, t.shape, t.dtype), "requires_grad": (t.requires_grad,)}
+        storage = t.untyped_storage()
+        # Whose storage it shares, rather than which it has: those of another device are others, and tensors that have
+        # exchanged theirs are as before but for what they hold. What holds other bytes alone is written in its place.
+        layout = (storage.nbytes(), t.storage_offset(), t.shape, t.stride(), t.dtype, sharers[storage._cdata])
+        found[place] = {"data": (digest,), "storage": layout, "requires_grad": (t.requires_grad,)}
     return found
 
 
 def _contents(x: Any) -> dict[str, Any]:
     """The parts of an object that may change, by name."""
     if isinstance(x, Tensor):
-        return {"data": x.detach(), "requires_grad": x.requires_grad}
+        return {"data": _Bytes(x.untyped_storage()), "storage": x.detach(), "requires_grad": x.requires_grad}
     if isinstance(x, torch.Generator):
         return {"state": x.get_state()}
     if isinstance(x, dict):
         return {"items": list(x.items())}
     if isinstance(x, list | set | deque):
         return {"items": list(x)}
+    if isinstance(x, ndarray):
+        return {"items": x.view()}
     if isinstance(x, FunctionType):
         return {k: v for k, v in _globals_of(x).items() if not isinstance(v, ModuleType)}
     if isinstance(x, type):
@@ -372,9 +422,7 @@ def _contents(x: Any) -> dict[str, Any]:
     if isinstance(x, Optimizer):
         return {name: names[name] for name in ("state", "param_groups", "defaults")}
     if isinstance(x, nn.Module):
-        return {k: v for k, v in names.items() if k not in ("_parameters", "_buffers", *_HOOKS)} | {
-            f"buffer {k}": v for k, v in x._buffers.items() if v is not None
-        }
+        return {k: v for k, v in names.items() if k not in _HOOKS}
     if isinstance(x, DataLoader):
         return {k: v for k, v in names.items() if k != "_iterator"}
     return {k: v for k, v in names.items() if not ("cbs" in names and k in _NOT_SENT)}
@@ -382,14 +430,18 @@ def _contents(x: Any) -> dict[str, Any]:
 
 def _set_contents(x: Any, name: str, value: Any) -> None:
     if isinstance(x, Tensor) and name == "data":
-        _copy(x, value)
+        _bytes_of(x.untyped_storage()).copy_(_bytes_of(value))
+    elif isinstance(x, Tensor) and name == "storage":
+        x.data = value.to(x.device)
     elif isinstance(x, Tensor):
         x.requires_grad_(value)
     elif isinstance(x, torch.Generator):
         x.set_state(value)
     elif isinstance(x, dict | set):
         x.clear()
-        x.update(value)
+        x.update(dict(value) if isinstance(x, dict) else value)  # a Counter would count pairs
+    elif isinstance(x, ndarray):
+        x[...] = value
     elif isinstance(x, list):
         x[:] = value
     elif isinstance(x, deque):
@@ -399,24 +451,8 @@ def _set_contents(x: Any, name: str, value: Any) -> None:
         x.__globals__[name] = value
     elif isinstance(x, type):
         setattr(x, name, value)
-    elif isinstance(x, nn.Module) and name.startswith("buffer "):
-        key = name.removeprefix("buffer ")
-        mine = x._buffers.get(key)
-        if mine is None or mine.shape != value.shape or mine.dtype != value.dtype:
-            x._buffers[key] = value
-        else:
-            _copy(mine, value)
     else:
         vars(x)[name] = value
-
-
-def _copy(mine: Tensor, value: Tensor) -> None:
-    """Give a tensor other values, in its place where it can hold them."""
-    if mine.shape != value.shape or mine.dtype != value.dtype:
-        mine.data = value.to(mine.device)
-    elif not torch.equal(mine.detach().cpu(), value.cpu()):  # an expanded one that is as before cannot be written to
-        with torch.no_grad():
-            mine.copy_(value)
 
 
 def _mark(value: Any, places: Mapping[int, int]) -> str:
