@@ -846,6 +846,7 @@ class Learner:
         if self.task == "fit" and hasattr(self, "recorder"):
             self.recorder.log_metric(name, value)
 
+    @parallel.on_workers
     def check(self) -> bool:
         """Take one training step and one of validation, and print what is right and what is wrong with them.
 

@@ -232,6 +232,183 @@ assert count == 30, count
     assert "Warning" not in shown.text, shown.text
 
 
+def test_tensors_come_back_with_the_storages_they_have(kernel):
+    "Exchanged, replaced, shared and parted ones, and views; and other contents that change in place."
+    shown = kernel.run("""
+import collections, random
+import numpy as np
+
+class Average(Callback):
+    "Averages of the weights, which the model has in validation and in the end."
+    def before_fit(self):
+        self.averages = [p.detach().clone() for p in self.model.parameters()]
+    def after_step(self):
+        for a, p in zip(self.averages, self.model.parameters()):
+            a.lerp_(p.detach(), 0.1)
+    def swap(self):
+        for a, p in zip(self.averages, self.model.parameters()):
+            a.data, p.data = p.data, a.data
+    before_validate = cleanup_validate = after_fit = swap
+
+def shares(a, b):
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+learn, average = make_learner(), Average()
+weight = learn.model.one.weight
+place = weight.data_ptr()
+with learn.distrib_ctx(nproc=2, split_batches=True):
+    learn.fit(2, 1e-2, cbs=average)
+    in_worker = learn.recorder.values[-1][1]
+    assert learn.validate()[0] == in_worker, (learn.validate(), in_worker)
+assert abs(learn.validate()[0] - in_worker) < 1e-6
+assert learn.model.one.weight is weight and weight.data_ptr() == place
+alone, average_alone = make_learner(), Average()
+alone.fit(2, 1e-2, cbs=average_alone)
+for one, other in zip([*learn.model.parameters(), *average.averages],
+                      [*alone.model.parameters(), *average_alone.averages], strict=True):
+    torch.testing.assert_close(one, other)
+
+class First(Callback):
+    def after_fit(self):
+        m, cb = unwrap(self.learn.model), self
+        cb.known.data, m.one.weight.data = m.one.weight.data, cb.known.data + 5
+        m.two.bias.data = m.two.bias.data + 2  # cb.best has been the same until now
+        m.two.weight = nn.Parameter(torch.full_like(m.two.weight, 9.0))
+        m.up, m.down = m.down, m.up
+        m.none = torch.ones(2)
+        cb.joined.data = m.one.bias.data
+        cb.moved.set_(torch.arange(6.0)[1:4])
+        cb.whole[4] = 7.0
+        cb.turned.data = cb.turned.data.t()
+        cb.spread.data[0] = 3.0
+        cb.rows = m.one.weight.data.view(-1)
+        cb.array[1:] = 5
+        cb.bytes[0] = 0
+        cb.random.random()
+        cb.counter["a"] += 1
+
+class Second(Callback):
+    def after_fit(self):
+        m, cb = unwrap(self.learn.model), self.cb
+        cb.joined.data = cb.joined.data.clone()
+        cb.joined.fill_(1.0)
+        m.one.bias.data.fill_(2.0)
+        params = list(m.parameters())
+        cb.flat = torch.cat([p.data.view(-1) for p in params])
+        for p, part in zip(params, cb.flat.split([p.numel() for p in params]), strict=True):
+            p.data = part.view_as(p)
+        m.none = None
+
+learn, cb, second = make_learner(), First(), Second()
+m = learn.model
+for name, value in (("up", torch.zeros(2)), ("down", torch.ones(2)), ("none", None)):
+    m.register_buffer(name, value)
+whole, base = torch.zeros(9), torch.arange(4.0)
+vars(cb).update(known=torch.zeros(16, 6), best=m.two.bias.data, joined=torch.zeros(16), moved=torch.zeros(2),
+                whole=whole, part=whole[3:6], turned=base.view(2, 2), spread=torch.zeros(1).expand(4),
+                array=np.zeros(3), bytes=bytearray(b'ab'), random=random.Random(1), counter=collections.Counter())
+array, weight, up, part, second.cb = cb.array, m.one.weight, m.up, cb.part, cb
+with learn.distrib_ctx(nproc=2):
+    learn.fit(1, 0.0, wd=0.0, cbs=cb)
+    start = make_learner().model
+    assert m.one.weight is weight and (weight == 5).all() and torch.equal(cb.known, start.one.weight)
+    assert torch.equal(cb.best, start.two.bias) and torch.equal(m.two.bias, start.two.bias + 2)
+    assert isinstance(m.two.weight, nn.Parameter) and (m.two.weight == 9).all()
+    assert m.down is up and (m.up == 1).all() and (m.down == 0).all() and (m.none == 1).all()
+    assert shares(cb.joined, m.one.bias) and torch.equal(cb.joined, m.one.bias)
+    assert cb.moved.tolist() == [1, 2, 3] and cb.moved.storage_offset() == 1
+    assert cb.part is part and part.tolist() == [0, 7, 0] and shares(part, whole) and whole.sum() == 7
+    assert cb.turned.tolist() == [[0, 2], [1, 3]] and cb.spread.tolist() == [3] * 4 and cb.spread.stride() == (0,)
+    assert shares(cb.rows, weight)
+    assert cb.array is array and array.tolist() == [0, 5, 5] and cb.bytes[0] == 0 and cb.counter == {"a": 1}
+    assert cb.random.getstate() != random.Random(1).getstate()
+    learn.fit(1, 0.0, wd=0.0, cbs=second)
+    assert (cb.joined == 1).all() and (m.one.bias == 2).all() and not shares(cb.joined, m.one.bias)
+    assert m.none is None and "none" in m._buffers
+    cb.flat.fill_(0.5)
+    assert all((p == 0.5).all() for p in m.parameters())
+""")
+    assert shown.error == "", shown.traceback
+    assert "Warning" not in shown.text, shown.text
+
+
+def test_features_of_callbacks_in_workers(kernel):
+    "What they learn, change and show comes back as from a fit of the kernel's own."
+    shown = kernel.run("""
+from functools import partial
+from pathlib import Path
+from learnerkit.callbacks.lr_find import SUGGESTIONS
+
+def halves(model):
+    return [list(model.one.parameters()), list(model.two.parameters())]
+
+def steep_one(lrs, losses, num_it):
+    return lrs[0]
+
+class Names(Callback):
+    def before_fit(self):
+        self.frozen = [n for n, p in unwrap(self.learn.model).named_parameters() if not p.requires_grad]
+
+def run(learn):
+    "Every verb and callback in turn, and what there is to see of it."
+    facts, names = [], Names()
+    before = [p.detach().clone() for p in learn.model.parameters()]
+    found = learn.lr_find(num_it=30, start_lr=1e-4, suggest_funcs=(*SUGGESTIONS, steep_one))
+    facts += [list(found), list(found._fields), found.steep_one == found[-1], learn.train_iter, learn.recorder.lrs]
+    assert all(map(torch.equal, learn.model.parameters(), before))
+    learn.lr_find(num_it=20, show_plot=False)
+    learn.fine_tune(2, 1e-2, cbs=names)
+    facts += [names.frozen, learn.recorder.values, learn.recorder.lrs, len(learn.recorder.history)]
+    assert all(p.requires_grad for p in learn.model.parameters())
+    learn.freeze()
+    held = learn.model.one.weight.detach().clone()
+    learn.fit(1, 1e-2, cbs=names)
+    assert torch.equal(learn.model.one.weight, held) and not learn.model.one.weight.requires_grad
+    learn.unfreeze()
+    facts += [names.frozen]
+    save = SaveModelCallback(fname="best")
+    learn.fit(3, 0.3, cbs=save)
+    facts += [save.best, save.best == learn.validate()[0], Path(save.last_saved_path).exists(), learn.recorder.values]
+    learn.load("best")
+    facts += [learn.validate()]
+    stop = EarlyStoppingCallback("right", min_delta=2.0, patience=2)
+    learn.fit(9, 1e-3, cbs=stop)
+    facts += [stop.best, len(learn.recorder.values), learn.epoch]
+    learn.to_bf16().add_cbs([GradientClip(0.1), Compile(backend="eager")])
+    learn.fit(1, 1e-3)
+    assert unwrap(learn.model)._compiled_call_impl is None and learn.model.one.weight.dtype == torch.float32
+    facts += [learn.recorder.metric_names, learn.recorder.values]
+    learn.to_fp32().remove_cbs([GradientClip, Compile])
+    sched = ParamScheduler({"lr": [SchedCos(0.0, 1e-3), SchedCos(1e-3, 1e-2)]})
+    learn.fit(n_steps=13, lr=1e-3, cbs=[sched, ValidateEvery(5)])
+    facts += [learn.recorder.hps["lr"], learn.train_iter, learn.n_steps, learn.recorder.values]
+    preds, targets = learn.tta(n=2, batch_tfms=lambda x: x + 0.1, act=partial(torch.softmax, dim=1))
+    facts += [preds.tolist(), targets.tolist(), learn.check()]
+    facts += [[g["lr"] for g in learn.opt.param_groups], [p.tolist() for p in learn.model.parameters()]]
+    return facts
+
+learn = make_learner(splitter=halves, path="there")
+with learn.distrib_ctx(nproc=2, split_batches=True):
+    in_workers = run(learn)
+""")
+    assert shown.error == "", shown.traceback
+    assert shown.pictures == 1, shown.pictures
+    assert "stopping" in shown.text
+    assert "all is well" in shown.text
+    shown = kernel.run("""
+import matplotlib.pyplot as plt
+learn = make_learner(splitter=halves, path="here")
+here = run(learn)
+def close(a, b):
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(close, a, b))
+    return abs(a - b) <= 2e-3 * max(abs(b), 1e-2) if isinstance(a, float) else a == b
+for i, (one, other) in enumerate(zip(in_workers, here, strict=True)):
+    assert close(one, other), (i, one, other)
+""")
+    assert shown.error == "", shown.traceback
+
+
 def test_workers_heed_what_is_set_for_the_process(kernel):
     shown = kernel.run("""
 import sys

@@ -450,8 +450,8 @@ def check_monitor(learn: "Learner", name: str) -> None:
         missing = " and, without a validation loader, none of validation" if learn.dls.valid is None else ""
         near = did_you_mean(name, columns, cutoff=0.5)  # 'mae' is near to 'valid_mae'
         raise ValueError(
-            f"got monitor={name!r}; this fit's columns are {', '.join(columns)}{missing}{near}. For a column of its "
-            f"own a callback declares what it gives to log_metric: `logs = ({name!r},)` in its class"
+            f"got monitor={name!r}; this fit's columns are {', '.join(columns)}{missing}{near or '.'} For a column of "
+            f"its own a callback declares what it gives to log_metric: `logs = ({name!r},)` in its class"
         )
 
 
