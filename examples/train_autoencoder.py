@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import DataLoaders, Learner, on_rank0, set_seed, world
+from learnerkit import DataLoaders, Learner, SaveModelCallback, on_rank0, set_seed, world
 from learnerkit.datasets import fashion_mnist_sample
 
 
@@ -61,7 +61,7 @@ def parse_args():
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--bs", type=int, default=64, help="images in a batch of all processes together")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--resume", action="store_true", help="start from OUT/autoencoder.pth, optimizer included")
+    parser.add_argument("--resume", action="store_true", help="go on from OUT/autoencoder.pth if it is there")
     parser.add_argument("--out", type=Path, default=Path("models"), help="directory of the saved model and the picture")
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()
@@ -73,13 +73,13 @@ def main():
     train_ds, valid_ds = map(to_itself, fashion_mnist_sample())
     dls = DataLoaders.from_datasets(train_ds, valid_ds, bs=args.bs)
     learn = Learner(dls, Autoencoder(), nn.MSELoss(), lr=args.lr, model_dir=args.out)
-    if args.resume:
+    if args.resume and (args.out / "autoencoder.pth").is_file():
         learn.load("autoencoder")  # on every rank; weights and optimizer state go where the model is
         valid_loss = learn.validate()[0]
         if world.is_main():
             print(f"resumed with a validation loss of {valid_loss:.6f}")
     with learn.distrib_ctx(split_batches=True):
-        learn.fit(args.epochs)
+        learn.fit(args.epochs, cbs=SaveModelCallback(fname="autoencoder", with_opt=True))
     path = learn.save("autoencoder")  # written by rank 0
     if world.is_main():
         print(f"saved {path}")

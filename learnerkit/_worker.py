@@ -34,6 +34,7 @@ def main() -> None:
     tie_forked_children()
     faulthandler.enable()
     os.set_inheritable(report_fd, False)
+    os.environ["LEARNERKIT_PULSE"] = f"{process_id} {setup['pulse']}"
     if store_fd is not None:
         os.set_inheritable(store_fd, False)
         sys.meta_path.insert(0, StoreHost(store_fd))
@@ -162,7 +163,8 @@ def write_report(report_fd: int, code: int, error: BaseException) -> None:
         report["error"] = "KeyboardInterrupt"
     else:
         report["error"], report["traceback"] = format_error(error)
-        report["follows_another"] = bool(getattr(error, "follows_another", False))
+        # What the launcher asks of any exception; learnerkit.PeerError has them.
+        report |= {name: bool(getattr(error, name, False)) for name in ("follows_another", "standstill")}
     try:
         with open(report_fd, "w") as file:
             json.dump(report, file)

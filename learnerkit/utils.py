@@ -3,7 +3,6 @@
 import difflib
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
@@ -117,21 +116,6 @@ def save_whole(obj: Any, path: Path) -> None:
             os.fsync(directory)
         finally:
             os.close(directory)
-
-
-def shared_file(size: int = 0) -> tuple[Any, str]:
-    """A file of `size` bytes for the other processes of the machine, and the path by which they find it.
-
-    It goes with this process, and is in memory where the system allows it.
-    """
-    if hasattr(os, "memfd_create"):
-        file = os.fdopen(os.memfd_create("learnerkit"), "r+b")
-        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-    else:
-        file = tempfile.NamedTemporaryFile(prefix="learnerkit-")  # noqa: SIM115 - it stays open while it is wanted
-        path = file.name
-    file.truncate(size)
-    return file, path
 
 
 def ipython_shell() -> Any:

@@ -71,6 +71,8 @@ def default_device() -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     index, count = local_rank(), torch.accelerator.device_count()
+    if count == 1 and os.environ.get("SLURM_LOCALID") == str(index):
+        index = 0  # srun has started a task for this very rank, and shows it a GPU of its own (--gpus-per-task)
     if index >= count:
         raise RuntimeError(
             f"local rank {index} has no accelerator: this machine shows {count} ({accelerator.type}); "

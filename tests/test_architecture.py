@@ -18,11 +18,11 @@ from learnerkit.events import Event
 PACKAGE = ROOT / "learnerkit"
 
 FLOORS = {
-    1: ["events", "world", "utils", "scalars", "environment"],
+    1: ["events", "world", "utils", "scalars", "environment", "pulse", "slurm"],
     2: ["callback", "data", "metrics", "optim", "losses", "weights", "checks", "datasets", "snapshot"],
     3: ["callbacks", "parallel"],
     4: ["learner"],
-    5: ["vision", "launch", "doctor", "_worker", "__init__"],
+    5: ["vision", "launch", "supervise", "nodes", "doctor", "_worker", "__init__"],
 }
 
 # A worker runs the user's own script as `__main__`; nothing else is run as code.

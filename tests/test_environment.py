@@ -2,7 +2,7 @@
 
 import sys
 
-from learnerkit.environment import killed_by, rank_environment
+from learnerkit.environment import Place, killed_by, rank_environment
 
 
 def test_rank_environment():
@@ -15,7 +15,7 @@ def test_rank_environment():
     }
     given |= {"KEPT": "yes", "NCCL_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "3", "GROUP_NAME": "mine"}
     copy = dict(given)
-    env = rank_environment(given, 1, 2, 1234, gpus="5,6")
+    env = rank_environment(given, Place(2, 1234), 1, gpus="5,6")
     assert given == copy
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     assert env == {
@@ -34,10 +34,13 @@ def test_rank_environment():
         "MASTER_PORT": "1234",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
     }
-    assert rank_environment({"OMP_NUM_THREADS": "4"}, 0, 2, 1)["OMP_NUM_THREADS"] == "4"
-    assert "OMP_NUM_THREADS" not in rank_environment({}, 0, 1, 1)
-    assert rank_environment(given, 0, 1, 1)["CUDA_VISIBLE_DEVICES"] == "3"
+    assert rank_environment({"OMP_NUM_THREADS": "4"}, Place(2, 1), 0)["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS" not in rank_environment({}, Place(1, 1), 0)
+    assert rank_environment(given, Place(1, 1), 0)["CUDA_VISIBLE_DEVICES"] == "3"
 
 
 def test_signals_have_names_where_there_are_any():

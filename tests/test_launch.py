@@ -1,12 +1,12 @@
 """The launcher, with real processes wherever processes are the point."""
 
 import ctypes
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import uuid
 from pathlib import Path
@@ -15,9 +15,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from learnerkit import _worker, launch
-from learnerkit.environment import rank_environment
-from learnerkit.launch import Job, Rank, choose_processes, gpu_names, listed_gpus, parse
+from learnerkit import launch
+from learnerkit.environment import Place, rank_environment
+from learnerkit.launch import Plan, choose_processes, gpu_names, listed_gpus, parse
+from learnerkit.supervise import CAUSE_SECONDS, COLLECTIVE_ERROR, Job
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -104,10 +105,9 @@ def no_gpu(monkeypatch):
 @pytest.mark.parametrize("separator", [[], ["--"]])
 def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
     own = ["--nproc", "5", "-m", "x", "--", "--gpus", "-u", "-h", "--grace", "--np=1", ""]
-    job = parse([*options, *separator, __file__, *own])
-    assert job == Job([__file__, *own], nproc)
-    assert parse([*options, "-u", "--grace", "1.5", "-m", "pkg.mod", *own]) == Job(
-        ["-m", "pkg.mod", *own], nproc, grace=1.5, unbuffered=True
+    assert parse([*options, *separator, __file__, *own]) == Plan(Job([__file__, *own], nproc))
+    assert parse([*options, "-u", "--grace", "1.5", "-m", "pkg.mod", *own]) == Plan(
+        Job(["-m", "pkg.mod", *own], nproc, grace=1.5, unbuffered=True)
     )
 
 
@@ -208,95 +208,6 @@ def test_number_of_processes():
             choose_processes(None, bad, four)
 
 
-# The report
-
-
-def ended(number, code, at, error="", stop_signals=(), follows=False):
-    """Return a rank that has ended; with an error it has written a report."""
-    report = {"error": error, "traceback": f"Traceback of {number}", "follows_another": follows} if error else {}
-    return Rank(number, None, None, at, code, report, list(stop_signals))
-
-
-def test_the_first_failure_comes_first(capsys):
-    ranks = [
-        ended(0, 1, 12.5, "RuntimeError: closed"),
-        ended(1, -9, 12.0),
-        ended(2, -15, 13.0, stop_signals=[15]),
-        ended(3, 0, 11.0),
-        ended(4, -9, 18.0, stop_signals=[15, 9]),
-        ended(5, 143, 13.0, stop_signals=[15]),
-        ended(6, -6, 14.0, stop_signals=[15]),
-    ]
-    assert launch.report(ranks, None, began=10.0) == 137
-    assert says(capsys.readouterr().err) == [
-        "learnerkit.launch: rank 1 was killed by signal 9 (SIGKILL), as the kernel does when memory runs out "
-        "(see dmesg), after 2.0 s",
-        "learnerkit.launch: rank 0 then failed: RuntimeError: closed",
-        "learnerkit.launch: rank 6 then was killed by signal 6 (SIGABRT)",
-        "learnerkit.launch: rank 2 was stopped by the launcher after 3.0 s",
-        "learnerkit.launch: rank 3 ended with exit code 0 after 1.0 s",
-        "learnerkit.launch: rank 4 did not stop in time and was killed after 8.0 s",
-        "learnerkit.launch: rank 5 was stopped by the launcher after 3.0 s",
-    ]
-
-
-KILLED, ABORTED = ended(0, -9, 4.0), ended(0, -6, 4.0)
-OWN = ended(1, 1, 3.0, "ValueError: mine")
-CLOSED = ended(2, 1, 2.0, "RuntimeError: [gloo/tcp/pair.cc:598] Connection closed by peer [127.0.0.1]:1")
-FOLLOWER = ended(3, 1, 1.0, "PeerError: rank 0 failed", follows=True)
-
-
-@pytest.mark.parametrize(
-    ("in_order", "code"),
-    [
-        ([OWN, KILLED, CLOSED, FOLLOWER], 1),
-        ([KILLED, CLOSED, FOLLOWER], 137),
-        ([KILLED, ended(2, 1, 2.0, "DistNetworkError: failed to recv")], 137),
-        ([KILLED, ended(2, 1, 2.0, "RuntimeError: NCCL Error 2: unhandled system error")], 137),
-        ([OWN, ended(0, -6, 2.0)], 1),
-        ([CLOSED, ABORTED, FOLLOWER], 1),  # either may be the echo of the other: the time decides
-        ([ABORTED, ended(2, 1, 5.0, "DistBackendError: NCCL error")], 134),
-        ([ended(2, 1, 2.0, "RuntimeError: shapes differ"), KILLED], 1),
-        ([ended(2, 1, 2.0, "DistanceError: too far"), KILLED], 1),
-    ],
-)
-def test_the_cause_comes_before_its_echoes(capsys, in_order, code):
-    for ranks in (in_order, in_order[::-1]):
-        assert launch.report(ranks, None, began=0.0) == code
-        lines = says(capsys.readouterr().err)
-        assert [int(line.split()[2]) for line in lines] == [rank.number for rank in in_order]
-
-
-def test_report_of_a_run_that_was_asked_to_end(capsys):
-    obedient = [ended(0, 143, 3.0, stop_signals=[15]), ended(1, 0, 3.0, stop_signals=[15])]
-    assert launch.report(obedient, signal.SIGTERM, began=0.0) == 143
-    assert capsys.readouterr().err == ""
-    failing = [ended(0, 1, 3.0, "OSError: disk full", stop_signals=[15])]
-    assert launch.report(failing, signal.SIGTERM, began=0.0) == 143
-    assert "failed (exit code 1) after 3.0 s:\nTraceback of 0" in capsys.readouterr().err
-    assert launch.report(failing, signal.SIGINT, began=0.0) == 130
-    assert "failed (exit code 1) after 3.0 s:\nOSError: disk full\n" in capsys.readouterr().err
-
-
-def test_control_characters_are_escaped(capsys):
-    launch.say("a\tb\n\x1b[2J\x00\r\x7f\x9b\u2028\u202e é 日本")
-    expected = "learnerkit.launch: a\tb\n\\x1b[2J\\x00\\r\\x7f\\x9b\\u2028\\u202e é 日本\n"
-    assert capsys.readouterr().err == expected
-
-
-def test_a_report_that_cannot_be_written_is_printed(capsys):
-    full = os.open("/dev/full", os.O_WRONLY)
-    _worker.write_report(full, 1, ValueError("lost?"))
-    assert "ValueError: lost?" in capsys.readouterr().err
-
-
-def test_a_broken_report_is_no_report(monkeypatch):
-    monkeypatch.setattr(launch, "signal_group", lambda rank, signum: False)
-    rank = Rank(0, SimpleNamespace(returncode=-9), io.BytesIO(b'{"time": 1.0, "cod'), ended=5.0)
-    launch.note_end(rank)
-    assert (rank.code, rank.ended) == (-9, 5.0)
-
-
 # The processes
 
 
@@ -336,7 +247,8 @@ def test_the_script_sees_what_python_would_show_it(run, launched, tmp_path, form
     port = seen[0]["env"]["MASTER_PORT"]
     for number, facts in enumerate(seen):
         env = expected["env"] | stale
-        assert facts.pop("env") == rank_environment(env, number, 2, int(port))
+        assert facts["env"].pop("LEARNERKIT_PULSE").endswith(tuple("0123456789"))
+        assert facts.pop("env") == rank_environment(env, Place(2, int(port)), number)
         assert facts == {name: value for name, value in expected.items() if name != "env"}
     assert len(seen) == 2
 
@@ -399,6 +311,7 @@ def test_the_cause_is_shown_first_even_if_it_ends_last(launched, tmp_path, how, 
     first, *traceback, follower = err.splitlines()
     assert ended == code
     assert first.startswith(f"learnerkit.launch: {cause}")
+    traceback = [line.removeprefix("  ") for line in traceback]
     assert (traceback[0], traceback[-1]) == ("Traceback (most recent call last):", last) if last else traceback == []
     assert follower == f"learnerkit.launch: rank 0 then failed: {echo}"
 
@@ -409,9 +322,9 @@ def test_a_cause_that_does_not_end_is_stopped(launched, tmp_path):
     first, message, cause = err.splitlines()
     assert code == 1
     assert first.startswith("learnerkit.launch: rank 0 failed (exit code 1), following another rank, after ")
-    assert message == "Follower: rank 1 failed in before_step"
+    assert message == "  Follower: rank 1 failed in before_step"
     assert cause.startswith("learnerkit.launch: rank 1 did not stop in time and was killed after ")
-    assert launch.CAUSE_SECONDS < time.monotonic() - began < launch.CAUSE_SECONDS + 5
+    assert CAUSE_SECONDS < time.monotonic() - began < CAUSE_SECONDS + 5
 
 
 def test_what_a_rank_leaves_running_is_killed(launched):
@@ -524,13 +437,14 @@ def test_the_user_sees_the_error_and_not_its_echo(launched):
     assert lines[0].startswith("learnerkit.launch: rank 1 failed (exit code 1) after ")
     failed_after = float(lines[0].split()[-2])
     assert time.monotonic() - began < failed_after + 6
-    first = "\n".join(lines[1 : lines.index("in batch 7") + 1])
+    # Indented: the second line of the script's message cannot pass for one of the launcher's.
+    first = textwrap.dedent("\n".join(lines[1 : lines.index("  in batch 7") + 1]))
     assert first.startswith(f'Traceback (most recent call last):\n  File "{SCRIPTS}/launch_fail.py", line ')
     assert "KeyError: 'the cause'\n\nThe above exception was the direct cause" in first
     assert "ValueError: bad \\x1b[2J sample\nlearnerkit.launch: \\x9b31m second line" in first
     assert "_worker.py" not in err
     assert "runpy" not in err
-    (follower,) = lines[lines.index("in batch 7") + 1 :]
+    (follower,) = lines[lines.index("  in batch 7") + 1 :]
     assert follower.startswith("learnerkit.launch: rank 0 then failed: RuntimeError: ")
-    assert launch.COLLECTIVE_ERROR.match(follower.partition("then failed: ")[2])
+    assert COLLECTIVE_ERROR.match(follower.partition("then failed: ")[2])
     assert out.startswith("exit hook ran\n")  # the follower may be stopped before it comes to its own

@@ -1,5 +1,6 @@
 """DistributedDataParallel for as long as a fit lasts: wrapping, shared-out loaders, exact weights, rank 0's voice."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -48,7 +49,7 @@ class DistributedCallback(Callback):
             process; by default every rank takes whole batches, and the global batch is that much larger.
         find_unused_parameters: DDP's; `None` finds out with the first batch of each fit.
         timeout: seconds (or a timedelta) without anything moving after which a rank that waits for others ends the
-            run and says where each of them is; default 5 minutes.
+            run and says where each of them is; default 5 minutes, or what the launcher's `--timeout` says.
         wrap: names of sub-modules to wrap each by itself, for several networks; by default the whole model. Costs one
             small collective a step. Several backward passes of a step may reach a network, but with
             find_unused_parameters=True only one for each of its forward passes.
@@ -80,7 +81,9 @@ class DistributedCallback(Callback):
     ):
         super().__init__()
         self.sync_bn, self.split_batches, self.find_unused_parameters = sync_bn, split_batches, find_unused_parameters
-        self.timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or 300.0
+        if timeout is None:
+            timeout = float(os.environ.get("LEARNERKIT_TIMEOUT", 300))
+        self.timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self.wrap_names = (wrap,) if isinstance(wrap, str) else tuple(wrap or ())
         self.dataset_is_sharded, self.uneven, self.comm_hook = sharded, uneven, comm_hook
         if uneven not in ("stop", "join"):

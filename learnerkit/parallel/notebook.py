@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from learnerkit import world
-from learnerkit.environment import LOOPBACK, killed_by, rank_environment
+from learnerkit.environment import LOOPBACK, Place, killed_by, rank_environment
 from learnerkit.parallel import parcel
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.utils import front_end, ipython_shell
@@ -243,7 +243,7 @@ class Workers:
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, json.dumps(path), str(theirs.fileno()), self.front],
-                env=rank_environment(environ, rank, self.nproc, port, gpus),
+                env=rank_environment(environ, Place(self.nproc, port), rank, gpus),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 bufsize=0,

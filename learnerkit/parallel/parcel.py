@@ -34,9 +34,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from learnerkit import world
 from learnerkit.callbacks.recorder import TableLogger
-from learnerkit.environment import rank_environment
+from learnerkit.environment import Place, rank_environment, shared_file
 from learnerkit.parallel.drift import digests
-from learnerkit.utils import shared_file, warn
+from learnerkit.utils import warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -539,8 +539,8 @@ def go_where(folder: str, path: list[str], environ: dict[str, str]) -> None:
     """Have a worker be where the kernel is."""
     os.chdir(folder)
     sys.path[:] = path
-    port, gpus = int(os.environ["MASTER_PORT"]), os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ.update(rank_environment(environ, world.rank(), world.world_size(), port, gpus))
+    place = Place(world.world_size(), int(os.environ["MASTER_PORT"]))
+    os.environ.update(rank_environment(environ, place, world.rank(), os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def _apply_settings(found: Mapping[str, Any]) -> None:

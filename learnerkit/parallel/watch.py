@@ -4,14 +4,12 @@ A rank that waits in a collective cannot be told anything by another one, and wa
 stuck. So every rank has two threads while it trains. One reads the messages that other ranks put into the store, and
 can end the rank's waiting: on gloo by shutting down the connections between the ranks (gloo's own `abort` does
 nothing), on NCCL by aborting the group. The other looks for a rank that has come to a standstill, with the help of a
-small piece of memory that the ranks of a machine share and that can also be read when a process is stopped.
+small piece of memory that the ranks of a machine share and that can also be read when a process is stopped (`Pulse`).
 """
 
 import json
-import mmap
 import os
 import socket
-import struct
 import sys
 import threading
 import time
@@ -25,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from learnerkit import world
-from learnerkit.utils import shared_file
+from learnerkit.pulse import Pulse, where
 
 GRACE_SECONDS = 0.5
 """How long after a failure the others may still run into the same error by themselves, and so report it as theirs."""
@@ -38,52 +36,7 @@ class PeerError(RuntimeError):
     """Another rank failed, or came to a standstill; the message says which, where and why."""
 
     follows_another = True  # the launcher reports the first cause before its followers
-
-
-def where(facts: dict) -> str:
-    """A place in a run, in words."""
-    by = f" of {facts['callback']}" if facts["callback"] else ""
-    return f"{facts['event']}{by} (epoch {facts['epoch']}, step {facts['step']})"
-
-
-class Pulse:
-    """Where a rank is: 256 bytes that the other processes of the machine can read, whatever state this one is in.
-
-    Args:
-        shared: the memory.
-    """
-
-    SIZE = 256
-    _LOOK, _MOVE, _PLACE = struct.Struct("<d?"), struct.Struct("<dqq"), 40  # at 0, at 16, and where the text begins
-
-    def __init__(self, shared: mmap.mmap):
-        self._shared = shared
-
-    def beat(self, epoch: int, step: int, place: bytes) -> None:
-        """The main thread has come to `place`: 'event/callback'."""
-        shared = self._shared
-        self._MOVE.pack_into(shared, 16, time.monotonic(), epoch, step)
-        shared[self._PLACE : self._PLACE + len(place) + 1] = place + b"\0"
-
-    def close(self) -> None:
-        """Let the memory go."""
-        self._shared.close()
-
-    def live(self, waits: bool) -> None:
-        """The watching thread runs, so this process does; whether the main thread waits for others."""
-        self._LOOK.pack_into(self._shared, 0, time.monotonic(), waits)
-
-    def read(self) -> dict:
-        """The place, and how many seconds ago each thread gave its last sign."""
-        lived, waits = self._LOOK.unpack_from(self._shared, 0)
-        moved, epoch, step = self._MOVE.unpack_from(self._shared, 16)
-        text = self._shared[self._PLACE : self.SIZE].split(b"\0")[0].decode(errors="replace")
-        event, _, callback = text.partition("/")
-        now = time.monotonic()  # one clock for all processes of the machine
-        return {
-            "event": event, "callback": callback, "epoch": epoch, "step": step,
-            "since": now - moved, "alive": now - lived, "waits": waits,
-        }  # fmt: skip
+    standstill = False  # whether there is no other error to wait for
 
 
 class Watch:
@@ -116,19 +69,17 @@ class Watch:
             PeerError: some did not.
         """
         self._await_all()
-        self._file, path = shared_file(Pulse.SIZE)
-        here = socket.gethostname()
-        everyone = world.all_gather((here, path, _connections()))
-        self.pulses: dict[int, Pulse] = {}
-        for rank, (host, path, _) in enumerate(everyone):
-            if host != here:
+        self.pulse = Pulse.own()
+        here = _machine()
+        everyone = world.all_gather((here, self.pulse.path, _connections()))
+        self.pulses = {self.rank: self.pulse}
+        for rank, (machine, path, _) in enumerate(everyone):
+            if machine != here or rank == self.rank:
                 continue
             try:
-                with open(path, "r+b") as shared:
-                    self.pulses[rank] = Pulse(mmap.mmap(shared.fileno(), Pulse.SIZE))
-            except (OSError, ValueError):  # containers may share a name, but not their processes
+                self.pulses[rank] = Pulse(path)
+            except (OSError, ValueError):
                 continue
-        self.pulse = self.pulses[self.rank]
         others = {pair for rank, (_, _, pairs) in enumerate(everyone) if rank != self.rank for pair in pairs}
         store = _store_port()
         # The connections whose other end another rank has; those of the store must stay.
@@ -157,7 +108,6 @@ class Watch:
             thread.join(timeout=ANSWER_SECONDS)
         # Now rather than when the garbage is collected, so that fits in a row do not gather descriptors.
         self._inbox = None
-        self._file.close()
         for pulse in self.pulses.values():
             pulse.close()
 
@@ -383,10 +333,18 @@ class Watch:
         """The error of a rank that leaves because another one failed."""
         first, mine = self.failure, self.pulse.read()
         verb = "came to a standstill" if first.get("standstill") else "failed"
-        return PeerError(
+        error = PeerError(
             f"rank {first['rank']} {verb} in {where(first)}: {first['cause']}\n"
             f"(rank {self.rank} left with it, from {where(mine)}; the next fit begins with rank 0's weights)"
         )
+        error.standstill = bool(first.get("standstill"))
+        return error
+
+
+def _machine() -> tuple[str, str]:
+    """Which machine this is: containers may share its name, but then they do not see each other's processes."""
+    processes = "/proc/self/ns/pid"
+    return socket.gethostname(), os.readlink(processes) if os.path.exists(processes) else ""
 
 
 def _put(store: dist.Store, rank: int, kind: str, about: Any = None) -> None:

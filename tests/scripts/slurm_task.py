@@ -1,0 +1,15 @@
+"""Print what `learnerkit.slurm` makes of the environment of this process."""
+
+import json
+import os
+from dataclasses import astuple
+
+from learnerkit.slurm import advice, current_task, expand_nodes
+
+try:
+    task = current_task(os.environ)
+    told = task and astuple(task)
+except ValueError as error:
+    told = str(error)
+nodes = expand_nodes(os.environ["SLURM_JOB_NODELIST"])
+print(json.dumps([told, advice(os.environ), nodes]), flush=True)

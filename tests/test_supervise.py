@@ -1,0 +1,108 @@
+"""What the launcher says of its processes, without any."""
+
+import io
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from learnerkit import _worker, supervise
+from learnerkit.environment import Place
+from learnerkit.supervise import Rank
+
+
+def says(err):
+    """Return what the launcher itself has printed."""
+    return [line for line in err.splitlines() if line.startswith("learnerkit.launch: ")]
+
+
+def report(ranks, reason, began):
+    """Print the report, and return the exit code."""
+    return supervise.report(ranks, reason, Place(len(ranks), 1), began).code
+
+
+def ended(number, code, at, error="", stop_signals=(), follows=False):
+    """Return a rank that has ended; with an error it has written a report."""
+    report = {"error": error, "traceback": f"Traceback of {number}", "follows_another": follows} if error else {}
+    return Rank(number, None, None, at, code, report, list(stop_signals))
+
+
+def test_the_first_failure_comes_first(capsys):
+    ranks = [
+        ended(0, 1, 12.5, "RuntimeError: closed"),
+        ended(1, -9, 12.0),
+        ended(2, -15, 13.0, stop_signals=[15]),
+        ended(3, 0, 11.0),
+        ended(4, -9, 18.0, stop_signals=[15, 9]),
+        ended(5, 143, 13.0, stop_signals=[15]),
+        ended(6, -6, 14.0, stop_signals=[15]),
+    ]
+    assert report(ranks, None, began=10.0) == 137
+    assert says(capsys.readouterr().err) == [
+        "learnerkit.launch: rank 1 was killed by signal 9 (SIGKILL), as the kernel does when memory runs out "
+        "(see dmesg), after 2.0 s",
+        "learnerkit.launch: rank 0 then failed: RuntimeError: closed",
+        "learnerkit.launch: rank 6 then was killed by signal 6 (SIGABRT)",
+        "learnerkit.launch: rank 2 was stopped by the launcher after 3.0 s",
+        "learnerkit.launch: rank 3 ended with exit code 0 after 1.0 s",
+        "learnerkit.launch: rank 4 did not stop in time and was killed after 8.0 s",
+        "learnerkit.launch: rank 5 was stopped by the launcher after 3.0 s",
+    ]
+
+
+KILLED, ABORTED = ended(0, -9, 4.0), ended(0, -6, 4.0)
+OWN = ended(1, 1, 3.0, "ValueError: mine")
+CLOSED = ended(2, 1, 2.0, "RuntimeError: [gloo/tcp/pair.cc:598] Connection closed by peer [127.0.0.1]:1")
+FOLLOWER = ended(3, 1, 1.0, "PeerError: rank 0 failed", follows=True)
+
+
+@pytest.mark.parametrize(
+    ("in_order", "code"),
+    [
+        ([OWN, KILLED, CLOSED, FOLLOWER], 1),
+        ([KILLED, CLOSED, FOLLOWER], 137),
+        ([KILLED, ended(2, 1, 2.0, "DistNetworkError: failed to recv")], 137),
+        ([KILLED, ended(2, 1, 2.0, "RuntimeError: NCCL Error 2: unhandled system error")], 137),
+        ([OWN, ended(0, -6, 2.0)], 1),
+        ([CLOSED, ABORTED, FOLLOWER], 1),  # either may be the echo of the other: the time decides
+        ([ABORTED, ended(2, 1, 5.0, "DistBackendError: NCCL error")], 134),
+        ([ended(2, 1, 2.0, "RuntimeError: shapes differ"), KILLED], 1),
+        ([ended(2, 1, 2.0, "DistanceError: too far"), KILLED], 1),
+    ],
+)
+def test_the_cause_comes_before_its_echoes(capsys, in_order, code):
+    for ranks in (in_order, in_order[::-1]):
+        assert report(ranks, None, began=0.0) == code
+        lines = says(capsys.readouterr().err)
+        assert [int(line.split()[2]) for line in lines] == [rank.number for rank in in_order]
+
+
+def test_report_of_a_run_that_was_asked_to_end(capsys):
+    obedient = [ended(0, 143, 3.0, stop_signals=[15]), ended(1, 0, 3.0, stop_signals=[15])]
+    assert report(obedient, signal.SIGTERM, began=0.0) == 143
+    assert capsys.readouterr().err == ""
+    failing = [ended(0, 1, 3.0, "OSError: disk full", stop_signals=[15])]
+    assert report(failing, signal.SIGTERM, began=0.0) == 143
+    assert "failed (exit code 1) after 3.0 s:\n  Traceback of 0" in capsys.readouterr().err
+    assert report(failing, signal.SIGINT, began=0.0) == 130
+    assert "failed (exit code 1) after 3.0 s:\n  OSError: disk full\n" in capsys.readouterr().err
+
+
+def test_control_characters_are_escaped(capsys):
+    supervise.say("a\tb\n\x1b[2J\x00\r\x7f\x9b\u2028\u202e é 日本")
+    expected = "learnerkit.launch: a\tb\n  \\x1b[2J\\x00\\r\\x7f\\x9b\\u2028\\u202e é 日本\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_report_that_cannot_be_written_is_printed(capsys):
+    full = os.open("/dev/full", os.O_WRONLY)
+    _worker.write_report(full, 1, ValueError("lost?"))
+    assert "ValueError: lost?" in capsys.readouterr().err
+
+
+def test_a_broken_report_is_no_report(monkeypatch):
+    monkeypatch.setattr(supervise, "signal_group", lambda rank, signum: False)
+    rank = Rank(0, SimpleNamespace(returncode=-9), io.BytesIO(b'{"time": 1.0, "cod'), ended=5.0)
+    supervise.note_end(rank)
+    assert (rank.code, rank.ended) == (-9, 5.0)
