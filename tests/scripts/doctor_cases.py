@@ -1,0 +1,86 @@
+"""The doctor where something is wrong. Argument: what; the launcher starts this in place of the doctor itself."""
+
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import learnerkit
+from learnerkit import doctor
+
+RANK = int(os.environ["RANK"])
+
+
+def other_machine(folder):
+    """Rank 1 is on a machine of its own, in `folder`, where everything differs, and the all-reduce is wrong."""
+    doctor.socket.gethostname = lambda: f"host{RANK}\x1b[2J"
+    if RANK == 1:
+        os.chdir(folder)
+        learnerkit.__version__ = "0.0.9"
+        os.sched_getaffinity = lambda pid: 1 / 0
+        ahead = SimpleNamespace(**vars(time))
+        ahead.time = lambda: time.time() + 5
+        doctor.time = ahead
+    import torch.distributed as dist
+
+    reduce = dist.all_reduce
+
+    def off_by_one(x):
+        reduce(x)
+        x += RANK
+
+    dist.all_reduce = off_by_one
+
+
+def no_torch():
+    if RANK == 1:
+        sys.modules["torch"] = None
+
+
+def silent():
+    """Rank 1 does not come."""
+    if RANK == 1:
+        doctor.collect = lambda rank: time.sleep(600)
+    else:
+        doctor.MEET_SECONDS = 3.0
+
+
+def alone_in_the_dark():
+    """Nobody listens where the ranks are to meet."""
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+    import torch.distributed  # noqa: F401 - it serves the store at the port that is set now
+
+    doctor.REACH_SECONDS = 2.0
+    os.environ["MASTER_PORT"] = "9"
+
+
+def stuck(topic):
+    """Rank 1 does not come back from `topic`."""
+    if topic == "all-reduce":
+        doctor.MEET_SECONDS = 3.0
+    look, judge = doctor.TOGETHER[topic]
+    if RANK == 1:
+        doctor.TOGETHER[topic] = (lambda board: time.sleep(600), judge)
+    elif topic == "file system":
+        doctor.Board.gather = told(doctor.Board.gather)
+
+
+def told(gather):
+    def gather_and_tell(board, topic, *args):
+        if topic == "looked":
+            print("looking", flush=True)
+        return gather(board, topic, *args)
+
+    return gather_and_tell
+
+
+def fails(topic):
+    """A check of rank 1 fails."""
+    look, judge = doctor.TOGETHER[topic]
+    if RANK == 1:
+        doctor.TOGETHER[topic] = (lambda board: [][1], judge)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
+    sys.exit(doctor.examine())
