@@ -276,7 +276,7 @@ def node_counts(text: str | None) -> tuple[int, int]:
 def write_sbatch(options: argparse.Namespace, command: list[str]) -> int:
     """Write the batch script, say what to do with it, and return the exit code."""
     settings = {name: getattr(options, name) for name in SBATCH}
-    settings["nodes"] = settings["nodes"] or 1
+    settings["nodes"] = 1 if settings["nodes"] is None else settings["nodes"]
     name = command[1] if command[0] == "-m" else Path(command[0]).stem
     settings["job_name"] = settings["job_name"] or re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII)
     text = slurm.batch_script(command, **settings, launcher_options=carried(options))

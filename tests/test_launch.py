@@ -15,9 +15,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from learnerkit import launch
+from learnerkit import launch, slurm
 from learnerkit.environment import Place, rank_environment
 from learnerkit.launch import Plan, choose_processes, gpu_names, listed_gpus, parse
+from learnerkit.nodes import Elastic, Static
+from learnerkit.slurm import Task
 from learnerkit.supervise import CAUSE_SECONDS, COLLECTIVE_ERROR, Job
 
 ROOT = Path(__file__).parents[1]
@@ -124,6 +126,19 @@ def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
         (["--grace", "-1", __file__], "--grace -1.0: give seconds"),
         (["--grace", "nan", __file__], "--grace nan: give seconds"),
         (["--npro", "2", __file__], "unrecognized arguments: --npro"),
+        (["--timeout", "0", __file__], "--timeout 0.0: give seconds, more than 0"),
+        (["--max-restarts", "-1", __file__], "--max-restarts -1: give a number"),
+        (["--master-port", "0", __file__], "--master-port 0: give a port from 1 to 65535"),
+        (["--nnodes", "3:2", __file__], "--nnodes 3:2: give a number of machines"),
+        (["--nnodes", "1:4", "--node-rank", "0", "--master-addr", "a", __file__], "1:4 needs --rdzv-endpoint"),
+        (["--nnodes", "2", "--node-rank", "0", __file__], "need --nnodes, --node-rank and --master-addr"),
+        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", __file__], "--node-rank 2: give 0 to 1"),
+        (["--rdzv-endpoint", "a:1", __file__], "--rdzv-endpoint needs --nnodes"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a:x", __file__], "'a:x': give host:port"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a:1", "--node-rank", "0", __file__], "does not go with --node-rank"),
+        (["--nodes", "2", __file__], "--nodes goes with --write-sbatch"),
+        (["--write-sbatch", "/no/such/folder/job.sh", __file__], "job.sh: No such file or directory"),
+        (["--write-sbatch", "job.sh", "--nodes", "0", __file__], "--nodes 0: give a number, 1 or more"),
     ],
 )
 def test_bad_values_are_one_line_and_code_2(no_gpu, capsys, arguments, message):
@@ -206,6 +221,47 @@ def test_number_of_processes():
     for bad in ("4", "0,0", "x", "", "-1"):
         with pytest.raises(ValueError, match="give indices from 0 to 3, each once"):
             choose_processes(None, bad, four)
+
+
+# Several machines
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "nproc"),
+    [
+        ([], None, 3),
+        (["--nnodes", "1"], None, 3),
+        (["--nnodes", "2", "--node-rank", "1", "--master-addr", "a"], Static(1, 2, "a", 29500), 3),
+        (["--nnodes=2", "--node-rank=0", "--master-addr=a", "--master-port=7"], Static(0, 2, "a", 7), 3),
+        (["--nnodes", "1:4", "--rdzv-endpoint", "b:8"], Elastic(1, 4, "b", 8), 3),
+        (["--nnodes", "2", "--rdzv-endpoint", "b"], Elastic(2, 2, "b", 29500), 3),
+    ],
+)
+def test_how_machines_meet(no_gpu, options, nodes, nproc):
+    plan = parse([*options, "--nproc", "3", "--max-restarts", "2", __file__])
+    assert plan == Plan(Job([__file__], nproc), 2, nodes)
+
+
+def test_slurm_says_how_machines_meet(no_gpu, monkeypatch):
+    for task in (Task(1, 2, False, "gpu1", 21000), Task(5, 8, True, "gpu1", 21000)):
+        monkeypatch.setattr(slurm, "current_task", lambda environ, task=task: task)
+        plan = parse([__file__])
+        assert plan.nodes == Static(task.number, task.count, "gpu1", 21000)
+        assert plan.job.nproc == 1
+        options = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "a"]
+        assert parse([*options, __file__]).nodes.address == "a"  # what is said goes before what is found
+    assert parse(["--nproc", "3", __file__]).job.nproc == 1  # one GPU for each
+
+
+def test_a_batch_script_gets_the_launchers_options(no_gpu, tmp_path, capsys):
+    job = tmp_path / "job.sh"
+    options = ["--nodes", "2", "--gpus-per-node", "4", "--time", "08:00:00", "--max-restarts", "1", "--tee"]
+    assert launch.main(["--write-sbatch", str(job), *options, "-m", "pkg.train", "--nodes", "9"]) == 0
+    text = job.read_text()
+    assert "#SBATCH --nodes=2\n" in text
+    assert "#SBATCH --job-name=pkg.train\n" in text
+    assert "python -m learnerkit.launch --max-restarts 1 --tee \\\n    -m pkg.train --nodes 9 &\n" in text
+    assert capsys.readouterr().out == f"wrote {job}; hand it in with: sbatch {job}\n"
 
 
 # The processes
@@ -367,6 +423,28 @@ def test_a_second_ctrl_c_kills_at_once(launched):
     assert code == 130
     assert [line for line in says(err) if "was killed" in line] == says(err)[1:]
     assert len(says(err)) == 3
+
+
+def test_a_file_for_each_rank_and_attempt(launched, tmp_path):
+    (tmp_path / "talk.py").write_text(
+        "import os, sys\n"
+        "print('out of', os.environ['RANK'], flush=True)\n"
+        "print('no line end', end='', file=sys.stderr, flush=True)\n"
+        "if os.environ['RANK'] > os.environ['TORCHELASTIC_RESTART_COUNT']:\n"
+        "    raise ValueError('\\x1b[2J')\n"
+    )
+    options = ["--nproc", 2, "--max-restarts", 1, "--log-dir", "logs"]
+    for tee in ([], ["--tee"]):
+        code, out, err = launched(*options, *tee, "talk.py", cwd=tmp_path).finish()
+        assert code == 0
+        assert says(err)[0].endswith(f" s ({Path('logs', 'attempt-0', 'rank-1.log')}):")
+        assert says(err)[-1] == "learnerkit.launch: attempt 2 of 2"
+        expected = [f"[rank {n}] {line}" for n in "01" for line in (f"out of {n}", "no line end")] * 2 if tee else []
+        assert sorted(out.splitlines()) == sorted(expected)
+        logs = {str(p.relative_to(tmp_path / "logs")): p.read_text() for p in (tmp_path / "logs").glob("*/*")}
+        assert logs.pop("attempt-0/rank-1.log").endswith("ValueError: \\x1b[2J\n")
+        expected = {f"attempt-{k}/rank-{n}.log": f"out of {n}\nno line end" for k, n in ((0, 0), (1, 0), (1, 1))}
+        assert logs == expected
 
 
 def test_usr1_is_passed_on_and_term_lets_the_script_save(launched):
