@@ -28,6 +28,10 @@ T = TypeVar("T")
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+JOIN_SECONDS = 45.0
+"""How long a process waits for the others of its run to meet it; a launcher's store is there at once."""
+
+
 # Facts
 
 
@@ -89,6 +93,9 @@ def join(timeout: float | timedelta | None = None) -> None:
 
     Args:
         timeout: seconds (or a timedelta) a collective may wait; `None` is torch's own default.
+
+    Raises:
+        RuntimeError: the others do not come within `JOIN_SECONDS`.
     """
     if timeout is not None and not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
@@ -105,10 +112,27 @@ def join(timeout: float | timedelta | None = None) -> None:
         torch.accelerator.set_device_index(device.index)
         # CPU tensors (predictions, counts) travel by gloo, so they need no room on the accelerator.
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    dist.init_process_group(backend, timeout=timeout)
+    here, size = rank(), world_size()
+    dist.init_process_group(backend, store=_meet_in_store(timeout), rank=here, world_size=size, timeout=timeout)
     atexit.register(_leave)
     if sys.version_info < (3, 12):
         os.register_at_fork(before=_let_threads_settle)
+
+
+def _meet_in_store(timeout: timedelta | None) -> dist.Store:
+    """The store at the address in the environment, where torch alone would wait for half an hour."""
+    try:
+        found, _, _ = next(dist.rendezvous("env://", rank(), world_size(), timeout=timedelta(seconds=JOIN_SECONDS)))
+    except (RuntimeError, TimeoutError) as e:
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        said = " ".join(f"{name}={os.environ.get(name)}" for name in names)
+        raise RuntimeError(
+            f"the other processes of this run did not come within {JOIN_SECONDS:.0f} s; the environment says that "
+            f"there are some ({said}). Start them all, best with `python -m learnerkit.launch`; if these variables are left "
+            "over from another run, unset them"
+        ) from e
+    found.set_timeout(timeout or dist.distributed_c10d.default_pg_timeout)
+    return found
 
 
 def _let_threads_settle() -> None:
