@@ -128,7 +128,7 @@ def _meet_in_store(timeout: timedelta | None) -> dist.Store:
         said = " ".join(f"{name}={os.environ.get(name)}" for name in names)
         raise RuntimeError(
             f"the other processes of this run did not come within {JOIN_SECONDS:.0f} s; the environment says that "
-            f"there are some ({said}). Start them all, best with `python -m learnerkit.launch`; if these variables are left "
+            f"there are some ({said}). Start them all, best with `python -m learnerkit.launch`; if these are left "
             "over from another run, unset them"
         ) from e
     found.set_timeout(timeout or dist.distributed_c10d.default_pg_timeout)
