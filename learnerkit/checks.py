@@ -2,12 +2,15 @@
 
 import warnings
 from collections.abc import Iterable
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.optim import Optimizer
 
 from learnerkit.callback import Callback, check_hooks
 from learnerkit.data import DataLoaders, loader_len
@@ -17,8 +20,23 @@ from learnerkit.utils import describe
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
-_ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
-_ELEMENTWISE_FUNCTIONS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+ELEMENTWISE = (
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss,
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
+)  # fmt: skip
+"""Losses that compare predictions and targets element by element."""
+
+
+def check_count(name: str, value: Any, what: str = "a whole number", least: int = 1) -> None:
+    """Refuse what is no whole number, or less than `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"got {name}={value!r}; it is {what}, {least} or more")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Refuse what is no number above 0."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"got {name}={value!r}; it is a number above 0")
 
 
 def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any) -> None:
@@ -46,20 +64,41 @@ def check_callback(learn: "Learner", cb: Any) -> None:
         raise ValueError(f"{cb} would hide learn.{cb.name}: give its class another name, or a `name` of its own")
 
 
-def check_fit(learn: "Learner", n_epoch: Any, start_epoch: Any = 0, n_steps: Any = None) -> None:
-    """Refuse a fit that cannot run."""
+def check_fit(learn: "Learner", n_epoch: Any, start_epoch: Any = 0, n_steps: Any = None, who: str = "fit") -> None:
+    """Refuse a fit, or what trains as `who`, that cannot run."""
     if learn.task is not None:
-        raise RuntimeError(f"fit was called during {learn.task!r}; a callback may call validate or get_preds, not fit")
+        raise RuntimeError(
+            f"{who} was called during {learn.task!r}, with whose training its own would mix; a callback may call "
+            f"validate or get_preds, and {who} can be called before and after"
+        )
     if (n_epoch is None) == (n_steps is None):
         raise ValueError(f"got n_epoch={n_epoch!r} and n_steps={n_steps!r}; give one of them: how long to train")
     for name, value in (("n_epoch", n_epoch), ("start_epoch", start_epoch), ("n_steps", n_steps)):
-        if value is not None and (not isinstance(value, int) or value < 0):
-            raise ValueError(f"got {name}={value!r}; it is a whole number, 0 or more")
+        if value is not None:
+            check_count(name, value, least=0)
     if n_steps is not None and start_epoch:
         raise ValueError(f"got start_epoch={start_epoch} and n_steps={n_steps}; they do not go together")
     check_not_empty(learn.dls.train, "the training loader")
     if learn.dls.valid is not None:
         check_not_empty(learn.dls.valid, "the validation loader")
+
+
+def check_closure(opts: Iterable[Optimizer], own_step: bool) -> None:
+    """Refuse an optimizer that evaluates the loss several times in a step, unless the learner has a step of its own."""
+    for opt in opts:
+        closure = signature(type(opt).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty and not own_step:
+            raise TypeError(
+                f"{type(opt).__name__} takes a closure that computes loss and gradients anew; override `_step` in a "
+                "subclass of Learner, which calls self.opt.step(closure)"
+            )
+
+
+def three(name: str, value: Any) -> tuple[float, float, float]:
+    """Three numbers; anything else is refused."""
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        raise ValueError(f"got {name}={value!r}; it is three numbers: at the start, the peak and the end")
+    return tuple(map(float, value))
 
 
 def check_not_empty(dl: Iterable, name: str) -> None:
@@ -89,6 +128,17 @@ def _again(dl: Any) -> bool:
     return not hasattr(dl, "__next__")
 
 
+def check_shaped(modules: Iterable[nn.Module]) -> None:
+    """Refuse parameters that get their shape from the first batch, before which nothing can be kept of them."""
+    for module in modules:
+        for name, t in (*module.named_parameters(), *module.named_buffers()):
+            if isinstance(t, UninitializedTensorMixin):
+                raise ValueError(
+                    f"{name} of {type(module).__name__} has no shape until the model has seen a batch (a lazy module): "
+                    "show it one first, with learn.validate() or learn.model(x)"
+                )
+
+
 def check_length(dl: Iterable, who: str) -> int:
     """The number of batches, which `who` needs to know."""
     length = loader_len(dl)
@@ -104,16 +154,27 @@ def check_shapes(learn: "Learner") -> None:
     """Refuse, on the first batch, predictions and targets that an elementwise loss would silently broadcast."""
     if len(learn.yb) != 1:
         return
-    loss, pred, target = kernel(learn.loss_func), learn.pred, learn.yb[0]
-    if not isinstance(loss, _ELEMENTWISE) and loss not in _ELEMENTWISE_FUNCTIONS:
+    loss, pred, target = learn.loss_func, learn.pred, learn.yb[0]
+    if not is_one_of(loss, ELEMENTWISE):
         return
     if isinstance(pred, Tensor) and isinstance(target, Tensor) and pred.shape != target.shape:
-        name = type(loss).__name__ if isinstance(loss, nn.Module) else loss.__name__
         raise ValueError(
             f"the model's predictions have the shape {tuple(pred.shape)}, the targets {tuple(target.shape)}, and "
-            f"{name} compares them element by element: "
+            f"{loss_name(loss)} compares them element by element: "
             "they must be the same (reshape one of them, for instance with .squeeze(1) or .unsqueeze(1))"
         )
+
+
+def is_one_of(loss_func: Any, losses: tuple) -> bool:
+    """Whether a loss is one of these classes of modules, or functions."""
+    found = kernel(loss_func)
+    return isinstance(found, tuple(x for x in losses if isinstance(x, type))) or any(found is x for x in losses)
+
+
+def loss_name(loss_func: Any) -> str:
+    """What a loss is called."""
+    found = kernel(loss_func)
+    return type(found).__name__ if isinstance(found, nn.Module) else found.__name__
 
 
 def no_scalar(learn: "Learner") -> ValueError:

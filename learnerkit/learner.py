@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,10 @@ _COUNTERS = ("epoch", "n_epoch", "n_steps", "train_iter", "pct_train", "_start_e
 """How far the last fit has come."""
 
 
+Rates = float | slice | list | dict
+"""Learning rates, as `fit` takes them."""
+
+
 def _budget(n_steps: int | None) -> list[Callback]:
     return [] if n_steps is None else [StepBudget(n_steps)]
 
@@ -105,7 +110,7 @@ class Learner:
         loss_func: Callable[..., Tensor] | None = None,
         *,
         opt_func: Callable[..., Optimizer] = AdamW,
-        lr: float | slice | list = 1e-3,
+        lr: Rates = 1e-3,
         splitter: Callable[[nn.Module], Iterable] | None = None,
         cbs: Callback | Iterable[Callback] | None = None,
         metrics: Any = None,
@@ -294,7 +299,7 @@ class Learner:
     def fit(
         self,
         n_epoch: int | None = None,
-        lr: float | slice | list | None = None,
+        lr: Rates | None = None,
         wd: float | None = None,
         cbs: Callback | Iterable[Callback] | None = None,
         reset_opt: bool = False,
@@ -308,7 +313,8 @@ class Learner:
 
         Args:
             n_epoch: epochs in all.
-            lr: one rate; `slice(hi)` or `slice(lo, hi)` over the parameter groups; or a list; default the Learner's.
+            lr: one rate; `slice(hi)` or `slice(lo, hi)` over the parameter groups; or a list; default the Learner's. Of
+                several optimizers it may be a dict of these by name.
             wd: weight decay; default the Learner's.
             cbs: callbacks for this fit alone.
             reset_opt: start with a new optimizer instead of the last fit's.
@@ -328,7 +334,7 @@ class Learner:
     def fit_one_cycle(
         self,
         n_epoch: int | None = None,
-        lr_max: float | slice | list | None = None,
+        lr_max: Rates | None = None,
         div: float = 25.0,
         div_final: float = 1e5,
         pct_start: float = 0.25,
@@ -353,18 +359,23 @@ class Learner:
         Raises:
             ValueError: the training loader has no length, so that there is no telling how far training has come.
         """
-        momentum = combined_cos(pct_start, *(moms or self.moms))
-
-        def cycle(peak: float) -> Schedule:
-            return combined_cos(pct_start, peak / div, peak, peak / div_final)
-
+        cycle, momentum = self._one_cycle(div, div_final, pct_start, moms)
         run = {"wd": wd, "cbs": cbs, "reset_opt": reset_opt, "start_epoch": start_epoch, "n_steps": n_steps}
         self._fit_scheduled(cycle, n_epoch, lr_max, momentum=momentum, **run)
+
+    def _one_cycle(
+        self, div: float = 25.0, div_final: float = 1e5, pct_start: float = 0.25, moms: tuple | None = None
+    ) -> tuple[Callable[[float], Schedule], Schedule]:
+        "The schedule of a rate by its peak, and that of the momentum."
+        checks.check_positive("div", div)
+        checks.check_positive("div_final", div_final)
+        momentum = combined_cos(pct_start, *checks.three("moms", self.moms if moms is None else moms))
+        return lambda peak: combined_cos(pct_start, peak / div, peak, peak / div_final), momentum
 
     def fit_flat_cos(
         self,
         n_epoch: int | None = None,
-        lr: float | slice | list | None = None,
+        lr: Rates | None = None,
         div_final: float = 1e5,
         pct_start: float = 0.75,
         wd: float | None = None,
@@ -395,7 +406,7 @@ class Learner:
         self,
         n_cycles: int,
         cycle_len: int,
-        lr_max: float | slice | list | None = None,
+        lr_max: Rates | None = None,
         cycle_mult: int = 2,
         cbs: Callback | Iterable[Callback] | None = None,
         reset_opt: bool = False,
@@ -417,8 +428,7 @@ class Learner:
             ValueError: the training loader has no length; cycles that are no whole numbers of 1 or more.
         """
         for name, value in (("n_cycles", n_cycles), ("cycle_len", cycle_len), ("cycle_mult", cycle_mult)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"got {name}={value!r}; it is a whole number, 1 or more")
+            checks.check_count(name, value)
         lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
         shares = [length / sum(lengths) for length in lengths]
 
@@ -433,7 +443,7 @@ class Learner:
         self,
         schedule: Callable[[float], Schedule],
         n_epoch: int | None,
-        lr: float | slice | list | None,
+        lr: Rates | None,
         momentum: Schedule | None = None,
         reset_opt: bool = False,
         cbs: Callback | Iterable[Callback] | None = None,
@@ -444,12 +454,13 @@ class Learner:
         "`fit` with a schedule for each group's rate, and one of the momentum for optimizers that have it."
         checks.check_fit(self, n_epoch, start_epoch, n_steps)
         self._make_opt(reset_opt)
-        peaks = optim.rates(self.lr if lr is None else lr, max(map(optim.n_groups, self.opts)))
-        scheds: dict[str, Any] = {"lr": [schedule(peak) for peak in peaks]}
-        if momentum is not None and all(map(optim.has_momentum, self.opts)):
-            scheds["momentum"] = momentum
+        peaks = optim.group_rates(self.opt, lr, self.lr)
+        scheds = {"lr": optim.named(self.opt, [list(map(schedule, each)) for each in peaks])}
+        if momentum is not None and any(map(optim.has_momentum, self.opts)):
+            momenta = [momentum if optim.has_momentum(opt) else None for opt in self.opts]
+            scheds["momentum"] = optim.named(self.opt, momenta)
         cbs = [ParamScheduler(scheds), *listify(cbs)]
-        self.fit(n_epoch, peaks, cbs=cbs, start_epoch=start_epoch, n_steps=n_steps, **kwargs)
+        self.fit(n_epoch, lr, cbs=cbs, start_epoch=start_epoch, n_steps=n_steps, **kwargs)
 
     def fine_tune(
         self,
@@ -473,12 +484,24 @@ class Learner:
             lr_mult: how many times the first group's rate the head's is, in the second part.
             pct_start, div: of the second part, as in `fit_one_cycle`.
             kwargs: for `fit_one_cycle`, in both parts.
+
+        Raises:
+            TypeError, ValueError: arguments that `fit_one_cycle` does not take; nothing is frozen then.
         """
+        checks.check_positive("lr_mult", lr_mult)
+        high = base_lr / 2
+        head = dict(n_epoch=freeze_epochs, lr_max=slice(base_lr), pct_start=0.99, **kwargs)
+        whole = dict(n_epoch=epochs, lr_max=slice(high / lr_mult, high), pct_start=pct_start, div=div, **kwargs)
+        for part in (head, whole):
+            signature(self.fit_one_cycle).bind(**part)
+            checks.check_fit(self, part["n_epoch"], part.get("start_epoch", 0), part.get("n_steps"))
+            optim.rates(part["lr_max"], 2)
+            self._one_cycle(**{name: part[name] for name in ("div", "div_final", "pct_start", "moms") if name in part})
+        checks.check_length(self.dls.train, "fine_tune")
         self.freeze()
-        self.fit_one_cycle(freeze_epochs, slice(base_lr), pct_start=0.99, **kwargs)
-        base_lr /= 2
+        self.fit_one_cycle(**head)
         self.unfreeze()
-        self.fit_one_cycle(epochs, slice(base_lr / lr_mult, base_lr), pct_start=pct_start, div=div, **kwargs)
+        self.fit_one_cycle(**whole)
 
     @parallel.on_workers
     def lr_find(
@@ -510,16 +533,17 @@ class Learner:
             A named tuple with a rate for each of the functions, under its name.
 
         Raises:
+            RuntimeError: called while something runs, from a callback.
             ValueError: arguments that cannot work, or too few losses to suggest something by.
         """
-        checks.check_fit(self, n_epoch=None, n_steps=num_it)
-        finder = LRFinder(start_lr, end_lr, num_it, stop_div)
+        finder = LRFinder(start_lr, end_lr, num_it, stop_div, listify(suggest_funcs))
+        checks.check_fit(self, n_epoch=None, n_steps=num_it, who="lr_find")
         parallel.warn_outside_context(self)
-        with self._running("lr_find", [StepBudget(num_it), finder]), unchanged(self):
+        with self._running("lr_find", finder), unchanged(self):
             self._prepare_opt()
             self.n_epoch, self.n_steps, self._start_epoch = None, num_it, 0
             self._level("fit", self._fit, CancelFitException)
-        return finder.suggest(listify(suggest_funcs), show_plot)
+        return finder.suggest(show_plot)
 
     @parallel.on_workers
     def validate(
@@ -585,7 +609,7 @@ class Learner:
         dl: Iterable | None = None,
         n: int = 4,
         batch_tfms: Callable | None = None,
-        beta: float = 0.25,
+        beta: float | None = 0.25,
         use_max: bool = False,
         act: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple:
@@ -600,17 +624,18 @@ class Learner:
             n: how many augmented readings.
             batch_tfms: an augmentation of a batch of inputs on the device, such as those of
                 `torchvision.transforms.v2`.
-            beta: the share of the plain predictions.
+            beta: the share of the plain predictions; `None`: preds is a pair, the augmented ones' mean and the plain.
             use_max: take the largest predictions instead of an average.
             act: a function of the predictions, such as `partial(torch.softmax, dim=1)`, before they are averaged.
 
         Raises:
-            ValueError: nothing that augments, or no augmented reading.
+            ValueError: nothing that augments, no augmented reading, or predictions that are no tensors.
         """
-        if n < 1 or (dl is None) == (batch_tfms is None):
+        checks.check_count("n", n, "a number of augmented readings")
+        if (dl is None) == (batch_tfms is None):
             raise ValueError(
-                f"got n={n}, dl={dl!r} and batch_tfms={batch_tfms!r}; tta takes an n of at least 1, and one of the "
-                "others: an augmentation of the inputs, or a loader that augments"
+                f"got dl={dl!r} and batch_tfms={batch_tfms!r}; tta takes one of them, a loader that augments or an "
+                "augmentation of the inputs"
             )
         plain, targets = self.get_preds(ds_idx, act=act)
         cbs = None if batch_tfms is None else Augment(batch_tfms)
@@ -672,9 +697,10 @@ class Learner:
     def _prepare_opt(self, lr: Any = None, wd: float | None = None, reset: bool = False) -> None:
         "An optimizer with these hyper-parameters, or the Learner's own."
         self._make_opt(reset)
+        checks.check_closure(self.opts, own_step=type(self)._step is not Learner._step)
         wd = self.wd if wd is None else wd
-        for opt in self.opts:
-            optim.set_hyper(opt, "lr", optim.rates(self.lr if lr is None else lr, optim.n_groups(opt)))
+        for opt, rates in zip(self.opts, optim.group_rates(self.opt, lr, self.lr), strict=True):
+            optim.set_hyper(opt, "lr", rates)
             if wd is not None:
                 optim.set_decay(opt, self.model, wd, self.wd_bn_bias)
 
@@ -736,7 +762,8 @@ class Learner:
 
     def to_fp16(self, **kwargs: Any) -> "Learner":
         """Train in mixed precision with float16; `kwargs` are those of `torch.amp.GradScaler`."""
-        return self.to_fp32().add_cb(MixedPrecision("fp16", **kwargs))
+        cb = MixedPrecision("fp16", **kwargs)  # first: arguments that are refused must change nothing
+        return self.to_fp32().add_cb(cb)
 
     def to_bf16(self) -> "Learner":
         """Train in mixed precision with bfloat16."""

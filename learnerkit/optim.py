@@ -4,17 +4,22 @@ A splitter's group is what a list of learning rates counts. The optimizer may ho
 and norms-and-biases, once a weight decay was given; each carries its splitter's group as `splitter_group`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from inspect import signature
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
+
+from learnerkit.utils import did_you_mean
 
 GROUP = "splitter_group"
+COUNT = "splitter_groups"
+"""In a group that the splitter made, how many it made: the last may be empty, and the optimizer has none of that."""
 PLACES = "splitter_places"
 """In a group that was parted, where in the whole group each of its parameters stood."""
 
@@ -48,7 +53,8 @@ def freeze_to(groups: list[list[nn.Parameter]], n: int, kept: Iterable[nn.Parame
     kept = set(map(id, kept))
     for i, group in enumerate(groups):
         for p in group:
-            p.requires_grad_(i >= n % len(groups) or id(p) in kept)
+            if p.is_floating_point() or p.is_complex():  # others, such as quantised weights, have no gradients
+                p.requires_grad_(i >= n % len(groups) or id(p) in kept)
 
 
 def make_groups(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) -> list[dict]:
@@ -66,7 +72,7 @@ def make_groups(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | No
             f"{type(model).__name__} has no trainable parameters ({count} parameters, all frozen); unfreeze some with "
             "`p.requires_grad_(True)`, or check the splitter"
         )
-    return [{"params": group, GROUP: i} for i, group in enumerate(groups) if group]
+    return [{"params": group, GROUP: i, COUNT: len(groups)} for i, group in enumerate(groups) if group]
 
 
 def make_optimizer(opt_func: Callable[..., Any], groups: list[dict], lr: float, model: nn.Module) -> Any:
@@ -127,9 +133,31 @@ def as_one(made: Any) -> Optimizer | Optimizers:
     return Optimizers(made) if isinstance(made, dict) else made
 
 
+def for_each(made: Optimizer | Optimizers, value: Any) -> list[Any]:
+    """What is given for each optimizer: of several, a mapping has it by name; anything else is for all of them.
+
+    Raises:
+        ValueError: a name that no optimizer has.
+    """
+    if not isinstance(made, dict):
+        return [value]
+    if not isinstance(value, Mapping):
+        return [value] * len(made)
+    for name in value:
+        if name not in made:
+            known = ", ".join(map(repr, made))
+            raise ValueError(f"got {name!r} as an optimizer's name; the learner has {known}{did_you_mean(name, made)}")
+    return [value.get(name) for name in made]
+
+
+def named(made: Optimizer | Optimizers, values: Sequence) -> Any:
+    """What `for_each` takes apart: one value for each optimizer, by name if there are several."""
+    return dict(zip(made, values, strict=True)) if isinstance(made, dict) else values[0]
+
+
 def n_groups(opt: Optimizer) -> int:
     """The number of the splitter's groups in `opt`."""
-    return 1 + max(_group_of(i, g) for i, g in enumerate(opt.param_groups))
+    return max(max(1 + _group_of(i, g), g.get(COUNT, 0)) for i, g in enumerate(opt.param_groups))
 
 
 def _group_of(i: int, group: dict) -> int:
@@ -137,39 +165,57 @@ def _group_of(i: int, group: dict) -> int:
     return group.get(GROUP, i)
 
 
-def set_hyper(opt: Optimizer, name: str, values: float | Sequence[float]) -> None:
+def set_hyper(opt: Optimizer, name: str, values: float | Sequence[float], exempt: Set[int] = frozenset()) -> None:
     """Set a hyper-parameter: one value for all of the splitter's groups, or one for each.
 
     Args:
         name: an entry of the optimizer's groups; 'momentum' also means the first of `betas`.
+        exempt: the ids of parameters whose groups are left alone, where `split_decay` has parted them from others.
 
     Raises:
         ValueError: the optimizer has no such hyper-parameter.
     """
     for i, group in enumerate(opt.param_groups):
+        key = _key(opt, group, name)
+        if exempt and PLACES in group and id(group["params"][0]) in exempt:
+            continue
         value = values if isinstance(values, int | float) else values[_group_of(i, group)]
-        if name == "momentum" and name not in group and "betas" in group:
-            group["betas"] = (value, *group["betas"][1:])
-        elif name not in group:
-            raise ValueError(
-                f"{type(opt).__name__} has no hyper-parameter {name!r}; it has "
-                f"{sorted(k for k in group if k not in ('params', GROUP, PLACES))}"
-            )
-        elif isinstance(group[name], Tensor):
-            group[name].fill_(value)
+        if key != name:
+            group[key] = (value, *group[key][1:])
+        elif isinstance(group[key], Tensor):
+            group[key].fill_(value)
         else:
-            group[name] = value
+            group[key] = value
 
 
-def get_hypers(group: dict, names: Iterable[str]) -> dict:
-    """The entries of an optimizer's group that `set_hyper` would change under these names, to be put back later."""
-    keys = {"betas" if name == "momentum" and name not in group else name for name in names}
-    return {k: group[k].clone() if isinstance(group[k], Tensor) else group[k] for k in keys if k in group}
+def _key(opt: Optimizer, group: dict, name: str) -> str:
+    "Where a group has a hyper-parameter."
+    if name in group:
+        return name
+    if name == "momentum" and "betas" in group:
+        return "betas"
+    known = sorted(k for k in group if k not in ("params", GROUP, COUNT, PLACES))
+    near = did_you_mean(name, [*known, *(["momentum"] if "betas" in group else [])], cutoff=0.5)
+    raise ValueError(f"{type(opt).__name__} has no hyper-parameter {name!r}; it has {known}{near}")
+
+
+def get_hypers(opt: Optimizer, names: Iterable[str]) -> list[dict]:
+    """Of each of the optimizer's groups, the entries that `set_hyper` would change, to be put back later.
+
+    Raises:
+        ValueError: the optimizer has no such hyper-parameter.
+    """
+    keys = [{_key(opt, group, name) for name in names} for group in opt.param_groups]
+    return [
+        {k: group[k].clone() if isinstance(group[k], Tensor) else group[k] for k in found}
+        for group, found in zip(opt.param_groups, keys, strict=True)
+    ]
 
 
 def has_momentum(opt: Optimizer) -> bool:
-    """Whether `set_hyper(opt, 'momentum', ...)` means something."""
-    return all("momentum" in g or "betas" in g for g in opt.param_groups)
+    """Whether it works with momentum, or can begin to: RMSprop with a momentum of 0 keeps no state for it."""
+    begins = isinstance(opt, SGD)
+    return all("betas" in g or g.get("momentum") or (begins and "momentum" in g) for g in opt.param_groups)
 
 
 def rates(lr: float | slice | Sequence[float], count: int) -> list[float]:
@@ -185,24 +231,45 @@ def rates(lr: float | slice | Sequence[float], count: int) -> list[float]:
     if isinstance(lr, slice):
         if lr.stop is None or lr.step is not None:
             raise ValueError(f"got lr={lr}; write slice(hi) or slice(lo, hi)")
-        if lr.start is None:
-            found = [lr.stop / 10] * (count - 1) + [lr.stop]
-        elif count == 1:
-            found = [lr.stop]
+        high = _rate(lr.stop)
+        low = high / 10 if lr.start is None else _rate(lr.start)
+        if lr.start is not None and not (low > 0 and high > 0):
+            raise ValueError(f"got lr={lr}; slice(lo, hi) is a row of rates by a factor, so both are above 0")
+        if count == 1 or lr.start is None:
+            found = [low] * (count - 1) + [high]
         else:
-            step = (lr.stop / lr.start) ** (1 / (count - 1))
-            found = [lr.start * step**i for i in range(count)]
+            step = (high / low) ** (1 / (count - 1))
+            found = [low * step**i for i in range(count)]
     elif isinstance(lr, list | tuple):
         if len(lr) != count:
             raise ValueError(f"got {len(lr)} learning rates for {count} parameter groups (the splitter's groups)")
-        found = list(lr)
-    elif isinstance(lr, int | float) or (isinstance(lr, Tensor) and lr.ndim == 0):
-        found = [float(lr)] * count
+        found = list(map(_rate, lr))
     else:
-        raise TypeError(f"got lr={lr!r}; a learning rate is a number, a slice, or a list with one number per group")
+        found = [_rate(lr)] * count
     if not all(rate >= 0 for rate in found):
         raise ValueError(f"got the learning rates {found}; they must not be negative")
     return found
+
+
+def _rate(lr: Any) -> float:
+    if isinstance(lr, Real) or (isinstance(lr, Tensor) and lr.ndim == 0):
+        return float(lr)
+    raise TypeError(
+        f"got lr={lr!r}; a learning rate is a number, a slice, or a list with one number per group; for several "
+        "optimizers it may be a dict of these by their names"
+    )
+
+
+def group_rates(made: Optimizer | Optimizers, lr: Any, default: Any) -> list[list[float]]:
+    """Of each optimizer the learning rates of its groups.
+
+    Args:
+        lr: as in `rates`; of several optimizers maybe a mapping by name.
+        default: the same, for where `lr` is `None` or leaves an optimizer out.
+    """
+    opts = made.values() if isinstance(made, dict) else [made]
+    given = zip(opts, for_each(made, lr), for_each(made, default), strict=True)
+    return [rates(default if lr is None else lr, n_groups(opt)) for opt, lr, default in given]
 
 
 def set_decay(opt: Optimizer, model: nn.Module, wd: float, wd_bn_bias: bool) -> None:
@@ -215,7 +282,7 @@ def set_decay(opt: Optimizer, model: nn.Module, wd: float, wd_bn_bias: bool) -> 
         split_decay(opt, model)
     set_hyper(opt, "weight_decay", wd)
     if not wd_bn_bias:
-        bare = set(map(id, norms_and_biases(model)))
+        bare = norms_and_biases(model)
         for group in opt.param_groups:
             if all(id(p) in bare for p in group["params"]):
                 group["weight_decay"] = 0.0
@@ -227,7 +294,7 @@ def split_decay(opt: Optimizer, model: nn.Module) -> None:
 
 
 def _parted(groups: list[dict], model: nn.Module) -> list[dict]:
-    bare = set(map(id, norms_and_biases(model)))
+    bare = norms_and_biases(model)
     parted = []
     for i, group in enumerate(groups):
         places = group.get(PLACES) or range(len(group["params"]))
@@ -260,20 +327,34 @@ def norms(model: nn.Module) -> list[nn.Parameter]:
     return [p for module in model.modules() if isinstance(module, _NORMS) for p in module.parameters(recurse=False)]
 
 
-def norms_and_biases(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that weight decay leaves alone: those of normalisation layers, and every bias."""
+def norms_and_biases(model: nn.Module) -> set[int]:
+    """The ids of the parameters that weight decay leaves alone: those of normalisation layers, and every bias."""
     named = [(name.rpartition(".")[2], p) for name, p in model.named_parameters()]
     biases = [p for name, p in named if name.startswith("bias") or name.endswith("bias")]
-    return [*norms(model), *biases]
+    return {id(p) for p in (*norms(model), *biases)}
 
 
 def state_to_params(opt: Optimizer) -> None:
-    """Bring optimizer state to the device of its parameter, where the model has moved since."""
-    for p, state in opt.state.items():
-        for key, value in state.items():
-            # Step counters stay where the optimizer put them: on the host unless it is capturable or fused.
-            if isinstance(value, Tensor) and value.ndim and value.device != p.device:
-                state[key] = value.to(p.device)
+    """Bring optimizer state to the device of its parameter and into its memory layout, which may have changed.
+
+    torch's fused kernels take for granted that a parameter and its state lie in memory alike.
+    """
+    for group in opt.param_groups:
+        # As torch's own loading has it: the step counter stays on the host unless the kernel reads it on the device.
+        counter_too = group.get("fused") or group.get("capturable")
+        for p in group["params"]:
+            state = opt.state.get(p, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and (key != "step" or counter_too):
+                    state[key] = laid_out_as(p, value)
+
+
+def laid_out_as(p: Tensor, value: Tensor) -> Tensor:
+    """`value` on the device of `p`, and in its memory layout if it has its shape."""
+    strided = p.layout is value.layout is torch.strided
+    if strided and value.shape == p.shape and value.stride() != p.stride():
+        return torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value.to(p.device)
 
 
 def load_state(made: Optimizer | Optimizers, saved: dict, model: nn.Module) -> None:
@@ -291,6 +372,7 @@ def load_state(made: Optimizer | Optimizers, saved: dict, model: nn.Module) -> N
         opt.param_groups[:] = fitting[name]
         with torch.no_grad():
             opt.load_state_dict(states[name])
+        state_to_params(opt)
 
 
 def _names(opts: dict) -> str:

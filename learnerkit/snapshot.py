@@ -5,11 +5,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from learnerkit.data import keep_seeds
+from learnerkit import checks
+from learnerkit.data import keep_seeds, samplers_of, with_batches
 from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
@@ -21,41 +24,73 @@ def unchanged(learn: "Learner") -> Iterator[None]:
     """Give a learner everything that training changes back at the end, exactly and however it ends.
 
     That is: weights, buffers, gradients and what requires them, also those of the loss; the optimizer, its groups and
-    its state; the random streams of this process and of the loaders. Copies are kept on the host, so that the device's
-    memory holds what it would without.
+    its state; the random streams of this process and its devices, and of the loaders; samplers with what they remember.
+    Copies are kept on the host, so that the device's memory holds what it would without.
+
+    Raises:
+        ValueError: the model has parameters that get their shape from the first batch.
     """
-    device, opt, opts = learn.dls.device, learn.opt, learn.opts
+    device, opt, opts, loaders = learn.dls.device, learn.opt, learn.opts, learn.dls.loaders
+    modules = [m for m in (unwrap(learn.model), learn.loss_func) if isinstance(m, nn.Module)]
+    checks.check_shaped(modules)
     with ExitStack() as stack:
-        for dl in learn.dls.loaders:
+        for dl in loaders:
             stack.enter_context(keep_seeds(dl))
-        if device.type != "cpu":
-            stack.enter_context(torch.random.fork_rng([device.index or 0], device_type=device.type))
-        for module in (unwrap(learn.model), learn.loss_func):
-            if isinstance(module, nn.Module):
-                stack.callback(_put_back_module(module))
+            for sampler in samplers_of(dl):
+                _put_back_sampler(sampler, stack)
+        stack.callback(loaders.__setitem__, slice(None), list(loaders))
+        for i, dl in enumerate(loaders):
+            if isinstance(dl, DataLoader) and dl.persistent_workers:  # nobody can give their random streams back
+                loaders[i] = with_batches(dl)  # with workers of its own
+        if device.type != "cpu":  # those of all devices: DataParallel uses several
+            devices = range(torch.get_device_module(device).device_count())
+            stack.enter_context(torch.random.fork_rng(devices, device_type=device.type))
+        for module in modules:
+            _put_back_module(module, stack)
         stack.callback(setattr, learn, "opt", opt)
         for each in opts:
             stack.callback(_put_back_optimizer(each))
         yield
 
 
-def _put_back_module(module: nn.Module) -> Callable[[], None]:
-    """What gives every parameter and buffer back its values, its gradient and whether it requires one."""
-    kept = [
-        (part, name, t, _kept(t), t.requires_grad, _kept(t.grad))
-        for part in module.modules()
-        for named in (part.named_parameters(recurse=False), part.named_buffers(recurse=False))
-        for name, t in named
-    ]
+def _put_back_sampler(sampler: Any, stack: ExitStack) -> None:
+    """Let a stack give a sampler what it has back: its attributes, random states, and the order in its rows.
+
+    Data are not copied, as a sampler may know a large dataset.
+    """
+    attributes = getattr(sampler, "__dict__", {})
+    before = dict(attributes)
 
     def put_back() -> None:
-        for part, name, tensor, values, requires_grad, grad in kept:
-            values()
-            setattr(part, name, tensor)  # it may be another one by now
-            tensor.requires_grad_(requires_grad)
-            tensor.grad = grad()
+        attributes.clear()
+        attributes.update(before)
 
-    return put_back
+    stack.callback(put_back)
+    for x in before.values():
+        if isinstance(x, list):
+            stack.callback(x.__setitem__, slice(None), list(x))
+        elif isinstance(x, np.ndarray | Tensor) and x.ndim == 1:
+            stack.callback(x.__setitem__, slice(None), copy.deepcopy(x))
+        elif isinstance(x, np.random.Generator):
+            stack.callback(setattr, x.bit_generator, "state", x.bit_generator.state)
+        for get, put in (("getstate", "setstate"), ("get_state", "set_state")):
+            if hasattr(x, get) and hasattr(x, put):
+                stack.callback(getattr(x, put), getattr(x, get)())
+
+
+def _put_back_module(module: nn.Module, stack: ExitStack) -> None:
+    """Let a stack give every parameter and buffer back its values, its gradient and whether it requires one."""
+
+    def put_back(part: nn.Module, name: str, t: Tensor, values: Callable, requires_grad: bool, grad: Callable) -> None:
+        values()
+        setattr(part, name, t)  # it may be another one by now
+        t.requires_grad_(requires_grad)
+        t.grad = grad()
+
+    for part in module.modules():
+        for named in (part.named_parameters(recurse=False), part.named_buffers(recurse=False)):
+            for name, t in named:
+                stack.callback(put_back, part, name, t, _kept(t), t.requires_grad, _kept(t.grad))
 
 
 def _put_back_optimizer(opt: Optimizer) -> Callable[[], None]:
@@ -87,11 +122,12 @@ def groups_put_back(opt: Optimizer) -> Callable[[], None]:
 def _kept(x: Any) -> Callable[[], Any]:
     """What returns `x` as it is now: the tensors in it are the same ones then, with today's values."""
     if isinstance(x, Tensor):
-        values = x.detach().to("cpu", copy=True)  # waits for the device
+        values = _once(x).detach().to("cpu", copy=True)  # waits for the device
 
         def put_back() -> Tensor:
             with torch.no_grad():
-                return x.copy_(values)
+                _once(x).copy_(values)
+            return x
 
         return put_back
     if isinstance(x, dict):
@@ -102,3 +138,12 @@ def _kept(x: Any) -> Callable[[], Any]:
         return lambda: type(x)(item() for item in items)
     value = copy.deepcopy(x)
     return lambda: value
+
+
+def _once(x: Tensor) -> Tensor:
+    """`x` with each of its numbers once: an expanded tensor, which cannot be written to, shows the same ones again."""
+    if x.layout is torch.strided:
+        for dim in range(x.ndim):
+            if x.stride(dim) == 0 and x.shape[dim] > 1:
+                x = x.narrow(dim, 0, 1)
+    return x

@@ -67,7 +67,8 @@ def vision_learner(
         dropout: in front of the head's last layer; half of it in front of each hidden one.
         custom_head: takes what the body gives, maps or vectors, in place of the head described here.
         splitter: parameter groups; default `split_layers`.
-        pretrained: whether the body is trained already; by default with `weights` and for a module.
+        pretrained: whether the body is trained already, so that it starts frozen; by default with `weights` and for a
+            module.
         model_kwargs: for the builder, such as `{"image_size": 64}` of torchvision's vision transformers.
         learner_kwargs: for `Learner`.
 
@@ -76,7 +77,10 @@ def vision_learner(
         RuntimeError: the weights cannot be downloaded.
     """
     given = isinstance(model_fn, nn.Module)
-    network, weights = _copied(model_fn, weights, model_kwargs) if given else _built(model_fn, weights, model_kwargs)
+    if given:
+        network, weights = _copied(model_fn, weights, model_kwargs)
+    else:
+        network, weights = _built(model_fn, weights, model_kwargs or {}, pretrained)
     body, out = _make_body(network, cut, n_in)
     _adapt_channels(body, n_in)
     if custom_head is None:
@@ -200,7 +204,7 @@ def _copied(network: nn.Module, weights: Any, model_kwargs: dict | None) -> tupl
     return copy.deepcopy(network), None
 
 
-def _built(builder: Any, weights: Any, model_kwargs: dict | None) -> tuple[nn.Module, Any]:
+def _built(builder: Any, weights: Any, model_kwargs: dict, pretrained: bool | None) -> tuple[nn.Module, Any]:
     "The network, and the member of torchvision's enum that `weights` means."
     from torchvision import models
 
@@ -213,11 +217,17 @@ def _built(builder: Any, weights: Any, model_kwargs: dict | None) -> tuple[nn.Mo
     if not callable(builder):
         raise TypeError(f"got model_fn={builder!r}; it is a builder of torchvision, its name, or an nn.Module")
     if weights is None:
-        network = builder(**model_kwargs or {})
+        # A builder of one's own may load weights by itself.
+        if pretrained and model_kwargs.get("weights") is None and _module(builder).startswith("torchvision."):
+            raise ValueError(
+                f"got pretrained=True and no weights: {_name(builder)} would be a new network with random weights, "
+                "which would stay frozen; say which to load, such as weights='DEFAULT'"
+            )
+        network = builder(**model_kwargs)
     else:
         weights = _find_weights(builder, weights)
         # One process of a machine downloads, the others then read its file; every rank must reach this.
-        network = world.rank0_first(_load, builder, weights, model_kwargs or {}, per_node=True)
+        network = world.rank0_first(_load, builder, weights, model_kwargs, per_node=True)
     if not isinstance(network, nn.Module):
         raise TypeError(f"model_fn made a {type(network).__name__}; it must make an nn.Module")
     return network, weights
@@ -251,6 +261,10 @@ def _load(builder: Callable, weights: Any, model_kwargs: dict) -> nn.Module:
 
 def _name(builder: Callable) -> str:
     return getattr(builder, "__name__", repr(builder))
+
+
+def _module(builder: Callable) -> str:
+    return getattr(builder, "__module__", None) or ""
 
 
 # The body: what is in front of the classifier

@@ -277,8 +277,8 @@ def test_one_of_both_sizes_is_given():
     for sizes in ({}, {"n_batches": 2, "n_samples": 8}):
         with pytest.raises(TypeError, match="give one of them"):
             GradientAccumulation(**sizes)
-    for size in (0, -1, 2.0, "3"):
-        with pytest.raises(ValueError, match=f"got n_batches={size!r}; it is at least 1"):
+    for size in (0, -1, 2.0, "3", True):
+        with pytest.raises(ValueError, match=f"got n_batches={size!r}; it is a whole number, 1 or more"):
             GradientAccumulation(n_batches=size)
     with pytest.raises(ValueError, match="got n_samples=0"):
         GradientAccumulation(n_samples=0)

@@ -12,12 +12,13 @@ import torch
 from conftest import make_data, make_dls, make_learner, raising, same_weights, weights
 from launching import run_script
 from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import LBFGS, SGD, AdamW
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from learnerkit import (
     Callback,
     CancelBatchException,
+    CancelFitException,
     DataLoaders,
     EarlyStoppingCallback,
     GradientAccumulation,
@@ -165,13 +166,20 @@ def test_what_cannot_work_is_refused():
     for start, end in ((0, 1), (-1, 1), (1, 1), (2, 1)):
         with pytest.raises(ValueError, match="the rate grows from one above 0"):
             learn.lr_find(start, end)
-    with pytest.raises(ValueError, match="got num_it=9; it takes at least 10"):
-        learn.lr_find(num_it=9)
-    with pytest.raises(ValueError, match="n_steps=1.5"):
-        learn.lr_find(num_it=1.5)
+    for num_it in (9, 1.5, 50.0):
+        with pytest.raises(
+            ValueError, match=f"got num_it={num_it}; it is a number of steps to suggest a rate by, 10 or"
+        ):
+            learn.lr_find(num_it=num_it)
+    for functions in (lambda lrs, losses, num_it: 1.0, [valley, valley]):
+        with pytest.raises(ValueError, match="got suggest_funcs named .* give each a name of its own"):
+            learn.lr_find(suggest_funcs=functions)
+    assert learn.opt is None
+    with pytest.raises(TypeError, match="LBFGS takes a closure.*override `_step`"):
+        make_learner(opt_func=LBFGS).lr_find()
     with pytest.raises(ValueError, match="diverged after .* begin with a lower start_lr"):
         learner(SGD).lr_find(1e6, 1e9)
-    with pytest.raises(RuntimeError, match="during 'fit'"):
+    with pytest.raises(RuntimeError, match="lr_find was called during 'fit'"):
         learner(cbs=Callback(after_batch=lambda cb: cb.learn.lr_find())).fit(1)
 
 
@@ -268,6 +276,31 @@ def test_steps_of_several_batches_are_one_loss():
         found = halves.lr_find(num_it=20, stop_div=False)
     assert len(watch.rates) == 20
     assert list(found) == pytest.approx(list(whole.lr_find(num_it=20, stop_div=False)), rel=1e-4)
+
+
+def test_a_group_left_over_at_the_end_is_a_step():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(make_data(10))
+
+    watch, rates = Rates(), []
+
+    def suggestion(lrs, losses, num_it):
+        rates.extend(lrs)
+        return 1.0
+
+    learn = make_learner(DataLoaders(DataLoader(Stream(), 2), device="cpu"))  # five batches
+    with learn.added_cbs([watch, GradientAccumulation(n_batches=2)]):
+        learn.lr_find(1e-5, 1e-3, num_it=20, stop_div=False, suggest_funcs=suggestion)
+    expected = [1e-5 * 100 ** (i / 20) for i in range(20)]
+    assert [rate for (rate,) in watch.rates] == pytest.approx(expected)
+    assert rates == pytest.approx(expected[2:-5])
+
+
+def test_a_cancel_is_no_divergence():
+    stop = raising("after_batch", CancelFitException(), lambda cb: cb.train_iter == 6)
+    with pytest.raises(ValueError, match="a callback cancelled the fit, or batches of it, after . of 30 steps"):
+        learner(cbs=stop).lr_find(num_it=30)
 
 
 def test_a_cancelled_batch_counts_nothing():

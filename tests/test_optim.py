@@ -1,16 +1,18 @@
 """Parameter groups, rates and weight decay, as a Learner uses them."""
 
+import copy
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_data, make_dls, make_learner, make_model, same_weights, weights
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Rprop
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import DataLoaders, optim
+from learnerkit import DataLoaders, Learner, optim
 
 
 def halves(model):
@@ -49,6 +51,9 @@ def by_name(learn, key):
         (slice(1e-4, 1e-2), 2, [1e-4, 1e-2]),
         ([0.1, 0.2], 2, [0.1, 0.2]),
         ((0.1, 0.2, 0.3), 3, [0.1, 0.2, 0.3]),
+        (np.float32(0.5), 2, [0.5, 0.5]),
+        ([torch.tensor(0.5), np.float32(0.25)], 2, [0.5, 0.25]),
+        (slice(torch.tensor(0.5)), 2, [0.05, 0.5]),
     ],
 )
 def test_rates_are_fastais(lr, count, expected):
@@ -65,6 +70,9 @@ def test_rates_are_fastais(lr, count, expected):
         (float("nan"), ValueError, "must not be negative"),
         ("fast", TypeError, "a learning rate is a number, a slice, or a list"),
         ({}, TypeError, "a learning rate is"),
+        ([0.1, "fast"], TypeError, "got lr='fast'; a learning rate is"),
+        (slice(0, 0.1), ValueError, r"slice\(lo, hi\) is a row of rates by a factor, so both are above 0"),
+        (slice(-0.1, 0.1), ValueError, "both are above 0"),
     ],
 )
 def test_other_rates_are_refused(lr, error, match):
@@ -242,7 +250,7 @@ def test_norms_and_biases_are_found_in_every_norm():
     norms = [nn.BatchNorm1d(3), nn.BatchNorm2d(3), nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.RMSNorm(3)]
     norms.append(nn.InstanceNorm1d(3, affine=True))
     model = nn.Sequential(*norms, nn.Linear(3, 3), nn.LSTM(3, 3), nn.Embedding(3, 3), nn.Conv1d(3, 3, 1))
-    found = {id(p) for p in optim.norms_and_biases(model)}
+    found = optim.norms_and_biases(model)
     for i, module in enumerate(model):
         for name, p in module.named_parameters():
             assert (id(p) in found) is (i < len(norms) or name.startswith("bias") or name.endswith("_bias")), (
@@ -265,17 +273,39 @@ def test_an_optimizer_without_decay_says_so():
 
 
 def test_several_optimizers_each_get_rate_and_decay():
-    from learnerkit import Learner
-
-    class Two(Learner):
+    class Both(Learner):
         def create_opt(self):
             self.opt = {"a": SGD(self.model[0].parameters(), lr=1.0), "b": AdamW(self.model[3].parameters(), lr=2.0)}
 
-    learn = make_learner(cls=Two)
+    learn = make_learner(cls=Both)
     learn.fit(1, 0.25, wd=0.125)
     for opt, layer in zip(learn.opt.values(), (learn.model[0], learn.model[3]), strict=True):
         assert [(g["lr"], g["weight_decay"]) for g in opt.param_groups] == [(0.25, 0.125), (0.25, 0.0)]
         assert opt.param_groups[0]["params"] == [layer.weight]
+
+
+class Two(Learner):
+    """With two optimizers, of one and of two groups."""
+
+    def create_opt(self):
+        first, last = self.model[0], self.model[3]
+        return {"a": SGD(first.parameters(), 1.0), "b": AdamW([{"params": [last.weight]}, {"params": [last.bias]}])}
+
+
+def rates_of(learn):
+    return {name: [group["lr"] for group in opt.param_groups] for name, opt in learn.opt.items()}
+
+
+def test_rates_by_the_names_of_optimizers():
+    learn = make_learner(cls=Two, lr={"a": 0.5, "b": [0.1, 0.2]})
+    learn.fit(1)
+    assert rates_of(learn) == {"a": [0.5], "b": [0.1, 0.2]}
+    learn.fit(1, {"b": slice(0.01)})  # what is left out has the Learner's
+    assert rates_of(learn) == {"a": [0.5], "b": [0.001, 0.01]}
+    learn.fit(1, 0.25)
+    assert rates_of(learn) == {"a": [0.25], "b": [0.25, 0.25]}
+    with pytest.raises(ValueError, match="got 'beta' as an optimizer's name; the learner has 'a', 'b'"):
+        learn.fit(1, {"beta": 0.1})
 
 
 # Hyper-parameters
@@ -288,7 +318,10 @@ def test_momentum_means_the_first_of_betas_too():
         optim.set_hyper(opt, "momentum", 0.8)
     assert adam.param_groups[0]["betas"] == (0.8, 0.99)
     assert sgd.param_groups[0]["momentum"] == 0.8
-    assert [optim.has_momentum(opt) for opt in (adam, sgd, plain)] == [True, True, False]
+    assert [optim.has_momentum(opt) for opt in (adam, sgd, plain, SGD(params))] == [True, True, False, True]
+    assert not optim.has_momentum(torch.optim.RMSprop(params))
+    with pytest.raises(ValueError, match="no hyper-parameter 'mom'.*did you mean 'momentum'"):
+        optim.set_hyper(adam, "mom", 0.8)
     with pytest.raises(ValueError, match="Adagrad has no hyper-parameter 'momentum'"):
         optim.set_hyper(plain, "momentum", 0.8)
 
@@ -354,6 +387,27 @@ def test_frozen_groups_stay_and_the_others_learn():
     assert len(learn.opt.state) == 10
 
 
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_an_empty_group_counts(empty):
+    def splitter(model):
+        found = halves(model)
+        found.insert(empty, [])
+        return found
+
+    learn = make_learner(splitter=splitter)
+    learn.fit(1, [0.1, 0.2, 0.3])
+    assert [g["lr"] for g in learn.opt.param_groups] == [rate for i, rate in enumerate([0.1, 0.2, 0.3]) if i != empty]
+
+
+def test_parameters_of_whole_numbers_cannot_be_trained():
+    model = normed()
+    model.scale = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
+    learn = make_learner(model=model, splitter=lambda m: [[m.scale, *m[:2].parameters()], [*m[2:].parameters()]])
+    learn.freeze()
+    learn.unfreeze()
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["scale"]
+
+
 def test_without_a_splitter_there_is_one_group():
     learn = make_learner(model=normed())
     learn.freeze()
@@ -395,3 +449,51 @@ def test_what_has_no_fused_implementation_is_as_it_was():
         learn.create_opt()
         assert not learn.opt.param_groups[0].get("fused")
         assert learn.opt.param_groups[0]["splitter_group"] == 0
+
+
+# Where its state lies
+
+
+def images():
+    data = TensorDataset(torch.randn(8, 3, 6, 6), torch.randint(3, (8,)))
+    return DataLoaders(DataLoader(data, 4), device="cpu")
+
+
+def network():
+    conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    return nn.Sequential(conv, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("way", ["moved", "loaded"])
+def test_state_lies_in_memory_as_its_parameter_does(way, tmp_path):
+    torch.manual_seed(0)
+    dls, model = images(), network()
+    plain, other = (
+        make_learner(dls, m, nn.CrossEntropyLoss(), opt_func=AdamW, lr=0.01, path=tmp_path)
+        for m in (model, copy.deepcopy(model))
+    )
+    plain.fit(1)
+    if way == "moved":
+        other.fit(1)
+        other.model.to(memory_format=torch.channels_last)
+    else:
+        other.model.to(memory_format=torch.channels_last)
+        plain.save("plain")
+        other.load("plain")
+        assert other.opt.state[other.model[0][2].weight]["exp_avg"].stride() == other.model[0][2].weight.stride()
+    for learn in (plain, other):
+        learn.fit(2)
+    for a, b in zip(plain.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize(("option", "there"), [({}, False), ({"fused": True}, True), ({"capturable": True}, True)])
+def test_state_comes_to_the_device_of_its_parameter(option, there):
+    for shape in ((2,), ()):
+        p = nn.Parameter(torch.ones(shape, device="meta"))
+        opt = AdamW([p])
+        opt.param_groups[0].update(option)
+        opt.state[p] = {"step": torch.tensor(1.0), "exp_avg": torch.ones(shape)}
+        optim.state_to_params(opt)
+        assert opt.state[p]["exp_avg"].is_meta
+        assert opt.state[p]["step"].is_meta == there

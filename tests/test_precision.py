@@ -7,6 +7,7 @@ import torch
 from conftest import make_classes, make_data, make_dls, make_learner, make_model, raising, same_weights, spy, weights
 from launching import run_script
 from torch import nn
+from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import (
@@ -22,8 +23,10 @@ from learnerkit import (
     DataLoaders,
     GradientAccumulation,
     GradientClip,
+    Learner,
     MixedPrecision,
     ParallelCallback,
+    SaveModelCallback,
 )
 
 LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -244,10 +247,35 @@ def test_a_device_without_such_an_autocast_is_refused():
         _check_autocast("meta", "fp16")
 
 
+class OwnLoss(nn.Module):
+    """A model that makes its own loss, of what autocast has made half."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, x, labels):
+        pred = self.inner(x)
+        return {"logits": pred, "loss": (pred - labels.to(pred.dtype)).abs().mean()}
+
+
+@pytest.mark.parametrize("mode", LOW)
+def test_a_loss_of_the_models_own_is_float32(mode):
+    kinds = set()
+    look = Callback(after_batch=lambda cb: kinds.update((cb.loss.dtype, cb.loss_grad.dtype)))
+    x, y = make_data(8).tensors
+    dls = DataLoaders(DataLoader([{"x": a, "labels": b} for a, b in zip(x, y, strict=True)], 4), device="cpu")
+    Learner(dls, OwnLoss(), cbs=[look, MixedPrecision(mode, **SCALE[mode])]).fit(1)
+    assert kinds == {torch.float32}
+
+
 def test_the_verbs_of_the_learner():
     learn = make_learner().to_fp16(init_scale=4.0).to_bf16()
     assert [cb.mode for cb in learn.cbs if isinstance(cb, MixedPrecision)] == ["bf16"]
     learn.fit(1)
+    with pytest.raises(TypeError, match="got the argument 'bad'"):
+        learn.to_fp16(bad=1)
+    assert [cb.mode for cb in learn.cbs if isinstance(cb, MixedPrecision)] == ["bf16"]
     assert not any(isinstance(cb, MixedPrecision) for cb in learn.to_fp32().cbs)
 
 
@@ -340,6 +368,18 @@ def test_accumulated_batches_are_clipped_and_scaled_as_one():
         assert close(models[0], model, 1e-3)
 
 
+def test_without_a_bound_the_gradients_are_left_alone():
+    def spoil(cb):
+        cb.model[0].bias.grad.fill_(float("inf"))
+
+    learn, plain = (make_learner(cbs=[Callback(before_step=spoil), *cbs]) for cbs in ([GradientClip(float("inf"))], []))
+    for each in (learn, plain):
+        each.fit(1)
+    assert same_weights(learn.model[3], plain.model[3])
+    assert learn.recorder.metric_names[3] == "grad_norm"
+    assert learn.recorder.values[0][2] == float("inf")
+
+
 def test_what_clipping_refuses():
     for bad in (0, -1.0, float("nan"), "1", None):
         with pytest.raises(ValueError, match="got max_norm="):
@@ -389,6 +429,37 @@ def test_channels_last_lasts_as_long_as_a_run(error):
     learn.model.seen.clear()
     learn.get_preds()
     assert learn.model.seen == {(True, True, False)}
+
+
+@pytest.mark.parametrize("lasts", [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_channels_last_may_come_and_go_between_fits(lasts, loaded, tmp_path):
+    """Of torch's fused optimizers, which take for granted that weights, gradients and state lie alike."""
+
+    class KeepsGradients(Learner):
+        def _zero_grad(self):
+            self.opt.zero_grad(set_to_none=False)
+
+    learn, plain = (images(cls=KeepsGradients, opt_func=AdamW, lr=0.01, path=tmp_path) for _ in range(2))
+    for last in lasts:
+        learn.fit(2, cbs=ChannelsLast() if last else None)
+        plain.fit(2)
+        if loaded:
+            learn.save("both")
+            learn.load("both")
+    assert learn.opt.param_groups[0]["fused"]
+    assert close(plain.model, learn.model, 1e-6)
+
+
+def test_a_load_in_a_run_with_channels_last(tmp_path):
+    best = images(opt_func=AdamW, lr=0.01, path=tmp_path, cbs=[ChannelsLast(), SaveModelCallback(with_opt=True)])
+    best.fit(2)
+    plain = images(opt_func=AdamW, lr=0.01, path=tmp_path)
+    plain.load("model")
+    assert close(plain.model, best.model, 0)
+    for learn in (plain, best):
+        learn.fit(1, cbs=learn.remove_cb(SaveModelCallback) and None)
+    assert close(plain.model, best.model, 1e-6)
 
 
 def test_channels_last_leaves_what_lies_so_already():

@@ -172,6 +172,9 @@ def test_augmented_predictions_are_averaged_with_plain_ones():
     torch.testing.assert_close(preds, 0.25 * plain + 0.75 * doubled)
     torch.testing.assert_close(learn.tta(batch_tfms=twice, beta=1.0)[0], plain)
     assert torch.equal(learn.tta(batch_tfms=twice, use_max=True)[0], torch.maximum(plain, doubled))
+    both, found = learn.tta(batch_tfms=twice, n=2, beta=None)
+    torch.testing.assert_close(both, (doubled, plain))
+    assert torch.equal(found, targets)
     acted = learn.tta(batch_tfms=twice, act=torch.sigmoid, beta=0.5)[0]
     torch.testing.assert_close(acted, (plain.sigmoid() + doubled.sigmoid()) / 2)
 
@@ -215,9 +218,11 @@ def test_a_loader_may_augment_by_itself():
 
 def test_tta_needs_what_augments():
     learn = make_learner()
-    for args in ({}, {"n": 0, "batch_tfms": flips}, {"dl": learn.dls.valid, "batch_tfms": flips}):
-        with pytest.raises(ValueError, match="one of the others: an augmentation"):
+    for args in ({}, {"dl": learn.dls.valid, "batch_tfms": flips}):
+        with pytest.raises(ValueError, match="one of them, a loader that augments or an augmentation"):
             learn.tta(**args)
+    with pytest.raises(ValueError, match="got n=0; it is a number of augmented readings, 1 or more"):
+        learn.tta(n=0, batch_tfms=flips)
 
 
 def test_tta_with_data_parallel(two_gpus):

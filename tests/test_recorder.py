@@ -493,3 +493,21 @@ def test_training_steps_read_nothing_from_the_device(loss_func):
     Lazy.reads = 0
     float(batches[0][0].sum())
     assert Lazy.reads  # the instrument works
+
+
+def test_logged_values_do_not_pile_up_on_the_device(monkeypatch):
+    from learnerkit.scalars import HostScalars
+
+    polled, poll = [], HostScalars.poll
+    monkeypatch.setattr(HostScalars, "poll", lambda self: polled.append(len(self)) or poll(self))
+    seen = []
+
+    def log(cb):
+        for i in range(2500 if cb.iter == 0 else 0):
+            cb.learn.log_metric("mine", torch.tensor(float(i)))
+        seen.append(max(polled, default=0))
+
+    learn = make_learner(cbs=Callback(before_step=log))
+    learn.fit(1)
+    assert seen[0] == 2048
+    assert learn.recorder.values[0][-1] == pytest.approx(sum(range(2500)) / 2500)

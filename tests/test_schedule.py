@@ -5,11 +5,12 @@ import math
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_data, make_learner, raising, same_weights, weights
 from torch import nn
-from torch.optim import SGD, Adagrad, AdamW, lr_scheduler
+from torch.optim import SGD, Adagrad, AdamW, RMSprop, lr_scheduler
 from torch.utils.data import DataLoader
 
 from learnerkit import (
@@ -214,6 +215,101 @@ def test_a_schedule_for_what_is_not_there_says_so():
         learner(cbs=ParamScheduler({"speed": lambda at: at})).fit(1)
 
 
+@pytest.mark.parametrize(
+    ("scheds", "match"),
+    [
+        ({"mom": lambda at: at}, "no hyper-parameter 'mom'.*did you mean 'momentum'"),
+        ({"lr": [lambda at: at]}, "got 1 schedules of 'lr' for 2 parameter groups"),
+        ({"lr": [lambda at: at] * 3}, "got 3 schedules of 'lr' for 2 parameter groups"),
+        ({"lr": 0.1}, "got 0.1 for 'lr'; it is a schedule"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_before_anything_changes(scheds, match):
+    learn = learner(splitter=halves)
+    before = weights(learn.model)
+    with pytest.raises((TypeError, ValueError), match=match) as error:
+        learn.fit(1, cbs=ParamScheduler(scheds))
+    assert same_weights(before, learn.model)
+    assert "raised in ParamScheduler.before_fit" in error.value.__notes__
+
+
+@pytest.mark.parametrize("kind", [np.float32, torch.tensor])
+def test_a_schedule_may_return_any_kind_of_number(kind):
+    learn = learner(
+        batches=2, cbs=ParamScheduler({"lr": lambda at: kind(0.5), "weight_decay": [lambda at: kind(0.25)]})
+    )
+    learn.fit(1)
+    assert learn.recorder.hps == {"lr": [0.5, 0.5], "weight_decay": [0.25, 0.25]}
+
+
+def test_two_schedulers_and_what_they_set_until_a_fit_is_broken_off():
+    learn = learner(cbs=raising("after_step", KeyboardInterrupt(), lambda cb: cb.epoch == 1))
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit_one_cycle(2, cbs=ParamScheduler({"weight_decay": lambda at: at}))
+    assert {name: len(values) for name, values in learn.recorder.hps.items()} == {
+        "lr": 11, "momentum": 11, "weight_decay": 11,
+    }  # fmt: skip
+    learn.fit(1)
+    assert learn.recorder.hps == {}
+
+
+@pytest.mark.parametrize("wd_bn_bias", [False, True])
+def test_a_scheduled_decay_spares_norms_and_biases(wd_bn_bias):
+    watch = Watch()
+    learn = learner(cbs=[watch, ParamScheduler({"weight_decay": lambda at: 0.5})], wd=0.1, wd_bn_bias=wd_bn_bias)
+    learn.fit(1)
+    assert [g["weight_decay"] for g in watch.seen[-1]] == ([0.5] if wd_bn_bias else [0.5, 0.0])
+    watch, learn = Watch(), learner(batches=2)
+    learn.fit(1, cbs=[watch, ParamScheduler({"weight_decay": lambda at: 0.5})])  # one group, of which all decays
+    assert [g["weight_decay"] for g in watch.seen[-1]] == [0.5]
+
+
+def test_a_momentum_of_0_is_scheduled_where_the_optimizer_can_begin_with_one():
+    for opt_func, names in ((SGD, ["lr", "momentum"]), (RMSprop, ["lr"])):
+        learn = learner(opt_func, batches=3)
+        learn.fit(1)
+        learn.fit_one_cycle(1, 1e-3)
+        assert list(learn.recorder.hps) == names
+        assert [g["momentum"] for g in learn.opt.param_groups] == [0]  # again
+
+
+class Two(Learner):
+    """With two optimizers, of one group and of two."""
+
+    def create_opt(self):
+        first, last = self.model[0], self.model[3]
+        groups = [{"params": [last.weight]}, {"params": [last.bias]}]
+        return {"a": SGD(first.parameters(), 1.0), "b": AdamW(groups)}
+
+
+class WatchBoth(Callback):
+    order = 1000
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def before_step(self):
+        self.seen.append({name: [g["lr"] for g in opt.param_groups] for name, opt in self.learn.opt.items()})
+
+
+def test_several_optimizers_are_scheduled_by_name():
+    watch = WatchBoth()
+    learn = make_learner(cls=Two, cbs=watch)
+    learn.fit_flat_cos(1, {"a": 0.5, "b": slice(0.2)})
+    assert watch.seen[0] == {"a": [0.5], "b": pytest.approx([0.02, 0.2])}
+    learn.fit_one_cycle(1, 0.5, div=5.0)
+    assert watch.seen[2] == {"a": [0.1], "b": [0.1, 0.1]}
+    assert list(learn.recorder.hps) == ["lr", "momentum"]  # of those that have one
+    own = ParamScheduler({"lr": {"b": [lambda at: 0.1, lambda at: 0.2]}, "weight_decay": lambda at: 0.3})
+    learn.fit(1, 0.4, cbs=own)
+    assert watch.seen[-1] == {"a": [0.4], "b": [0.1, 0.2]}
+    assert learn.recorder.hps == {"lr": [0.2, 0.2], "weight_decay": [0.3, 0.3]}
+    assert [opt.param_groups[0]["lr"] for opt in learn.opts] == [0.4, 0.4]
+    with pytest.raises(ValueError, match="got 'c' as an optimizer's name; the learner has 'a', 'b'"):
+        learn.fit(1, cbs=ParamScheduler({"lr": {"c": lambda at: at}}))
+
+
 def test_validation_moves_no_schedule():
     calls = []
     learn = learner(cbs=ParamScheduler({"lr": lambda at: calls.append(at) or 0.1}))
@@ -320,6 +416,38 @@ def test_fine_tuning_is_fastais():
     assert len(learn.recorder.history) == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"n_steps": 4}, "give one of them"),
+        ({"divv": 4}, "unexpected keyword argument 'divv'"),
+        ({"lr_max": 4}, "lr_max"),
+        ({"lr_mult": 0}, "got lr_mult=0; it is a number above 0"),
+        ({"base_lr": "x"}, "unsupported operand"),
+        ({"base_lr": -1.0}, "above 0|not be negative"),
+        ({"pct_start": 2}, "between 0 and 1"),
+        ({"moms": (0.9,)}, r"got moms=\(0.9,\); it is three numbers"),
+        ({"div": 0}, "got div=0"),
+        ({"epochs": 1.5}, "n_epoch=1.5"),
+        ({"freeze_epochs": -1}, "n_epoch=-1"),
+    ],
+)
+def test_fine_tuning_refuses_before_it_freezes(options, match):
+    learn = learner(splitter=halves)
+    learn.model[3].requires_grad_(False)
+    before = [p.requires_grad for p in learn.model.parameters()]
+    with pytest.raises((TypeError, ValueError), match=match):
+        learn.fine_tune(**{"epochs": 1} | options)
+    assert [p.requires_grad for p in learn.model.parameters()] == before
+
+
+@pytest.mark.parametrize("options", [{"div": 0}, {"div_final": 0.0}, {"moms": 0.9}, {"moms": (0.9, 0.8)}])
+def test_a_cycle_that_cannot_be_is_refused(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"got {name}="):
+        learner().fit_one_cycle(1, **options)
+
+
 # Schedules of one's own
 
 
@@ -332,6 +460,7 @@ def test_schedules_in_a_row_meet_where_they_should():
     assert [sched(i / 10) for i in range(11)] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9]
     assert combine_scheds([0, 0.5, 0, 0.5, 0], [SchedNo(i, i) for i in range(5)])(1.0) == 3
     assert combine_scheds([0, 1], [SchedNo(1, 1), SchedNo(2, 2)])(0.0) == 2
+    assert combine_scheds(torch.tensor([0.25, 0.75]), [SchedNo(1, 1), SchedNo(2, 2)])(0.5) == 2
 
 
 @pytest.mark.parametrize(
@@ -431,6 +560,16 @@ def test_a_torch_scheduler_can_step_after_each_epoch():
     assert learn.recorder.lrs == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
 
 
+def test_a_torch_scheduler_of_epochs_finds_its_place_in_a_later_one():
+    rates = []
+    for start in (0, 2):
+        learn = learner(batches=2)
+        make = TorchScheduler(lambda opt: lr_scheduler.StepLR(opt, 1, 0.5), step="epoch")
+        learn.fit(4, 1.0, start_epoch=start, cbs=make)
+        rates.append(learn.recorder.lrs)
+    assert rates[1] == rates[0][4:]
+
+
 def test_a_torch_scheduler_can_watch_a_column():
     values = iter([1.0, 2.0, 0.5, 3.0, 4.0, 4.0])
     log = Callback(after_train=lambda cb: cb.learn.log_metric("mine", next(values)))
@@ -475,6 +614,10 @@ def test_what_a_torch_scheduler_cannot_do_is_refused():
         TorchScheduler(make(SGD([nn.Parameter(torch.zeros(1))], 0.1)))
     with pytest.raises(ValueError, match="monitor='valid_lost'.*did you mean 'valid_loss'"):
         learner(cbs=TorchScheduler(make, "epoch", "valid_lost")).fit(1)
+    with pytest.raises(TypeError, match="TorchScheduler's function made None; it returns a scheduler"):
+        learner().fit(1, cbs=TorchScheduler(lambda opt: None))
+    with pytest.raises(ValueError, match="TorchScheduler cannot act beside a schedule of 'lr'"):
+        learner().fit_one_cycle(1, cbs=TorchScheduler(make))
     with pytest.raises(ValueError, match="ReduceLROnPlateau steps by a value"):
         learner(cbs=TorchScheduler(lr_scheduler.ReduceLROnPlateau, "epoch")).fit(1)
 

@@ -1,15 +1,17 @@
 """What was tried out leaves no trace: weights, optimizer, gradients and random streams are exactly what they were."""
 
 import copy
+import gc
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
-from conftest import make_classes, make_learner
+from conftest import make_classes, make_learner, same_weights, weights
 from torch import nn
 from torch.optim import SGD, AdamW
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from learnerkit import DataLoaders
 from learnerkit.snapshot import unchanged
@@ -116,3 +118,131 @@ def test_a_loss_with_weights_is_put_back_too():
     with unchanged(learn):
         loss.weight.mul_(2)
     assert loss.weight.tolist() == [1, 1, 1]
+
+
+class Shuffled(Sampler):
+    """Draws from a random generator of its own, which may be of any kind, and shuffles what it shuffled before."""
+
+    def __init__(self, n, kind):
+        self.rows, self.epoch = list(range(n)), 0
+        self.array = np.arange(n)
+        self.draw = {"python": random.Random, "numpy": np.random.default_rng, "legacy": np.random.RandomState}[kind](0)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __iter__(self):
+        self.epoch += 1
+        self.latest = self.rows[0]
+        self.draw.shuffle(self.rows)
+        self.draw.shuffle(self.array)
+        return iter([(a + b + self.epoch) % len(self) for a, b in zip(self.rows, self.array.tolist(), strict=True)])
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy", "legacy"])
+def test_a_sampler_remembers_nothing_of_it(kind):
+    orders = []
+    for tried in (False, True):
+        sampler = Shuffled(16, kind)
+        loader = DataLoader(make_classes(16), 4, sampler=sampler)
+        learn = make_learner(DataLoaders(loader, device="cpu"), Network(), nn.CrossEntropyLoss())
+        if tried:
+            with unchanged(learn):
+                disturb_data(learn)
+        attributes = set(vars(sampler))
+        orders.append((list(sampler), list(sampler), attributes))
+    assert orders[0] == orders[1]
+
+
+def disturb_data(learn):
+    for _ in range(3):
+        list(learn.dls.train)
+
+
+class Noise(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return torch.rand(4) + i, 0
+
+
+def test_workers_that_persist_have_drawn_nothing():
+    def draw(tried):
+        torch.manual_seed(5)
+        loader = DataLoader(Noise(), 4, num_workers=1, persistent_workers=True)
+        learn = make_learner(DataLoaders(loader, device="cpu"), Network(), nn.CrossEntropyLoss())
+        if tried:
+            with unchanged(learn):
+                disturb_data(learn)
+        assert learn.dls.train is loader
+        return torch.cat([x for _ in range(2) for x, _ in loader])
+
+    assert torch.equal(draw(False), draw(True))
+    gc.collect()  # the workers end with their loaders
+
+
+class Odd(nn.Module):
+    """With buffers that cannot be written to as a whole, or at all."""
+
+    def __init__(self, sealed=False):
+        super().__init__()
+        self.register_buffer("wide", torch.ones(1).expand(4))
+        self.first = nn.Linear(4, 3)
+        if sealed:
+            with torch.inference_mode():
+                self.register_buffer("sealed", torch.ones(1))
+        self.last = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x * self.wide))
+
+
+def test_an_expanded_buffer_is_given_back():
+    learn = make_learner(DataLoaders(DataLoader(make_classes(8), 4), device="cpu"), Odd(), nn.CrossEntropyLoss())
+    wide, before = learn.model.wide, weights(learn.model)
+    with unchanged(learn):
+        learn.fit(1)
+        wide[:1].mul_(3)
+    assert same_weights(before, learn.model)
+    assert learn.model.wide is wide
+    assert wide.stride() == (0,)
+
+
+def test_what_cannot_be_given_back_does_not_stop_the_rest():
+    learn = make_learner(DataLoaders(DataLoader(make_classes(8), 4), device="cpu"), Odd(True), nn.CrossEntropyLoss())
+    before = weights(learn.model)
+    with pytest.raises(RuntimeError, match="inference"), unchanged(learn):
+        learn.fit(1)
+    assert same_weights(before, learn.model)
+
+
+def test_a_lazy_module_must_have_its_shape_first():
+    learn = make_learner(model=nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1)))
+    with (
+        pytest.raises(ValueError, match=r"0\.weight of Sequential has no shape.*learn\.validate\(\)"),
+        unchanged(learn),
+    ):
+        pass
+    learn.validate()
+    with unchanged(learn):
+        learn.fit(1)
+
+
+def test_the_random_streams_of_all_devices_are_kept(monkeypatch):
+    """DataParallel's replicas draw on their own devices."""
+    asked = []
+
+    class Devices:
+        device_count = staticmethod(lambda: 3)
+
+    learn = learner(fitted=False)
+    learn._to_device()
+    learn.dls._device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Devices)
+    monkeypatch.setattr(
+        torch.random, "fork_rng", lambda ids, device_type: asked.append((*ids, device_type)) or nullcontext()
+    )
+    with unchanged(learn):
+        pass
+    assert asked == [(0, 1, 2, "cuda")]

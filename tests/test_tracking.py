@@ -361,8 +361,10 @@ def test_it_says_so_on_rank_0_in_one_line(capsys, monkeypatch):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("patience", [0, -1, 1.5, None])
+@pytest.mark.parametrize("patience", [0, -1, 1.5, None, True])
 def test_bad_patience(patience):
+    with pytest.raises(TypeError, match=r"got comp='min'; it is a function of \(value, best\)"):
+        SaveModelCallback(comp="min")
     for cls in (EarlyStoppingCallback, ReduceLROnPlateau):
         with pytest.raises(ValueError, match=f"patience={patience}; it is a number of rows"):
             cls(patience=patience)

@@ -21,6 +21,7 @@ from learnerkit import (
     Callback,
     CancelBatchException,
     CancelStepException,
+    CancelTrainException,
     DataLoaders,
     EarlyStoppingCallback,
     GradientAccumulation,
@@ -95,6 +96,29 @@ def test_a_loader_without_length():
     learn.fit_one_cycle(n_steps=8, lr_max=0.1)
     assert learn.recorder.iters == [3, 6, 8]
     assert len(set(learn.recorder.lrs)) == 8
+
+
+@pytest.mark.parametrize("method", ["fit", "fit_one_cycle"])
+def test_a_group_left_over_at_the_end_counts_too(method):
+    """Without a length accumulation learns only at the end that a batch was the last: three steps an epoch."""
+    steps = []
+    dls = DataLoaders(DataLoader(Stream(), 3), DataLoader(make_data(4), 4), device="cpu")  # of four batches
+    cbs = [GradientAccumulation(n_batches=3), Callback(after_step=lambda cb: steps.append(cb.pct_train))]
+    learn = make_learner(dls, cbs=cbs)
+    getattr(learn, method)(n_steps=6)
+    assert steps == pytest.approx([i / 6 for i in range(6)])
+    assert learn.recorder.iters == [4, 8, 12]
+    with learn.added_cbs(Callback(after_batch=cut_short, order=200)):
+        learn.fit(n_steps=2)  # what was begun is left out, and is no step
+    assert len(steps) == 8
+    rows = ValidateEvery(3)
+    learn.fit(2, cbs=rows)  # steps 1, 2 | 3, 4
+    assert learn.recorder.iters == [4, 7, 8]
+
+
+def cut_short(cb):
+    if cb.training and cb.iter == 3:
+        raise CancelTrainException
 
 
 def test_without_default_callbacks():

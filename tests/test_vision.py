@@ -492,6 +492,12 @@ def test_two_processes_train_alike(tmp_path):
     assert run_script("vision.py", nproc=2).rstrip().endswith("all well")
 
 
+def test_a_new_network_does_not_count_as_trained():
+    for builder in ("resnet18", models.resnet18):
+        with pytest.raises(ValueError, match="pretrained=True and no weights: resnet18.*weights='DEFAULT'"):
+            image_learner(builder, pretrained=True)
+
+
 def test_data_parallel(two_gpus):
     learn, seen = image_learner(small_resnet()), []
     with learn.parallel_ctx():
@@ -504,7 +510,7 @@ def test_data_parallel(two_gpus):
 @pytest.mark.parametrize("model_fn", ["resnet18", "convnext_tiny", "efficientnet_b0"])
 def test_on_a_gpu(model_fn):
     data = image_data(16, size=64)
-    learn = vision_learner(DataLoaders.from_datasets(data, data, bs=8), model_fn, CLASSES, pretrained=True)
+    learn = vision_learner(DataLoaders.from_datasets(data, data, bs=8), model_fn, CLASSES)
     with learn.distrib_ctx():
         learn.fine_tune(1)
     assert learn.model.normalize.mean.is_cuda

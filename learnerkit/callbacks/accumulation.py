@@ -1,5 +1,6 @@
 """Optimizer steps of several batches."""
 
+from learnerkit import checks
 from learnerkit.callback import Callback
 from learnerkit.events import CancelBatchException, CancelStepException
 from learnerkit.weights import StepWeights
@@ -28,9 +29,9 @@ class GradientAccumulation(Callback):
         super().__init__()
         if (n_batches is None) == (n_samples is None):
             raise TypeError(f"got n_batches={n_batches} and n_samples={n_samples}; give one of them")
-        size = n_samples if n_batches is None else n_batches
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"got {'n_samples' if n_batches is None else 'n_batches'}={size!r}; it is at least 1")
+        for name, value in (("n_batches", n_batches), ("n_samples", n_samples)):
+            if value is not None:
+                checks.check_count(name, value)
         self.n_batches, self.n_samples = n_batches, n_samples
         self._weights: StepWeights | None = None
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader
 
 from learnerkit import checks, world
 from learnerkit.callback import Callback
 from learnerkit.callbacks.debugging import ShortLoader
-from learnerkit.data import loader_len, tensors_in, with_batches
+from learnerkit.checks import is_one_of, loss_name
+from learnerkit.data import loader_len, tensors_in
 from learnerkit.events import CancelFitException, CancelValidException
-from learnerkit.losses import is_cross_entropy, kernel, option
+from learnerkit.losses import is_cross_entropy, option
 from learnerkit.metrics import make_meters
 from learnerkit.parallel.watch import PeerError
 from learnerkit.snapshot import unchanged
@@ -117,8 +117,7 @@ class OneBatch(ShortLoader):
     """The first batch of a loader: a whole epoch, so that accumulation takes its step."""
 
     def __init__(self, dl: Iterable):
-        # A copy, so that no workers that persist stay with the user's loader.
-        super().__init__(with_batches(dl) if isinstance(dl, DataLoader) else dl, 1)
+        super().__init__(dl, 1)
 
     def __len__(self) -> int:
         return 1
@@ -296,9 +295,9 @@ def judge_targets(loss_func: Any, pred: Any, yb: tuple) -> list[Finding]:
     if len(yb) == 1 and isinstance(yb[0], Tensor) and isinstance(pred, Tensor):
         if is_cross_entropy(loss_func):
             wrong += _wrong_classes(loss_func, pred, yb[0])
-        elif _is_one_of(loss_func, _BINARY):
+        elif is_one_of(loss_func, _BINARY):
             wrong += _wrong_chances(loss_func, pred, yb[0])
-        elif _is_one_of(loss_func, _ELEMENTWISE):
+        elif is_one_of(loss_func, checks.ELEMENTWISE):
             wrong += _wrong_values(loss_func, pred, yb[0])
     if wrong:
         return [Finding(WRONG, "targets", text) for text in wrong]
@@ -335,14 +334,14 @@ def _wrong_classes(loss_func: Any, pred: Tensor, target: Tensor) -> list[str]:
 
 
 def _wrong_chances(loss_func: Any, pred: Tensor, target: Tensor) -> list[str]:
-    name, about, wrong = _name(loss_func), _about(target), []
+    name, about, wrong = loss_name(loss_func), _about(target), []
     if not target.is_floating_point():
         wrong.append(f"{about}: {name} takes floats; use .float()")
     if target.shape != pred.shape:
         wrong.append(f"{about}, but {name} takes the shape of the prediction, {tuple(pred.shape)}; reshape one of them")
     if target.numel() and not (target.min() >= 0 and target.max() <= 1):
         wrong.append(f"{about}: {name} takes values from 0 to 1")
-    logits = _is_one_of(loss_func, (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits))
+    logits = is_one_of(loss_func, (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits))
     if not logits and pred.numel() and not (pred.min() >= 0 and pred.max() <= 1):
         wrong.append(
             f"{name} takes predictions from 0 to 1 and got {_about(pred)}: use BCEWithLogitsLoss, or end the model "
@@ -358,7 +357,7 @@ def _wrong_values(loss_func: Any, pred: Tensor, target: Tensor) -> list[str]:
     except ValueError as e:
         wrong.append(str(e))
     if pred.is_floating_point() and not target.is_floating_point():
-        wrong.append(f"{_about(target)}: {_name(loss_func)} compares floats; use .float()")
+        wrong.append(f"{_about(target)}: {loss_name(loss_func)} compares floats; use .float()")
     return wrong
 
 
@@ -508,25 +507,11 @@ def judge_metrics(learn: "Learner") -> list[Finding]:
 # Words and small questions
 
 _BINARY = (nn.BCELoss, nn.BCEWithLogitsLoss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
-_ELEMENTWISE = (
-    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss,
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
-)  # fmt: skip
-
-
-def _is_one_of(loss_func: Any, losses: tuple) -> bool:
-    found = kernel(loss_func)
-    return isinstance(found, tuple(x for x in losses if isinstance(x, type))) or any(found is x for x in losses)
 
 
 def is_nll(loss_func: Any) -> bool:
     """Whether a loss takes logarithms of probabilities."""
-    return _is_one_of(loss_func, (nn.NLLLoss, F.nll_loss))
-
-
-def _name(loss_func: Any) -> str:
-    found = kernel(loss_func)
-    return type(found).__name__ if isinstance(found, nn.Module) else found.__name__
+    return is_one_of(loss_func, (nn.NLLLoss, F.nll_loss))
 
 
 def _kind(dtype: torch.dtype) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from learnerkit import world
+from learnerkit import checks, world
 from learnerkit.callback import Callback
 from learnerkit.data import loader_len, map_batch, to_device
 
@@ -116,8 +116,8 @@ class ShortEpochCallback(_OtherLoader):
             raise TypeError(f"got pct={pct} and n={n}; give one of them")
         if pct is not None and not 0 < pct <= 1:
             raise ValueError(f"got pct={pct}; it is a share of the batches, above 0 and at most 1")
-        if n is not None and (not isinstance(n, int) or n < 1):
-            raise ValueError(f"got n={n!r}; it is a number of batches, 1 or more")
+        if n is not None:
+            checks.check_count("n", n, "a number of batches")
         self.pct, self.n, self.short_valid = pct, n, short_valid
 
     def before_train(self):
@@ -161,8 +161,7 @@ class OverfitBatch(_OtherLoader):
 
     def __init__(self, n: int = 1):
         super().__init__()
-        if not isinstance(n, int) or n < 1:
-            raise ValueError(f"got n={n!r}; it is a number of batches, 1 or more")
+        checks.check_count("n", n, "a number of batches")
         self.n = n
         self._kept: list[tuple[Any, dict]] = []
 

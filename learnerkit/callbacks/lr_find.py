@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from learnerkit import optim, world
-from learnerkit.callback import Callback
+from learnerkit import checks, optim, world
 from learnerkit.callbacks.recorder import Smoother, pyplot
 from learnerkit.callbacks.schedule import SchedExp
 from learnerkit.callbacks.training import StepBudget
@@ -23,40 +22,46 @@ _BETA = 0.98  # of the smoothing, as the recorder's
 _LAST = 5  # losses left out at the end, where training diverges
 
 
-class LRFinder(Callback):
+class LRFinder(StepBudget):
     """Lets the learning rate grow exponentially with the steps, and records the losses: the work of `lr_find`.
 
     Args:
-        start_lr, end_lr, num_it, stop_div: as in `Learner.lr_find`.
+        start_lr, end_lr, num_it, stop_div, suggest_funcs: as in `Learner.lr_find`.
 
     Attributes:
         lrs: the rate of every step.
         losses: the smoothed loss of every step, over all ranks.
 
     Raises:
-        ValueError: rates that do not grow from above 0, or less than 10 steps.
+        ValueError: rates that do not grow from above 0, less than 10 steps, or functions without names of their own.
     """
 
-    order = StepBudget.order - 1  # after the recorder, and before the last step ends training
-    run_valid = False
-
-    def __init__(self, start_lr: float, end_lr: float, num_it: int, stop_div: bool):
-        super().__init__()
+    def __init__(self, start_lr: float, end_lr: float, num_it: int, stop_div: bool, suggest_funcs: Sequence[Callable]):
+        checks.check_count("num_it", num_it, "a number of steps to suggest a rate by", least=2 * _LAST)
+        super().__init__(num_it)
         if not 0 < start_lr < end_lr:
             raise ValueError(f"got start_lr={start_lr} and end_lr={end_lr}; the rate grows from one above 0")
-        if num_it < 2 * _LAST:
-            raise ValueError(f"got num_it={num_it}; it takes at least {2 * _LAST} steps to suggest a rate by")
-        self.num_it, self.stop_div = num_it, stop_div
+        self.stop_div, self.suggest_funcs = stop_div, suggest_funcs
+        names = [getattr(kernel(function), "__name__", type(function).__name__) for function in suggest_funcs]
+        try:
+            self._result = namedtuple("SuggestedLRs", names)
+        except ValueError as e:
+            raise ValueError(
+                f"got suggest_funcs named {', '.join(names)} ({e}); the result has a field for each, so give each a "
+                "name of its own with `def`"
+            ) from None
         self._sched = SchedExp(start_lr, end_lr)
         self.lrs: list[float] = []
         self._losses: list[float] = []
         self._smooth = Smoother(_BETA)
+        self._diverged = False
 
     @property
     def losses(self) -> list[float]:
         return self._smooth.values
 
     def before_train(self):
+        super().before_train()
         self._sums = torch.zeros(2, dtype=torch.float64)  # of the step's batches: their losses, and what these count
 
     def before_batch(self):
@@ -70,8 +75,19 @@ class LRFinder(Callback):
             # Host-device syncs: to stop in time the host must know the loss of every step.
             count = float(learn.loss_count)
             self._sums += torch.tensor([float(learn.loss) * (1.0 if learn.loss_weighting.sums else count), count])
-        if not learn.step_due:
-            return
+        if learn.step_due:
+            self._close_step()
+        super().after_batch()
+
+    def after_train(self):
+        if self._left_over:
+            self._close_step()
+        super().after_train()
+        raise CancelEpochException  # no validation
+
+    def _close_step(self) -> None:
+        "Record the step's loss, and end the run if it diverges."
+        learn = self.learn
         # Every rank must reach this, and does: at the end of a step all take. So all see the same loss.
         total, count = (world.reduce(self._sums) if learn.sharded else self._sums).tolist()
         self._sums = torch.zeros(2, dtype=torch.float64)
@@ -81,39 +97,33 @@ class LRFinder(Callback):
         self._losses.append(total if learn.loss_weighting.sums else total / count)
         self._smooth.extend(self._losses)
         # Its first losses, of which no use is made, may be far apart by chance.
-        bound = DIVERGED * min(self.losses) if len(self.losses) > self.num_it // 10 else math.inf
-        if self.stop_div and not self.losses[-1] <= bound:  # also if it is no number
+        bound = DIVERGED * min(self.losses) if len(self.losses) > self.n_steps // 10 else math.inf
+        self._diverged = not self.losses[-1] <= bound  # also if it is no number
+        if self.stop_div and self._diverged:
             cancel = CancelFitException()
             cancel.agreed = True
             raise cancel
 
-    def after_train(self):
-        raise CancelEpochException  # no validation
-
-    def suggest(self, functions: Sequence[Callable], show_plot: bool) -> tuple:
+    def suggest(self, show_plot: bool) -> tuple:
         """A rate by each of the functions, as a named tuple; rank 0 plots them.
 
         Raises:
-            ValueError: training diverged too soon to tell.
+            ValueError: training diverged too soon to tell, or a callback has cancelled it.
         """
-        finite = [math.isfinite(loss) for loss in self.losses]
+        num_it, finite = self.n_steps, [math.isfinite(loss) for loss in self.losses]
         end = finite.index(False) if False in finite else len(finite) - _LAST
-        used = slice(self.num_it // 10, end)
+        used = slice(num_it // 10, end)
         lrs, losses = np.array(self.lrs[used]), np.array(self.losses[used])
         if len(lrs) < 2:
-            raise ValueError(
-                f"the loss diverged after {len(finite)} of {self.num_it} steps, too soon to suggest a rate by; begin "
-                "with a lower start_lr"
-            )
-        names = [_name(function) for function in functions]
-        found = [_rate(function(lrs, losses, self.num_it)) for function in functions]
+            too_soon = f"after {len(finite)} of {num_it} steps, too soon to suggest a rate by"
+            if self._diverged or False in finite:
+                raise ValueError(f"the loss diverged {too_soon}; begin with a lower start_lr")
+            raise ValueError(f"a callback cancelled the fit, or batches of it, {too_soon}")
+        found = [_rate(function(lrs, losses, num_it)) for function in self.suggest_funcs]
+        suggested = self._result(*found)
         if show_plot and world.is_main():
-            plot_lr_find(lrs, losses, dict(zip(names, found, strict=True)))
-        return namedtuple("SuggestedLRs", names)(*found)
-
-
-def _name(function: Callable) -> str:
-    return kernel(function).__name__
+            plot_lr_find(lrs, losses, suggested._asdict())
+        return suggested
 
 
 def _rate(found: Any) -> float:

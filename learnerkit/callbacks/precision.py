@@ -1,5 +1,6 @@
 """Faster arithmetic for the time of a run: lower precision, memory formats, compiling; and clipped gradients."""
 
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from learnerkit import checks, optim
 from learnerkit.callback import Callback
 from learnerkit.data import in_float32, map_batch
 from learnerkit.events import CancelStepException
@@ -86,11 +88,13 @@ class MixedPrecision(Callback):
 
     def after_loss(self):
         self._leave_autocast()
+        learn = self.learn  # a model may make its own loss, in half precision
+        learn.loss, learn.loss_grad = map_batch(in_float32, (learn.loss, learn.loss_grad))
 
     def before_backward(self):
         # With bf16 nothing is scaled, and no step waits for the device.
         if self.scaler is not None and isinstance(self.learn.loss_grad, Tensor):
-            self.learn.loss_grad = self.scaler.scale(in_float32(self.learn.loss_grad))
+            self.learn.loss_grad = self.scaler.scale(self.learn.loss_grad)
 
     def before_step(self):
         self._leave_autocast()  # it is still there where a rank has left its batch and steps along with the others
@@ -161,15 +165,16 @@ class GradientClip(Callback):
 
     def __init__(self, max_norm: float = 1.0, norm_type: float = 2.0):
         super().__init__()
-        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-            if not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"got {name}={value!r}; it is a number above 0")
+        checks.check_positive("max_norm", max_norm)
+        checks.check_positive("norm_type", norm_type)
         self.max_norm, self.norm_type = max_norm, norm_type
 
     def before_step(self):
         params = _parameters(self.learn)
         if params:  # the norm stays on the device
-            norm = torch.nn.utils.clip_grad_norm_(params, self.max_norm, self.norm_type)
+            norm = torch.nn.utils.get_total_norm([p.grad for p in params], self.norm_type)
+            if self.max_norm < math.inf:  # else an infinite norm would make all gradients NaN
+                torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
             self.learn.log_metric("grad_norm", norm)
 
 
@@ -192,6 +197,7 @@ class ChannelsLast(Callback):
             if _is_image(t) and not t.is_contiguous(memory_format=torch.channels_last):
                 self._strides.append((t, t.stride()))
                 t.data = _channels_last(t.data)
+        self._follow()
 
     def before_batch(self):
         self.learn.xb = map_batch(_channels_last, self.learn.xb)
@@ -199,7 +205,16 @@ class ChannelsLast(Callback):
     def cleanup_fit(self):
         for t, strides in self._strides:
             t.data = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t.data)
+        self._follow()
         self._strides.clear()
+
+    def _follow(self) -> None:
+        "Let gradients and optimizer state lie in memory as their parameters do, as fused kernels need it."
+        for t, _ in self._strides:
+            if t.grad is not None:
+                t.grad = optim.laid_out_as(t, t.grad)
+        for opt in self.learn.opts:
+            optim.state_to_params(opt)
 
 
 class Compile(Callback):

@@ -106,13 +106,14 @@ class Augment(Callback):
         self.learn.xb = (self.batch_tfms(first), *rest)
 
 
-def averaged(plain: Tensor, augmented: list[Tensor], beta: float, use_max: bool) -> Tensor:
-    """Predictions of one kind out of plain and augmented ones, as `Learner.tta` describes."""
+def averaged(plain: Tensor, augmented: list[Tensor], beta: float | None, use_max: bool) -> Any:
+    """Predictions of one kind (without `beta` of two) out of plain and augmented ones, as `Learner.tta` describes."""
     if not all(isinstance(p, Tensor) for p in (plain, *augmented)):
         raise ValueError(f"tta can average predictions that are tensors; the model's are {describe(plain)}")
     if use_max:
         return torch.stack([plain, *augmented]).amax(0)
-    return torch.lerp(torch.stack(augmented).mean(0), plain, beta)
+    mean = torch.stack(augmented).mean(0)
+    return (mean, plain) if beta is None else torch.lerp(mean, plain, beta)
 
 
 def _single(items: tuple | None) -> Any:

@@ -165,10 +165,10 @@ class Recorder(Callback):
         metric_names: the columns.
         values: one list for each epoch, and each row that `ValidateEvery` has added: the columns but epoch and time.
         log: the last row; `final_record`: the last of `values`.
-        losses: the smoothed training loss at every step, over all ranks once an epoch is over.
-        lrs: the last group's learning rate at every step.
+        losses: the smoothed training loss at every batch, over all ranks once an epoch is over.
+        lrs: the last group's learning rate at every batch.
         iters: the number of batches trained on up to each of these rows.
-        hps: scheduled hyper-parameters at every step, by name.
+        hps: scheduled hyper-parameters at every batch, by name.
         history: the earlier fits, each with these attributes.
     """
 
@@ -241,6 +241,8 @@ class Recorder(Callback):
                 raise ValueError(f"log_metric got {name!r}, which is a column already; choose another name")
             self._logged[name] = HostScalars()
         self._logged[name].append(value)
+        if not len(self._logged[name]) % 1024:  # now and then, so that they do not pile up on the device
+            self._logged[name].poll()
 
     def before_fit(self):
         if self.values or self.lrs:

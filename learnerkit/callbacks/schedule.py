@@ -108,10 +108,11 @@ def combine_scheds(pcts: Sequence[float], scheds: Sequence[Schedule]) -> Schedul
     Raises:
         ValueError: shares that are negative or do not make 1, or another number of them.
     """
+    pcts = list(map(float, pcts))
     if len(pcts) != len(scheds) or not pcts:
         raise ValueError(f"got {len(pcts)} shares for {len(scheds)} schedules; give one share for each")
     if min(pcts) < 0 or abs(sum(pcts) - 1) > 1e-6:
-        raise ValueError(f"got the shares {list(pcts)}, which make {sum(pcts)}; they are 0 or more, and together 1")
+        raise ValueError(f"got the shares {pcts}, which make {sum(pcts)}; they are 0 or more, and together 1")
     joints = list(accumulate(pcts, initial=0.0))
     last = max(i for i, pct in enumerate(pcts) if pct > 0)
     joints[last + 1 :] = [1.0] * (len(joints) - last - 1)  # their sum may be a rounding error off
@@ -162,41 +163,56 @@ class ParamScheduler(Callback):
     """Sets hyper-parameters before every training batch.
 
     Args:
-        scheds: by name ('lr', 'momentum', 'weight_decay'), a schedule, or a list of them, one for each of the
-            splitter's groups.
+        scheds: by hyper-parameter ('lr', 'momentum', 'weight_decay'), a schedule, or a list of them, one for each of
+            the splitter's groups. Of several optimizers it may be a dict of these by name, and those that are left out
+            keep their value. The weight decay of norms and biases, which have none, is left alone.
 
-    After a fit `recorder.hps` has the values of every step; of several groups, the last one's. The optimizer gets back
-    the values it had before.
+    `recorder.hps` has the values at every batch; of several groups, the last one's. The optimizer gets back the values
+    it had before.
+
+    Raises:
+        ValueError: in `before_fit`, no such hyper-parameter, or a list of another length.
     """
 
     order = 60
     run_valid = False
     only_fit = True
 
-    def __init__(self, scheds: Mapping[str, Schedule | Sequence[Schedule]]):
+    def __init__(self, scheds: Mapping[str, Schedule | Sequence[Schedule] | Mapping]):
         super().__init__()
         self.scheds = dict(scheds)
         self.hps: dict[str, list[float]] = {}
+        self._by_opt: list[dict[str, Any]] = []
         self._before: list[list[dict]] = []
+        self._bare: set[int] = set()
 
     def before_fit(self):
         learn = self.learn
         if learn.n_steps is None:
             checks.check_length(learn.dls.train, "a schedule")
-        self._before = [[optim.get_hypers(group, self.scheds) for group in opt.param_groups] for opt in learn.opts]
+        by_name = {name: optim.for_each(learn.opt, sched) for name, sched in self.scheds.items()}
+        self._by_opt = [
+            {name: scheds[i] for name, scheds in by_name.items() if scheds[i] is not None}
+            for i in range(len(learn.opts))
+        ]
+        for opt, scheds in zip(learn.opts, self._by_opt, strict=True):
+            for name, sched in scheds.items():
+                _check_schedule(name, sched, optim.n_groups(opt))
+        self._before = [optim.get_hypers(opt, scheds) for opt, scheds in zip(learn.opts, self._by_opt, strict=True)]
+        self._bare = set() if learn.wd_bn_bias else optim.norms_and_biases(learn.model)
         self.hps = {name: [] for name in self.scheds}
+        if hasattr(learn, "recorder"):
+            learn.recorder.hps |= self.hps  # beside those of another scheduler
 
     def before_batch(self):
-        for name, sched in self.scheds.items():
-            at = self.learn.pct_train
-            values = sched(at) if callable(sched) else [s(at) for s in sched]
-            for opt in self.learn.opts:
-                optim.set_hyper(opt, name, values)
-            self.hps[name].append(values if callable(sched) else values[-1])
-
-    def after_fit(self):
-        if hasattr(self.learn, "recorder"):
-            self.learn.recorder.hps = self.hps
+        at, last = self.learn.pct_train, {}
+        for opt, scheds in zip(self.learn.opts, self._by_opt, strict=True):
+            for name, sched in scheds.items():
+                values = float(sched(at)) if callable(sched) else [float(s(at)) for s in sched]
+                optim.set_hyper(opt, name, values, exempt=self._bare if name == "weight_decay" else set())
+                last[name] = values if callable(sched) else values[-1]
+        for name, value in last.items():
+            self.hps[name].append(value)
 
     def cleanup_fit(self):
         for opt, before in zip(self.learn.opts, self._before, strict=False):
@@ -206,11 +222,37 @@ class ParamScheduler(Callback):
         self._before = []
 
 
+def _check_schedule(name: str, sched: Any, count: int) -> None:
+    if callable(sched):
+        return
+    if not isinstance(sched, list | tuple) or not all(map(callable, sched)):
+        raise TypeError(f"got {sched!r} for {name!r}; it is a schedule, f(share of training done) -> value, or a list")
+    if len(sched) != count:
+        raise ValueError(f"got {len(sched)} schedules of {name!r} for {count} parameter groups (the splitter's groups)")
+
+
+def check_nobody_schedules(learn: Any, who: str) -> None:
+    """Refuse `who`, which sets rates now and then, beside a schedule that sets them before every batch.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if any(isinstance(cb, ParamScheduler) and "lr" in cb.scheds for cb in learn.cbs):
+        raise ValueError(
+            f"{who} cannot act beside a schedule of 'lr' (fit_one_cycle and the like have one), which sets the rate "
+            "anew before every batch: train with fit at a constant rate, or leave one of them out"
+        )
+
+
+_EXAMPLE = "TorchScheduler(lambda opt: StepLR(opt, 10))"
+
+
 class TorchScheduler(Callback):
     """Lets a scheduler of `torch.optim.lr_scheduler` set the rates of a fit.
 
     It is made anew for each fit, from the rates that the fit was given, which the optimizer gets back at the end. Of
-    several optimizers each has one of its own.
+    several optimizers each has one of its own. A fit with a `start_epoch` finds one that steps by epochs, and watches
+    no column, where it would be by then; another begins anew.
 
     Args:
         make: a function of the optimizer that returns the scheduler: `lambda opt: StepLR(opt, 10)`.
@@ -218,8 +260,9 @@ class TorchScheduler(Callback):
         monitor: the column of the table that it steps by, as `torch.optim.lr_scheduler.ReduceLROnPlateau` does.
 
     Raises:
-        TypeError: `make` is a scheduler rather than a function that makes one.
-        ValueError: another `step`; a `monitor` for steps that have no row in the table.
+        TypeError: `make` is a scheduler rather than a function that makes one, or makes something else.
+        ValueError: another `step`; a `monitor` for steps that have no row in the table; in `before_fit` also a schedule
+            of the rate.
     """
 
     order = 60
@@ -229,10 +272,7 @@ class TorchScheduler(Callback):
     def __init__(self, make: Callable[[Optimizer], Any], step: str = "batch", monitor: str | None = None):
         super().__init__()
         if not callable(make):
-            raise TypeError(
-                f"got {make!r}; pass a function that makes the scheduler when a fit begins: "
-                "TorchScheduler(lambda opt: StepLR(opt, 10))"
-            )
+            raise TypeError(f"got {make!r}; pass a function that makes the scheduler when a fit begins: {_EXAMPLE}")
         if step not in ("batch", "epoch"):
             raise ValueError(f"got step={step!r}; it takes 'batch' or 'epoch'{did_you_mean(step, ['batch', 'epoch'])}")
         if monitor is not None and step == "batch":
@@ -244,6 +284,7 @@ class TorchScheduler(Callback):
 
     def before_fit(self):
         learn = self.learn
+        check_nobody_schedules(learn, "TorchScheduler")
         if self.monitor is not None:
             check_monitor(learn, self.monitor)
         for opt in learn.opts:
@@ -251,11 +292,17 @@ class TorchScheduler(Callback):
             for group in opt.param_groups:
                 group.pop("initial_lr", None)  # of an earlier scheduler: this one begins with the rates of this fit
         self._schedulers = [self.make(opt) for opt in learn.opts]
+        for made in self._schedulers:
+            if not hasattr(made, "step"):
+                raise TypeError(f"TorchScheduler's function made {made!r}; it returns a scheduler: {_EXAMPLE}")
         plateau = any(isinstance(scheduler, TorchPlateau) for scheduler in self._schedulers)
         if plateau and self.monitor is None:
             raise ValueError(
                 "torch's ReduceLROnPlateau steps by a value: TorchScheduler(..., step='epoch', monitor='valid_loss')"
             )
+        if self.step == "epoch" and self.monitor is None:
+            for _ in range(learn._start_epoch):
+                self._advance()
 
     def after_step(self):
         self._stepped = True

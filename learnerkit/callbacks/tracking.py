@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnerkit import world
+from learnerkit import checks, world
 from learnerkit.callback import Callback
 from learnerkit.callbacks.progress import print_above
 from learnerkit.callbacks.recorder import check_monitor, monitored
-from learnerkit.callbacks.schedule import ParamScheduler
+from learnerkit.callbacks.schedule import check_nobody_schedules
 from learnerkit.events import CancelFitException
 from learnerkit.scalars import HostScalars
 from learnerkit.utils import plain_name, warn
@@ -31,6 +31,11 @@ def say(line: str) -> None:
 
 _LESS_IS_BETTER = re.compile(
     r"loss|error|perplexity|(?<![a-z0-9])(mse|rmse|mae|mape|nll|ppl|wer|cer)(?![a-z0-9])", re.IGNORECASE
+)
+
+
+_COMPARES = (
+    "it is a function of (value, best) that says whether the value is better, such as operator.lt or numpy.greater"
 )
 
 
@@ -71,14 +76,13 @@ class TrackerCallback(Callback):
             raise TypeError(f"got monitor={monitor!r}; it is the name of a column of the table, such as 'valid_loss'")
         if not min_delta >= 0:
             raise ValueError(f"got min_delta={min_delta}; it is 0 or more, also where less is better")
+        if comp is not None and not callable(comp):
+            raise TypeError(f"got comp={comp!r}; {_COMPARES}")
         self.monitor, self.min_delta, self.reset_on_fit = monitor, min_delta, reset_on_fit
         self.comp = comp or (operator.lt if _LESS_IS_BETTER.search(monitor) else operator.gt)
         less, more = bool(self.comp(0.0, 1.0)), bool(self.comp(1.0, 0.0))
         if less == more:
-            raise ValueError(
-                f"got comp={comp!r}, which prefers neither 0 to 1 nor 1 to 0, or both; it is a function of "
-                "(value, best) that says whether the value is better, such as operator.lt or numpy.greater"
-            )
+            raise ValueError(f"got comp={comp!r}, which prefers neither 0 to 1 nor 1 to 0, or both; {_COMPARES}")
         self._sign = -1 if less else 1
         self.best, self.new_best = -self._sign * math.inf, False
         self._rows = self._heeded = 0
@@ -201,8 +205,7 @@ class _PatientCallback(TrackerCallback):
         reset_on_fit: bool = True,
     ):
         super().__init__(monitor, comp, min_delta, reset_on_fit)
-        if not isinstance(patience, int) or patience < 1:
-            raise ValueError(f"got patience={patience!r}; it is a number of rows without a new best, 1 or more")
+        checks.check_count("patience", patience, "a number of rows without a new best")
         self.patience, self.wait = patience, 0
 
     def before_fit(self):
@@ -275,11 +278,7 @@ class ReduceLROnPlateau(_PatientCallback):
 
     def before_fit(self):
         super().before_fit()
-        if any(isinstance(cb, ParamScheduler) and "lr" in cb.scheds for cb in self.learn.cbs):
-            raise ValueError(
-                "ReduceLROnPlateau cannot act beside a schedule of 'lr' (fit_one_cycle and the like have one), which "
-                "sets the rate anew before every batch: train with fit at a constant rate, or leave one of them out"
-            )
+        check_nobody_schedules(self.learn, "ReduceLROnPlateau")
 
     def _give_up(self, why: str) -> None:
         before, after = {}, {}

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 
+from learnerkit import checks
 from learnerkit.callback import Callback
 from learnerkit.callbacks.tracking import TrackerCallback
 from learnerkit.data import SampleOrder, draws_globally, seeded_samplers, with_own_stream
@@ -48,11 +49,41 @@ class TrainEvalCallback(Callback):
     def cleanup_train(self):
         self._seeded.close()
 
+    def cleanup_fit(self):
+        self._twin = None  # and with it workers that persist
+
     def before_validate(self):
         self.learn.model.eval()
 
 
-class StepBudget(Callback):
+class StepCounter(Callback):
+    """Counts the optimizer steps of a fit, those skipped or cancelled included: every rank counts alike."""
+
+    run_valid = False
+
+    def __init__(self):
+        super().__init__()
+        self._taken, self._left_over = 0, False
+
+    def before_fit(self):
+        self._taken = 0
+
+    def before_train(self):
+        self._left_over = False
+
+    def after_batch(self):
+        self._taken += self.learn.step_due
+        self._left_over = not self.learn.step_due
+
+    def after_cancel_train(self):
+        self._left_over = False  # accumulation leaves out what it has begun
+
+    def after_train(self):
+        # A loader without length has ended in mid-group, and accumulation has taken that step too.
+        self._taken += self._left_over
+
+
+class StepBudget(StepCounter):
     """Ends training after a number of optimizer steps; the epoch's validation still follows.
 
     Args:
@@ -60,28 +91,33 @@ class StepBudget(Callback):
     """
 
     order = 100  # the last step is everybody else's, too
-    run_valid = False
 
     def __init__(self, n_steps: int):
         super().__init__()
-        self.n_steps, self._taken = n_steps, 0
+        self.n_steps = n_steps
 
     def before_fit(self):
-        self._taken = 0
+        super().before_fit()
         if not self.n_steps:
             self.learn.pct_train = 1.0
 
     def after_batch(self):
-        learn = self.learn
-        self._taken += learn.step_due
-        learn.pct_train = min(1.0, self._taken / self.n_steps)
+        super().after_batch()
+        self._advance()
         if self._taken >= self.n_steps:
             cancel = CancelTrainException()
             cancel.agreed = True
             raise cancel
 
+    def after_train(self):
+        super().after_train()
+        self._advance()
 
-class ValidateEvery(Callback):
+    def _advance(self) -> None:
+        self.learn.pct_train = min(1.0, self._taken / self.n_steps)
+
+
+class ValidateEvery(StepCounter):
     """Validates in mid-epoch too: after every `n` optimizer steps, with a row of its own in the table.
 
     Such a row shows the epoch with the share of it that is done, and the training loss so far in the epoch. Trackers
@@ -95,23 +131,21 @@ class ValidateEvery(Callback):
     """
 
     order = StepBudget.order + 1  # after the last step of a budget it is not heard: the epoch's validation follows
-    run_valid = False
     only_fit = True
 
     def __init__(self, n: int):
         super().__init__()
-        if not isinstance(n, int) or n < 1:
-            raise ValueError(f"got n={n!r}; it is a number of optimizer steps, 1 or more")
-        self.n, self._taken = n, 0
+        checks.check_count("n", n, "a number of optimizer steps")
+        self.n = n
 
     def before_fit(self):
+        super().before_fit()
         if self.learn.dls.valid is None:
             raise ValueError("ValidateEvery needs a validation loader: DataLoaders(train, valid)")
-        self._taken = 0
 
     def after_batch(self):
+        super().after_batch()
         learn = self.learn
-        self._taken += learn.step_due
         at_end = learn.iter + 1 == learn.n_iter  # the epoch's validation follows
         if not learn.step_due or self._taken % self.n or at_end:
             return
