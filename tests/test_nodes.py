@@ -329,6 +329,16 @@ def test_a_host_that_is_killed_ends_the_run_of_the_others(launcher, hosts):
         assert pair[killed].finish()[0] == -signal.SIGKILL
 
 
+def test_the_autoencoder_runs_on_two_hosts(launcher, hosts, tmp_path):
+    at = ["--nnodes", 2, "--rdzv-endpoint", f"{hosts[0][1]}:29557", "--nproc", 1]
+    script = SCRIPTS.parents[1] / "examples" / "train_autoencoder.py"
+    pair = [launcher(*at, script, "--epochs", 1, prefix=host[0]) for host in hosts[:2]]
+    for one in pair:
+        code, printed = one.finish()
+        assert code == 0, printed
+    assert sorted(os.listdir(tmp_path / "models")) == ["autoencoder.pth", "reconstructions.png"]
+
+
 @pytest.mark.timeout(300)
 def test_hosts_come_and_go(launcher, hosts, tmp_path):
     "Two begin, a third joins, one is lost: the others go on, each time anew."
