@@ -339,6 +339,7 @@ def test_the_autoencoder_runs_on_two_hosts(launcher, hosts, tmp_path):
     assert sorted(os.listdir(tmp_path / "models")) == ["autoencoder.pth", "reconstructions.png"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_hosts_come_and_go(launcher, hosts, tmp_path):
     "Two begin, a third joins, one is lost: the others go on, each time anew."
