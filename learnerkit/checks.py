@@ -1,5 +1,6 @@
 """Checks at the rim: bad input gets an error that says what was got, what is allowed and what to do."""
 
+import signal
 import warnings
 from collections.abc import Iterable
 from inspect import signature
@@ -14,8 +15,9 @@ from torch.optim import Optimizer
 
 from learnerkit.callback import Callback, check_hooks
 from learnerkit.data import DataLoaders, loader_len
+from learnerkit.environment import killed_by
 from learnerkit.losses import kernel
-from learnerkit.utils import describe
+from learnerkit.utils import add_note_once, describe
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -112,6 +114,17 @@ def _why_empty(dl: Any) -> str:
     if size and getattr(dl, "drop_last", False):
         return f": {size} samples are less than a batch of {bs}, and drop_last=True; use a smaller batch size"
     return f": its dataset has {size} samples" if size is not None else ": it has no batches"
+
+
+def explain_lost_worker(error: RuntimeError) -> None:
+    """Say what it means that a loader's worker is gone; torch notices at any point of the run."""
+    said = f"{error} {error.__cause__}"  # of which the second tells the signal, if both do not
+    if "DataLoader worker" in said and "killed by signal: Killed" in said:
+        add_note_once(
+            error,
+            f"a loader worker {killed_by(signal.SIGKILL)} and with it what it had loaded; fewer workers (num_workers=) "
+            "need less memory",
+        )
 
 
 def check_read(learn: "Learner") -> None:

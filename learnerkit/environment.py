@@ -115,3 +115,8 @@ def killed_by(signum: int) -> str:
     if signum == signal.SIGKILL:
         return "was killed by signal 9 (SIGKILL), as the kernel does when memory runs out (see dmesg),"
     return f"was killed by signal {signum} ({signal_name(signum)})"
+
+
+def one_line(text: str) -> str:
+    """`text` as it fits in a line of a log: new lines and tabs are spelt out, too."""
+    return escaped(text).replace("\n", "\\n").replace("\t", "\\t")

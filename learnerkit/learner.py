@@ -672,6 +672,9 @@ class Learner:
             self.task, self._dispatch = task, parallel.dispatch(self, fitting)
             try:
                 yield nested
+            except RuntimeError as e:
+                checks.explain_lost_worker(e)
+                raise
             finally:
                 for name, value in outer.items():
                     setattr(self, name, value)

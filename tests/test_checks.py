@@ -108,3 +108,13 @@ def test_an_unsized_loader_without_batches_is_noticed():
 
     with pytest.raises(ValueError, match="the training loader gave no batches in epoch 0$"):
         make_learner(DataLoaders(Nothing(), device="cpu")).fit(1)
+
+
+def test_a_killed_loader_worker_is_explained():
+    killed = RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed. ")
+    crashed = RuntimeError("DataLoader worker (pid 5) is killed by signal: Segmentation fault. ")
+    for error in (killed, killed, crashed):  # twice: by a run, and by the one that it is in
+        checks.explain_lost_worker(error)
+    (note,) = killed.__notes__
+    assert note.startswith("a loader worker was killed by signal 9 (SIGKILL)")
+    assert not hasattr(crashed, "__notes__")

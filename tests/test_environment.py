@@ -2,7 +2,7 @@
 
 import sys
 
-from learnerkit.environment import Place, killed_by, rank_environment
+from learnerkit.environment import Place, escaped, killed_by, one_line, rank_environment
 
 
 def test_rank_environment():
@@ -47,3 +47,8 @@ def test_signals_have_names_where_there_are_any():
     assert "signal 9 (SIGKILL), as the kernel does when memory runs out" in killed_by(9)
     assert killed_by(11) == "was killed by signal 11 (SIGSEGV)"
     assert "real-time" in killed_by(40)
+
+
+def test_what_goes_into_a_line_stays_there():
+    assert escaped("a\tb\nc\x1b[2J\r\u2028é") == "a\tb\nc\\x1b[2J\\r\\u2028é"
+    assert one_line("a\tb\nc\x1b[2J") == "a\\tb\\nc\\x1b[2J"

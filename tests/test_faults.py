@@ -241,7 +241,7 @@ def test_r40_log_escape(raised):
     assert all(line.startswith("[rank ") for line in raised.out.splitlines())
 
 
-@pytest.mark.parametrize(("kind", "code", "how"), [("exit3", 3, "failed (exit code 3)"), ("segv", 139, "signal 11")])
+@pytest.mark.parametrize(("kind", "code", "how"), [("exit3", 3, "exit code 3"), ("segv", 139, "signal 11")])
 def test_r08_exit_code(faulty, kind, code, how):
     run = faulty(fault=f"{kind}:1:37")
     assert run.finish() == code, run
@@ -284,6 +284,7 @@ def test_r11_straggler(hanging_and_slow, uninterrupted):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [("raise", r"ValueError: a bad sample"), ("kill", r"(?i)loader worker\b.* signal 9")],
+    ids=["raise", "kill"],
 )
 def test_r36_loader(faulty, kind, message):
     run = faulty("--", "--workers", 1, fault=f"loader-{kind}:1:37")
@@ -418,16 +419,19 @@ def test_r20_port_busy(launch):
         assert run.finish() == 0, run
 
 
-LEFT_OVER = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+WHOLE = f"import runpy; runpy.run_path(r'{SCRIPTS / 'faulty.py'}', {{}}, '__main__')"
 
 
 @pytest.mark.parametrize("agent_store", [False, True])
-@pytest.mark.parametrize("patience", ["world.JOIN_SECONDS = 2", pytest.param("", marks=pytest.mark.slow)])
-def test_r21_stale_env(launch, patience, agent_store):
-    """A plain script among the variables of a launcher that has gone; by default its patience is the test's."""
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"} if agent_store else {}
-    program = f"import runpy; from learnerkit import world; {patience}; runpy.run_path(r'{SCRIPTS}/faulty.py', {{}}, "
-    run = launch("-c", program + "'__main__')", **LEFT_OVER, **agent, MASTER_PORT=free_port())
+@pytest.mark.parametrize(
+    "program",
+    ["from learnerkit import world; world.JOIN_SECONDS = 2; world.join()", pytest.param(WHOLE, marks=pytest.mark.slow)],
+    ids=["short", "whole"],
+)
+def test_r21_stale_env(launch, program, agent_store):
+    """Plain Python among the variables of a launcher that has gone: all of a training, or the first meeting alone."""
+    stale = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    run = launch("-c", program, **stale, **({"TORCHELASTIC_USE_AGENT_STORE": "True"} if agent_store else {}))
     assert run.finish(60) == 1, run
     last = run.err.splitlines()[-1]
     for name in ("RANK", "WORLD_SIZE=2", "MASTER_ADDR", "MASTER_PORT"):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from learnerkit import world
 from learnerkit.callback import Callback
+from learnerkit.environment import one_line
 from learnerkit.metrics import Meter, make_meters, weighted_mean
 from learnerkit.scalars import HostScalars
 from learnerkit.utils import add_note_once, describe, did_you_mean, format_time, listify
@@ -497,13 +498,15 @@ class TableLogger:
 
 
 def format_value(value: Any) -> str:
-    """A cell's text: six decimals, four digits for large numbers."""
+    """A cell's text: six decimals, four digits for large numbers; never more than a line."""
     if not isinstance(value, float):
-        return str(value)
+        return one_line(str(value))
     return f"{value:.6f}" if abs(value) < 1e5 else f"{value:.4g}"
 
 
 def format_row(names: list[str], row: list) -> str:
     """A line of the table, its cells right-aligned under the names."""
-    widths = [len(name) if name == "epoch" else 7 if name == "time" else max(9, len(name)) for name in names]
+    lengths = [len(format_value(name)) for name in names]
+    least = {"epoch": 5, "time": 7}
+    widths = [max(least.get(name, 9), length) for name, length in zip(names, lengths, strict=True)]
     return "  ".join(format_value(cell).rjust(width) for cell, width in zip(row, widths, strict=True))

@@ -1,7 +1,7 @@
 """DistributedDataParallel for as long as a fit lasts: wrapping, shared-out loaders, exact weights, rank 0's voice."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from datetime import timedelta
 from inspect import signature
@@ -299,6 +299,8 @@ class DistributedCallback(Callback):
         seed = world.broadcast(states_at_start(dl)) if drawn else 0  # the order is the one that rank 0 would draw
         if key not in self._loaders:
             name = "the training loader" if training else "the loader"
+            if training:
+                self._warn_of_few(getattr(dl, "dataset", None))
             # With statistics per rank, BatchNorm needs two samples on a rank, or none.
             alone = training and any(not isinstance(m, nn.SyncBatchNorm) for m in _batch_norms(self.learn.model))
             least = 2 if alone else 1
@@ -312,6 +314,11 @@ class DistributedCallback(Callback):
         shared = self._loaders[key][1]
         shared.reseed(seed)
         return shared
+
+    def _warn_of_few(self, dataset: Any) -> None:
+        if isinstance(dataset, Sized) and len(dataset) < world.world_size():
+            some = f"{len(dataset)} sample{'s' if len(dataset) > 1 else ''} for {world.world_size()} ranks"
+            self._warn_once(f"the training data has {some}: some of them have nothing to do")
 
     # A batch
 
