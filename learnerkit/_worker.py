@@ -204,8 +204,9 @@ def leave(code: int) -> None:
 
 def flush_files() -> None:
     """Flush all files that are open in this process, of Python and of C."""
+    base = io.IOBase.__base__  # in C; io.IOBase asks an abstract class of every type, for seconds with torch loaded
     for file in gc.get_objects():
-        if issubclass(type(file), io.IOBase):
+        if issubclass(type(file), base):
             try:
                 file.flush()
             except Exception:  # closed, or nobody reads it any more

@@ -1,5 +1,6 @@
 """Checks at the rim: bad input gets an error that says what was got, what is allowed and what to do."""
 
+import re
 import signal
 import warnings
 from collections.abc import Iterable
@@ -117,14 +118,18 @@ def _why_empty(dl: Any) -> str:
 
 
 def explain_lost_worker(error: RuntimeError) -> None:
-    """Say what it means that a loader's worker is gone; torch notices at any point of the run."""
-    said = f"{error} {error.__cause__}"  # of which the second tells the signal, if both do not
-    if "DataLoader worker" in said and "killed by signal: Killed" in said:
-        add_note_once(
-            error,
-            f"a loader worker {killed_by(signal.SIGKILL)} and with it what it had loaded; fewer workers (num_workers=) "
-            "need less memory",
-        )
+    """Say by which signal a loader's worker was killed; torch's error has its name, or no more than that it is gone."""
+    if not str(error).startswith("DataLoader worker"):
+        return
+    named = re.search(r"is killed by signal: ([^.]+)\.", str(error))
+    found = [s for s in signal.valid_signals() if named and signal.strsignal(s) == named[1]]
+    trace = error.__traceback__
+    while trace is not None and not found:  # else the loader knows
+        workers = getattr(trace.tb_frame.f_locals.get("self"), "_workers", ())
+        found = [-worker.exitcode for worker in workers if (worker.exitcode or 0) < 0]
+        trace = trace.tb_next
+    if found:
+        add_note_once(error, f"the loader worker {killed_by(found[0]).rstrip(',')}")
 
 
 def check_read(learn: "Learner") -> None:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-JOIN_SECONDS = 45.0
+JOIN_SECONDS = 35.0
 """How long a process waits for the others of its run to meet it; a launcher's store is there at once."""
 
 

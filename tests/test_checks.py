@@ -111,10 +111,19 @@ def test_an_unsized_loader_without_batches_is_noticed():
 
 
 def test_a_killed_loader_worker_is_explained():
-    killed = RuntimeError("DataLoader worker (pid 5) is killed by signal: Killed. ")
+    class Loader:
+        _workers = (SimpleNamespace(exitcode=0), SimpleNamespace(exitcode=-9))
+
+        def fail(self):
+            raise RuntimeError("DataLoader worker (pid(s) 5) exited unexpectedly")
+
+    with pytest.raises(RuntimeError) as gone:
+        Loader().fail()
     crashed = RuntimeError("DataLoader worker (pid 5) is killed by signal: Segmentation fault. ")
-    for error in (killed, killed, crashed):  # twice: by a run, and by the one that it is in
+    for error, signal in ((gone.value, "9 (SIGKILL)"), (gone.value, "9 (SIGKILL)"), (crashed, "11 (SIGSEGV)")):
         checks.explain_lost_worker(error)
-    (note,) = killed.__notes__
-    assert note.startswith("a loader worker was killed by signal 9 (SIGKILL)")
-    assert not hasattr(crashed, "__notes__")
+        (note,) = error.__notes__  # one, also if runs lie within each other
+        assert note.startswith(f"the loader worker was killed by signal {signal}")
+    other = RuntimeError("a DataLoader worker")
+    checks.explain_lost_worker(other)
+    assert not hasattr(other, "__notes__")
