@@ -389,8 +389,10 @@ def report(ranks: list[Rank], reason: int | End | None, place: Place, began: flo
     elsewhere = isinstance(reason, End) and reason.kind != "done" and reason.node != place.node
     if elsewhere and reason.kind != "joined":
         say(reason.text)
-    early = [rank for rank in ranks if rank.code == 0 and failed and rank.ended < failed[0].ended]
-    if failed and early and all(map(echo, failed)):  # it left, and so the others failed
+    # If all that failed only followed, one that has ended well left too early, however long it took to end.
+    follow = failed and all(echo(rank) == FOLLOWS for rank in failed)
+    early = [rank for rank in ranks if rank.code == 0 and failed and (follow or rank.ended < failed[0].ended)]
+    if failed and early and all(map(echo, failed)):
         say(f"rank {early[0].number} left before the others: it {described(early[0], began)}")
     for rank in failed[: 0 if elsewhere else 1]:
         # One line if the user asked for the end, or the message names the cause.

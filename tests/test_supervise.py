@@ -78,6 +78,14 @@ def test_the_cause_comes_before_its_echoes(capsys, in_order, code):
         assert [int(line.split()[2]) for line in lines] == [rank.number for rank in in_order]
 
 
+@pytest.mark.parametrize(("at", "failed", "named"), [(1.0, CLOSED, True), (3.0, CLOSED, False), (3.0, FOLLOWER, True)])
+def test_a_rank_that_left_too_early_is_the_cause(capsys, at, failed, named):
+    assert report([failed, ended(1, 0, at)], None, began=0.0) == 1
+    first = says(capsys.readouterr().err)[0]
+    left = f"learnerkit.launch: rank 1 left before the others: it ended with exit code 0 after {at:.1f} s"
+    assert (first == left) is named
+
+
 def test_report_of_a_run_that_was_asked_to_end(capsys):
     obedient = [ended(0, 143, 3.0, stop_signals=[15]), ended(1, 0, 3.0, stop_signals=[15])]
     assert report(obedient, signal.SIGTERM, began=0.0) == 143
