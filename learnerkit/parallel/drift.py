@@ -116,7 +116,7 @@ def _hyper_parameters(learn: "Learner") -> Iterator[tuple[str, Any]]:
     for whose, opt in _named_opts(learn):
         of = f" of {whose}" if len(learn.opts) > 1 else ""
         for i, group in enumerate(opt.param_groups):
-            options = {k: v for k, v in group.items() if k not in ("params", optim.GROUP, optim.PLACES)}
+            options = {k: v for k, v in group.items() if k not in ("params", optim.GROUP, optim.COUNT, optim.PLACES)}
             for key, value in options.items():
                 for name, leaf in _leaves("learning rate" if key == "lr" else key, value):
                     yield f"{name} of group {i}{of}", leaf
