@@ -325,6 +325,7 @@ def test_one_process(tmp_path):
     assert re.match(r"--  ranks       1 on .*: nothing between processes could be looked at \(--nproc 2\)\n", out)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_it_too(tmp_path):
     code, out, err = run(
         "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "learnerkit.doctor", cwd=tmp_path
@@ -364,6 +365,7 @@ def test_a_rank_that_cannot_import_torch_says_so():
     assert "install torch there" in err
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come():
     code, out, err = case("silent")
     assert code == 1, out + err
@@ -373,6 +375,7 @@ def test_a_rank_that_does_not_come():
     assert out.endswith("\n1 problem\n")
 
 
+@pytest.mark.slow
 def test_nobody_where_the_ranks_should_meet():
     code, out, err = case("alone_in_the_dark")
     assert (code, out) == (1, "")
@@ -380,6 +383,7 @@ def test_nobody_where_the_ranks_should_meet():
     assert "nc -vz 127.0.0.1 9" in err
 
 
+@pytest.mark.slow
 def test_what_hangs_ends():
     code, out, err = case("stuck", "all-reduce")
     assert code == 1, out + err
@@ -396,6 +400,7 @@ def test_what_fails_on_one_rank_is_told_though_the_others_wait():
     assert out.endswith("\n1 problem\n")
 
 
+@pytest.mark.slow
 def test_its_file_goes_when_it_is_stopped(tmp_path):
     command = [sys.executable, "-m", "learnerkit.launch", "--nproc", "2", str(SCRIPTS / "doctor_cases.py")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -241,6 +241,7 @@ def test_r40_log_escape(raised):
     assert all(line.startswith("[rank ") for line in raised.out.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "code", "how"), [("exit3", 3, "exit code 3"), ("segv", 139, "signal 11")])
 def test_r08_exit_code(faulty, kind, code, how):
     run = faulty(fault=f"{kind}:1:37")
@@ -249,7 +250,8 @@ def test_r08_exit_code(faulty, kind, code, how):
     assert how in run.says[0]
 
 
-@pytest.mark.parametrize("kind", ["exit0", pytest.param("quit", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["exit0", "quit"])
 def test_r09_early_exit0(faulty, kind):
     run = faulty(fault=f"{kind}:1:37")
     assert run.finish() not in (0, None), run
@@ -283,7 +285,10 @@ def test_r11_straggler(hanging_and_slow, uninterrupted):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("raise", r"ValueError: a bad sample"), ("kill", r"(?i)loader worker\b.* signal 9")],
+    [
+        pytest.param("raise", r"ValueError: a bad sample", marks=pytest.mark.slow),
+        ("kill", r"(?i)loader worker\b.* signal 9"),
+    ],
     ids=["raise", "kill"],
 )
 def test_r36_loader(faulty, kind, message):
@@ -309,6 +314,7 @@ def test_r13_term_launcher(faulty):
     assert run.says == ["learnerkit.launch: SIGTERM received, waiting for the ranks to stop (Ctrl-C kills them)"]
 
 
+@pytest.mark.slow
 def test_r17_usr1(faulty, uninterrupted):
     run = faulty("--", "--handle", fault="wait:1:37")
     run.wait_for("fault")
@@ -318,6 +324,7 @@ def test_r17_usr1(faulty, uninterrupted):
     assert run.digests("sgd") == uninterrupted["sgd"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c")  # where SIGINT is ignored, the processes of the test would ignore it, too
 def test_r16_int(faulty):
     run = faulty(fault="wait:1:37")
@@ -422,7 +429,7 @@ def test_r20_port_busy(launch):
 WHOLE = f"import runpy; runpy.run_path(r'{SCRIPTS / 'faulty.py'}', {{}}, '__main__')"
 
 
-@pytest.mark.parametrize("agent_store", [False, True])
+@pytest.mark.parametrize("agent_store", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "program",
     ["from learnerkit import world; world.JOIN_SECONDS = 2; world.join()", pytest.param(WHOLE, marks=pytest.mark.slow)],

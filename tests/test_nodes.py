@@ -310,6 +310,7 @@ def flat(x):
     return [number for part in x for number in flat(part)] if isinstance(x, list) else [x]
 
 
+@pytest.mark.slow
 def test_a_host_that_is_killed_ends_the_run_of_the_others(launcher, hosts):
     a, b, _ = hosts
     at = ["--nnodes", 2, "--master-addr", a[1], "--nproc", 1]
@@ -329,6 +330,7 @@ def test_a_host_that_is_killed_ends_the_run_of_the_others(launcher, hosts):
         assert pair[killed].finish()[0] == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_the_autoencoder_runs_on_two_hosts(launcher, hosts, tmp_path):
     at = ["--nnodes", 2, "--rdzv-endpoint", f"{hosts[0][1]}:29557", "--nproc", 1]
     script = SCRIPTS.parents[1] / "examples" / "train_autoencoder.py"
