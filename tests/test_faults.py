@@ -283,12 +283,10 @@ def test_r11_straggler(hanging_and_slow, uninterrupted):
     assert run.digests("sgd") == uninterrupted["sgd"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [
-        pytest.param("raise", r"ValueError: a bad sample", marks=pytest.mark.slow),
-        ("kill", r"(?i)loader worker\b.* signal 9"),
-    ],
+    [("raise", r"ValueError: a bad sample"), ("kill", r"(?i)loader worker\b.* signal 9")],
     ids=["raise", "kill"],
 )
 def test_r36_loader(faulty, kind, message):
