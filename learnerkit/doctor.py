@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import learnerkit
 from learnerkit import launch
 from learnerkit.environment import LOOPBACK_INTERFACE, escaped
+from learnerkit.findings import HINT, NOTHING, OK, WRONG, verdict
 from learnerkit.nodes import interface_of, own_address
 
 __all__ = ["main"]
@@ -39,8 +40,6 @@ MEET_SECONDS = 30.0  # for all ranks to come, and for each thing that they do to
 GROUP_SECONDS = 60.0  # torch's own limit, which must not come before ours: NCCL's aborts the process
 LOOK_SECONDS = 10.0  # for all ranks to look for a file
 WIDTH, INDENT = 98, 16
-
-OK, HINT, WRONG, NOTHING = "ok", "??", "!!", "--"  # as in `learn.check()`
 
 Facts = dict[str, Any]  # of one rank: 'rank', 'size', 'host', 'machine'; and by topic what it has seen, or 'error'
 Judge = Callable[[list[Facts]], "list[Finding]"]
@@ -148,8 +147,7 @@ class Report:
     def close(self) -> None:
         """Print the last line."""
         if self.rank == 0:
-            some = f"{self.problems} problem{'s' if self.problems > 1 else ''}"
-            print(some if self.problems else "all is well", flush=True)
+            print(verdict(self.problems), flush=True)
 
     @contextmanager
     def within(self, topic: str, board: Board | None = None) -> Iterator[None]:

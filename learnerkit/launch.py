@@ -165,11 +165,8 @@ def parse(argv: Sequence[str] | None) -> Plan | int:
     parser = make_parser()
     options = parser.parse_args(argv)
     try:
-        if options.check and not options.command:
-            command = DOCTOR
-        else:
-            command = choose_command(options.module, options.command)
-            command = DOCTOR if options.check else command
+        command = choose_command(options.module, options.command) if options.command or not options.check else []
+        command = DOCTOR if options.check else command
         check_numbers(options)
         if options.write_sbatch is not None:
             return write_sbatch(options, command)
@@ -193,6 +190,8 @@ def check_numbers(options: argparse.Namespace) -> None:
         raise ValueError(f"--grace {options.grace}: give seconds, 0 or more")
     if options.timeout is not None and not 0 < options.timeout < float("inf"):
         raise ValueError(f"--timeout {options.timeout}: give seconds, more than 0")
+    if options.master_port is not None and not 0 < options.master_port < 65536:
+        raise ValueError(f"--master-port {options.master_port}: give a port from 1 to 65535")
     if options.max_restarts < 0:
         raise ValueError(f"--max-restarts {options.max_restarts}: give a number, 0 or more")
 
@@ -218,8 +217,6 @@ def free_port(port: int | None) -> int:
     """
     if port is None:
         return 0
-    if not 0 < port < 65536:
-        raise ValueError(f"--master-port {port}: give a port from 1 to 65535")
     try:
         socket.create_server((LOOPBACK, port)).close()
     except OSError as error:
@@ -257,10 +254,7 @@ def choose_nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> tup
         raise ValueError("several machines need --nnodes, --node-rank and --master-addr, or --rdzv-endpoint")
     if not 0 <= options.node_rank < most:
         raise ValueError(f"--node-rank {options.node_rank}: give 0 to {most - 1}, another one on each node")
-    port = PORT if options.master_port is None else options.master_port
-    if not 0 < port < 65536:
-        raise ValueError(f"--master-port {port}: give a port from 1 to 65535")
-    return Static(options.node_rank, most, options.master_addr, port), False
+    return Static(options.node_rank, most, options.master_addr, options.master_port or PORT), False
 
 
 def node_counts(text: str | None) -> tuple[int, int]:
@@ -290,10 +284,10 @@ def write_sbatch(options: argparse.Namespace, command: list[str]) -> int:
 
 def carried(options: argparse.Namespace) -> list[str]:
     """The options of the launcher that a batch script needs, too."""
-    words = ["-u"] if options.unbuffered else []
+    words, default = ["-u"] if options.unbuffered else [], make_parser().get_default
     for name in ("nproc", "gpus", "max_restarts", "timeout", "grace", "log_dir", "tee", "check"):
         value = getattr(options, name)
-        if value:
+        if value != default(name):  # a grace of 0 is one, too
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return words
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import socket
 import struct
 import sys
@@ -66,7 +67,7 @@ class End:
     """How an attempt ended for all nodes.
 
     Args:
-        kind: 'failed', 'lost' (a node is), 'joined' (a node wants to be), 'done'.
+        kind: 'done', 'failed', 'stopped' (a launcher got a signal), 'lost' (a node is), 'joined' (a node wants to be).
         node: whose news it is.
         code: the exit code of the failure.
         text: what to tell the user.
@@ -283,7 +284,8 @@ class Together(Alone):
         address = own_address(self.spec.address, self.spec.port)
         card = {
             "node": node, "host": socket.gethostname(), "address": address, "nproc": self.nproc, "attempt": attempt,
-            "process": os.getpid(), "versions": versions(), "script": print_of(self.command),
+            "process": os.getpid(),  # tells two launchers apart that were given the same number
+            "versions": versions(), "script": print_of(self.command),
         }  # fmt: skip
         if node == 0:
             self.close_listener()
@@ -347,7 +349,7 @@ class Together(Alone):
                     self._put(store, End("joined", text="another node wants to join: starting anew with it"))
         except RuntimeError:  # torch's, of a store that does not answer
             if not quiet.is_set():
-                self._news = End("lost", text=f"lost the store at {self._meeting_point()}, and so {self.name(0)}")
+                self._news = self._store_lost()
 
     @staticmethod
     def _put(store: Any, end: End) -> End:
@@ -356,7 +358,7 @@ class Together(Alone):
 
     def name(self, node: int) -> str:
         """A node for messages."""
-        return f"node {node} ({self.cards[node]['host']}, {self.cards[node]['address']})"
+        return named(self.cards[node])
 
     def news(self) -> End | None:
         """What has ended the attempt on other nodes."""
@@ -380,8 +382,11 @@ class Together(Alone):
                     return self._put(self._store, end)
                 time.sleep(0.1)
         except RuntimeError:
-            return self._news or End("lost", text=f"lost the store at {self._meeting_point()}, and so {self.name(0)}")
+            return self._news or self._store_lost()
         return self._news
+
+    def _store_lost(self) -> End:
+        return End("lost", text=f"lost the store at {self._meeting_point()}, and so {self.name(0)}")
 
     def close(self) -> None:
         """Leave the others; node 0, which may serve the store, goes last."""
@@ -432,6 +437,11 @@ def print_of(command: list[str]) -> str:
     return f"{path.name} ({hashlib.sha256(path.read_bytes()).hexdigest()[:8]})"
 
 
+def named(card: dict) -> str:
+    """A node for messages."""
+    return f"node {card['node']} ({card['host']}, {card['address']})"
+
+
 def check_cards(cards: list[dict]) -> None:
     """Refuse nodes that do not fit together.
 
@@ -439,20 +449,17 @@ def check_cards(cards: list[dict]) -> None:
         NodeError: which differ, and in what.
     """
 
-    def name(card: dict) -> str:
-        return f"node {card['node']} ({card['host']}, {card['address']})"
-
     first = cards[0]
     for card in cards[1:]:
         for package, there in card["versions"].items():
             here = first["versions"][package]
             if there != here:
                 raise NodeError(
-                    f"{name(card)} has {package} {there}, {name(first)} has {here}; install the same on all nodes"
+                    f"{named(card)} has {package} {there}, {named(first)} has {here}; install the same on all nodes"
                 )
         if card["script"] != first["script"]:
             raise NodeError(
-                f"{name(card)} runs {card['script']}, {name(first)} {first['script']}; the scripts must be the same"
+                f"{named(card)} runs {card['script']}, {named(first)} {first['script']}; the scripts must be the same"
             )
 
 
@@ -492,11 +499,11 @@ def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
     Raises:
         ValueError: it is none of these.
     """
-    bracketed, _, after = text[1:].partition("]") if text.startswith("[") else ("", "", "")
-    host, _, port = (bracketed, *after.partition(":")[1:]) if bracketed else text.partition(":")
-    if not host or (port and not (port.isdecimal() and 0 < int(port) < 65536)) or (text.endswith(":")):
+    parts = re.fullmatch(r"(?:\[([^\]]+)\]|([^\s:\[\]]+))(?::(\d+))?", text)
+    port = int(parts[3] or default_port) if parts else 0
+    if not 0 < port < 65536:
         raise ValueError(f"{text!r}: give host:port, such as node1:{default_port}")
-    return host, int(port or default_port)
+    return parts[1] or parts[2], port
 
 
 def family_of(address: str) -> int:

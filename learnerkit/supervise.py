@@ -105,20 +105,19 @@ def run_attempt(job: Job, place: Place, others: Alone, signals: SignalQueue) -> 
         try:
             start(job, place, others, output, ranks)
             reason = watch(ranks, signals, others)
-            if first := next(iter(failures(ranks)), None):
-                reason = reason or others.tell(failure(first, place))  # at once, so that others need not wait
+            if reason is None and (first := first_failure(ranks)):
+                reason = others.tell(failure(first, place))  # at once, so that others need not wait
             stop(ranks, signals, reason, job.grace)
         finally:
             kill(ranks)
+    log_errors(ranks)
     if reason is None:
-        first = next(iter(failures(ranks)), None)
-        end = failure(first, place) if first else End("done", place.node, 0)
-        reason = aside(lambda: others.tell(end), signals)
+        reason = aside(lambda: others.tell(End("done", place.node, 0)), signals)
     elif isinstance(reason, int):
         others.tell(End("stopped", place.node, 128 + reason, f"asked to end by {signal_name(reason)}"))
-    if job.speaks and all(rank.code in (0, 1) and not rank.report.get("error") for rank in ranks):
-        return reason if isinstance(reason, End) else End("stopped", place.node, 128 + reason)
-    return report(ranks, reason, place, began)
+    if not (job.speaks and all(rank.code in (0, 1) and not rank.report.get("error") for rank in ranks)):
+        report(ranks, reason, place, began)
+    return ending(ranks, reason, place)
 
 
 def failure(rank: Rank, place: Place) -> End:
@@ -280,7 +279,7 @@ def watch(ranks: list[Rank], signals: SignalQueue, others: Alone) -> int | End |
     If what has failed may be an echo of another rank's failure, that one gets the time to end by itself.
     """
     while running(ranks):
-        first = next(iter(failures(ranks)), None)
+        first = first_failure(ranks)
         if first and time.monotonic() >= first.ended + cause_seconds(first) and not (echo(first) and others.in_doubt()):
             break
         for signum in signals(POLL_SECONDS):
@@ -320,9 +319,6 @@ def note_end(rank: Rank) -> None:
         facts = rank.pulse.read()
         rank.place = where(facts) if facts["event"] else ""
         rank.pulse.close()
-    if rank.log and "traceback" in rank.report:
-        with rank.log.open("a", encoding="utf-8") as file:
-            file.write(escaped(rank.report["traceback"]))
     rank.code = rank.report.get("code", rank.process.returncode)
     rank.ended = rank.report.get("time", rank.ended)
 
@@ -383,33 +379,48 @@ def signal_group(rank: Rank, signum: int) -> bool:
 # Report
 
 
-def report(ranks: list[Rank], reason: int | End | None, place: Place, began: float) -> End:
-    """Say what went wrong, the first failure first and then a line for every rank; return how the attempt ended."""
-    failed = failures(ranks)
-    elsewhere = isinstance(reason, End) and reason.kind != "done" and reason.node != place.node
-    if elsewhere and reason.kind != "joined":
+def log_errors(ranks: list[Rank]) -> None:
+    """Put the traceback of each rank that failed at the end of its file, after all that it has printed."""
+    for rank in ranks:
+        if rank.log and "traceback" in rank.report:
+            with rank.log.open("a", encoding="utf-8") as file:
+                file.write(escaped(rank.report["traceback"]))
+
+
+def ending(ranks: list[Rank], reason: int | End, place: Place) -> End:
+    """How the attempt has ended: of several failures here the first cause counts, once all have ended."""
+    if isinstance(reason, int):
+        return End("stopped", place.node, 128 + reason)
+    first = first_failure(ranks)
+    return failure(first, place) if first and not elsewhere(reason, place) else reason
+
+
+def elsewhere(reason: int | End, place: Place) -> bool:
+    """Tell whether another node has ended the attempt."""
+    return isinstance(reason, End) and reason.kind != "done" and reason.node != place.node
+
+
+def report(ranks: list[Rank], reason: int | End, place: Place, began: float) -> None:
+    """Say what went wrong, the first failure first and then a line for every rank."""
+    failed, by_others = failures(ranks), elsewhere(reason, place)
+    if by_others and reason.kind != "joined":
         say(reason.text)
     # If all that failed only followed, one that has ended well left too early, however long it took to end.
     follow = failed and all(echo(rank) == FOLLOWS for rank in failed)
     early = [rank for rank in ranks if rank.code == 0 and failed and (follow or rank.ended < failed[0].ended)]
     if failed and early and all(map(echo, failed)):
         say(f"rank {early[0].number} left before the others: it {described(early[0], began)}")
-    for rank in failed[: 0 if elsewhere else 1]:
+    for rank in failed[: 0 if by_others else 1]:
         # One line if the user asked for the end, or the message names the cause.
         one_line = reason == signal.SIGINT or echo(rank) == FOLLOWS
         details = rank.report.get("error" if one_line else "traceback", "")
         say(f"rank {rank.number} {described(rank, began)}" + (f":\n{details}" if details else ""))
-    for rank in failed[0 if elsewhere else 1 :]:
+    for rank in failed[0 if by_others else 1 :]:
         error = rank.report.get("error")
         say(f"rank {rank.number} then " + (f"failed: {error}" if error else fate(rank)))
     for rank in ranks:
-        if rank not in failed and (failed or elsewhere or signal.SIGKILL in rank.stop_signals):
+        if rank not in failed and (failed or by_others or signal.SIGKILL in rank.stop_signals):
             say(f"rank {rank.number} {described(rank, began)}")
-    if isinstance(reason, int):
-        return End("stopped", place.node, 128 + reason)
-    if elsewhere or not failed:
-        return reason
-    return failure(failed[0], place)
 
 
 def described(rank: Rank, began: float) -> str:
@@ -422,6 +433,11 @@ def failures(ranks: list[Rank]) -> list[Rank]:
     """Return the ranks that ended badly, other than by being stopped: the first cause first, then its echoes."""
     failed = [rank for rank in ranks if rank.code not in (None, 0) and not stopped(rank)]
     return sorted(failed, key=lambda rank: (echo(rank), rank.ended))
+
+
+def first_failure(ranks: list[Rank]) -> Rank | None:
+    """Return the rank whose failure caused the others, so far as is known."""
+    return next(iter(failures(ranks)), None)
 
 
 def echo(rank: Rank) -> int:

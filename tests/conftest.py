@@ -217,6 +217,28 @@ def spy(log, label=None, events=Event, **kwargs):
     return Callback(**{event: write(event) for event in events}, **kwargs)
 
 
+class Seen(Callback):
+    """The batches of training and of validation, how many were announced, and the shares of training done."""
+
+    order = 20
+
+    def __init__(self):
+        super().__init__()
+        self.train, self.valid, self.lengths, self.done, self.steps = [], [], [], [], 0
+
+    def before_batch(self):
+        (self.train if self.training else self.valid).append(self.xb[0].clone())
+        if self.iter == 0:
+            self.lengths.append((self.training, self.n_iter))
+
+    def after_step(self):
+        self.steps += 1
+
+    def after_batch(self):
+        if self.training:
+            self.done.append(self.pct_train)
+
+
 def raising(event, error, when=lambda cb: True, **kwargs):
     """A callback that raises `error` at an event, once; `when` says at which occurrence."""
     done = []

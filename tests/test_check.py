@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 from conftest import (
+    Seen,
     make_classes,
     make_data,
     make_dls,
@@ -23,28 +24,6 @@ from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, acc
 from learnerkit.callbacks.check import check
 from learnerkit.callbacks.debugging import OverfitBatch, ShortEpochCallback
 from learnerkit.events import CancelStepException
-
-
-class Seen(Callback):
-    """The batches of training and of validation, how many were announced, and the shares of training done."""
-
-    order = 20
-
-    def __init__(self):
-        super().__init__()
-        self.train, self.valid, self.lengths, self.done, self.steps = [], [], [], [], 0
-
-    def before_batch(self):
-        (self.train if self.training else self.valid).append(self.xb[0].clone())
-        if self.iter == 0:
-            self.lengths.append((self.training, self.n_iter))
-
-    def after_step(self):
-        self.steps += 1
-
-    def after_batch(self):
-        if self.training:
-            self.done.append(self.pct_train)
 
 
 class Own(nn.Module):

@@ -6,6 +6,7 @@ import psutil
 import pytest
 import torch
 from conftest import (
+    Seen,
     Wrapped,
     make_classes,
     make_data,
@@ -20,28 +21,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner
 from learnerkit.callbacks.debugging import OverfitBatch, ShortEpochCallback
-
-
-class Seen(Callback):
-    """The batches of training and of validation, how many were announced, and the shares of training done."""
-
-    order = 20
-
-    def __init__(self):
-        super().__init__()
-        self.train, self.valid, self.lengths, self.done, self.steps = [], [], [], [], 0
-
-    def before_batch(self):
-        (self.train if self.training else self.valid).append(self.xb[0].clone())
-        if self.iter == 0:
-            self.lengths.append((self.training, self.n_iter))
-
-    def after_step(self):
-        self.steps += 1
-
-    def after_batch(self):
-        if self.training:
-            self.done.append(self.pct_train)
 
 
 class Stream(IterableDataset):

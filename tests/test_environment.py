@@ -2,7 +2,7 @@
 
 import sys
 
-from learnerkit.environment import Place, escaped, killed_by, one_line, rank_environment
+from learnerkit.environment import Place, escaped, killed_by, one_line, rank_environment, shared_file
 
 
 def test_rank_environment():
@@ -52,3 +52,11 @@ def test_signals_have_names_where_there_are_any():
 def test_what_goes_into_a_line_stays_there():
     assert escaped("a\tb\nc\x1b[2J\r\u2028é") == "a\tb\nc\\x1b[2J\\r\\u2028é"
     assert one_line("a\tb\nc\x1b[2J") == "a\\tb\\nc\\x1b[2J"
+
+
+def test_a_shared_file_is_found_by_its_path():
+    file, path = shared_file(8)
+    with file, open(path, "rb") as again:
+        file.write(b"abc")
+        file.flush()
+        assert again.read() == b"abc" + bytes(5)

@@ -255,12 +255,13 @@ def test_slurm_says_how_machines_meet(no_gpu, monkeypatch):
 
 def test_a_batch_script_gets_the_launchers_options(no_gpu, tmp_path, capsys):
     job = tmp_path / "job.sh"
-    options = ["--nodes", "2", "--gpus-per-node", "4", "--time", "08:00:00", "--max-restarts", "1", "--tee"]
+    options = ["--nodes", "2", "--gpus-per-node", "4", "--time", "08:00:00", "--grace", "0"]
+    options += ["--max-restarts", "1", "--tee"]
     assert launch.main(["--write-sbatch", str(job), *options, "-m", "pkg.train", "--nodes", "9"]) == 0
     text = job.read_text()
     assert "#SBATCH --nodes=2\n" in text
     assert "#SBATCH --job-name=pkg.train\n" in text
-    assert "python -m learnerkit.launch --max-restarts 1 --tee \\\n    -m pkg.train --nodes 9 &\n" in text
+    assert "python -m learnerkit.launch --max-restarts 1 --grace 0.0 --tee \\\n    -m pkg.train --nodes 9 &\n" in text
     assert capsys.readouterr().out == f"wrote {job}; hand it in with: sbatch {job}\n"
 
 

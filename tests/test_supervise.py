@@ -9,6 +9,7 @@ import pytest
 
 from learnerkit import _worker, supervise
 from learnerkit.environment import Place
+from learnerkit.nodes import End
 from learnerkit.supervise import Rank
 
 
@@ -19,7 +20,10 @@ def says(err):
 
 def report(ranks, reason, began):
     """Print the report, and return the exit code."""
-    return supervise.report(ranks, reason, Place(len(ranks), 1), began).code
+    place = Place(len(ranks), 1)
+    reason = reason or End("failed")
+    supervise.report(ranks, reason, place, began)
+    return supervise.ending(ranks, reason, place).code
 
 
 def ended(number, code, at, error="", stop_signals=(), follows=False):

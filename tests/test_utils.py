@@ -127,11 +127,3 @@ def test_where_a_person_types(monkeypatch):
     assert utils.front_end() == ""
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     assert utils.front_end() == "prompt"
-
-
-def test_a_shared_file_is_found_by_its_path():
-    file, path = utils.shared_file(8)
-    with file, open(path, "rb") as again:
-        file.write(b"abc")
-        file.flush()
-        assert again.read() == b"abc" + bytes(5)

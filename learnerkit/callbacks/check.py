@@ -17,6 +17,7 @@ from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.checks import is_one_of, loss_name
 from learnerkit.data import loader_len, tensors_in
 from learnerkit.events import CancelFitException, CancelValidException
+from learnerkit.findings import HINT, NOTHING, OK, WRONG, verdict
 from learnerkit.losses import is_cross_entropy, option
 from learnerkit.metrics import make_meters
 from learnerkit.parallel.watch import PeerError
@@ -77,8 +78,6 @@ class Finding(NamedTuple):
     text: str
 
 
-OK, HINT, WRONG, NOTHING = "ok", "??", "!!", "--"
-
 TOPICS = (
     "inputs", "targets", "prediction", "loss", "gradients", "optimizer", "batchnorm", "validation", "metrics",
     "callbacks", "other ranks",
@@ -105,7 +104,7 @@ def report(everyone: list[list[Finding]]) -> tuple[list[str], bool]:
         elif not by_rank and topic in _ALWAYS:
             lines.append(_line(Finding(NOTHING, topic, "not reached")))
     problems = sum(line.startswith(WRONG) for line in lines)
-    lines.append("all is well" if not problems else f"{problems} problem{'s' if problems > 1 else ''}")
+    lines.append(verdict(problems))
     return lines, not problems
 
 
