@@ -27,13 +27,6 @@ from learnerkit import world
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """`batch` with every tensor in it on `device`, however it is nested; copies from pinned memory do not block."""
-    # Once per step: the plain case, a row of tensors that are there already, comes first and calls nothing.
-    if type(batch) in (tuple, list):
-        for b in batch:
-            if not isinstance(b, Tensor) or b.device != device:
-                break
-        else:
-            return batch
     return map_batch(lambda t: t.to(device, non_blocking=True), batch)
 
 
@@ -246,6 +239,17 @@ class DataLoaders:
         """The first batch of the training loader, on the device."""
         with keep_seeds(self.train):
             return to_device(next(iter(self.train)), self.device)
+
+    def unpack(self, batch: Any, device: torch.device, keep_targets: bool) -> tuple[Any, tuple, tuple, int]:
+        """(batch on `device`, inputs, targets, number of samples); the rest as in `split`."""
+        # Once per step: what most batches are, a pair of tensors that are there already, takes a short way.
+        if type(batch) in (tuple, list) and len(batch) == 2 and self.n_inp in (None, 1):
+            x, y = batch
+            if type(x) is type(y) is Tensor and x.device == device == y.device and x.ndim:
+                return batch, (x,), (y,), x.shape[0]
+        batch = to_device(batch, device)
+        inputs, targets = self.split(batch, keep_targets)
+        return batch, inputs, targets, batch_size(inputs)
 
     def split(self, batch: Any, keep_targets: bool = False) -> tuple[tuple, tuple]:
         """A batch as (xb, yb): inputs and targets.

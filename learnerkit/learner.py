@@ -28,7 +28,6 @@ from learnerkit.data import (
     in_order,
     keep_seeds,
     loader_len,
-    to_device,
 )
 from learnerkit.events import (
     CancelBackwardException,
@@ -188,9 +187,9 @@ class Learner:
         checks.check_read(self)
 
     def _one_batch(self) -> None:
-        self.batch = to_device(self.batch, self._device)
-        self.xb, self.yb = self.dls.split(self.batch, keep_targets=self.loss_func is None)
-        self.batch_size, self.batch_index = batch_size(self.xb), self.iter
+        unpacked = self.dls.unpack(self.batch, self._device, self.loss_func is None)
+        self.batch, self.xb, self.yb, self.batch_size = unpacked
+        self.batch_index = self.iter
         self.pred = self.output = self.loss = self.loss_grad = None
         bracket = self._level if self._dispatch.table["batch"] else self._events
         bracket("batch", self._do_batch, CancelBatchException)
@@ -285,7 +284,7 @@ class Learner:
 
     def _zero_grad(self) -> None:
         "Clear the gradients."
-        self.opt.zero_grad()
+        optim.clear_gradients(self.opt)
 
     def create_opt(self) -> None:
         """Set `opt`: by default one optimizer of the splitter's groups; a subclass may make a dict of them."""

@@ -116,7 +116,24 @@ class Optimizers(dict):
     def zero_grad(self) -> None:
         """Clear the gradients of each."""
         for opt in self.values():
-            opt.zero_grad()
+            clear_gradients(opt)
+
+
+_ZERO_GRAD = Optimizer.zero_grad
+
+
+def clear_gradients(opt: Optimizer | Optimizers) -> None:
+    """Do what `opt.zero_grad()` does, in a tenth of the time where that is torch's own.
+
+    Around its loop torch's opens and closes a range for the profiler, for some 5 to 10 microseconds: as much as all the
+    rest that a Learner's step costs beside torch's work.
+    """
+    if getattr(opt.zero_grad, "__func__", None) is not _ZERO_GRAD:
+        opt.zero_grad()
+        return
+    for group in opt.param_groups:
+        for p in group["params"]:
+            p.grad = None
 
 
 def as_one(made: Any) -> Optimizer | Optimizers:

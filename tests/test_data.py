@@ -1,6 +1,7 @@
 """Loaders, batches and the order of samples."""
 
 import random
+import re
 from collections import UserDict, namedtuple
 
 import pytest
@@ -107,6 +108,36 @@ def test_split():
         DataLoaders([1], n_inp=3).split((a, b))
     with pytest.raises(ValueError, match="n_inp=0"):
         DataLoaders([1], n_inp=0)
+
+
+def test_unpack_is_split_of_a_batch_on_the_device():
+    a, b, c, scalar = torch.ones(3), torch.ones(3, 2), torch.ones(3), torch.tensor(1.0)
+    rows = [(a, b), [a, b], (a,), a, (a, b, c), ("text", a), (scalar, a), ([a, b], c), {"x": a, "y": b}, (None, a)]
+    cpu = torch.device("cpu")
+    for keep_targets in (False, True):
+        for n_inp in (None, 1, 2, 3):
+            dls = DataLoaders([1], n_inp=n_inp, target_keys="y")
+            for batch in rows:
+                try:
+                    expected = dls.split(batch, keep_targets)
+                except ValueError as e:
+                    with pytest.raises(ValueError, match=re.escape(str(e))):
+                        dls.unpack(batch, cpu, keep_targets)
+                    continue
+                there, xb, yb, size = dls.unpack(batch, cpu, keep_targets)
+                assert type(there) is type(batch)
+                assert same((xb, yb), expected), (batch, n_inp)
+                assert size == batch_size(xb)
+    found = DataLoaders([1]).unpack((a, b), torch.device("meta"), False)
+    assert all(t.device.type == "meta" for t in (*found[0], *found[1], *found[2]))
+
+
+def same(one, other):
+    """Whether two nested batches hold the very same things."""
+    if isinstance(one, tuple | list | dict):
+        pairs = zip(one.items(), other.items(), strict=True) if isinstance(one, dict) else zip(one, other, strict=True)
+        return type(one) is type(other) and all(same(x, y) for x, y in pairs)
+    return one is other or one == other
 
 
 def test_concat():

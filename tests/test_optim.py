@@ -497,3 +497,39 @@ def test_state_comes_to_the_device_of_its_parameter(option, there):
         optim.state_to_params(opt)
         assert opt.state[p]["exp_avg"].is_meta
         assert opt.state[p]["step"].is_meta == there
+
+
+# Gradients
+
+
+def with_gradients(opt_class=SGD):
+    model = make_model()
+    model(torch.ones(4, 4)).sum().backward()
+    return list(model.parameters()), opt_class(model.parameters(), lr=0.1)
+
+
+def test_gradients_are_dropped_as_torch_drops_them():
+    params, opt = with_gradients()
+    optim.clear_gradients(opt)
+    assert [p.grad for p in params] == [None] * len(params)
+    first, second = with_gradients(), with_gradients()
+    optim.clear_gradients(optim.Optimizers(a=first[1], b=second[1]))
+    assert {p.grad for p in (*first[0], *second[0])} == {None}
+
+
+def test_a_zero_grad_of_the_users_own_is_called(monkeypatch):
+    class Zeros(SGD):
+        def zero_grad(self, set_to_none=False):
+            super().zero_grad(set_to_none)
+
+    params, opt = with_gradients(Zeros)
+    optim.clear_gradients(opt)
+    assert all(p.grad is not None and not p.grad.any() for p in params)
+    params, opt = with_gradients()
+    opt.zero_grad = lambda: None
+    optim.clear_gradients(opt)
+    assert all(p.grad is not None for p in params)
+    del opt.zero_grad
+    monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", lambda self: None)
+    optim.clear_gradients(opt)
+    assert all(p.grad is not None for p in params)
