@@ -209,8 +209,8 @@ class Steps(StepWeights):
     def _reduced(self) -> Tensor:
         "The vector's mean over the ranks."
         if self.carrier is not None:
-            vector, self.carrier.grad = self.carrier.grad.clone(), None
-            return vector
+            vector, self.carrier.grad = self.carrier.grad, None
+            return vector.clone() if self.reads_late else vector  # it may be a piece of DDP's bucket
         # By the same way on all ranks, also on one that counts nothing and so has nothing on the device.
         return world.reduce(self._vector(self._counted, torch.float64, self.device), "mean")
 
