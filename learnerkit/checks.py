@@ -2,8 +2,9 @@
 
 import re
 import signal
+import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,19 +118,32 @@ def _why_empty(dl: Any) -> str:
     return f": its dataset has {size} samples" if size is not None else ": it has no batches"
 
 
-def explain_lost_worker(error: RuntimeError) -> None:
-    """Say by which signal a loader's worker was killed; torch's error has its name, or no more than that it is gone."""
-    if not str(error).startswith("DataLoader worker"):
+def explain_lost_worker(error: RuntimeError | OSError | EOFError) -> None:
+    """Say by which signal a loader's worker was killed.
+
+    Torch's error has the signal's name, or no more than that the worker is gone; where it was killed while it handed a
+    tensor over, the error is just that of the broken connection.
+    """
+    if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
         return
     named = re.search(r"is killed by signal: ([^.]+)\.", str(error))
     found = [s for s in signal.valid_signals() if named and signal.strsignal(s) == named[1]]
     trace = error.__traceback__
     while trace is not None and not found:  # else the loader knows
-        workers = getattr(trace.tb_frame.f_locals.get("self"), "_workers", ())
-        found = [-worker.exitcode for worker in workers if (worker.exitcode or 0) < 0]
+        found = _killed(getattr(trace.tb_frame.f_locals.get("self"), "_workers", ()))
         trace = trace.tb_next
     if found:
         add_note_once(error, f"the loader worker {killed_by(found[0]).rstrip(',')}")
+
+
+def _killed(workers: Sequence[Any]) -> list[int]:
+    """The signals by which workers were killed, which may be news that arrive a moment after the error."""
+    end = time.monotonic() + 0.5
+    while True:
+        found = [-worker.exitcode for worker in workers if (worker.exitcode or 0) < 0]
+        if found or not workers or time.monotonic() > end:
+            return found
+        time.sleep(0.01)
 
 
 def check_read(learn: "Learner") -> None:

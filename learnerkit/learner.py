@@ -671,7 +671,7 @@ class Learner:
             self.task, self._dispatch = task, parallel.dispatch(self, fitting)
             try:
                 yield nested
-            except RuntimeError as e:
+            except (RuntimeError, OSError, EOFError) as e:
                 checks.explain_lost_worker(e)
                 raise
             finally:

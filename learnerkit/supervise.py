@@ -104,7 +104,7 @@ def run_attempt(job: Job, place: Place, others: Alone, signals: SignalQueue) -> 
     with Output(job.log_dir, place, job.tee) as output:
         try:
             start(job, place, others, output, ranks)
-            reason = watch(ranks, signals, others)
+            reason = watch(ranks, signals, others, alone=place.nodes == 1)
             if reason is None and (first := first_failure(ranks)):
                 reason = others.tell(failure(first, place))  # at once, so that others need not wait
             stop(ranks, signals, reason, job.grace)
@@ -272,14 +272,17 @@ def aside(wait: Callable[[], T], signals: SignalQueue) -> T:
     return value
 
 
-def watch(ranks: list[Rank], signals: SignalQueue, others: Alone) -> int | End | None:
+def watch(ranks: list[Rank], signals: SignalQueue, others: Alone, alone: bool) -> int | End | None:
     """Wait until all ranks have ended, or one has failed (then return nothing), or until something else asks for the
     end: return the signal, or the news of other nodes.
 
-    If what has failed may be an echo of another rank's failure, that one gets the time to end by itself.
+    If what has failed may be an echo of another rank's failure, that one gets the time to end by itself, and another
+    node the time to tell of it.
     """
-    while running(ranks):
-        first = first_failure(ranks)
+    while True:
+        some_run, first = running(ranks), first_failure(ranks)
+        if not some_run and (alone or first is None):
+            break
         if first and time.monotonic() >= first.ended + cause_seconds(first) and not (echo(first) and others.in_doubt()):
             break
         for signum in signals(POLL_SECONDS):

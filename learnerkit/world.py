@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import random
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -122,6 +123,8 @@ def join(timeout: float | timedelta | None = None) -> None:
 def _meet_in_store(timeout: timedelta | None) -> dist.Store:
     """The store at the address in the environment, where torch alone would wait for half an hour."""
     try:
+        if rank() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            _await_host()
         found, _, _ = next(dist.rendezvous("env://", rank(), world_size(), timeout=timedelta(seconds=JOIN_SECONDS)))
     except (RuntimeError, TimeoutError) as e:
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -133,6 +136,26 @@ def _meet_in_store(timeout: timedelta | None) -> dist.Store:
         ) from e
     found.set_timeout(timeout or dist.distributed_c10d.default_pg_timeout)
     return found
+
+
+def _await_host() -> None:
+    """Wait until somebody listens at the store's address; torch's store would try again after its timeout, at length.
+
+    Raises:
+        TimeoutError: nobody does.
+    """
+    address = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address[0] or not address[1].isdecimal():
+        return  # which torch says better
+    end = time.monotonic() + JOIN_SECONDS
+    while True:
+        try:
+            socket.create_connection(address, timeout=5).close()
+            return
+        except OSError as e:
+            if time.monotonic() > end:
+                raise TimeoutError(f"nobody listens at {':'.join(address)}") from e
+            time.sleep(0.1)
 
 
 def _let_threads_settle() -> None:

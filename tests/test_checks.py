@@ -111,19 +111,30 @@ def test_an_unsized_loader_without_batches_is_noticed():
 
 
 def test_a_killed_loader_worker_is_explained():
+    class Late:
+        exitcodes = iter([None, None, -9])  # the news of its death may be late
+
+        @property
+        def exitcode(self):
+            return next(self.exitcodes, -9)
+
     class Loader:
-        _workers = (SimpleNamespace(exitcode=0), SimpleNamespace(exitcode=-9))
+        _workers = (SimpleNamespace(exitcode=0), Late())
 
-        def fail(self):
-            raise RuntimeError("DataLoader worker (pid(s) 5) exited unexpectedly")
+        def fail(self, error):
+            raise error
 
-    with pytest.raises(RuntimeError) as gone:
-        Loader().fail()
+    gone = RuntimeError("DataLoader worker (pid(s) 5) exited unexpectedly")
+    cut = ConnectionResetError(104, "Connection reset by peer")
+    for error in (cut, gone):
+        with pytest.raises(type(error)):
+            Loader().fail(error)
     crashed = RuntimeError("DataLoader worker (pid 5) is killed by signal: Segmentation fault. ")
-    for error, signal in ((gone.value, "9 (SIGKILL)"), (gone.value, "9 (SIGKILL)"), (crashed, "11 (SIGSEGV)")):
+    killed = "9 (SIGKILL)"
+    for error, signal in ((cut, killed), (gone, killed), (gone, killed), (crashed, "11 (SIGSEGV)")):
         checks.explain_lost_worker(error)
         (note,) = error.__notes__  # one, also if runs lie within each other
         assert note.startswith(f"the loader worker was killed by signal {signal}")
-    other = RuntimeError("a DataLoader worker")
-    checks.explain_lost_worker(other)
-    assert not hasattr(other, "__notes__")
+    for other in (RuntimeError("a DataLoader worker"), FileNotFoundError(2, "No such file")):
+        checks.explain_lost_worker(other)
+        assert not hasattr(other, "__notes__")

@@ -13,6 +13,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from learnerkit.slurm import Task, advice, batch_script, current_task, expand_nodes
@@ -534,6 +535,24 @@ def test_real_environments(cluster):
                 f"test $SLURM_PROCID = 1 || exit 0; sbatch -W -N2 -n4 -o out --wrap '{' '.join(SELF)}' >&2; cat out")
     )  # fmt: skip
     assert task.startswith("these variables are not of one job step")
+
+
+@needs_slurm
+@pytest.mark.slow
+def test_a_training_under_srun_is_that_of_one_process(cluster):
+    train = [SCRIPT.with_name("nodes_train.py")]
+    launcher = [sys.executable, "-m", "learnerkit.launch"]
+    cluster.env["OMP_NUM_THREADS"] = "1"
+    cluster(sys.executable, *train, "alone", 2, 0)
+    cluster("srun", "-N2", "--ntasks-per-node=1", *launcher, "--nproc", 2, *train, "four", 2, 0)  # one task a node
+    cluster("srun", "-N2", "-n3", *launcher, *train, "three", 2, 0)  # one a GPU, if there were any
+    alone, four, three = (json.loads((cluster.folder / name).read_text()) for name in ("alone", "four", "three"))
+    assert (four["world"], three["world"]) == (4, 3)
+    for found in (four, three):
+        assert found["address"] == NODES[0]
+        assert found["losses"] == pytest.approx(alone["losses"], abs=1e-9)
+        weights = [np.array(p) for p in alone["weights"]]
+        assert all(np.allclose(p, q, rtol=0, atol=1e-9) for p, q in zip(found["weights"], weights, strict=True))
 
 
 PYTHON_STANDIN = """\
