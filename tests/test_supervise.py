@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -118,3 +119,30 @@ def test_a_broken_report_is_no_report(monkeypatch):
     rank = Rank(0, SimpleNamespace(returncode=-9), io.BytesIO(b'{"time": 1.0, "cod'), ended=5.0)
     supervise.note_end(rank)
     assert (rank.code, rank.ended) == (-9, 5.0)
+
+
+class Others:
+    """The other nodes, one of which is lost, which becomes known only after a while."""
+
+    def __init__(self, after):
+        self.lost, self.known = End("lost", 1, text="node 1 gives no sign of life"), time.monotonic() + after
+
+    def news(self):
+        return self.lost if time.monotonic() >= self.known else None
+
+    def in_doubt(self):
+        return self.news() is None
+
+
+def test_other_nodes_get_time_to_tell_of_the_cause(monkeypatch):
+    monkeypatch.setattr(supervise, "CAUSE_SECONDS", 0.2)
+
+    def watched(error, alone, after):
+        others, signals = Others(after), lambda seconds: time.sleep(seconds) or []
+        return supervise.watch([ended(0, 1, time.monotonic(), error)], signals, others, alone) == others.lost
+
+    gloo = "RuntimeError: [gloo/tcp/pair.cc:598] Connection closed by peer [10.0.0.2]:1"
+    assert watched(gloo, alone=False, after=0.1)
+    assert watched(gloo, alone=False, after=0.5)  # in doubt for longer than that
+    assert not watched(gloo, alone=True, after=0.1)
+    assert not watched("ValueError: mine", alone=False, after=0.1)
