@@ -706,6 +706,30 @@ print("ended", found == learn.recorder.values[-1][1:], children())
 """
 
 
+@pytest.mark.gpu
+def test_every_gpu_is_used_and_freed_again(kernel):
+    """By plain `distrib_ctx()`, also in a kernel that has used CUDA before."""
+    if (count := ask(kernel, "torch.cuda.device_count()")) < 2:
+        pytest.skip("needs two GPUs")
+    shown = kernel.run("""
+torch.ones(9, device="cuda").sum().item()
+devices, seen = range(torch.cuda.device_count()), []
+learn = make_learner(cbs=Where(seen))
+learn.validate()
+free = [torch.cuda.mem_get_info(i)[0] for i in devices]
+with learn.distrib_ctx():
+    learn.fit(2)
+    used = [before - torch.cuda.mem_get_info(i)[0] for i, before in zip(devices, free)]
+time.sleep(3)
+kept = [before - torch.cuda.mem_get_info(i)[0] for i, before in zip(devices, free)]
+""")
+    assert shown.error == "", shown.traceback
+    assert ask(kernel, "seen") == [[0, 1], [0, count]]  # validate and fit
+    assert min(ask(kernel, "used")) > 100 * 2**20  # a CUDA context alone takes more
+    assert max(ask(kernel, "kept")) < 50 * 2**20
+    assert ask(kernel, "next(learn.model.parameters()).device.type") == "cuda"
+
+
 @pytest.mark.parametrize("command", [["-i", "-q"], ["-m", "IPython", "--simple-prompt", "--no-banner"]])
 def test_from_a_prompt(command, tmp_path):
     "Lines are typed at a real terminal; rank 0 shows its table and bar in it."
