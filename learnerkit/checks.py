@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from learnerkit.callback import Callback, check_hooks
 from learnerkit.data import DataLoaders, loader_len
 from learnerkit.environment import killed_by
-from learnerkit.losses import kernel
+from learnerkit.losses import is_one_of, loss_name
 from learnerkit.utils import add_note_once, describe
 
 if TYPE_CHECKING:
@@ -195,18 +195,6 @@ def check_shapes(learn: "Learner") -> None:
             f"{loss_name(loss)} compares them element by element: "
             "they must be the same (reshape one of them, for instance with .squeeze(1) or .unsqueeze(1))"
         )
-
-
-def is_one_of(loss_func: Any, losses: tuple) -> bool:
-    """Whether a loss is one of these classes of modules, or functions."""
-    found = kernel(loss_func)
-    return isinstance(found, tuple(x for x in losses if isinstance(x, type))) or any(found is x for x in losses)
-
-
-def loss_name(loss_func: Any) -> str:
-    """What a loss is called."""
-    found = kernel(loss_func)
-    return type(found).__name__ if isinstance(found, nn.Module) else found.__name__
 
 
 def no_scalar(learn: "Learner") -> ValueError:

@@ -27,10 +27,21 @@ def kernel(loss_func: Any) -> Any:
     return loss_func
 
 
+def is_one_of(loss_func: Any, losses: tuple) -> bool:
+    """Whether a loss is one of these classes of modules, or functions."""
+    found = kernel(loss_func)
+    return isinstance(found, tuple(x for x in losses if isinstance(x, type))) or any(found is x for x in losses)
+
+
+def loss_name(loss_func: Any) -> str:
+    """What a loss is called."""
+    found = kernel(loss_func)
+    return type(found).__name__ if isinstance(found, nn.Module) else found.__name__
+
+
 def is_cross_entropy(loss_func: Any) -> bool:
     """Whether the targets are classes and `argmax` over dimension 1 decodes a prediction."""
-    found = kernel(loss_func)
-    return isinstance(found, nn.CrossEntropyLoss | nn.NLLLoss) or found in (F.cross_entropy, F.nll_loss)
+    return is_one_of(loss_func, (nn.CrossEntropyLoss, nn.NLLLoss, F.cross_entropy, F.nll_loss))
 
 
 class LossWeight:

@@ -14,11 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from learnerkit import checks, world
 from learnerkit.callback import Callback
 from learnerkit.callbacks.debugging import ShortLoader
-from learnerkit.checks import is_one_of, loss_name
 from learnerkit.data import loader_len, tensors_in
 from learnerkit.events import CancelFitException, CancelValidException
 from learnerkit.findings import HINT, NOTHING, OK, WRONG, verdict
-from learnerkit.losses import is_cross_entropy, option
+from learnerkit.losses import is_cross_entropy, is_one_of, loss_name, option
 from learnerkit.metrics import make_meters
 from learnerkit.parallel.watch import PeerError
 from learnerkit.snapshot import unchanged

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from learnerkit import optim, world
 from learnerkit.callback import Callback, Dispatch
-from learnerkit.data import draws_globally, loader_len, map_batch, states_at_start, tensors_in, to_device
+from learnerkit.data import draws_globally, loader_len, map_batch, states_at_start, tensors_in
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.drift import digests
 from learnerkit.parallel.loaders import RankLoader, emptied, rank_loader
@@ -337,8 +337,8 @@ class DistributedCallback(Callback):
         if not share.size:
             learn.batch_size = 0
             if not steps.takes_nothing:
-                learn.batch = to_device(learn.dl.sample, learn.dls.device)
-                learn.xb, learn.yb = learn.dls.split(learn.batch, keep_targets=learn.loss_func is None)
+                unpacked = learn.dls.unpack(learn.dl.sample, learn.dls.device, learn.loss_func is None)
+                learn.batch, learn.xb, learn.yb, _ = unpacked
         if first and not self.find_unused_parameters and not steps.by_bucket:
             self._find_unused()
         steps.synchronise()
