@@ -355,9 +355,8 @@ class IndexBatches(BatchSampler):
         if order is None:
             yield from super().__iter__()
             return
-        for rows in order.split(self.batch_size):
-            if len(rows) == self.batch_size or not self.drop_last:
-                yield rows
+        whole = len(order) // self.batch_size
+        yield from order.split(self.batch_size)[: whole if self.drop_last else None]
         generator = getattr(self.sampler, "generator", None)
         if generator is not None:  # at its end torch's RandomSampler draws another order, and uses none of it
             torch.randperm(len(order), generator=generator)

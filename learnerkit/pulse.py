@@ -30,7 +30,7 @@ class Pulse:
     """
 
     SIZE = 256
-    _LOOK, _MOVE, _PLACE = struct.Struct("<d?"), struct.Struct("<dqq"), 40  # at 0, at 16, and where the text begins
+    _LOOK, _MOVE = struct.Struct("<d?"), struct.Struct("<dqq216s")  # at 0, and at 16
 
     def __init__(self, path: str, file: Any = None):
         self.path, self._file = path, file
@@ -52,9 +52,7 @@ class Pulse:
 
     def beat(self, epoch: int, step: int, place: bytes) -> None:
         """The main thread has come to `place`: 'event/callback'."""
-        shared = self._shared
-        self._MOVE.pack_into(shared, 16, time.monotonic(), epoch, step)
-        shared[self._PLACE : self._PLACE + len(place) + 1] = place + b"\0"
+        self._MOVE.pack_into(self._shared, 16, time.monotonic(), epoch, step, place)  # which cuts a long text
 
     def live(self, waits: bool) -> None:
         """The watching thread runs, so this process does; whether the main thread waits for others."""
@@ -63,12 +61,11 @@ class Pulse:
     def read(self) -> dict:
         """The place, and how many seconds ago each thread gave its last sign."""
         lived, waits = self._LOOK.unpack_from(self._shared, 0)
-        moved, epoch, step = self._MOVE.unpack_from(self._shared, 16)
-        text = self._shared[self._PLACE : self.SIZE].split(b"\0")[0].decode(errors="replace")
-        event, _, callback = text.partition("/")
+        moved, epoch, step, place = self._MOVE.unpack_from(self._shared, 16)
+        event, _, callback = place.rstrip(b"\0").decode(errors="replace").partition("/")
         now = time.monotonic()  # one clock for all processes of the machine
         return {
-            "event": event, "callback": callback, "epoch": epoch, "step": step,
+            "event": event, "callback": callback, "epoch": epoch, "step": max(step, 0),
             "since": now - moved, "alive": now - lived, "waits": waits,
         }  # fmt: skip
 

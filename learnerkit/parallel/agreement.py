@@ -232,14 +232,18 @@ class RankDispatch(Dispatch):
         self.stopped: tuple[str, list] | None = None
         self.last: str | None = None
         self.raised: BaseException | None = None
-        self._places: dict[tuple[str, Callback | None], bytes] = {}
         super().__init__(cbs, fitting)
 
     def _resolve(self) -> dict[str, list]:
+        "The table, with a third part in its entries: the place as the sign of life tells it."
         table = super()._resolve()
         for event in _OUTER_EVENTS:
             # So that the event takes place on all ranks, also on those where nobody listens to it.
             table[event] = table[event] or [(None, _nothing)]
+        for event in Event:
+            table[event] = [
+                (cb, hook, f"{event}/{'' if cb is None else repr(cb)}".encode()) for cb, hook in table[event]
+            ]
         return table
 
     def fire(self, event: str) -> None:
@@ -286,24 +290,16 @@ class RankDispatch(Dispatch):
     def _call(self, event: str, hooks: list) -> None:
         if event in _PLACES:
             self.last = event
-        for i, (cb, hook) in enumerate(hooks):
-            self.beat(event, cb)
+        learn, watch = self.agreement.learn, self.agreement.watch
+        for i, (cb, hook, place) in enumerate(hooks):
+            watch.pulse.beat(learn.epoch, learn.iter, place)
+            self.agreement.check()
             try:
                 hook()
             except BaseException as error:
                 self.stopped, self.raised = (event, hooks[i + 1 :]), error
                 add_note_once(error, f"raised in {cb!r}.{event}")
                 raise
-
-    def beat(self, event: str, cb: Callback | None) -> None:
-        """Leave a sign of having come here, and leave if another rank has failed."""
-        place = self._places.get((event, cb))
-        if place is None:
-            name = "" if cb is None else repr(cb)
-            place = self._places[event, cb] = f"{event}/{name}".encode()[:200]
-        learn = self.agreement.learn
-        self.agreement.watch.pulse.beat(learn.epoch, max(learn.iter, 0), place)
-        self.agreement.check()
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         try:

@@ -135,11 +135,12 @@ class RankBatches:
 
     def _spread(self, stream: Iterable) -> Iterator[tuple[Share, Any]]:
         for step, pieces in enumerate(deal(stream, self.ranks, self.split, self.least)):
-            mine = pieces[self.rank]
-            if len(mine) or self.training:
-                share = Share(step * self.ranks + self.rank, len(mine), sum(map(len, pieces)))
+            sizes = [len(piece) for piece in pieces]
+            mine = sizes[self.rank]
+            if mine or self.training:
+                share = Share(step * self.ranks + self.rank, mine, sum(sizes))
                 # Real samples even where none counts: their empty slice has the right shapes and types.
-                yield share, mine if len(mine) else pieces[0][: self.least]
+                yield share, pieces[self.rank] if mine else pieces[0][: self.least]
 
     def _take_turns(self, stream: Iterable) -> Iterator[tuple[Share, Any]]:
         for place, batch in enumerate(stream):

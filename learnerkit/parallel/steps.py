@@ -121,7 +121,8 @@ class Steps(StepWeights):
     def synchronise(self) -> None:
         """Have DDP reduce in this batch if a step follows it; without a step the gradients stay on their ranks."""
         for wrapper in self.wrappers:
-            wrapper.require_backward_grad_sync = self.learn.step_due
+            if wrapper.require_backward_grad_sync != self.learn.step_due:  # to set what it is takes a while
+                wrapper.require_backward_grad_sync = self.learn.step_due
 
     def stepped(self, *_: Any) -> None:
         """This rank's optimizer has stepped."""
@@ -171,15 +172,17 @@ class Steps(StepWeights):
 
     def _vector(self, count: float | Tensor, kind: torch.dtype, device: torch.device) -> Tensor:
         # Flags are read as a mean over the ranks, of the step's last batch alone.
-        flags = [*flags_of(self.agreement.pending), float(self.learn.dl.ended)] if self.learn.step_due else []
-        usual = not any(flags) and isinstance(count, int)
+        leaving, ended = self.agreement.pending, self.learn.dl.ended
+        flagged = self.learn.step_due and (leaving is not None or ended)
+        usual = not flagged and isinstance(count, int)
         if usual and count in self._values:
             return self._values[count]
         vector = torch.zeros(_SLOTS, dtype=kind, device=device)
         vector[0] = count  # filled on the device, without a sync
-        for i, flag in enumerate(flags):
-            if flag:
-                vector[1 + i] = flag
+        if flagged:
+            for i, flag in enumerate([*flags_of(leaving), float(ended)]):
+                if flag:
+                    vector[1 + i] = flag
         if usual:
             self._values[count] = vector
         return vector
@@ -195,8 +198,10 @@ class Steps(StepWeights):
         vector = self._reduced() if self._met is None else self._met
         if not self.reads_late:
             self._counted_all, *flags = vector.tolist()[:_USED]
-            self._correct(self._counted_all, tolerance=8 * torch.finfo(vector.dtype).eps)
-            self._heed(flags)
+            if self._counted_all != self.expected:
+                self._correct(self._counted_all, tolerance=8 * torch.finfo(vector.dtype).eps)
+            if any(flags):
+                self._heed(flags)
             return
         self._counted_all = vector[0]
         self._correct(self._counted_all)
