@@ -40,7 +40,7 @@ from learnerkit.events import (
     Event,
 )
 from learnerkit.losses import LossWeight
-from learnerkit.snapshot import unchanged
+from learnerkit.snapshot import double, unchanged
 from learnerkit.utils import (
     add_note_once,
     describe,
@@ -519,6 +519,9 @@ class Learner:
         recorder. Under DDP every rank must reach this; the losses are those of the global batches, and all ranks get
         the same suggestions.
 
+        A callback may call it in mid-fit, too. It then trains a copy of model and optimizer (on the device) with copies
+        of the callbacks, except of the one that calls it and of those that are `only_fit`.
+
         Args:
             start_lr: the first rate.
             end_lr: the last rate; in between it grows by the same factor at every step.
@@ -532,10 +535,16 @@ class Learner:
             A named tuple with a rate for each of the functions, under its name.
 
         Raises:
-            RuntimeError: called while something runs, from a callback.
+            RuntimeError: called in mid-fit, with a model that cannot be copied.
             ValueError: arguments that cannot work, or too few losses to suggest something by.
         """
         finder = LRFinder(start_lr, end_lr, num_it, stop_div, listify(suggest_funcs))
+        if self._dispatch is not None:
+            caller = self._dispatch.calling
+            twin = double(self, without=lambda cb: cb is caller or isinstance(cb, StepBudget | ProgressCallback))
+            twin.__dict__.update(_BATCH_STATE)
+            with torch.enable_grad():  # called in validation, too
+                return twin.lr_find(start_lr, end_lr, num_it, stop_div, show_plot, suggest_funcs)
         checks.check_fit(self, n_epoch=None, n_steps=num_it, who="lr_find")
         parallel.warn_outside_context(self)
         with self._running("lr_find", finder), unchanged(self):

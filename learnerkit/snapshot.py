@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from learnerkit import checks
+from learnerkit.callback import Callback
 from learnerkit.data import keep_seeds, samplers_of, with_batches
+from learnerkit.optim import Optimizers
 from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
@@ -51,6 +53,51 @@ def unchanged(learn: "Learner") -> Iterator[None]:
         for each in opts:
             stack.callback(_put_back_optimizer(each))
         yield
+
+
+def double(learn: "Learner", without: Callable[[Callback], bool]) -> "Learner":
+    """A learner that begins where this one is, with a model, optimizers and callbacks of its own, and the same data.
+
+    What it trains changes nothing here but the state of loaders, samplers and random streams; see `unchanged`.
+
+    Args:
+        learn: the learner, in mid-run.
+        without: which callbacks have no part in it. Nor have those that are `only_fit`.
+
+    Raises:
+        RuntimeError: the model cannot be copied.
+    """
+    twin = copy.copy(learn)
+    # What is found on the way into models and callbacks, and must not be copied.
+    kept = [learn.dls, *learn.dls.loaders, *(getattr(dl, "dataset", None) for dl in learn.dls.loaders)]
+    memo: dict[int, Any] = {id(learn): twin} | {id(x): x for x in kept}
+    try:
+        for part in unwrap(learn.model).modules():  # networks that are wrapped each by itself
+            if unwrap(part) is not part:
+                memo[id(part)] = copy.deepcopy(unwrap(part), memo)
+        for name, value in vars(learn).items():  # a subclass may know parts of its model by names of its own
+            if isinstance(value, nn.Module | Optimizer | Optimizers):
+                setattr(twin, name, copy.deepcopy(unwrap(value), memo))
+    except Exception as e:
+        raise RuntimeError(
+            f"what is tried out in mid-run is tried on a copy of model, loss and optimizer, and copying them failed: "
+            f"{type(e).__name__}: {e}; do it before the run or after it"
+        ) from e
+    for seam in ("_forward", "_loss"):
+        vars(twin).pop(seam, None)  # DataParallel's, which its own callback puts there
+    twin.cbs, twin._parting = [], []
+    twin._dispatch = twin.together = twin.task = None
+    for cb in learn.cbs:
+        if cb.only_fit or without(cb):
+            continue
+        try:
+            own = copy.deepcopy(cb, memo)
+        except Exception:  # it has a file, a lock or the like: then what it counts in lists, it counts here too
+            own = copy.copy(cb)
+        own.learn = twin
+        twin.cbs.append(own)
+        setattr(twin, own.name, own)
+    return twin
 
 
 def _put_back_sampler(sampler: Any, stack: ExitStack) -> None:

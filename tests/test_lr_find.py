@@ -5,11 +5,12 @@ import json
 import math
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import pytest
 import torch
-from conftest import make_data, make_dls, make_learner, raising, same_weights, weights
+from conftest import make_data, make_dls, make_learner, raising, same_weights, spy, weights
 from launching import run_script
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
@@ -19,9 +20,13 @@ from learnerkit import (
     Callback,
     CancelBatchException,
     CancelFitException,
+    ChannelsLast,
     DataLoaders,
     EarlyStoppingCallback,
     GradientAccumulation,
+    GradientClip,
+    Learner,
+    MixedPrecision,
     SaveModelCallback,
     SuggestionMethod,
     mae,
@@ -179,8 +184,6 @@ def test_what_cannot_work_is_refused():
         make_learner(opt_func=LBFGS).lr_find()
     with pytest.raises(ValueError, match="diverged after .* begin with a lower start_lr"):
         learner(SGD).lr_find(1e6, 1e9)
-    with pytest.raises(RuntimeError, match="lr_find was called during 'fit'"):
-        learner(cbs=Callback(after_batch=lambda cb: cb.learn.lr_find())).fit(1)
 
 
 # Nothing stays behind
@@ -264,6 +267,129 @@ def test_trackers_loggers_and_validation_have_no_part_in_it(tmp_path):
     learn.lr_find(num_it=30)
     assert heard == []
     assert list(tmp_path.iterdir()) == []
+
+
+# In mid-fit
+
+
+class Finds(Callback):
+    """Calls `lr_find` at one event, and notes what it finds and how the learner looks before it and after."""
+
+    order = 30
+
+    def __init__(self, event):
+        super().__init__()
+        self.event, self.found = event, []
+        setattr(self, event, self._find)
+
+    def _find(self):
+        names = ("dl", "batch", "xb", "yb", "pred", "loss", "iter", "training", "task", "pct_train", "model", "opt")
+        before = [getattr(self.learn, name) for name in names]
+        self.found.append(self.learn.lr_find(num_it=20, show_plot=False))
+        assert all(getattr(self.learn, name) is value for name, value in zip(names, before, strict=True))
+
+
+class Cancels(Callback):
+    """Leaves out the third batch of every run."""
+
+    def before_fit(self):
+        self.batches = 0
+
+    def before_batch(self):
+        self.batches += 1
+        if self.batches == 3:
+            raise CancelBatchException
+
+
+OTHERS = {
+    "plain": lambda: [],
+    "accumulating": lambda: [GradientAccumulation(n_batches=2)],
+    "in bfloat16": lambda: [MixedPrecision("bf16"), GradientClip(), ChannelsLast()],
+    "cancelling": lambda: [Cancels()],
+}
+
+
+@pytest.mark.parametrize("others", OTHERS)
+@pytest.mark.parametrize(
+    "event", ["before_fit", "before_batch", "after_pred", "after_step", "after_batch", "after_epoch"]
+)
+def test_in_mid_fit_it_changes_nothing(event, others):
+    rows = []
+    for finds in (None, Finds(event)):
+        set_seed(3)
+        count = []  # of what a callback of the user's hears
+        learn = learner(cbs=[*OTHERS[others](), spy(count, events=["after_loss"]), *([finds] if finds else [])])
+        with learn.no_logging():
+            learn.fit_one_cycle(2, 0.05)
+            learn.fit(n_steps=3)
+        rows.append((learn.recorder.values, learn.recorder.losses, learn.recorder.hps, len(learn.recorder.history)))
+        rows[-1] += (weights(learn.model), learn.opt.state_dict(), torch.get_rng_state())
+    assert equal(rows[0], rows[1])
+    assert len(finds.found) >= 2
+    assert all(1e-8 <= rate <= 10 for found in finds.found for rate in found)
+
+
+def test_in_mid_fit_it_finds_what_it_would_outside():
+    dls = make_dls(40, bs=4)  # in one order
+    inside = Finds("after_epoch")
+    learn = make_learner(dls, cbs=inside)
+    learn.fit(2, 0.01)
+    learn = make_learner(dls)
+    outside = []
+    for _ in range(2):
+        learn.fit(1, 0.01)
+        outside.append(learn.lr_find(num_it=20, show_plot=False))
+    assert inside.found == outside
+
+
+def test_a_callback_that_calls_it_is_not_called_by_it_and_others_are_copies():
+    class Counts(Callback):
+        def __init__(self):
+            super().__init__()
+            self.batches, self.lock = 0, Lock()  # which cannot be copied
+
+        def after_batch(self):
+            self.batches += self.training
+
+    counts = Counts()
+    finds = [Finds("before_train"), Finds("before_train")]
+    learn = learner(cbs=[counts, *finds])
+    learn.fit(1)
+    assert [len(one.found) for one in finds] == [1, 1]
+    assert counts.batches == 4
+    assert counts.learn is learn
+    assert learn.counts is counts
+
+
+def test_in_mid_fit_a_learner_that_knows_its_networks_by_name_keeps_them():
+    class Pair(Learner):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.first, self.second = self.model[0], self.model[1:]
+
+        def create_opt(self):
+            self.opt = {"first": SGD(self.first.parameters(), 0.1), "second": SGD(self.second.parameters(), 0.1)}
+
+        def _forward(self):
+            self.output = self.pred = self.second(self.first(*self.xb))
+
+    found = []
+    for finds in (None, Finds("after_batch")):
+        learn = make_learner(model=nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)), cls=Pair, cbs=finds)
+        with torch.no_grad():
+            for p in learn.model.parameters():
+                p.fill_(0.1)
+        learn.fit(2, 0.1)
+        found.append(weights(learn.model))
+    assert same_weights(*found)
+    assert finds.found
+
+
+def test_in_mid_fit_a_model_that_cannot_be_copied_is_refused():
+    learn = learner(cbs=Finds("after_batch"))
+    learn.model.register_forward_hook(lambda module, args, output: setattr(module, "seen", output))
+    with pytest.raises(RuntimeError, match="tried on a copy of model, loss and optimizer.* before the run or after it"):
+        learn.fit(1)
 
 
 # Data and callbacks of all kinds

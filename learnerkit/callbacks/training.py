@@ -34,6 +34,7 @@ class TrainEvalCallback(Callback):
         learn.model.train()
         if learn.n_epoch:
             learn.pct_train = learn.epoch / learn.n_epoch
+        self._seeded = ExitStack()  # a new one: a copy of this callback may be in the middle of an epoch
         self._seeded.enter_context(seeded_samplers(learn.dl, self.sample_order.seed(learn.epoch)))
         if draws_globally(learn.dl) and not learn.sharded:  # with several ranks their loaders see to it
             if self._twin is None or self._twin[0] is not learn.dl:

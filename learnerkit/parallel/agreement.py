@@ -292,6 +292,7 @@ class RankDispatch(Dispatch):
             self.last = event
         learn, watch = self.agreement.learn, self.agreement.watch
         for i, (cb, hook, place) in enumerate(hooks):
+            self.calling = cb
             watch.pulse.beat(learn.epoch, learn.iter, place)
             self.agreement.check()
             try:

@@ -122,7 +122,7 @@ class ParallelCallback(Callback):
             learn.training
             and self._loss_func is not None
             and learn.loss_func is self._loss_func  # a callback may have put another one there
-            and all(_is_ours(hook) and not _reads(cb) for cb, hook in learn._dispatch.table["after_pred"])
+            and all(_is_ours(hook) and not _reads(cb) for cb, hook, *_ in learn._dispatch.table["after_pred"])
             and bool(learn.yb)
             and all(isinstance(y, Tensor) and y.ndim > 0 and len(y) == learn.batch_size for y in learn.yb)
         )
@@ -133,7 +133,7 @@ class ParallelCallback(Callback):
         This library's own callbacks say so themselves.
         """
         hooks = [hook for event in _AFTER_PRED for hook in self.learn._dispatch.table[event]]
-        return any(not _is_ours(hook) or _reads(cb) for cb, hook in hooks)
+        return any(not _is_ours(hook) or _reads(cb) for cb, hook, *_ in hooks)
 
 
 class _Replica(nn.Module):

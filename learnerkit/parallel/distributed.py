@@ -1,5 +1,6 @@
 """DistributedDataParallel for as long as a fit lasts: wrapping, shared-out loaders, exact weights, rank 0's voice."""
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
@@ -118,6 +119,12 @@ class DistributedCallback(Callback):
         self._undo: list[Callable[[], None]] = []
         self._outside: list[tuple] = []
         self._logger: Callable | None = None
+
+    def __deepcopy__(self, memo: dict) -> "DistributedCallback":
+        "With the same settings, and no part in the run that this one is in."
+        twin = copy.copy(self)
+        twin._forget()
+        return twin
 
     def _warn_once(self, message: str) -> None:
         if world.is_main() and message not in self._warned:

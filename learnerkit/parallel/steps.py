@@ -121,7 +121,7 @@ class Steps(StepWeights):
     def synchronise(self) -> None:
         """Have DDP reduce in this batch if a step follows it; without a step the gradients stay on their ranks."""
         for wrapper in self.wrappers:
-            if wrapper.require_backward_grad_sync != self.learn.step_due:  # to set what it is takes a while
+            if wrapper.require_backward_grad_sync != self.learn.step_due:  # microseconds, in a module
                 wrapper.require_backward_grad_sync = self.learn.step_due
 
     def stepped(self, *_: Any) -> None:
