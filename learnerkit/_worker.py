@@ -162,7 +162,7 @@ def write_report(report_fd: int, code: int, error: BaseException) -> None:
     elif isinstance(error, KeyboardInterrupt):
         report["error"] = "KeyboardInterrupt"
     else:
-        report["error"], report["traceback"] = format_error(error)
+        report |= format_error(error)
         # What the launcher asks of any exception; learnerkit.PeerError has them.
         report |= {name: bool(getattr(error, name, False)) for name in ("follows_another", "standstill")}
     try:
@@ -172,10 +172,20 @@ def write_report(report_fd: int, code: int, error: BaseException) -> None:
         print(report.get("traceback", ""), file=sys.stderr)
 
 
-def format_error(error: BaseException) -> tuple[str, str]:
-    """Return a one-line summary and the traceback, which starts at the first frame of the script."""
-    from traceback import TracebackException  # costs some milliseconds, and most scripts do not fail
+def format_error(error: BaseException) -> dict[str, str]:
+    """Return a one-line summary, and the traceback from the script's first frame on: whole, and in brief."""
+    from traceback import StackSummary, TracebackException  # costs some milliseconds, and most scripts do not fail
 
+    def in_brief(found: TracebackException | None) -> None:
+        "Keep of this package's frames only the last, should the error be its own."
+        if found is not None:
+            *others, last = found.stack or [None]
+            kept = [frame for frame in others if not frame.filename.startswith(package)]
+            found.stack = StackSummary.from_list(kept + [last] * (last is not None))
+            for other in (found.__cause__, found.__context__, *(found.exceptions or ())):
+                in_brief(other)
+
+    package = os.path.dirname(os.path.abspath(__file__)) + os.sep
     own_files = {__file__, runpy.run_module.__code__.co_filename}
     frames = error.__traceback__
     while frames and frames.tb_frame.f_code.co_filename in own_files:
@@ -183,7 +193,13 @@ def format_error(error: BaseException) -> tuple[str, str]:
     formatted = TracebackException(type(error), error, frames)
     name = type(error).__name__
     message = str(formatted).partition("\n")[0]  # safe even if the exception's own __str__ fails
-    return f"{name}: {message}" if message else name, "".join(formatted.format())
+    whole = "".join(formatted.format())
+    in_brief(formatted)
+    return {
+        "error": f"{name}: {message}" if message else name,
+        "traceback": whole,
+        "brief": "".join(formatted.format()),
+    }
 
 
 def leave(code: int) -> None:

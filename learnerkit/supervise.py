@@ -416,7 +416,7 @@ def report(ranks: list[Rank], reason: int | End, place: Place, began: float) -> 
     for rank in failed[: 0 if by_others else 1]:
         # One line if the user asked for the end, or the message names the cause.
         one_line = reason == signal.SIGINT or echo(rank) == FOLLOWS
-        details = rank.report.get("error" if one_line else "traceback", "")
+        details = rank.report.get("error" if one_line else "brief", "")
         say(f"rank {rank.number} {described(rank, began)}" + (f":\n{details}" if details else ""))
     for rank in failed[0 if by_others else 1 :]:
         error = rank.report.get("error")

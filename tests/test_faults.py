@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from conftest import ROOT
 from launching import SCRIPTS, environment
 
 pytestmark = pytest.mark.timeout(400)
@@ -225,6 +226,9 @@ def test_r07_exc_one_rank(raised):
     assert any(line.startswith(f'File "{SCRIPTS / "faulty.py"}", line ') for line in lines)
     assert "ValueError: a bad sample" in lines
     assert "gloo" not in first
+    loop = f'File "{ROOT / "learnerkit" / "learner.py"}", line '  # between the script's call and its callback
+    assert loop not in first
+    assert loop in (raised.folder / "logs" / "attempt-0" / "rank-1.log").read_text()
     assert second.startswith("learnerkit.launch: rank 0 then failed: PeerError: rank 1 failed"), raised
 
 

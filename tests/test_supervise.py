@@ -29,7 +29,7 @@ def report(ranks, reason, began):
 
 def ended(number, code, at, error="", stop_signals=(), follows=False):
     """Return a rank that has ended; with an error it has written a report."""
-    report = {"error": error, "traceback": f"Traceback of {number}", "follows_another": follows} if error else {}
+    report = {"error": error, "brief": f"Traceback of {number}", "follows_another": follows} if error else {}
     return Rank(number, None, None, at, code, report, list(stop_signals))
 
 
@@ -112,6 +112,27 @@ def test_a_report_that_cannot_be_written_is_printed(capsys):
     full = os.open("/dev/full", os.O_WRONLY)
     _worker.write_report(full, 1, ValueError("lost?"))
     assert "ValueError: lost?" in capsys.readouterr().err
+
+
+def test_a_brief_traceback_keeps_of_this_package_the_last_frame_alone():
+    def fails():
+        raise ZeroDivisionError
+
+    package = {}
+    exec(compile("def call(f):\n    f()", supervise.__file__, "exec"), package)
+    try:
+        try:
+            package["call"](fails)
+        except ZeroDivisionError:
+            package["call"](Rank)
+    except TypeError as error:
+        found = _worker.format_error(error)
+    assert found["error"].startswith("TypeError: Rank.__init__() missing")
+    assert found["traceback"].count(f'File "{supervise.__file__}"') == 2
+    first, _, second = found["brief"].partition("During handling of the above exception")
+    assert supervise.__file__ not in first
+    assert "in fails" in first
+    assert second.count(f'File "{supervise.__file__}", line 2, in call') == 1
 
 
 def test_a_broken_report_is_no_report(monkeypatch):
