@@ -395,6 +395,17 @@ def test_the_best_is_loaded_also_after_an_early_stop():
     assert same_weights(saved(learn, "best"), seen.weights[1])
 
 
+@pytest.mark.parametrize("one", [{}, {"at_end": True}, {"every_epoch": 2, "at_end": True}])
+@pytest.mark.parametrize("two", [{"monitor": "train_loss"}, {"at_end": True}, {"every_epoch": True, "at_end": True}])
+def test_two_that_would_overwrite_each_others_file_are_refused(one, two):
+    learn = make_learner(cbs=[SaveModelCallback(**one), SaveModelCallback(fname="model.pth", **two)])
+    with pytest.raises(ValueError, match="two callbacks SaveModelCallback save to .*model.pth.* different `fname`s"):
+        learn.fit(1)
+    learn = make_learner(cbs=[SaveModelCallback(), SaveModelCallback(fname="other"), SaveModelCallback(every_epoch=2)])
+    learn.fit(1)
+    learn.fit(1)
+
+
 @pytest.mark.parametrize("values", [[nan, nan], [], [-inf]])
 def test_without_a_best_no_stale_file_is_loaded(values):
     seen, learn = follow(save := SaveModelCallback("score"), [1])
@@ -738,6 +749,16 @@ def test_ranks_decide_as_one_process(by_ranks, job):
     assert same_weights(a, b)
 
 
+def test_the_best_reaches_machines_without_the_file(by_ranks):
+    """A file system for each rank: one has no such file, or an older one of the same name."""
+    ranks, _ = by_ranks[2]
+    (alone,), _ = by_ranks[1]
+    for rank in ranks:
+        torch.testing.assert_close(rank["elsewhere"], alone["elsewhere"], rtol=1e-11, atol=1e-12)
+    assert same_weights(*(rank["elsewhere"]["weights"] for rank in ranks))
+    assert same_weights(ranks[0]["elsewhere"]["weights"], ranks[0]["save"]["weights"])
+
+
 def test_what_ranks_decide_depends_on_all_of_them(by_ranks):
     (alone,), _ = by_ranks[1]
     assert 2 < len(alone["stop"]["values"]) < 30
@@ -758,7 +779,7 @@ def test_one_ranks_nan_ends_all(by_ranks):
 def test_ranks_say_it_once(by_ranks):
     for n in (1, 2):
         assert by_ranks[n][1].count("no better valid_loss") == by_ranks[1][1].count("no better valid_loss") > 1
-        assert by_ranks[n][1].count("loaded the best model") == 3
+        assert by_ranks[n][1].count("loaded the best model") == 4
 
 
 # On a GPU

@@ -5,6 +5,7 @@ import operator
 import re
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -123,8 +124,9 @@ class TrackerCallback(Callback):
 class SaveModelCallback(TrackerCallback):
     """Saves the best model, and loads it at the end of the fit; or saves every epoch's, or the last.
 
-    Rank 0 writes, all ranks load. If the fit had no best (all NaN, or no epoch) nothing is loaded. With
-    `reset_on_fit=False` the best of an earlier fit is loaded if no row of this one is better.
+    Rank 0 writes, all ranks load; those on machines that do not see the file get it from rank 0. If the fit had no
+    best (all NaN, or no epoch) nothing is loaded. With `reset_on_fit=False` the best of an earlier fit is loaded if no
+    row of this one is better.
 
     Args:
         monitor, comp, min_delta, reset_on_fit: as in `TrackerCallback`.
@@ -136,6 +138,9 @@ class SaveModelCallback(TrackerCallback):
 
     Attributes:
         last_saved_path: the file that was written last.
+
+    Raises:
+        ValueError: in `before_fit`, another one of the learner writes to the same file.
     """
 
     order = 61
@@ -164,6 +169,17 @@ class SaveModelCallback(TrackerCallback):
             super().before_fit()
         if self.reset_on_fit:
             self._best_path = None
+        for other in self.learn.cbs:
+            if isinstance(other, SaveModelCallback) and other is not self and self._files() & other._files():
+                raise ValueError(
+                    f"two callbacks {self!r} save to {self.learn._file(self.fname)}, and would overwrite each other's "
+                    "models; give them different `fname`s"
+                )
+
+    def _files(self) -> set[tuple[Path, bool]]:
+        "The names of the files it writes, and whether they are numbered."
+        path, numbered = self.learn._file(self.fname), bool(self.every_epoch)
+        return {(path, numbered), (path, numbered and not self.at_end)}
 
     def after_epoch(self):
         if not self.every_epoch:
@@ -185,12 +201,33 @@ class SaveModelCallback(TrackerCallback):
             self._save(self.fname)
             self._best_path = None
         elif self._best_path is not None and not self.every_epoch:
-            self.learn.load(self._best_path, with_opt=self.with_opt)  # every rank must reach this
+            self._load_best()
             say(f"loaded the best model ({self.monitor} {self.best:.6g}) from {self._best_path}")
+
+    def _load_best(self) -> None:
+        "Every rank must reach this."
+        path = self._best_path
+        seen = world.all_gather(_version(path)) if self.learn.sharded else []
+        with TemporaryDirectory() as folder:
+            if len(set(seen)) > 1:  # a machine has no such file, or one of its own
+                content = world.broadcast(path.read_bytes() if world.is_main() else b"")
+                if seen[world.rank()] != seen[0]:
+                    path = Path(folder) / path.name
+                    path.write_bytes(content)
+            self.learn.load(path, with_opt=self.with_opt)
 
     def _save(self, file: str | Path) -> Path:
         self.last_saved_path = self.learn.save(file, with_opt=self.with_opt)
         return self.last_saved_path
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """What tells a file from an older one of the same name."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_size, facts.st_mtime_ns
 
 
 class _PatientCallback(TrackerCallback):
