@@ -683,6 +683,9 @@ class Learner:
             except (RuntimeError, OSError, EOFError) as e:
                 checks.explain_lost_worker(e)
                 raise
+            except ValueError as e:
+                checks.explain_lone_sample(self, e)
+                raise
             finally:
                 for name, value in outer.items():
                     setattr(self, name, value)

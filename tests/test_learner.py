@@ -1254,6 +1254,14 @@ def test_dataloaders_refuse_a_dataset():
         DataLoaders(make_data())
 
 
+def test_a_batch_too_small_for_batch_norm_says_what_to_do():
+    learn = make_learner(make_dls(9, bs=4), nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)))
+    with pytest.raises(ValueError, match="Expected more than 1 value") as caught:
+        learn.fit(1)
+    assert "batch 2 of the training loader has one sample" in str(notes(caught.value))
+    assert "drop_last=True" in str(notes(caught.value))
+
+
 def test_a_loss_without_reduction_is_refused_at_once():
     with fails(ValueError, "reduction='none'"):
         make_learner(loss_func=nn.MSELoss(reduction="none"))
