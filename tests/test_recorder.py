@@ -131,6 +131,19 @@ def test_train_loss_is_the_epochs_mean_and_losses_are_smoothed(bs, epochs):
     assert learn.recorder.lrs == [0.1] * n * epochs
 
 
+def test_rates_are_those_of_the_optimizer_after_a_load_in_mid_epoch(tmp_path):
+    def load(cb):
+        if cb.training and cb.iter == 1:
+            cb.learn.load("before")
+            cb.learn.opt.param_groups[-1]["lr"] = 0.02
+
+    learn = learner(dls=make_dls(16, bs=4), path=tmp_path)
+    learn.fit(1, 0.1)
+    learn.save("before")
+    learn.fit(1, 0.1, cbs=Callback(after_batch=load, order=60))
+    assert learn.recorder.lrs == [0.1, 0.1, 0.02, 0.02]
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9])
 def test_beta_smooths(beta):
     learn = learner(recorder=Recorder(beta=beta))

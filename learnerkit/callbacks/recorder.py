@@ -273,7 +273,7 @@ class Recorder(Callback):
         self._train, self._valid = (Evaluation(m, self.learn.sharded) for m in meters)
         self._logged = {}
         self._begun = len(self.lrs)
-        self._last_group = self.learn.opts[-1].param_groups[-1] if self.learn.opts else {}
+        self._last_opt = self.learn.opts[-1]
 
     def after_batch(self):
         learn = self.learn
@@ -281,7 +281,7 @@ class Recorder(Callback):
             self._valid.update(learn)
         elif learn.loss is not None or learn.sharded:  # ranks must agree on the number of steps
             (self._train if self._train_meters else self._train.loss).update(learn)
-            lr = self._last_group["lr"]
+            lr = self._last_opt.param_groups[-1]["lr"]
             self.lrs.append(lr if type(lr) is float else float(lr))  # a tensor's value: a sync, asked for by the user
 
     def after_epoch(self):
