@@ -176,15 +176,6 @@ def format_error(error: BaseException) -> dict[str, str]:
     """Return a one-line summary, and the traceback from the script's first frame on: whole, and in brief."""
     from traceback import StackSummary, TracebackException  # costs some milliseconds, and most scripts do not fail
 
-    def in_brief(found: TracebackException | None) -> None:
-        "Keep of this package's frames only the last, should the error be its own."
-        if found is not None:
-            *others, last = found.stack or [None]
-            kept = [frame for frame in others if not frame.filename.startswith(package)]
-            found.stack = StackSummary.from_list(kept + [last] * (last is not None))
-            for other in (found.__cause__, found.__context__, *(found.exceptions or ())):
-                in_brief(other)
-
     package = os.path.dirname(os.path.abspath(__file__)) + os.sep
     own_files = {__file__, runpy.run_module.__code__.co_filename}
     frames = error.__traceback__
@@ -194,7 +185,14 @@ def format_error(error: BaseException) -> dict[str, str]:
     name = type(error).__name__
     message = str(formatted).partition("\n")[0]  # safe even if the exception's own __str__ fails
     whole = "".join(formatted.format())
-    in_brief(formatted)
+    found: list[TracebackException | None] = [formatted]
+    while found:
+        each = found.pop()
+        if each is not None:
+            last = len(each.stack) - 1  # of this package's frames only the innermost is kept: the error may be its own
+            kept = [f for i, f in enumerate(each.stack) if i == last or not f.filename.startswith(package)]
+            each.stack = StackSummary.from_list(kept)
+            found += each.__cause__, each.__context__, *(each.exceptions or ())
     return {
         "error": f"{name}: {message}" if message else name,
         "traceback": whole,

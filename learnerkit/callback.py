@@ -232,6 +232,7 @@ class Dispatch:
         error = None if isinstance(error, CancelException) else error
         failed = None
         for cb, event in reversed(owed):
+            self.calling = cb
             try:
                 with world.no_collectives(f"{cb!r}.{event}"):
                     getattr(cb, event)()

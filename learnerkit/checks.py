@@ -139,9 +139,10 @@ def explain_lost_worker(error: RuntimeError | OSError | EOFError) -> None:
 def explain_lone_sample(learn: "Learner", error: ValueError) -> None:
     """Say why BatchNorm refuses a batch, and what to do."""
     if learn.batch_size == 1 and str(error).startswith("Expected more than 1 value per channel"):
+        which = "training" if learn.training else "validation"
         add_note_once(
             error,
-            f"batch {learn.iter} of the training loader has one sample, of which BatchNorm can make no statistics; "
+            f"batch {learn.iter} of the {which} loader has one sample, of which BatchNorm can make no statistics; "
             "choose another batch size, or leave the last batch out: DataLoaders.from_datasets(..., drop_last=True)",
         )
 

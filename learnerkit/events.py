@@ -91,12 +91,14 @@ INNER_EVENTS = tuple(e for e in Event if "_batch" in e or e.endswith(("_pred", "
 class CancelException(Exception):
     """Base of the exceptions by which a callback cuts the loop short; never raised itself.
 
-    Attributes:
-        agreed: set it to True where every rank raises the cancel at the same place, so that they need not first tell
-            each other of it.
+    Args:
+        agreed: say so where every rank raises the cancel at the same place, so that they need not first tell each other
+            of it.
     """
 
-    agreed = False
+    def __init__(self, *args: object, agreed: bool = False):
+        super().__init__(*args)
+        self.agreed = agreed
 
 
 class CancelBatchException(CancelException):

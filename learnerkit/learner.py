@@ -136,6 +136,7 @@ class Learner:
         self._told_outside = False
         self._dispatch: Dispatch | None = None
         self.together: parallel.Agreement | None = None
+        self.around: parallel.Agreement | None = None
         self.workers: parallel.Workers | None = None
         self.task: str | None = None
         self.training = False
@@ -520,7 +521,8 @@ class Learner:
         the same suggestions.
 
         A callback may call it in mid-fit, too. It then trains a copy of model and optimizer (on the device) with copies
-        of the callbacks, except of the one that calls it and of those that are `only_fit`.
+        of the callbacks, except of the one that calls it and of those that are `only_fit`. Where several callbacks call
+        it, each finds the others' copies calling it, too.
 
         Args:
             start_lr: the first rate.
@@ -541,9 +543,11 @@ class Learner:
         finder = LRFinder(start_lr, end_lr, num_it, stop_div, listify(suggest_funcs))
         if self._dispatch is not None:
             caller = self._dispatch.calling
-            twin = double(self, without=lambda cb: cb is caller or isinstance(cb, StepBudget | ProgressCallback))
-            twin.__dict__.update(_BATCH_STATE)
-            with torch.enable_grad():  # called in validation, too
+
+            def sits_out(cb: Callback) -> bool:
+                return cb is caller or isinstance(cb, StepBudget | ProgressCallback)
+
+            with double(self, _BATCH_STATE, without=sits_out) as twin, torch.enable_grad():  # it may be in validation
                 return twin.lr_find(start_lr, end_lr, num_it, stop_div, show_plot, suggest_funcs)
         checks.check_fit(self, n_epoch=None, n_steps=num_it, who="lr_find")
         parallel.warn_outside_context(self)

@@ -1,8 +1,10 @@
 """The rate finder: its losses and suggestions are fastai's; nothing of it stays behind."""
 
 import copy
+import gc
 import json
 import math
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Lock
@@ -385,10 +387,107 @@ def test_in_mid_fit_a_learner_that_knows_its_networks_by_name_keeps_them():
     assert finds.found
 
 
+class OwnLoss(nn.Module):
+    """A model with a loss of its own, which has a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.log_sigma = nn.Linear(4, 1), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.body(x)
+
+    def loss(self, pred, y):
+        return (pred - y).square().mean() * self.log_sigma.exp() - self.log_sigma
+
+
+class OwnParts(Learner):
+    """A learner with a parameter, and with parts of its model, of its own; its optimizer knows them."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.parts, self.scale = [self.model.body], nn.Parameter(torch.ones(()))
+
+    def create_opt(self):
+        self.opt = Twofold([*self.model.parameters(), self.scale], 0.05)
+
+    def _forward(self):
+        self.output = self.pred = self.parts[0](*self.xb) * self.scale
+
+
+class Twofold(SGD):
+    """An optimizer around another one, as SAM is."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.base = SGD(self.param_groups, lr)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure=None):
+        self.base.step()
+
+
+@pytest.mark.parametrize("how", ["a method of the model", "a closure"])
+def test_in_mid_fit_what_a_learner_knows_its_parts_by_is_not_trained(how):
+    found = []
+    for finds in (None, Finds("after_batch")):
+        set_seed(5)
+        model = OwnLoss()
+        loss_func = model.loss if how == "a method of the model" else lambda pred, y, model=model: model.loss(pred, y)
+        learn = make_learner(model=model, loss_func=loss_func, cls=OwnParts, cbs=[GradientAccumulation(n_batches=2)])
+        learn.add_cbs(finds)
+        learn.fit(3)
+        found.append(weights(learn.model) | {"scale": learn.scale.detach().clone()})
+    assert same_weights(*found)
+    assert len(finds.found) == 3 * 3
+
+
+def test_in_mid_fit_copies_do_not_stay_and_data_are_not_copied():
+    class Data(TensorDataset):
+        def __deepcopy__(self, memo):
+            raise AssertionError("the data were copied")
+
+    class Tests(Callback):
+        def __init__(self, data):
+            super().__init__()
+            self.dl, self.data, self.lock, self.heard = DataLoader(data), data, Lock(), []
+
+        def after_loss(self):
+            self.last = self.learn.pred  # not a leaf, so that it cannot be copied
+            self.heard.append(self.task)
+
+    data = Data(torch.randn(8, 4), torch.randn(8, 1))
+    tests, models = Tests(data), []
+
+    def look(cb):
+        if cb.learn is not learn:
+            models.append(weakref.ref(cb.learn.model))
+
+    hooks = Callback(after_loss=look)
+    hooks.lock = Lock()
+    dls = DataLoaders(DataLoader(data, 4), DataLoader(data, 4), device="cpu")
+    learn = make_learner(dls, cbs=[tests, hooks, Finds("after_epoch")])
+    gc.collect()
+    gc.disable()
+    try:
+        learn.fit(1)
+        assert models
+        assert all(model() is None for model in models)
+    finally:
+        gc.enable()
+    assert tests.heard == ["fit"] * 4
+
+
+def test_called_in_a_cleanup_it_leaves_its_caller_out():
+    finds = Finds("cleanup_epoch")
+    learner(cbs=finds).fit(2)
+    assert len(finds.found) == 2
+
+
 def test_in_mid_fit_a_model_that_cannot_be_copied_is_refused():
     learn = learner(cbs=Finds("after_batch"))
     learn.model.register_forward_hook(lambda module, args, output: setattr(module, "seen", output))
-    with pytest.raises(RuntimeError, match="tried on a copy of model, loss and optimizer.* before the run or after it"):
+    with pytest.raises(RuntimeError, match="tried on a copy of model and optimizer.* before the run or after it"):
         learn.fit(1)
 
 

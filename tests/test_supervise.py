@@ -135,6 +135,16 @@ def test_a_brief_traceback_keeps_of_this_package_the_last_frame_alone():
     assert second.count(f'File "{supervise.__file__}", line 2, in call') == 1
 
 
+def test_a_long_chain_of_errors_has_a_brief_traceback():
+    error = None
+    for i in range(1100):
+        try:
+            raise ValueError(i) from error
+        except ValueError as e:
+            error = e
+    assert "ValueError: 0\n" in _worker.format_error(error)["brief"]
+
+
 def test_a_broken_report_is_no_report(monkeypatch):
     monkeypatch.setattr(supervise, "signal_group", lambda rank, signum: False)
     rank = Rank(0, SimpleNamespace(returncode=-9), io.BytesIO(b'{"time": 1.0, "cod'), ended=5.0)

@@ -401,7 +401,10 @@ def test_two_that_would_overwrite_each_others_file_are_refused(one, two):
     learn = make_learner(cbs=[SaveModelCallback(**one), SaveModelCallback(fname="model.pth", **two)])
     with pytest.raises(ValueError, match="two callbacks SaveModelCallback save to .*model.pth.* different `fname`s"):
         learn.fit(1)
-    learn = make_learner(cbs=[SaveModelCallback(), SaveModelCallback(fname="other"), SaveModelCallback(every_epoch=2)])
+    off = SaveModelCallback()
+    off.run = False
+    others = [SaveModelCallback(fname="other"), SaveModelCallback(every_epoch=2), SaveModelCallback(every_epoch=True)]
+    learn = make_learner(cbs=[SaveModelCallback(), off, *others])
     learn.fit(1)
     learn.fit(1)
 

@@ -100,9 +100,7 @@ class LRFinder(StepBudget):
         bound = DIVERGED * min(self.losses) if len(self.losses) > self.n_steps // 10 else math.inf
         self._diverged = not self.losses[-1] <= bound  # also if it is no number
         if self.stop_div and self._diverged:
-            cancel = CancelFitException()
-            cancel.agreed = True
-            raise cancel
+            raise CancelFitException(agreed=True)
 
     def suggest(self, show_plot: bool) -> tuple:
         """A rate by each of the functions, as a named tuple; rank 0 plots them.

@@ -4,6 +4,7 @@ import math
 import operator
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -169,17 +170,16 @@ class SaveModelCallback(TrackerCallback):
             super().before_fit()
         if self.reset_on_fit:
             self._best_path = None
-        for other in self.learn.cbs:
-            if isinstance(other, SaveModelCallback) and other is not self and self._files() & other._files():
-                raise ValueError(
-                    f"two callbacks {self!r} save to {self.learn._file(self.fname)}, and would overwrite each other's "
-                    "models; give them different `fname`s"
-                )
+        mine, others = self._overwrites(), [cb for cb in self.learn.cbs if isinstance(cb, SaveModelCallback)]
+        if mine and any(cb is not self and cb._overwrites() == mine for cb in others):
+            raise ValueError(
+                f"two callbacks {self!r} save to {mine}, and would overwrite each other's models; give them different "
+                "`fname`s"
+            )
 
-    def _files(self) -> set[tuple[Path, bool]]:
-        "The names of the files it writes, and whether they are numbered."
-        path, numbered = self.learn._file(self.fname), bool(self.every_epoch)
-        return {(path, numbered), (path, numbered and not self.at_end)}
+    def _overwrites(self) -> Path | None:
+        "The file that it writes more than once or at the end, if it takes part."
+        return self.learn._file(self.fname) if self.run and (self.at_end or not self.every_epoch) else None
 
     def after_epoch(self):
         if not self.every_epoch:
@@ -208,11 +208,11 @@ class SaveModelCallback(TrackerCallback):
         "Every rank must reach this."
         path = self._best_path
         seen = world.all_gather(_version(path)) if self.learn.sharded else []
-        with TemporaryDirectory() as folder:
+        with ExitStack() as stack:
             if len(set(seen)) > 1:  # a machine has no such file, or one of its own
                 content = world.broadcast(path.read_bytes() if world.is_main() else b"")
                 if seen[world.rank()] != seen[0]:
-                    path = Path(folder) / path.name
+                    path = Path(stack.enter_context(TemporaryDirectory())) / path.name
                     path.write_bytes(content)
             self.learn.load(path, with_opt=self.with_opt)
 

@@ -106,9 +106,7 @@ class StepBudget(StepCounter):
         super().after_batch()
         self._advance()
         if self._taken >= self.n_steps:
-            cancel = CancelTrainException()
-            cancel.agreed = True
-            raise cancel
+            raise CancelTrainException(agreed=True)
 
     def after_train(self):
         super().after_train()

@@ -1,6 +1,5 @@
 """DistributedDataParallel for as long as a fit lasts: wrapping, shared-out loaders, exact weights, rank 0's voice."""
 
-import copy
 import os
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
@@ -120,9 +119,10 @@ class DistributedCallback(Callback):
         self._outside: list[tuple] = []
         self._logger: Callable | None = None
 
-    def __deepcopy__(self, memo: dict) -> "DistributedCallback":
+    def __copy__(self) -> "DistributedCallback":
         "With the same settings, and no part in the run that this one is in."
-        twin = copy.copy(self)
+        twin = type(self).__new__(type(self))
+        vars(twin).update(vars(self))
         twin._forget()
         return twin
 
@@ -423,7 +423,7 @@ def together(learn: "Learner") -> Iterator[None]:
         yield
         return
     try:
-        with Agreement(learn, member.timeout) as learn.together:
+        with Agreement(learn, member.timeout, learn.around) as learn.together:
             yield
     finally:
         learn.together = None

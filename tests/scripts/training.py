@@ -1,6 +1,7 @@
 """Schedules, the rate finder, freezing, and what is counted in steps, on two processes; ends with 'all well'."""
 
 import copy
+import signal
 import warnings
 
 import torch
@@ -210,6 +211,24 @@ def check_rates():
             assert torch.equal(before, weights(learn))
             assert learn.opt is None or not learn.opt.state
             learn.fit(1)
+
+    steps = []
+
+    def press(cb):
+        if cb.task == "lr_find":
+            steps.append(cb.train_iter)
+            if world.is_main() and cb.train_iter == 5:
+                signal.raise_signal(signal.SIGINT)
+
+    learn = make_learner()  # Ctrl-C, which the fit around it hears
+    with learn.no_logging(), learn.distrib_ctx(), learn.added_cbs(Callback(after_pred=press)):
+        try:
+            in_mid_fit(learn, "before_train")
+        except KeyboardInterrupt:
+            assert steps[-1] <= 6, steps
+        else:
+            raise AssertionError("it went on")
+        learn.fit(1)
 
 
 def check_augmented_predictions():
