@@ -83,12 +83,13 @@ def _count_classes(weight: Tensor | None, ignore_index: int, target: Any, *rest:
     """What torch's cross-entropy divides by, or `None` where that is the number of samples.
 
     The mean of `torch.nn.CrossEntropyLoss` divides by the summed class weights of the targets that are not ignored;
-    with class probabilities as targets, by the number of them. One target per sample and the default `ignore_index`
-    is taken as a mean over samples, so that the common case costs nothing.
+    with class probabilities as targets, by the number of them.
     """
     if not isinstance(target, Tensor) or target.is_floating_point():
         return None
     if weight is None:
-        return (target != ignore_index).sum() if target.ndim > 1 or ignore_index != -100 else None
+        if target.ndim == 1 and ignore_index < 0 and target.device.type == "cpu" and len(target) and target.min() >= 0:
+            return None  # as nearly always, and to find that out takes a microsecond
+        return (target != ignore_index).sum()
     counted = target != ignore_index
     return (weight.to(target.device)[target.clamp(min=0, max=len(weight) - 1)] * counted).sum()

@@ -297,9 +297,10 @@ def test_r36_loader(faulty, kind, message):
     run = faulty("--", "--workers", 1, fault=f"loader-{kind}:1:37")
     assert run.finish() == 1, run
     assert run.after < 10
-    first, _ = run.says
+    first, second = run.says
     assert first.startswith("learnerkit.launch: rank 1 failed (exit code 1)"), run
     assert re.search(message, first), run
+    assert "in DataLoader worker process" not in second  # but what was wrong
     assert "gloo" not in first
 
 

@@ -144,9 +144,8 @@ class Agreement:
         facts = {name: here[name] for name in ("event", "callback", "epoch", "step")}
         if self.learn._dispatch is None or self.learn._dispatch.raised is not error:  # not in a callback
             facts |= {"event": f"the loop, after {here['event']}", "callback": ""}
-        cause = str(error).partition("\n")[0]
         self._failing = error
-        self.watch.fail(facts | {"cause": f"{type(error).__name__}: {cause}" if cause else type(error).__name__})
+        self.watch.fail(facts | {"cause": in_a_line(error)})
 
     def check(self) -> None:
         """Leave if another rank has failed.
@@ -330,6 +329,14 @@ class RankDispatch(Dispatch):
                 if self.agreement.final(cancel):
                     raise
                 self.agreement.own(cancel)
+
+
+def in_a_line(error: BaseException) -> str:
+    """An error's class and the line that says what was wrong."""
+    text = str(error)
+    if "Original Traceback" in text:  # of a loader's worker: it says last what was wrong, and of which class that is
+        return text.rstrip().rpartition("\n")[2]
+    return f"{type(error).__name__}: {text}".partition("\n")[0].removesuffix(": ")
 
 
 def strength(error: BaseException) -> int:

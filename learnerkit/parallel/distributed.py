@@ -139,10 +139,22 @@ class DistributedCallback(Callback):
             return
         if not world.is_main():
             self._logger, learn.logger = learn.logger, _say_nothing
-        if learn.task in ("validate", "predict"):
-            return
         with world.one_meeting():
-            self._compare()
+            if learn.task in ("validate", "predict"):
+                self._spread_weights()  # in training DDP does so
+            else:
+                self._compare()
+
+    def _spread_weights(self) -> None:
+        """Give all ranks rank 0's weights where they differ: evaluation would mix those of different models."""
+        tensors = [*self.learn.model.parameters(), *self.learn.model.buffers()]
+        everyone = world.all_gather(([t.shape for t in tensors], digests(tensors)))
+        if any(shapes != everyone[0][0] for shapes, _ in everyone):
+            raise ValueError("the model differs between ranks in its parameters' shapes; every rank must make the same")
+        with torch.no_grad():
+            for i, t in enumerate(tensors):
+                if any(found[i] != everyone[0][1][i] for _, found in everyone):
+                    t.copy_(world.broadcast(t))
 
     def _compare(self) -> None:
         """Refuse a fit that differs between ranks, and give all of them rank 0's optimizer state and sample order."""

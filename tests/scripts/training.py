@@ -231,6 +231,24 @@ def check_rates():
         learn.fit(1)
 
 
+def check_models_that_differ():
+    learn, alone = make_learner(), make_learner()
+    with torch.no_grad():
+        for p in learn.model.parameters():
+            p.add_(world.rank())
+    with learn.no_logging(), learn.distrib_ctx():
+        assert close(learn.get_preds()[0], alone.get_preds()[0])
+    assert torch.equal(weights(learn), weights(alone))
+    learn = make_learner(model=nn.Sequential(nn.Linear(4, 8 + world.rank()), nn.Tanh(), nn.Linear(8 + world.rank(), 1)))
+    error = None
+    try:
+        with learn.distrib_ctx():
+            learn.validate()
+    except ValueError as e:
+        error = e
+    assert "differs between ranks in its parameters' shapes" in str(error)
+
+
 def check_augmented_predictions():
     (_, (here, _)), (_, (there, _)) = both(lambda learn: learn.tta(batch_tfms=lambda x: 2 * x, n=2))
     assert close(here, there)
