@@ -88,8 +88,8 @@ def _count_classes(weight: Tensor | None, ignore_index: int, target: Any, *rest:
     if not isinstance(target, Tensor) or target.is_floating_point():
         return None
     if weight is None:
-        if target.ndim == 1 and ignore_index < 0 and target.device.type == "cpu" and len(target) and target.min() >= 0:
-            return None  # as nearly always, and to find that out takes a microsecond
+        if target.ndim == 1 and ignore_index < 0 and target.is_cpu and target.numel() and target.min().item() >= 0:
+            return None  # as nearly always, and to find that out takes a few microseconds
         return (target != ignore_index).sum()
     counted = target != ignore_index
     return (weight.to(target.device)[target.clamp(min=0, max=len(weight) - 1)] * counted).sum()
