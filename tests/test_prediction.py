@@ -230,3 +230,18 @@ def test_tta_with_data_parallel(two_gpus):
     with learn.parallel_ctx():
         split = learn.tta(batch_tfms=flips)[0]
     assert torch.equal(split, learn.tta(batch_tfms=flips)[0])
+
+
+def test_a_list_with_an_entry_for_each_sample_is_refused():
+    class Each(nn.Module):
+        def forward(self, x):
+            return [row.expand(3, 4) for row in x]
+
+    class Heads(nn.Module):
+        def forward(self, x):
+            return [x, 2 * x]
+
+    with pytest.raises(ValueError, match="a list of 2 tensors for 2 samples.* pad them to one length"):
+        make_learner(make_dls(6, bs=2), Each()).get_preds()
+    (one, two), _ = make_learner(make_dls(6, bs=2), Heads()).get_preds()
+    assert torch.equal(2 * one, two)

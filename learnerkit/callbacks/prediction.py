@@ -55,6 +55,7 @@ class GatherPredictions(Callback):
         learn = self.learn
         if not learn.batch_size:
             return
+        _check_rows(learn.pred, learn.batch_size)
         found = {"preds": learn.pred}
         if self.with_input:
             found["inputs"] = learn.xb
@@ -90,6 +91,17 @@ class GatherPredictions(Callback):
             "losses": whole.get("losses") if self.with_loss else ...,
         }
         self.items = tuple(item for item in wanted.values() if item is not ...)
+
+
+def _check_rows(pred: Any, size: int) -> None:
+    """Refuse a list with an entry for each sample: on several ranks, entry k of all batches would be put together."""
+    each = type(pred) is list and len(pred) == size > 1 and all(isinstance(t, Tensor) and t.ndim for t in pred)
+    if each and all(len(t) != size for t in pred):
+        raise ValueError(
+            f"the model returned a list of {size} tensors for {size} samples, and none of them has a row for each; "
+            "predictions are a tensor with a row for each sample, or a tuple or dict of such: pad them to one length, "
+            "or stack them"
+        )
 
 
 class Augment(Callback):
