@@ -136,6 +136,16 @@ def explain_lost_worker(error: RuntimeError | OSError | EOFError) -> None:
         add_note_once(error, f"the loader worker {killed_by(found[0]).rstrip(',')}")
 
 
+def _killed(workers: Sequence[Any]) -> list[int]:
+    """The signals by which workers were killed, which may be news that arrive a moment after the error."""
+    end = time.monotonic() + 0.5
+    while True:
+        found = [-worker.exitcode for worker in workers if (worker.exitcode or 0) < 0]
+        if found or not workers or time.monotonic() > end:
+            return found
+        time.sleep(0.01)
+
+
 def explain_lone_sample(learn: "Learner", error: ValueError) -> None:
     """Say why BatchNorm refuses a batch, and what to do."""
     if learn.batch_size == 1 and str(error).startswith("Expected more than 1 value per channel"):
@@ -145,16 +155,6 @@ def explain_lone_sample(learn: "Learner", error: ValueError) -> None:
             f"batch {learn.iter} of the {which} loader has one sample, of which BatchNorm can make no statistics; "
             "choose another batch size, or leave the last batch out: DataLoaders.from_datasets(..., drop_last=True)",
         )
-
-
-def _killed(workers: Sequence[Any]) -> list[int]:
-    """The signals by which workers were killed, which may be news that arrive a moment after the error."""
-    end = time.monotonic() + 0.5
-    while True:
-        found = [-worker.exitcode for worker in workers if (worker.exitcode or 0) < 0]
-        if found or not workers or time.monotonic() > end:
-            return found
-        time.sleep(0.01)
 
 
 def check_read(learn: "Learner") -> None:

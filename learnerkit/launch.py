@@ -124,12 +124,7 @@ def make_parser() -> Parser:
     add("--max-restarts", type=int, default=0, metavar="N", help="start all processes anew after a failure, N times")
     add("--timeout", type=float, metavar="S", help="seconds to wait for a rank or a node before giving up (300)")
     add("--grace", type=float, metavar="S", help=f"seconds to stop in before being killed (default: {grace})")
-    add(
-        "--log-dir",
-        type=Path,
-        metavar="D",
-        help="write output and whole tracebacks to D/attempt-0/rank-0.log and so on",
-    )
+    add("--log-dir", type=Path, metavar="D", help="write output and whole tracebacks to D/attempt-0/rank-0.log ...")
     add("--tee", action="store_true", help="show the output line by line with the number of its rank, logged or not")
     add("--check", action="store_true", help="run the preflight check in place of the script")
     add("-u", dest="unbuffered", action="store_true", help="do not buffer the output of the processes")

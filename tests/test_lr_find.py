@@ -319,8 +319,7 @@ def test_in_mid_fit_it_changes_nothing(event, others):
     rows = []
     for finds in (None, Finds(event)):
         set_seed(3)
-        count = []  # of what a callback of the user's hears
-        learn = learner(cbs=[*OTHERS[others](), spy(count, events=["after_loss"]), *([finds] if finds else [])])
+        learn = learner(cbs=[*OTHERS[others](), spy([], events=["after_loss"]), *([finds] if finds else [])])
         with learn.no_logging():
             learn.fit_one_cycle(2, 0.05)
             learn.fit(n_steps=3)

@@ -8,7 +8,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -148,13 +148,12 @@ class DistributedCallback(Callback):
     def _spread_weights(self) -> None:
         """Give all ranks rank 0's weights where they differ: evaluation would mix those of different models."""
         tensors = [*self.learn.model.parameters(), *self.learn.model.buffers()]
-        everyone = world.all_gather(([t.shape for t in tensors], digests(tensors)))
-        if any(shapes != everyone[0][0] for shapes, _ in everyone):
+        shapes = [t.shape for t in tensors]
+        if world.same_everywhere((shapes, digests(tensors))):
+            return
+        if not world.same_everywhere(shapes):
             raise ValueError("the model differs between ranks in its parameters' shapes; every rank must make the same")
-        with torch.no_grad():
-            for i, t in enumerate(tensors):
-                if any(found[i] != everyone[0][1][i] for _, found in everyone):
-                    t.copy_(world.broadcast(t))
+        _send(tensors)
 
     def _compare(self) -> None:
         """Refuse a fit that differs between ranks, and give all of them rank 0's optimizer state and sample order."""
@@ -387,15 +386,8 @@ class DistributedCallback(Callback):
 
     def _send_buffers(self) -> None:
         """Give every rank rank 0's buffers; every rank must reach this."""
-        if self._wrapped is None:
-            return
-        buffers = list(self._plain.buffers())
-        for kind in dict.fromkeys((b.dtype, b.device) for b in buffers):
-            alike = [b for b in buffers if (b.dtype, b.device) == kind]
-            sent = world.broadcast(torch.cat([b.reshape(-1) for b in alike]))
-            with torch.no_grad():
-                for buffer, values in zip(alike, sent.split([b.numel() for b in alike]), strict=True):
-                    buffer.copy_(values.view_as(buffer))
+        if self._wrapped is not None:
+            _send(list(self._plain.buffers()))
 
     # What training and evaluation swap and put back; evaluation may be called in the middle of training
 
@@ -524,6 +516,16 @@ def _unused_parameters(learn: "Learner", model: nn.Module) -> list[str]:
         except Exception:  # the loop will run into it, too, and say what is wrong
             return []
     return [name for (name, _), grad in zip(named, grads, strict=True) if grad is None]
+
+
+@torch.no_grad()
+def _send(tensors: list[Tensor]) -> None:
+    """Give every rank rank 0's values of these, by one collective for each type; every rank must reach this."""
+    for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
+        alike = [t for t in tensors if (t.dtype, t.device) == kind]
+        sent = world.broadcast(torch.cat([t.reshape(-1) for t in alike]))
+        for t, values in zip(alike, sent.split([t.numel() for t in alike]), strict=True):
+            t.copy_(values.view_as(t))
 
 
 def _say_nothing(row: list) -> None:
