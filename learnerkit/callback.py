@@ -60,7 +60,8 @@ class Callback:
             self.order = order
         for event, hook in hooks.items():
             if event not in list(Event):
-                near = did_you_mean(event, [*Event, "order"])
+                now = _FORMER_EVENTS.get(event)
+                near = f"; here it is {now}" if now else did_you_mean(event, [*Event, "order"])
                 raise TypeError(f"{type(self).__name__} got the keyword {event!r}, which is no event{near}")
             setattr(self, event, partial(hook, self))
 
@@ -104,15 +105,37 @@ class Callback:
         return type(self).__name__
 
 
+_FORMER_EVENTS = {f"begin_{level}": f"before_{level}" for level in LEVELS} | {
+    "on_train_begin": "before_fit", "on_epoch_begin": "before_epoch", "on_batch_begin": "before_batch",
+    "on_loss_begin": "after_pred", "on_backward_begin": "after_loss (or before_backward)",
+    "on_backward_end": "after_backward (or before_step)", "on_step_end": "after_step", "on_batch_end": "after_batch",
+    "on_epoch_end": "after_epoch", "on_train_end": "after_fit (or cleanup_fit, which runs after an error too)",
+    "after_fit_exception": "cleanup_fit", "jump_to_epoch": "fit(..., start_epoch=n)",
+}  # fmt: skip
+"""What fastai 1 and the first versions of fastai 2 called events, and what they are called now."""
+
+
 def check_hooks(cb: Callback) -> None:
     """Refuse a callback with a method that is meant as a hook but is none.
 
     Raises:
-        TypeError: a name like an event's that is no event, or a hook that needs arguments.
+        TypeError: a name like an event's that is not an event, one of an event of fastai's earlier versions, or a hook
+            that needs arguments; or a callback that can be called, as fastai calls them.
     """
+    if callable(cb):
+        raise TypeError(
+            f"{type(cb).__name__} defines __call__, which fastai calls at every event; here only the hooks are called: "
+            "define those of the events it is for (learn.show_training_loop() prints them), and give a function for "
+            "other uses another name"
+        )
     for name in dir(type(cb)):
         if name in Callback.__dict__ or name.startswith("_") or not callable(getattr(type(cb), name, None)):
             continue
+        now = _FORMER_EVENTS.get(name)
+        if now is not None:
+            raise TypeError(
+                f"{cb}.{name} is an event of fastai 1 or another library; here it is never called: use {now}"
+            )
         if name not in list(Event):
             prefixed = name.startswith(("before_", "after_", "cleanup_"))
             near = did_you_mean(name, Event, cutoff=0.6 if prefixed else 0.9)

@@ -3,23 +3,24 @@
 import re
 import signal
 import time
-import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from inspect import signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from learnerkit import world
 from learnerkit.callback import Callback, check_hooks
 from learnerkit.data import DataLoaders, loader_len
 from learnerkit.environment import killed_by
-from learnerkit.losses import is_one_of, loss_name
-from learnerkit.utils import add_note_once, describe
+from learnerkit.losses import is_one_of, kernel, loss_name
+from learnerkit.snapshot import trial
+from learnerkit.utils import add_note_once, describe, library_of, unwrap, warn_once
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -43,10 +44,45 @@ def check_positive(name: str, value: Any) -> None:
         raise ValueError(f"got {name}={value!r}; it is a number above 0")
 
 
+_SEAMS = {
+    "_forward, _loss, _backward, _step, _zero_grad, or a callback": (
+        "one_batch", "_do_one_batch", "_do_grad_opt",
+    ),
+    "a callback that puts another loader into `learn.dl` in before_train or before_validate": ("all_batches",),
+    "a callback at before_epoch, before_train, before_validate or after_epoch, and the Cancel...Exceptions": (
+        "_do_fit", "_do_epoch", "_do_epoch_train", "_do_epoch_validate", "_with_events", "_call_one", "ordered_cbs",
+        "__call__",
+    ),
+    "a callback's cleanup_fit": ("_end_cleanup",),
+    "DataLoaders(n_inp=..., target_keys=...), or a callback that sets learn.xb and learn.yb in before_batch": (
+        "_split",
+    ),
+    "DataLoaders(device=...)": ("_set_device",),
+    "wd_bn_bias, or create_opt": ("_bn_bias_state",),
+    "get_preds(with_loss=True), or a callback": ("to_detach", "loss_not_reduced", "validation_context"),
+}  # fmt: skip
+"""What a subclass of fastai's Learner overrides by these methods, by what does it here."""
+
+
+def check_subclass(kind: type, base: type) -> None:
+    """Refuse a subclass of the Learner (`base`) with methods that fastai would call, and nothing calls here."""
+    own = {name: cls for cls in kind.__mro__ if cls not in base.__mro__ for name in vars(cls)}
+    for seam, names in _SEAMS.items():
+        for name in names:
+            if name in own:
+                raise TypeError(
+                    f"{own[name].__name__}.{name} would never be called: it is a method of fastai's Learner. Here "
+                    f"that is done by {seam}"
+                )
+
+
 def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any) -> None:
     """Refuse arguments of the wrong kind."""
     if not isinstance(dls, DataLoaders):
-        raise TypeError(f"dls is a {type(dls).__name__}; pass DataLoaders(train, valid) or DataLoaders.from_datasets")
+        library, loaders = library_of(dls), "DataLoaders(train, valid) or DataLoaders.from_datasets"
+        of = f" of {library}, another library" if library else ""
+        loaders = "learnerkit.DataLoaders(dls.train, dls.valid)" if library == "fastai" else loaders
+        raise TypeError(f"dls is a {type(dls).__name__}{of}; pass {loaders}")
     if not isinstance(model, nn.Module):
         made = ", not the class" if isinstance(model, type) else ""
         raise TypeError(f"model is {model!r}; pass an nn.Module{made}")
@@ -54,18 +90,41 @@ def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any) -> None:
         raise TypeError(f"loss_func is {loss_func!r}; pass a function or a module, such as nn.CrossEntropyLoss()")
     if not callable(opt_func):
         raise TypeError(f"opt_func is {opt_func!r}; pass an optimizer class, or a function of (param_groups, lr)")
+    if library_of(kernel(opt_func)) == "fastai":  # other libraries' are torch optimizers
+        raise TypeError(
+            f"opt_func is {kernel(opt_func).__name__} of fastai, another library; pass a torch optimizer class, such "
+            "as torch.optim.Adam, or a function of (param_groups, lr) that returns one"
+        )
 
 
 def check_callback(learn: "Learner", cb: Any) -> None:
     """Refuse what is no callback, or cannot be this learner's."""
     if not isinstance(cb, Callback):
-        raise TypeError(f"got the callback {cb!r}; a callback is a Callback, its class, or Callback(after_batch=f)")
+        library = library_of(cb)
+        raise TypeError(
+            f"got the callback {cb!r}; a callback is a learnerkit.Callback, its class, or Callback(after_batch=f)"
+            + (f". This one was made for {library}, another library: {_advice_for(library)}" if library else "")
+        )
     check_hooks(cb)
-    if cb in learn.cbs or cb.learn not in (None, learn):
-        owner = "this learner already" if cb.learn is learn else "another learner"
-        raise ValueError(f"{cb} belongs to {owner}; make another one, or remove it there with remove_cb")
+    if cb in learn.cbs:
+        raise ValueError(f"{cb} belongs to this learner already; make another one, or remove it with remove_cb")
+    check_free(learn, cb)
     if not isinstance(getattr(type(learn), cb.name, learn.__dict__.get(cb.name, cb)), Callback):
         raise ValueError(f"{cb} would hide learn.{cb.name}: give its class another name, or a `name` of its own")
+
+
+def _advice_for(library: str) -> str:
+    if library == "fastai":
+        return "one that uses events, cancels, order and the learner's attributes runs here if it derives from ours"
+    return "write its hooks as methods named after our events (learn.show_training_loop() prints them)"
+
+
+def check_free(learn: "Learner", cb: Callback) -> None:
+    """Refuse a callback that takes part in a run of another learner."""
+    if cb.learn not in (None, learn) and cb.learn.task is not None:
+        raise ValueError(
+            f"{cb} takes part in {cb.learn.task!r} of another learner; make another one, or wait until that is over"
+        )
 
 
 def check_fit(learn: "Learner", n_epoch: Any, start_epoch: Any = 0, n_steps: Any = None, who: str = "fit") -> None:
@@ -100,9 +159,11 @@ def check_closure(opts: Iterable[Optimizer], own_step: bool) -> None:
 
 def three(name: str, value: Any) -> tuple[float, float, float]:
     """Three numbers; anything else is refused."""
-    if not isinstance(value, list | tuple) or len(value) != 3:
-        raise ValueError(f"got {name}={value!r}; it is three numbers: at the start, the peak and the end")
-    return tuple(map(float, value))
+    try:
+        start, peak, end = map(float, value)
+    except (TypeError, ValueError):
+        raise ValueError(f"got {name}={value!r}; it is three numbers: at the start, the peak and the end") from None
+    return start, peak, end
 
 
 def check_not_empty(dl: Iterable, name: str) -> None:
@@ -116,6 +177,26 @@ def _why_empty(dl: Any) -> str:
     if size and getattr(dl, "drop_last", False):
         return f": {size} samples are less than a batch of {bs}, and drop_last=True; use a smaller batch size"
     return f": its dataset has {size} samples" if size is not None else ": it has no batches"
+
+
+def explain(learn: "Learner", error: Exception) -> None:
+    """Add a note to an error of torch's, or of Python's, that does not say itself what to do."""
+    if isinstance(error, RuntimeError | OSError | EOFError):
+        explain_lost_worker(error)
+    elif isinstance(error, ValueError):
+        explain_lone_sample(learn, error)
+    elif isinstance(error, AttributeError):
+        explain_fastai_optimizer(error)
+
+
+def explain_fastai_optimizer(error: AttributeError) -> None:
+    """Say what stands here for what fastai's optimizers have."""
+    if isinstance(error.obj, Optimizer) and error.name in ("set_hyper", "set_hypers", "hypers", "set_freeze"):
+        add_note_once(
+            error,
+            "learn.opt is a plain torch optimizer: `for group in self.opt.param_groups: group['lr'] = 0.1`; a schedule "
+            "of any hyper-parameter is ParamScheduler({'lr': SchedCos(0.1, 0)})",
+        )
 
 
 def explain_lost_worker(error: RuntimeError | OSError | EOFError) -> None:
@@ -146,15 +227,67 @@ def _killed(workers: Sequence[Any]) -> list[int]:
         time.sleep(0.01)
 
 
+_NOT_ALONE = "choose another batch size, or leave the last batch out: DataLoaders.from_datasets(..., drop_last=True)"
+
+
 def explain_lone_sample(learn: "Learner", error: ValueError) -> None:
     """Say why BatchNorm refuses a batch, and what to do."""
     if learn.batch_size == 1 and str(error).startswith("Expected more than 1 value per channel"):
         which = "training" if learn.training else "validation"
         add_note_once(
             error,
-            f"batch {learn.iter} of the {which} loader has one sample, of which BatchNorm can make no statistics; "
-            "choose another batch size, or leave the last batch out: DataLoaders.from_datasets(..., drop_last=True)",
+            f"batch {learn.iter} of the {which} loader has one sample, of which BatchNorm cannot make statistics; "
+            f"{_NOT_ALONE}",
         )
+
+
+def check_last_batch(learn: "Learner") -> None:
+    """Refuse a training whose last batch is one sample that the model's BatchNorm cannot take, before it begins."""
+    if not learn.training or learn.train_iter or (text := lone_last_batch(learn)) is None:
+        return
+    if learn.n_steps is None or learn.n_steps * learn.step_batches >= learn.n_iter:  # else it is never read
+        raise ValueError(text)
+
+
+def lone_last_batch(learn: "Learner") -> str | None:
+    """What is wrong with the last batch of `learn.dl`, if it is one sample that the model's BatchNorm cannot take.
+
+    Loaders that do not know the sizes of their batches are passed over. Only where the last batch is a single sample
+    the model is tried on one: a BatchNorm of images takes it, as it has many values for each channel.
+    """
+    dl, batches = learn.dl, loader_len(learn.dl)
+    size, samples = getattr(dl, "step_size", getattr(dl, "batch_size", None)), loader_len(getattr(dl, "sampler", None))
+    norms = any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules())
+    if not norms or not size or not samples or getattr(dl, "drop_last", False) or samples % size != 1 % size:
+        return None
+    if batches != -(-samples // size) or _takes_one_sample(learn):
+        return None
+    each = "each of its batches has 1 sample, of which BatchNorm cannot make statistics; choose a larger batch size"
+    last = (
+        f"its last batch has 1 of its {samples} samples (batches of {size}), of which BatchNorm cannot make "
+        f"statistics; {_NOT_ALONE}"
+    )
+    return f"the training loader: {each if size == 1 else last}"
+
+
+def _takes_one_sample(learn: "Learner") -> bool:
+    """Whether each BatchNorm finds several values for a channel in one sample; also where that cannot be tried."""
+    alone: list[bool] = []
+    with ExitStack() as stack:
+        for norm in learn.model.modules():
+            if isinstance(norm, _BatchNorm) and norm.training:
+                note = norm.register_forward_pre_hook(lambda _, args: alone.append(args[0].numel() == args[0].shape[1]))
+                stack.callback(note.remove)
+        stack.enter_context(trial(learn, unwrap(learn.model)))
+        stack.enter_context(torch.no_grad())
+        try:
+            batch = learn.dl.collate_fn([learn.dl.dataset[0]])
+            unpacked = learn.dls.unpack(batch, learn.dls.device, learn.loss_func is None)
+            learn.batch, learn.xb, learn.yb, learn.batch_size = unpacked
+            learn._forward()
+        except Exception:  # the one expected of a BatchNorm; others will come again
+            pass
+    return not any(alone)
 
 
 def check_read(learn: "Learner") -> None:
@@ -169,17 +302,6 @@ def check_read(learn: "Learner") -> None:
 
 def _again(dl: Any) -> bool:
     return not hasattr(dl, "__next__")
-
-
-def check_shaped(modules: Iterable[nn.Module]) -> None:
-    """Refuse parameters that get their shape from the first batch, before which nothing can be kept of them."""
-    for module in modules:
-        for name, t in (*module.named_parameters(), *module.named_buffers()):
-            if isinstance(t, UninitializedTensorMixin):
-                raise ValueError(
-                    f"{name} of {type(module).__name__} has no shape until the model has seen a batch (a lazy module): "
-                    "show it one first, with learn.validate() or learn.model(x)"
-                )
 
 
 def check_length(dl: Iterable, who: str) -> int:
@@ -208,6 +330,18 @@ def check_shapes(learn: "Learner") -> None:
         )
 
 
+UNKNOWN_COUNT = (
+    "the model makes its own loss, which is not the mean cross-entropy over the targets that are not -100: give the "
+    "Learner loss_weight=, a function of the targets that counts what the loss averages over, or 'sum'"
+)
+
+
+def warn_of_unknown_count(learn: "Learner") -> None:
+    """Warn where batches are weighed, of several ranks or in an accumulated step, by a count that is only a guess."""
+    if world.is_main() and learn.task == "fit" and (learn.sharded or learn.weights is not None):
+        warn_once(f"{UNKNOWN_COUNT}. Until then batches count by their samples")
+
+
 def no_scalar(learn: "Learner") -> ValueError:
     """The error for a loss that cannot be differentiated."""
     return ValueError(
@@ -227,42 +361,3 @@ def no_loss(learn: "Learner") -> ValueError:
         f"there is no loss: the batch {describe(learn.batch)} has no targets; let the dataset return "
         "(input, target), set DataLoaders(n_inp=..., target_keys=...), or set learn.yb in a callback's before_batch"
     )
-
-
-def read_state(path: Path, device: Any) -> dict:
-    """A saved file's content; damage and foreign content are errors that name the file."""
-    if not path.is_file():
-        there = sorted(p.stem for p in path.parent.glob("*.pth")) if path.parent.is_dir() else []
-        raise FileNotFoundError(f"there is no file {path}; saved there: {', '.join(there) or 'nothing'}")
-    try:
-        with warnings.catch_warnings(action="ignore"):  # what is odd about a damaged file is no news
-            state = torch.load(path, map_location=device, weights_only=True)
-    except Exception as e:  # random bytes bring out a dozen types, from AssertionError to struct.error
-        raise ValueError(
-            f"{path} is damaged, or not made by Learner.save: {str(e).splitlines()[0] if str(e) else e!r}"
-        ) from e
-    if not isinstance(state, dict):
-        raise ValueError(f"{path} holds a {type(state).__name__}, not the weights of a model")
-    return state
-
-
-def check_state(model: nn.Module, weights: dict, strict: bool, path: Path) -> None:
-    """Refuse weights that do not fit before any is loaded, so that a failure changes nothing."""
-    own = model.state_dict()
-    shapes = [
-        f"{k}: {tuple(v.shape)} in the file, {tuple(own[k].shape)} in the model"
-        for k, v in weights.items()
-        if isinstance(v, Tensor) and isinstance(own.get(k), Tensor) and v.shape != own[k].shape
-    ]
-    missing = [k for k in own if k not in weights] if strict else []
-    surplus = [k for k in weights if k not in own] if strict else []
-    for what, found in (
-        ("differ in shape", shapes),
-        ("are not in the file", missing),
-        ("are not in the model", surplus),
-    ):
-        if found:
-            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-            raise ValueError(
-                f"{path} does not fit {type(model).__name__}: these {what}: {'; '.join(map(str, found[:5]))}{more}"
-            )

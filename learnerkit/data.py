@@ -21,13 +21,21 @@ from torch.utils.data import (
 )
 
 from learnerkit import world
+from learnerkit.utils import library_of
+
+HOST = torch.device("cpu")
 
 # Batches
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """`batch` with every tensor in it on `device`, however it is nested; copies from pinned memory do not block."""
-    return map_batch(lambda t: t.to(device, non_blocking=True), batch)
+    return map_batch(lambda t: _untyped(t).to(device, non_blocking=True), batch)
+
+
+def _untyped(t: Tensor) -> Tensor:
+    """A typed tensor of fastai as a plain one: torch's functions refuse two of them whose types differ."""
+    return t.as_subclass(Tensor) if type(t) is not Tensor and library_of(t) == "fastai" else t
 
 
 def map_batch(f: Callable[[Tensor], Any], batch: Any) -> Any:
@@ -235,6 +243,12 @@ class DataLoaders:
     def valid_ds(self) -> Dataset | None:
         return getattr(self.valid, "dataset", None)
 
+    def __repr__(self) -> str:
+        names = ["train", "valid", *map(str, range(2, len(self.loaders)))]
+        parts = [f"{name}: {_described(dl)}" for name, dl in zip(names, self.loaders, strict=True) if dl is not None]
+        device = "chosen at first use" if self._device is None else self._device
+        return f"{type(self).__name__}({', '.join([*parts, f'device: {device}'])})"
+
     def one_batch(self) -> Any:
         """The first batch of the training loader, on the device."""
         with keep_seeds(self.train):
@@ -290,6 +304,17 @@ def _check_loader(dl: Any, i: int) -> None:
             f"the {name} loader is a dataset ({type(dl).__name__}); use DataLoaders.from_datasets, or put it into a "
             "DataLoader"
         )
+
+
+def _described(dl: Iterable) -> str:
+    """How many samples and batches a loader has, as far as it says."""
+    samples, batches = loader_len(getattr(dl, "dataset", None)), loader_len(dl)
+    size = getattr(dl, "batch_size", None)
+    found = [
+        "" if samples is None else f"{samples:,} sample{'' if samples == 1 else 's'}",
+        "" if batches is None else f"{batches:,} batch{'' if batches == 1 else 'es'}" + (f" of {size}" if size else ""),
+    ]
+    return " in ".join(filter(None, found)) or type(dl).__name__
 
 
 def loader_len(dl: Iterable) -> int | None:
@@ -508,13 +533,19 @@ def states_at_start(dl: Any) -> tuple:
 
 
 @contextmanager
-def keep_seeds(dl: Any = None) -> Iterator[None]:
-    """Give the host's random generators (torch, python, numpy), and those behind `dl`, their state back at the end."""
+def keep_seeds(dl: Any = None, device: torch.device = HOST) -> Iterator[None]:
+    """Give random generators their state back at the end: the host's (torch, python, numpy), and those behind `dl`.
+
+    Args:
+        dl: a loader.
+        device: of another device than the host, its generators too.
+    """
     states = world.seed_states()
     generators = [getattr(x, "generator", None) for x in (dl, *samplers_of(dl))]
     own = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
     try:
-        yield
+        with world.device_streams_kept(device):
+            yield
     finally:
         world.set_seed_states(states)
         for generator, state in own:

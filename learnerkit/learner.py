@@ -1,23 +1,23 @@
 """The Learner: the training loop, and the verbs its users call."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from learnerkit import checks, optim, parallel, world
+from learnerkit import checks, files, optim, parallel, world
 from learnerkit.callback import Callback, Dispatch, describe_loop, kept_flags
 from learnerkit.callbacks.check import check
 from learnerkit.callbacks.lr_find import SUGGESTIONS, LRFinder
 from learnerkit.callbacks.precision import MixedPrecision
 from learnerkit.callbacks.prediction import Augment, GatherPredictions, averaged
-from learnerkit.callbacks.progress import ProgressCallback
+from learnerkit.callbacks.progress import ProgressCallback, print_above
 from learnerkit.callbacks.recorder import EvaluationCallback, Recorder, TableLogger
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, combine_scheds, combined_cos
 from learnerkit.callbacks.training import StepBudget, TrainEvalCallback
@@ -39,16 +39,18 @@ from learnerkit.events import (
     CancelValidException,
     Event,
 )
-from learnerkit.losses import LossWeight
+from learnerkit.files import File, Saved, fitted, plain_name, save_whole
+from learnerkit.losses import LossWeight, loss_name
+from learnerkit.metrics import metric_name
 from learnerkit.snapshot import double, unchanged
 from learnerkit.utils import (
     add_note_once,
+    count_parameters,
     describe,
     listify,
-    plain_name,
-    save_whole,
     training_modes,
     unwrap,
+    warn,
 )
 from learnerkit.weights import nothing_of
 
@@ -64,14 +66,17 @@ _EVENTS = {
     for level in ("fit", "epoch", "train", "validate", "batch", "backward", "step")
 }
 
-_RUN_STATE = (*_BATCH_STATE, "training", "task", "_dispatch")
+_RUN_STATE = (*_BATCH_STATE, "training", "task", "_dispatch", "_in_fit")
 
 _COUNTERS = ("epoch", "n_epoch", "n_steps", "train_iter", "pct_train", "_start_epoch")
 """How far the last fit has come."""
 
 
-Rates = float | slice | list | dict
+Rates = float | slice | Iterable[float] | dict
 """Learning rates, as `fit` takes them."""
+
+Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | None
+"""Callbacks, as `fit` takes them."""
 
 
 def _budget(n_steps: int | None) -> list[Callback]:
@@ -86,7 +91,8 @@ class Learner:
         model: any module; it moves to the loaders' device at first use and stays there.
         loss_func: f(pred, *targets) -> scalar; `None` for a model that returns its own loss as `output.loss`.
         opt_func: called as `opt_func(param_groups, lr=lr)`: any torch optimizer class, or a function.
-        lr: the learning rate of `fit` where none is given.
+        lr: the learning rate of `fit` where none is given; by default the one that is bound in `opt_func`
+            (`partial(SGD, lr=0.1)`), else 0.001.
         splitter: f(model) -> lists of parameters, one for each group that may have its own learning rate.
         cbs: callbacks beside the default ones.
         metrics: functions, `Metric` objects, torchmetrics or torcheval objects; a dict gives them names.
@@ -109,9 +115,9 @@ class Learner:
         loss_func: Callable[..., Tensor] | None = None,
         *,
         opt_func: Callable[..., Optimizer] = AdamW,
-        lr: Rates = 1e-3,
+        lr: Rates | None = None,
         splitter: Callable[[nn.Module], Iterable] | None = None,
-        cbs: Callback | Iterable[Callback] | None = None,
+        cbs: Callbacks = None,
         metrics: Any = None,
         path: str | Path = ".",
         model_dir: str | Path = "models",
@@ -122,9 +128,12 @@ class Learner:
         loss_weight: Callable[..., Tensor] | str | None = None,
         default_cbs: bool = True,
     ):
+        checks.check_subclass(type(self), Learner)
         checks.check_learner(dls, model, loss_func, opt_func)
         self.dls, self.model, self.loss_func = dls, model, loss_func
-        self.opt_func, self.lr, self.splitter, self.metrics = opt_func, lr, splitter, metrics
+        self.opt_func, self.splitter = opt_func, splitter
+        self.lr = optim.listed(optim.bound_rate(opt_func) if lr is None else lr)
+        self.metrics = metrics if isinstance(metrics, Mapping) else listify(metrics)
         self.path, self.model_dir = Path(path), Path(model_dir)
         self.wd, self.wd_bn_bias, self.train_bn, self.moms = wd, wd_bn_bias, train_bn, moms
         self.loss_weight = loss_weight
@@ -140,6 +149,9 @@ class Learner:
         self.workers: parallel.Workers | None = None
         self.task: str | None = None
         self.training = False
+        self._in_fit = False  # evaluation in a fit leaves its random streams alone
+        self._bare_model: nn.Module | None = None  # the model of a run as it was before callbacks could wrap it
+        self._eval_modules: set[str] = set()  # the names of its modules that the user has put into eval mode
         self.epoch = self.train_iter = self._start_epoch = 0
         self.n_epoch: int | None = 0
         self.n_steps: int | None = None
@@ -152,6 +164,16 @@ class Learner:
             self._dispatch.fire(Event.after_create)
         finally:
             self._dispatch = None
+
+    def __repr__(self) -> str:
+        opts = ", ".join(type(opt).__name__ for opt in self.opts) or loss_name(self.opt_func)
+        lines = {
+            "model": count_parameters(self.model), "data": self.dls,
+            "loss": "the model's own" if self.loss_func is None else loss_name(self.loss_func),
+            "optimizer": f"{opts}, lr {self.lr}", "metrics": ", ".join(map(metric_name, self.metrics)) or "none",
+            "callbacks": ", ".join(map(repr, self.cbs)) or "none",
+        }  # fmt: skip
+        return "\n".join([type(self).__name__, *(f"  {name:<11}{text}" for name, text in lines.items())])
 
     # The loop, from the outside in. It stays on one screen; what is not the loop itself is a callback.
 
@@ -175,11 +197,12 @@ class Learner:
         if training:
             self._level("train", self._all_batches, CancelTrainException)
         else:
-            with torch.no_grad(), keep_seeds(dl):
+            with torch.no_grad(), keep_seeds(dl, self._device) if self._in_fit else nullcontext():
                 self._level("validate", self._all_batches, CancelValidException)
 
     def _all_batches(self) -> None:
         self.n_iter, self.iter = loader_len(self.dl), -1
+        checks.check_last_batch(self)
         together = self.together
         for self.iter, self.batch in enumerate(self.dl):
             self._one_batch() if together is None else together.turn(self._one_batch)
@@ -260,7 +283,9 @@ class Learner:
             table = self._dispatch.table
             if (table["after_loss"] or table["before_backward"]) and isinstance(self.loss, Tensor):
                 self.loss = self.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
-            self.loss_count = self.loss_weighting.count(self.yb, self.batch_size)
+            self.loss_count = self.loss_weighting.count(self.yb, self.batch_size, self.pred, self.loss)
+            if self.loss_weighting.unknown and not self.iter:
+                checks.warn_of_unknown_count(self)
 
     # Seams: what a subclass may override, called inside the events above.
 
@@ -289,7 +314,7 @@ class Learner:
 
     def create_opt(self) -> None:
         """Set `opt`: by default one optimizer of the splitter's groups; a subclass may make a dict of them."""
-        first = max(optim.rates(self.lr, 2)) if not isinstance(self.lr, list | tuple) else max(self.lr)
+        first = float(max(self.lr if optim.is_row(self.lr) else optim.rates(self.lr, 2)))
         groups = optim.make_groups(self.model, self.splitter)
         self.opt = optim.make_optimizer(self.opt_func, groups, first, self.model)
 
@@ -301,7 +326,7 @@ class Learner:
         n_epoch: int | None = None,
         lr: Rates | None = None,
         wd: float | None = None,
-        cbs: Callback | Iterable[Callback] | None = None,
+        cbs: Callbacks = None,
         reset_opt: bool = False,
         start_epoch: int = 0,
         *,
@@ -309,7 +334,8 @@ class Learner:
     ) -> None:
         """Train for `n_epoch` epochs at a constant learning rate, validating after each.
 
-        However it ends, model, loaders, logger, callbacks and the modes of modules are afterwards what they were.
+        However it ends, model, loaders, logger and callbacks are afterwards what they were. If it ends well the model
+        is in eval mode; after an error all modules have the modes they had.
 
         Args:
             n_epoch: epochs in all.
@@ -340,7 +366,7 @@ class Learner:
         pct_start: float = 0.25,
         wd: float | None = None,
         moms: tuple[float, float, float] | None = None,
-        cbs: Callback | Iterable[Callback] | None = None,
+        cbs: Callbacks = None,
         reset_opt: bool = False,
         start_epoch: int = 0,
         *,
@@ -379,7 +405,7 @@ class Learner:
         div_final: float = 1e5,
         pct_start: float = 0.75,
         wd: float | None = None,
-        cbs: Callback | Iterable[Callback] | None = None,
+        cbs: Callbacks = None,
         reset_opt: bool = False,
         start_epoch: int = 0,
         *,
@@ -408,7 +434,7 @@ class Learner:
         cycle_len: int,
         lr_max: Rates | None = None,
         cycle_mult: int = 2,
-        cbs: Callback | Iterable[Callback] | None = None,
+        cbs: Callbacks = None,
         reset_opt: bool = False,
         wd: float | None = None,
         start_epoch: int = 0,
@@ -446,13 +472,14 @@ class Learner:
         lr: Rates | None,
         momentum: Schedule | None = None,
         reset_opt: bool = False,
-        cbs: Callback | Iterable[Callback] | None = None,
+        cbs: Callbacks = None,
         n_steps: int | None = None,
         start_epoch: int = 0,
         **kwargs: Any,
     ) -> None:
         "`fit` with a schedule for each group's rate, and one of the momentum for optimizers that have it."
         checks.check_fit(self, n_epoch, start_epoch, n_steps)
+        lr = optim.listed(lr)
         self._make_opt(reset_opt)
         peaks = optim.group_rates(self.opt, lr, self.lr)
         scheds = {"lr": optim.named(self.opt, [list(map(schedule, each)) for each in peaks])}
@@ -489,6 +516,7 @@ class Learner:
             TypeError, ValueError: arguments that `fit_one_cycle` does not take; nothing is frozen then.
         """
         checks.check_positive("lr_mult", lr_mult)
+        kwargs["cbs"] = listify(kwargs.get("cbs"))  # for both parts
         high = base_lr / 2
         head = dict(n_epoch=freeze_epochs, lr_max=slice(base_lr), pct_start=0.99, **kwargs)
         whole = dict(n_epoch=epochs, lr_max=slice(high / lr_mult, high), pct_start=pct_start, div=div, **kwargs)
@@ -531,7 +559,7 @@ class Learner:
             stop_div: stop when the smoothed loss is four times its lowest value, or no number any more.
             show_plot: plot the losses over the rates on rank 0, if matplotlib is installed.
             suggest_funcs: `valley`, `slide`, `minimum`, `steep` by default; or functions of your own of (rates, losses,
-                num_it).
+                num_it), of which the first two are tensors on the host.
 
         Returns:
             A named tuple with a rate for each of the functions, under its name.
@@ -540,7 +568,8 @@ class Learner:
             RuntimeError: called in mid-fit, with a model that cannot be copied.
             ValueError: arguments that cannot work, or too few losses to suggest something by.
         """
-        finder = LRFinder(start_lr, end_lr, num_it, stop_div, listify(suggest_funcs))
+        suggest_funcs = listify(suggest_funcs)
+        finder = LRFinder(start_lr, end_lr, num_it, stop_div, suggest_funcs)
         if self._dispatch is not None:
             caller = self._dispatch.calling
 
@@ -558,12 +587,11 @@ class Learner:
         return finder.suggest(show_plot)
 
     @parallel.on_workers
-    def validate(
-        self, ds_idx: int = 1, dl: Iterable | None = None, cbs: Callback | Iterable[Callback] | None = None
-    ) -> list[float]:
+    def validate(self, ds_idx: int = 1, dl: Iterable | None = None, cbs: Callbacks = None) -> list[float]:
         """The loss and each metric on a loader: `[valid_loss, *metrics]`.
 
-        Can also be called from a callback in mid-fit. Under DDP every rank must reach this; each sample counts once.
+        Can also be called from a callback in mid-fit, whose random streams it leaves alone. Under DDP every rank must
+        reach this; each sample counts once.
 
         Args:
             ds_idx: which of the loaders.
@@ -586,7 +614,7 @@ class Learner:
         with_decoded: bool = False,
         act: Callable[[Tensor], Tensor] | None = None,
         on: str = "all",
-        cbs: Callback | Iterable[Callback] | None = None,
+        cbs: Callbacks = None,
     ) -> tuple:
         """Predictions for every sample once, in order, on the host: `(preds, targets)` and what else is asked for.
 
@@ -628,7 +656,7 @@ class Learner:
         """Predictions averaged over a plain and `n` augmented readings of a dataset: `(preds, targets)`.
 
         Test time augmentation (Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks",
-        2012). Under DDP every rank must reach this. The random streams are afterwards what they were.
+        2012). Under DDP every rank must reach this.
 
         Args:
             ds_idx: which dataset, read in its own order.
@@ -651,11 +679,13 @@ class Learner:
             )
         plain, targets = self.get_preds(ds_idx, act=act)
         cbs = None if batch_tfms is None else Augment(batch_tfms)
-        augmented = []
-        with keep_seeds():
-            for seed in torch.randint(2**31, (n,)).tolist():
-                world.seed_host(seed)  # each reading leaves the streams as they were: they would all be alike
-                augmented.append(self.get_preds(ds_idx, dl, act=act, cbs=cbs)[0])
+        # In a fit the readings leave its random streams alone together: one by one they would all be alike.
+        in_fit, self._in_fit = self._in_fit, False
+        try:
+            with keep_seeds(dl, self.dls.device) if in_fit else nullcontext():
+                augmented = [self.get_preds(ds_idx, dl, act=act, cbs=cbs)[0] for _ in range(n)]
+        finally:
+            self._in_fit = in_fit
         return averaged(plain, augmented, beta, use_max), targets
 
     def _evaluate(self, dl: Iterable, nested: bool) -> None:
@@ -671,24 +701,25 @@ class Learner:
             self._level("fit", lambda: self._level("epoch", read, CancelEpochException), CancelFitException)
 
     @contextmanager
-    def _running(self, task: str | None, cbs: Callback | Iterable[Callback] | None = None) -> Iterator[bool]:
+    def _running(self, task: str | None, cbs: Callbacks = None) -> Iterator[bool]:
         "One run; what it changes on the learner is put back at its end. Yields whether it is inside another."
+        self._take_callbacks()
         self._to_device()
         self._device = self.dls.device
         self._loss_without_targets = self.loss_func is None or type(self)._loss is not Learner._loss
         fitting, nested = task == "fit", self._dispatch is not None
+        if not nested:
+            self._note_modes()
         kept = _RUN_STATE if fitting else (*_RUN_STATE, *_COUNTERS)
         outer = {name: getattr(self, name) for name in kept}
         self.loss_weighting = LossWeight(self.loss_func, self.loss_weight)
         with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.together(self):
             self.task, self._dispatch = task, parallel.dispatch(self, fitting)
+            self._in_fit = self._in_fit or task not in ("validate", "predict")
             try:
                 yield nested
-            except (RuntimeError, OSError, EOFError) as e:
-                checks.explain_lost_worker(e)
-                raise
-            except ValueError as e:
-                checks.explain_lone_sample(self, e)
+            except Exception as e:
+                checks.explain(self, e)
                 raise
             finally:
                 for name, value in outer.items():
@@ -697,6 +728,16 @@ class Learner:
                     self._dispatch.changed()
                 else:
                     self._part()
+                    self._bare_model = None
+        sets_modes = any(isinstance(cb, TrainEvalCallback) for cb in self.cbs)
+        if sets_modes and not nested and task in ("fit", "validate", "predict"):  # others leave no trace
+            self.model.eval()
+
+    def _note_modes(self) -> None:
+        "A model that is in eval mode as a whole is so after a run: then what was known before it still holds."
+        self._bare_model = unwrap(self.model)
+        found = {name for name, module in self._bare_model.named_modules() if not module.training}
+        self._eval_modules = found if self._bare_model.training else found & self._eval_modules
 
     def _to_device(self) -> None:
         for module in (self.model, self.loss_func):
@@ -743,6 +784,11 @@ class Learner:
     def y(self) -> Any:
         """The targets: `yb`, or its only entry."""
         return self.yb[0] if len(self.yb) == 1 else self.yb
+
+    @property
+    def final_record(self) -> list[float]:
+        """The last row of the table, without epoch and time."""
+        return self.recorder.final_record
 
     @property
     def smooth_loss(self) -> float | None:
@@ -794,11 +840,12 @@ class Learner:
     # Callbacks
 
     def add_cb(self, cb: Callback | type[Callback]) -> "Learner":
-        """Add a callback.
+        """Add a callback. Several learners may have it, as long as one of them runs at a time.
 
         Raises:
             TypeError: no callback, or one with a misspelled hook.
-            ValueError: a callback that is another learner's, or whose name would hide an attribute of the learner.
+            ValueError: a callback that another learner's run is using, or whose name would hide an attribute of the
+                learner.
         """
         cb = cb() if isinstance(cb, type) and issubclass(cb, Callback) else cb
         checks.check_callback(self, cb)
@@ -821,13 +868,13 @@ class Learner:
         self._callbacks_changed()
         return self
 
-    def add_cbs(self, cbs: Callback | Iterable[Callback] | None) -> "Learner":
+    def add_cbs(self, cbs: Callbacks) -> "Learner":
         """Add several callbacks."""
         for cb in listify(cbs):
             self.add_cb(cb)
         return self
 
-    def remove_cbs(self, cbs: Callback | Iterable[Callback] | None) -> "Learner":
+    def remove_cbs(self, cbs: Callbacks) -> "Learner":
         """Remove several callbacks."""
         for cb in listify(cbs):
             self.remove_cb(cb)
@@ -836,16 +883,23 @@ class Learner:
     def _part(self) -> None:
         # Not in the middle of a run: a callback that was removed there may still owe a cleanup.
         for cb in self._parting:
-            if cb not in self.cbs:
+            if cb not in self.cbs and cb.learn is self:
                 cb.learn = None
         self._parting.clear()
+
+    def _take_callbacks(self) -> None:
+        "Those that this learner shares with others are its own for a run."
+        for cb in self.cbs:
+            if cb.learn is not self:
+                checks.check_free(self, cb)
+                cb.learn = self
 
     def _callbacks_changed(self) -> None:
         if self._dispatch is not None:
             self._dispatch.changed()
 
     @contextmanager
-    def added_cbs(self, cbs: Callback | Iterable[Callback] | None) -> Iterator["Learner"]:
+    def added_cbs(self, cbs: Callbacks) -> Iterator["Learner"]:
         """Have some callbacks for a while."""
         added = []
         try:
@@ -857,7 +911,7 @@ class Learner:
             self.remove_cbs(added)
 
     @contextmanager
-    def removed_cbs(self, cbs: Callback | Iterable[Callback] | None) -> Iterator["Learner"]:
+    def removed_cbs(self, cbs: Callbacks) -> Iterator["Learner"]:
         """Do without some callbacks (or classes of them) for a while; they come back in their places."""
         before = list(self.cbs)
         self.remove_cbs(cbs)
@@ -880,6 +934,15 @@ class Learner:
             yield self
         finally:
             self.logger = logger
+
+    def say(self, text: str) -> None:
+        """Print a line above the progress bar, on rank 0; in a notebook among the rows of the table.
+
+        Args:
+            text: one line; it is printed as it is.
+        """
+        if world.is_main():
+            getattr(self.logger, "say", print_above)(str(text))
 
     def log_metric(self, name: str, value: float | Tensor) -> None:
         """Add a value to a column of the table: its mean over the epoch and all ranks. Tensors stay on the device.
@@ -910,46 +973,46 @@ class Learner:
 
     # Files
 
-    def save(self, file: str | Path, with_opt: bool = True) -> Path:
+    def save(self, file: File, with_opt: bool = True) -> Path | BinaryIO:
         """Write the model's weights, and the optimizer's state, on rank 0. Never waits for other ranks.
 
         The file is whole or not there at all, and loads with `torch.load(..., weights_only=True)`; no key begins with
         'module.', whatever wraps the model.
 
         Args:
-            file: a name inside path/model_dir ('.pth' is added), or a `pathlib.Path`, taken as it is.
-            with_opt: save {'model': ..., 'opt': ...} rather than the weights alone.
+            file: a name inside path/model_dir ('.pth' is added); a `pathlib.Path`, taken as it is; or a file that is
+                open for writing in binary mode.
+            with_opt: save {'model': ..., 'opt': ...} rather than the weights alone, and 'scaler' after a fit in fp16.
 
         Returns:
-            The path.
+            The path, or the open file.
         """
-        path = self._file(file)
+        target = self._file(file)
         if world.is_main():
             state: Any = unwrap(self.model).state_dict()
             if with_opt and self.opt is not None:
-                opt = self.opt
-                one = isinstance(opt, Optimizer)
-                state = {
-                    "model": state,
-                    "opt": opt.state_dict() if one else {k: o.state_dict() for k, o in opt.items()},
-                }
-            save_whole(state, path)
-        return path
+                one = isinstance(self.opt, Optimizer)
+                opt = self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()}
+                scaler = self._half.state_dict() if self._half is not None else {}
+                state = {"model": state, "opt": opt} | ({"scaler": scaler} if scaler else {})
+            save_whole(state, target)
+        return target
 
     def load(
         self,
-        file: str | Path,
+        file: File,
         with_opt: bool = True,
         strict: bool = True,
         device: torch.device | str | int | None = None,
     ) -> "Learner":
         """Read what `save` wrote, on every rank, once rank 0's last save is on disk.
 
-        If it does not fit, nothing is changed.
+        Files of plain PyTorch are read too: {'state_dict': ..., 'optimizer': ...}, and weights whose names begin with
+        'module.' or '_orig_mod.'. If a file does not fit, nothing is changed.
 
         Args:
-            file: as in `save`.
-            with_opt: also load the optimizer's state, if the file has one.
+            file: as in `save`; an open file is read from where it stands.
+            with_opt: also load the optimizer's state, and that of the gradient scaler; warns if the file has none.
             strict: whether the file must have exactly the model's keys.
             device: where to read the file to; by default the host.
 
@@ -958,26 +1021,38 @@ class Learner:
             ValueError: a damaged file, or one of another model.
         """
         world.follow_rank0("load")
-        path = self._file(file)
-        state = checks.read_state(path, "cpu" if device is None else device)
-        saved_opt = state.get("opt") if set(state) == {"model", "opt"} else None
         model = unwrap(self.model)
-        weights = state["model"] if saved_opt is not None else state
-        checks.check_state(model, weights, strict, path)
+        saved = fitted(files.read(self._file(file), "cpu" if device is None else device), model, strict)
         self._to_device()
-        if with_opt and saved_opt is not None:
-            before = self.opt
-            self._make_opt()
-            try:
-                optim.load_state(self.opt, saved_opt, model)
-            except ValueError as e:
-                self.opt = before
-                raise ValueError(f"{path} does not fit: {e}; load(..., with_opt=False) takes the weights alone") from e
-        model.load_state_dict(weights, strict=strict)
+        if with_opt and saved.opt is not None:
+            self._load_opt(saved)
+        elif with_opt:
+            warn(
+                f"{saved.name} has weights and no optimizer state, so the optimizer stays as it is, or begins anew; "
+                "load(..., with_opt=False) says that this is meant"
+            )
+        model.load_state_dict(saved.weights, strict=strict)
         return self
 
-    def _file(self, file: str | Path) -> Path:
-        if isinstance(file, Path):
+    def _load_opt(self, saved: Saved) -> None:
+        before = self.opt
+        self._make_opt()
+        try:
+            optim.load_state(self.opt, saved.opt, unwrap(self.model))
+        except ValueError as e:
+            self.opt = before
+            raise ValueError(
+                f"{saved.name} does not fit: {e}; load(..., with_opt=False) takes the weights alone"
+            ) from e
+        if saved.scaler is not None and self._half is not None:
+            self._half.load_state_dict(saved.scaler)
+
+    @property
+    def _half(self) -> MixedPrecision | None:
+        return next((cb for cb in self.cbs if isinstance(cb, MixedPrecision)), None)
+
+    def _file(self, file: File) -> Path | BinaryIO:
+        if not isinstance(file, str):
             return file
         return self.path / self.model_dir / (plain_name(file).removesuffix(".pth") + ".pth")
 

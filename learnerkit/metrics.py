@@ -15,26 +15,29 @@ from torch.nn import functional as F
 
 from learnerkit import world
 from learnerkit.data import concat, gather_batches, map_batch
-from learnerkit.losses import kernel
+from learnerkit.losses import class_axes, kernel
 from learnerkit.scalars import HostScalars
 from learnerkit.utils import describe, listify
 
 # Functions: f(pred, *targets) -> 0-dim tensor, a mean over samples
 
 
-def accuracy(pred: Tensor, target: Tensor) -> Tensor:
+def accuracy(pred: Tensor, target: Tensor, axis: int | None = None) -> Tensor:
     """Share of samples whose largest score is the target's class.
 
     Args:
-        pred: scores of shape (n, classes, ...).
+        pred: scores of shape (n, classes, ...), or of a language model (n, t, vocabulary).
         target: classes of shape (n, ...) or (n, 1, ...).
+        axis: the dimension of the classes; by default 1, and the last one where only that fits the targets.
     """
-    return _wide(pred.argmax(dim=1).flatten() == target.flatten()).mean()
+    if axis is None:
+        axis = -1 if class_axes(pred, target) == [-1] else 1
+    return _wide(pred.argmax(dim=axis).flatten() == target.flatten()).mean()
 
 
-def error_rate(pred: Tensor, target: Tensor) -> Tensor:
+def error_rate(pred: Tensor, target: Tensor, axis: int | None = None) -> Tensor:
     """1 - `accuracy`."""
-    return 1 - accuracy(pred, target)
+    return 1 - accuracy(pred, target, axis)
 
 
 def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5) -> Tensor:
@@ -116,7 +119,7 @@ class AccumMetric(Metric):
     """
 
     def __init__(self, func: Callable[..., Any], name: str | None = None):
-        super().__init__(name or _name_of(func))
+        super().__init__(name or metric_name(func))
         self.func = func
         self.reset()
 
@@ -168,14 +171,32 @@ class perplexity(_MeanOf):
 
     Args:
         ignore_index: targets that do not count.
+        axis: the dimension of the classes, 1 (as torch's losses have it) or -1 (as language models do); by default
+            the one that fits the shape of the targets.
     """
 
-    def __init__(self, ignore_index: int = -100, name: str | None = None):
+    def __init__(self, ignore_index: int = -100, name: str | None = None, axis: int | None = None):
         super().__init__(name)
-        self.ignore_index = ignore_index
+        self.ignore_index, self.axis = ignore_index, axis
 
     def update(self, pred: Tensor, target: Tensor) -> None:
-        """Add a batch: scores of shape (n, classes, ...), classes of shape (n, ...)."""
+        """Add a batch.
+
+        Args:
+            pred: scores of shape (n, classes, ...) or (n, t, vocabulary).
+            target: classes of shape (n, ...) or (n, t).
+
+        Raises:
+            ValueError: scores of which both dimension 1 and the last may be the classes, and no `axis`.
+        """
+        axes = [self.axis] if self.axis is not None else class_axes(pred, target)
+        if len(axes) == 2 and pred.shape[1] > 1:
+            raise ValueError(
+                f"perplexity got scores of shape {tuple(pred.shape)} and targets of shape {tuple(target.shape)}: the "
+                "classes may be dimension 1 or the last; say which by perplexity(axis=1) or perplexity(axis=-1)"
+            )
+        if axes[:1] == [-1]:
+            pred = pred.movedim(-1, 1)
         total = F.cross_entropy(pred, target, ignore_index=self.ignore_index, reduction="sum")
         self._add(total, (target != self.ignore_index).sum())
 
@@ -220,8 +241,11 @@ def _make_meter(metric: Any, name: str | None) -> "Meter":
     )
 
 
-def _name_of(metric: Any) -> str:
+def metric_name(metric: Any) -> str:
+    """The column of a metric: its `name`, or the name of its function or class; a str is one already."""
     found = kernel(metric)
+    if isinstance(found, str):
+        return found
     return getattr(found, "name", None) or getattr(found, "__name__", type(found).__name__.lower())
 
 
@@ -234,7 +258,7 @@ class Meter:
     """
 
     def __init__(self, metric: Any, name: str | None = None):
-        self.metric, self.name = metric, name or _name_of(metric)
+        self.metric, self.name = metric, name or metric_name(metric)
 
     def reset(self) -> None:
         """Forget everything."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Optimizer
 
-from learnerkit.utils import did_you_mean
+from learnerkit.utils import did_you_mean, library_of
 
 GROUP = "splitter_group"
 COUNT = "splitter_groups"
@@ -82,9 +82,7 @@ def make_optimizer(opt_func: Callable[..., Any], groups: list[dict], lr: float, 
     `opt_func` that chooses an implementation itself (`partial(AdamW, foreach=True)`) is left alone, and models with
     sparse gradients are, which only the plain implementations know.
     """
-    kind, options = opt_func, {}
-    while isinstance(kind, partial):
-        kind, options = kind.func, {**kind.keywords, **options}
+    kind, options = _unbound(opt_func)
     known = isinstance(kind, type) and kind.__module__.startswith("torch.optim")
     sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
     real = all(p.is_floating_point() for p in model.parameters())
@@ -100,6 +98,19 @@ def make_optimizer(opt_func: Callable[..., Any], groups: list[dict], lr: float, 
         except RuntimeError:  # no fused kernel for this device, or these types
             pass
     return opt_func(groups, lr=lr)
+
+
+def bound_rate(opt_func: Callable[..., Any]) -> float:
+    """The learning rate that is bound in an `opt_func` (`partial(SGD, lr=0.1)`), or 0.001."""
+    return _unbound(opt_func)[1].get("lr", 1e-3)
+
+
+def _unbound(opt_func: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function inside partials, and the keywords that they bind."""
+    options: dict[str, Any] = {}
+    while isinstance(opt_func, partial):
+        opt_func, options = opt_func.func, {**opt_func.keywords, **options}
+    return opt_func, options
 
 
 _IMPLEMENTATIONS = {"fused", "foreach", "capturable", "differentiable"}
@@ -144,8 +155,10 @@ def as_one(made: Any) -> Optimizer | Optimizers:
     """
     found = list(made.values()) if isinstance(made, dict) else [made]
     if not found or not all(isinstance(opt, Optimizer) for opt in found):
+        library = library_of(next(iter(found), None))
+        of = f", made for {library}, another library" if library else ""
         raise TypeError(
-            f"opt_func or create_opt made {made!r}; it must be a torch optimizer, or a dict of them by name"
+            f"opt_func or create_opt made {made!r}{of}; it must be a torch optimizer, or a dict of them by name"
         )
     return Optimizers(made) if isinstance(made, dict) else made
 
@@ -235,14 +248,14 @@ def has_momentum(opt: Optimizer) -> bool:
     return all("betas" in g or g.get("momentum") or (begins and "momentum" in g) for g in opt.param_groups)
 
 
-def rates(lr: float | slice | Sequence[float], count: int) -> list[float]:
+def rates(lr: float | slice | Iterable[float], count: int) -> list[float]:
     """Learning rates for `count` groups.
 
     A number is for all; `slice(hi)` is `hi` for the last and a tenth of it for the others; `slice(lo, hi)` is a
-    geometric row; a list has one for each.
+    geometric row; a list or an array has one for each.
 
     Raises:
-        TypeError: another type.
+        TypeError: another type; or a set, which has no order.
         ValueError: a list of another length, a slice with a step, or a rate that is no positive number.
     """
     if isinstance(lr, slice):
@@ -257,10 +270,10 @@ def rates(lr: float | slice | Sequence[float], count: int) -> list[float]:
         else:
             step = (high / low) ** (1 / (count - 1))
             found = [low * step**i for i in range(count)]
-    elif isinstance(lr, list | tuple):
-        if len(lr) != count:
-            raise ValueError(f"got {len(lr)} learning rates for {count} parameter groups (the splitter's groups)")
+    elif is_row(lr):
         found = list(map(_rate, lr))
+        if len(found) != count:
+            raise ValueError(f"got {len(found)} learning rates for {count} parameter groups (the splitter's groups)")
     else:
         found = [_rate(lr)] * count
     if not all(rate >= 0 for rate in found):
@@ -268,8 +281,22 @@ def rates(lr: float | slice | Sequence[float], count: int) -> list[float]:
     return found
 
 
+def is_row(lr: Any) -> bool:
+    """Whether learning rates are given one by one: in a list, a tuple, an array, a generator."""
+    if isinstance(lr, str | Mapping | Set):
+        return False
+    return lr.ndim == 1 if hasattr(lr, "ndim") else isinstance(lr, Iterable)
+
+
+def listed(lr: Any) -> Any:
+    """Learning rates with every row of them as a list, since a generator can be read only once."""
+    if isinstance(lr, Mapping):
+        return {name: listed(each) for name, each in lr.items()}
+    return list(lr) if is_row(lr) else lr
+
+
 def _rate(lr: Any) -> float:
-    if isinstance(lr, Real) or (isinstance(lr, Tensor) and lr.ndim == 0):
+    if isinstance(lr, Real) or getattr(lr, "ndim", None) == 0:
         return float(lr)
     raise TypeError(
         f"got lr={lr!r}; a learning rate is a number, a slice, or a list with one number per group; for several "
@@ -285,7 +312,7 @@ def group_rates(made: Optimizer | Optimizers, lr: Any, default: Any) -> list[lis
         default: the same, for where `lr` is `None` or leaves an optimizer out.
     """
     opts = made.values() if isinstance(made, dict) else [made]
-    given = zip(opts, for_each(made, lr), for_each(made, default), strict=True)
+    given = zip(opts, for_each(made, listed(lr)), for_each(made, listed(default)), strict=True)
     return [rates(default if lr is None else lr, n_groups(opt)) for opt, lr, default in given]
 
 

@@ -1,7 +1,7 @@
 """Trying something out on a learner: training that leaves no trace."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType, MethodType
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from learnerkit import checks
+from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.data import keep_seeds, samplers_of, with_batches
-from learnerkit.utils import unwrap
+from learnerkit.utils import training_modes, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -35,7 +36,7 @@ def unchanged(learn: "Learner") -> Iterator[None]:
     """
     device, opt, opts, loaders = learn.dls.device, learn.opt, learn.opts, learn.dls.loaders
     modules = [m for m in (unwrap(learn.model), learn.loss_func) if isinstance(m, nn.Module)]
-    checks.check_shaped(modules)
+    check_shaped(modules)
     with ExitStack() as stack:
         for dl in loaders:
             stack.enter_context(keep_seeds(dl))
@@ -45,15 +46,40 @@ def unchanged(learn: "Learner") -> Iterator[None]:
         for i, dl in enumerate(loaders):
             if isinstance(dl, DataLoader) and dl.persistent_workers:  # nobody can give their random streams back
                 loaders[i] = with_batches(dl)  # with workers of its own
-        if device.type != "cpu":  # those of all devices: DataParallel uses several
-            devices = range(torch.get_device_module(device).device_count())
-            stack.enter_context(torch.random.fork_rng(devices, device_type=device.type))
+        stack.enter_context(world.device_streams_kept(device))
         for module in modules:
             _put_back_module(module, stack)
         stack.callback(setattr, learn, "opt", opt)
         for each in opts:
             stack.callback(_put_back_optimizer(each))
         yield
+
+
+_TRIED = ("model", "batch", "xb", "yb", "batch_size", "pred", "output", "loss", "loss_grad")
+
+
+@contextmanager
+def trial(learn: "Learner", model: nn.Module) -> Iterator[None]:
+    """Run a model on a batch without leaving a trace in random streams, buffers, modes or the learner.
+
+    Args:
+        learn: the learner.
+        model: its own, without what wraps it; it is `learn.model` meanwhile.
+    """
+    kept = {name: getattr(learn, name) for name in _TRIED}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    eager = torch.compiler.set_stance  # a compiled model runs as it is: to compile takes longer than the trial
+    with keep_seeds(device=learn.dls.device), training_modes(model), eager("force_eager"):
+        try:
+            learn.model = model
+            yield
+        finally:
+            torch.clear_autocast_cache()  # weights cast here hang on this trial's graph, or on none
+            for name, value in kept.items():
+                setattr(learn, name, value)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
 
 
 @contextmanager
@@ -130,6 +156,17 @@ def _copied(x: Any, memo: dict[int, Any]) -> Any:
         return x
     memo.update(tried)
     return found
+
+
+def check_shaped(modules: Iterable[nn.Module]) -> None:
+    """Refuse parameters that get their shape from the first batch, before which nothing can be kept of them."""
+    for module in modules:
+        for name, t in (*module.named_parameters(), *module.named_buffers()):
+            if isinstance(t, UninitializedTensorMixin):
+                raise ValueError(
+                    f"{name} of {type(module).__name__} has no shape until the model has seen a batch (a lazy module): "
+                    "show it one first, with learn.validate() or learn.model(x)"
+                )
 
 
 def _put_back_sampler(sampler: Any, stack: ExitStack) -> None:

@@ -1,29 +1,38 @@
 """Small pure helpers that know nothing of the rest of the library."""
 
 import difflib
-import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
+from unicodedata import combining, east_asian_width
 
-import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 
 def listify(x: Any) -> list:
-    """`None` as an empty list, a list or tuple as a list, anything else as its only item."""
+    """`None` as an empty list, a collection or a generator as a list, anything else as its only item.
+
+    A str, a mapping, a tensor and whatever can be called (a class, a function, a module) are items.
+    """
     if x is None:
         return []
-    return list(x) if isinstance(x, list | tuple) else [x]
+    is_item = isinstance(x, str | bytes | Mapping | Tensor) or callable(x) or not isinstance(x, Iterable)
+    return [x] if is_item else list(x)
 
 
 def did_you_mean(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
     """`; did you mean 'x'?` for the nearest allowed name, or nothing."""
     near = difflib.get_close_matches(name, list(map(str, allowed)), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def first_few(names: Iterable[Any], joint: str = ", ", n: int = 5) -> str:
+    """The first few of some names, and how many more there are."""
+    names = list(map(str, names))
+    return joint.join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
 
 
 def add_note_once(error: BaseException, note: str) -> None:
@@ -41,6 +50,16 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Warn as `warn` does, but only the first time in this process."""
+    if message not in _warned:
+        _warned.add(message)
+        warn(message)
+
+
 def describe(x: Any) -> str:
     """A value's type and shape in a few words, for error messages."""
     if isinstance(x, Tensor):
@@ -52,10 +71,41 @@ def describe(x: Any) -> str:
     return type(x).__name__
 
 
+def count_parameters(model: nn.Module) -> str:
+    """A model's class and the number of its parameters, for a person."""
+    sizes = [(0 if isinstance(p, UninitializedParameter) else p.numel(), p.requires_grad) for p in model.parameters()]
+    frozen = sum(size for size, trained in sizes if not trained)
+    return f"{type(model).__name__}, {sum(size for size, _ in sizes):,} parameters" + (
+        f", {frozen:,} of them frozen" if frozen else ""
+    )
+
+
+_OTHERS = (
+    "fastai", "lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate", "keras", "ignite",
+    "composer", "skorch", "torchtnt",
+)  # fmt: skip
+
+
+def library_of(x: Any) -> str:
+    """The training library that an object, a class or a function was made for, if it is not this one; else ''."""
+    known = x if isinstance(x, type) or hasattr(x, "__qualname__") else type(x)
+    modules = [kind.__module__ for kind in getattr(known, "__mro__", [known])]
+    found = [module.partition(".")[0] for module in modules if module]
+    return next((name for name in found if name in _OTHERS), "")
+
+
 def format_time(seconds: float) -> str:
-    """Seconds as `mm:ss`, or `h:mm:ss` from one hour on."""
-    hours, rest = divmod(int(seconds), 3600)
+    """Seconds as `mm:ss`; below a minute with tenths, `00:ss.t`; from one hour on `h:mm:ss`."""
+    tenths = round(seconds * 10)
+    if tenths < 600:
+        return f"00:{tenths // 10:02d}.{tenths % 10}"
+    hours, rest = divmod(tenths // 10, 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60:02d}:{rest % 60:02d}"
+
+
+def columns(text: str) -> int:
+    """How many columns of a terminal a text takes: wide characters (Chinese, Japanese, Korean) take two."""
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -78,44 +128,6 @@ def training_modes(model: nn.Module):
     finally:
         for module, training in modes:
             module.training = training
-
-
-def plain_name(name: str) -> str:
-    """`name` if it is a plain file name, so that it cannot leave the directory it is put in.
-
-    Raises:
-        ValueError: separators, `..`, control characters, a leading `-` or more than 200 characters.
-    """
-    bad = not name or name in (".", "..") or name.startswith("-") or len(name) > 200
-    if bad or any(c in "/\\" or ord(c) < 32 or ord(c) == 127 for c in name):
-        raise ValueError(
-            f"got the file name {name[:80]!r}; a str is a plain name inside the model directory "
-            "(no separators, no control characters, no leading '-'); for another place pass a pathlib.Path"
-        )
-    return name
-
-
-def save_whole(obj: Any, path: Path) -> None:
-    """`torch.save` that leaves either the whole new file or the old one, also when the process is killed.
-
-    Written beside the target, synced, then renamed over it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(obj, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    if hasattr(os, "O_DIRECTORY"):  # the rename itself must reach the disk too
-        directory = os.open(path.parent, os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
 
 def ipython_shell() -> Any:

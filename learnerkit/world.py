@@ -474,7 +474,7 @@ def set_seed(seed: int, reproducible: bool = False) -> None:
     """Seed python, numpy and torch: one model initialisation and one sample order, whatever the number of ranks.
 
     Under DDP dropout and augmentation still differ by rank and by worker: ranks other than 0 move on to streams of
-    their own when training starts.
+    their own when a fit or an evaluation starts.
 
     Args:
         seed: the same number on every rank.
@@ -527,6 +527,25 @@ def seed_states() -> tuple:
     """The states of the host's random generators: torch's, python's and, where it is used, numpy's."""
     numpy = sys.modules.get("numpy")
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+
+
+@contextmanager
+def device_streams_kept(device: torch.device) -> Iterator[None]:
+    """Give the random generators of all devices of this one's type their states back at the end.
+
+    All of them, because DataParallel uses several. The states are on the host, so that nothing waits for a device.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    module = torch.get_device_module(device)
+    places = [()] if device.type == "mps" else [(i,) for i in range(module.device_count())]  # MPS is one device
+    states = [module.get_rng_state(*place) for place in places]
+    try:
+        yield
+    finally:
+        for state, place in zip(states, places, strict=True):
+            module.set_rng_state(state, *place)
 
 
 def set_seed_states(states: tuple) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, utils
 from learnerkit.events import (
     CancelBackwardException,
     CancelBatchException,
@@ -31,6 +31,51 @@ WAYS = {
     "13 samples": (4, {"n_samples": 13}),
     "more than 15 samples": (8, {"n_samples": 9}),
 }
+
+
+class OwnLoss(nn.Module):
+    """Makes its own loss over tokens: their mean cross-entropy, or that with something added."""
+
+    def __init__(self, more=0.0):
+        super().__init__()
+        self.body, self.more = make_model(n_out=3), more
+
+    def forward(self, x, labels):
+        logits = self.body(x)
+        return {"logits": logits, "loss": F.cross_entropy(logits.mT, labels) + self.more * logits.square().mean()}
+
+
+def padded(bs):
+    """Sentences of 1 to 5 tokens."""
+    x, labels = torch.randn(16, 5, 4), torch.randint(3, (16, 5))
+    for i, row in enumerate(labels):
+        row[1 + i % 5 :] = -100
+    return DataLoaders([{"x": x[i : i + bs], "labels": labels[i : i + bs]} for i in range(0, 16, bs)], device="cpu")
+
+
+def test_a_models_own_loss_over_tokens_is_accumulated_by_what_it_counts():
+    models = []
+    for bs, cbs in ((16, None), (4, GradientAccumulation(n_batches=4)), (3, GradientAccumulation(n_samples=16))):
+        torch.manual_seed(0)
+        learn = Learner(padded(bs), OwnLoss(), opt_func=torch.optim.SGD, lr=0.5)
+        learn.fit(3, cbs=cbs)
+        models.append(learn.model)
+    for model in models[1:]:
+        for p, q in zip(models[0].parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+
+
+def test_another_loss_of_the_models_own_is_told_where_batches_are_weighed(monkeypatch):
+    monkeypatch.setattr(utils, "_warned", set())
+    learn = Learner(padded(4), OwnLoss(0.1))
+    learn.fit(1)
+    with pytest.warns(
+        UserWarning, match="the model makes its own loss, which is not the mean.*give the Learner loss_w"
+    ):
+        learn.fit(1, cbs=GradientAccumulation(n_batches=2))
+    Learner(padded(4), OwnLoss(0.1), loss_weight=lambda y: (y != -100).sum()).fit(
+        1, cbs=GradientAccumulation(n_batches=2)
+    )
 
 
 class Steps(Callback):

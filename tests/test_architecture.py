@@ -19,7 +19,7 @@ PACKAGE = ROOT / "learnerkit"
 
 FLOORS = {
     1: ["events", "world", "utils", "scalars", "environment", "pulse", "slurm", "findings"],
-    2: ["callback", "data", "metrics", "optim", "losses", "weights", "checks", "datasets", "snapshot"],
+    2: ["callback", "data", "metrics", "optim", "losses", "weights", "checks", "datasets", "snapshot", "files"],
     3: ["callbacks", "parallel"],
     4: ["learner"],
     5: ["vision", "launch", "supervise", "nodes", "doctor", "_worker", "__init__"],

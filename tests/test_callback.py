@@ -1,11 +1,22 @@
 """Callbacks: their hooks, their attributes, their order, and how they come and go."""
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import EPOCH, FIT, TRAIN_BATCH, make_dls, make_learner, notes, raising, spy, weights, words
+from fastcore.foundation import L
 from torch import nn
 
-from learnerkit import Callback, CancelFitException, ProgressCallback, Recorder, TrainEvalCallback
+from learnerkit import (
+    Callback,
+    CancelFitException,
+    EarlyStoppingCallback,
+    ProgressCallback,
+    Recorder,
+    TrainEvalCallback,
+)
 from learnerkit.events import INNER_EVENTS, Event
 
 # Hooks
@@ -42,6 +53,26 @@ def test_a_refused_callback_leaves_the_learner_as_it_was():
     assert not hasattr(learn, "typo")
 
 
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [("begin_fit", "before_fit"), ("begin_validate", "before_validate"), ("begin_batch", "before_batch"),
+     ("on_epoch_end", "after_epoch"), ("on_train_begin", "before_fit"), ("after_fit_exception", "cleanup_fit")],
+)  # fmt: skip
+def test_events_that_fastai_had_once_are_refused_with_their_present_name(name, now):
+    cb = type("Old", (Callback,), {name: lambda self, **kwargs: None})
+    with pytest.raises(TypeError, match=f"Old.{name} is an event of fastai 1 or another library.*: use {now}"):
+        make_learner(cbs=cb())
+
+
+def test_a_callback_that_can_be_called_is_refused():
+    class Called(Callback):
+        def __call__(self, event_name):
+            return super().__call__(event_name)
+
+    with pytest.raises(TypeError, match="Called defines __call__, which fastai calls at every event; here only the"):
+        make_learner(cbs=Called)
+
+
 def test_helper_methods_are_no_hooks():
     class Fine(Callback):
         def step(self):
@@ -61,6 +92,8 @@ def test_helper_methods_are_no_hooks():
 def test_an_unknown_keyword_is_refused_with_the_near_match():
     with pytest.raises(TypeError, match="'after_bach', which is no event; did you mean 'after_batch'"):
         Callback(after_bach=print)
+    with pytest.raises(TypeError, match="'begin_fit', which is no event; here it is before_fit"):
+        Callback(begin_fit=print)
     with pytest.raises(TypeError, match="'ordr', which is no event; did you mean 'order'"):
         Callback(ordr=1)
 
@@ -380,17 +413,42 @@ def test_what_is_no_callback_is_refused(wrong):
         make_learner(cbs=[wrong])
 
 
-def test_a_callback_of_another_learner_is_refused_and_stays_there():
-    cb = Callback()
-    owner, other = make_learner(cbs=cb), make_learner()
-    with pytest.raises(ValueError, match="Callback belongs to another learner; make another one, or remove it there"):
-        other.add_cb(cb)
-    with pytest.raises(ValueError, match="another learner"):
-        other.fit(1, cbs=cb)
-    assert cb.learn is owner
-    assert cb in owner.cbs
-    owner.remove_cb(cb)
-    other.add_cb(cb)
+def test_learners_may_share_callbacks_while_one_of_them_runs():
+    seen = []
+    cbs = [
+        Callback(before_fit=lambda cb: seen.append(cb.learn)),
+        Callback(before_epoch=lambda cb: seen.append(cb.dls)),
+    ]
+    one, other = make_learner(cbs=cbs), make_learner(cbs=cbs)
+    for learn in (one, other, one):
+        seen.clear()
+        learn.fit(1)
+        assert seen == [learn, learn.dls]
+        assert all(cb.learn is learn for cb in cbs)
+    other.remove_cbs(cbs)
+    assert all(cb.learn is one for cb in cbs)
+    one.remove_cbs(cbs)
+    assert all(cb.learn is None for cb in cbs)
+
+
+def test_a_callback_in_a_run_of_another_learner_is_refused():
+    shared, errors = Callback(), []
+    other = make_learner(cbs=shared)
+
+    def share(cb):
+        for use in (lambda: other.fit(1), lambda: make_learner(cbs=shared), lambda: make_learner().fit(1, cbs=shared)):
+            with pytest.raises(
+                ValueError, match="takes part in 'fit' of another learner; make another one, or wait"
+            ) as e:
+                use()
+            errors.append(e)
+
+    owner = make_learner(cbs=[shared, Callback(before_epoch=share)])
+    owner.fit(1)
+    assert len(errors) == 3
+    assert shared.learn is owner
+    other.fit(1)
+    assert shared.learn is other
 
 
 def test_a_callback_added_twice_is_refused_and_stays():
@@ -549,6 +607,106 @@ def test_errors_of_models_and_losses_are_blamed_on_no_callback():
     with pytest.raises(RuntimeError, match="the model's own") as e:
         make_learner(model=Broken(), cbs=spy([])).fit(1)
     assert notes(e.value) == []
+
+
+# Collections of callbacks, and callbacks of others
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, L, iter, lambda cbs: dict(enumerate(cbs)).values()])
+def test_callbacks_come_in_any_collection(kind):
+    heard = []
+    first, second = (Callback(before_fit=lambda cb, name=name: heard.append(name)) for name in "ab")
+    learn = make_learner(cbs=kind([first, EarlyStoppingCallback]))
+    assert learn.cbs[-2:] in ([first, learn.early_stopping], [learn.early_stopping, first])
+    learn.fit(1, cbs=kind([second]))
+    learn.fit_one_cycle(1, cbs=kind([second]))
+    assert heard == ["a", "b"] * 2
+    learn.validate(cbs=kind([second]))
+    learn.get_preds(cbs=kind([second]))
+    learn.fine_tune(1, cbs=kind([second]))
+    assert heard == ["a", "b"] * 6
+    with learn.removed_cbs(kind([first])), learn.added_cbs(kind([second])):
+        learn.fit(1)
+    assert heard == ["a", "b"] * 6 + ["b"]
+    learn.remove_cbs(kind([first, EarlyStoppingCallback]))
+    learn.fit(1)
+    assert heard == ["a", "b"] * 6 + ["b"]
+
+
+def foreign(name, library="fastai", **attributes):
+    """Something that another library has made."""
+    return type(name, (), {"__module__": f"{library}.somewhere", **attributes})
+
+
+def test_parts_of_other_libraries_are_named():
+    with pytest.raises(TypeError, match=r"got the callback .*made for fastai, another library: .* derives from ours"):
+        make_learner(cbs=foreign("MixUp")())
+    with pytest.raises(TypeError, match=r"made for lightning, another library: write its hooks as methods named"):
+        make_learner(cbs=type("Own", (foreign("Callback", "lightning"),), {}))
+    with pytest.raises(TypeError, match=r"a DataLoaders of fastai, another library; pass learnerkit.DataLoaders\(dls"):
+        make_learner(foreign("DataLoaders")())
+    adam = lambda params, lr: None  # noqa: E731
+    adam.__module__, adam.__name__ = "fastai.optimizer", "Adam"
+    for opt_func in (adam, partial(adam, mom=0.9)):
+        with pytest.raises(TypeError, match=r"opt_func is Adam of fastai, another library; pass a torch optimizer"):
+            make_learner(opt_func=opt_func)
+    with pytest.raises(TypeError, match=r"made for fastai, another library; it must be a torch optimizer"):
+        make_learner(opt_func=lambda params, lr: foreign("Optimizer")()).fit(1)
+
+
+def test_what_fastais_optimizers_have_is_explained_in_a_callback():
+    learn = make_learner(cbs=Callback(before_batch=lambda cb: cb.opt.set_hyper("lr", 0.1)))
+    with pytest.raises(AttributeError, match="set_hyper") as e:
+        learn.fit(1)
+    assert any("for group in self.opt.param_groups: group['lr'] = 0.1" in note for note in notes(e.value))
+    with pytest.raises(AttributeError, match="another") as e:
+        make_learner(cbs=Callback(before_batch=lambda cb: cb.opt.another)).fit(1)
+    assert not any("param_groups" in note for note in notes(e.value))
+
+
+class CSVLogger(Callback):
+    """Writes rows to a file as fastai's does, which it lets alone where there is a `gather_preds`."""
+
+    order = 60
+
+    def __init__(self):
+        self.file = None
+
+    def before_fit(self):
+        if hasattr(self, "gather_preds"):
+            return
+        self.file = open("history.csv", "w")  # noqa: SIM115
+        self.file.write(",".join(self.recorder.metric_names) + "\n")
+        self.old_logger, self.learn.logger = self.logger, self._write_line
+
+    def _write_line(self, row):
+        self.file.write(",".join(map(str, row)) + "\n")
+        self.old_logger(row)
+
+    def after_fit(self):
+        if hasattr(self, "gather_preds"):
+            return
+        self.file.close()
+        self.learn.logger = self.old_logger
+
+
+def test_a_csv_logger_written_for_fastai_keeps_its_file_in_get_preds():
+    learn = make_learner(cbs=CSVLogger())
+    learn.fit(2)
+    before = Path("history.csv").read_text()
+    assert len(before.splitlines()) == 3
+    learn.get_preds()
+    learn.tta(n=2, batch_tfms=lambda x: x)
+    assert Path("history.csv").read_text() == before
+    assert not hasattr(learn, "gather_preds")
+
+
+def test_in_the_rate_finder_there_is_the_name_that_others_ask_for():
+    seen = []
+    learn = make_learner(cbs=Callback(before_fit=lambda cb: seen.append(hasattr(cb, "lr_finder"))))
+    learn.lr_find(num_it=10, show_plot=False, stop_div=False)
+    learn.fit(1)
+    assert seen == [True, False]
 
 
 # A callback written for fastai, unchanged but for the import

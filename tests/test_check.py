@@ -25,6 +25,8 @@ from learnerkit.callbacks.check import check
 from learnerkit.callbacks.debugging import OverfitBatch, ShortEpochCallback
 from learnerkit.events import CancelStepException
 
+pytestmark = pytest.mark.filterwarnings("ignore:mixed precision with float16 is some 30 times slower on a CPU")
+
 
 class Own(nn.Module):
     """Makes its own loss."""
@@ -284,7 +286,25 @@ def test_what_is_wrong_is_named(kind, capsys):
     assert same_weights(same, {k: v.nan_to_num() for k, v in weights(learn.model).items()})
 
 
+class OwnTokens(nn.Module):
+    """Makes its own loss over tokens, which is more than their cross-entropy."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+
+    def forward(self, x, labels):
+        logits = self.body(x)
+        return {"logits": logits, "loss": nn.functional.cross_entropy(logits.mT, labels) + logits.square().mean()}
+
+
+def tokens():
+    batch = {"x": torch.randn(4, 5, 4), "labels": torch.randint(3, (4, 5))}
+    return Learner(DataLoaders([batch], device="cpu"), OwnTokens())
+
+
 HINTS = {
+    "a loss of the model's own": (tokens, "loss", "give the Learner loss_weight="),
     "pixels": (lambda: make_learner(make_dls(data=pixels), nn.Sequential(nn.Flatten(), make_model())), "inputs",
                "0 .. 255"),
     "softmax": (lambda: classes(model=nn.Sequential(make_model(n_out=3), nn.Softmax(1))), "prediction", "softmax"),
@@ -294,10 +314,6 @@ HINTS = {
     "uint8 that the model takes": (
         lambda: classes(data=mapped(change_x=lambda x: x.byte()), model=nn.Sequential(Scale(), make_model(n_out=3))),
         "inputs", "uint8",
-    ),
-    "a batch of one": (
-        lambda: make_learner(make_dls(9), nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))),
-        "batchnorm", "1 of 9 samples",
     ),
     "some zero gradients": (lambda: make_learner(model=zeroed()), "gradients", "0.weight, 0.bias: all zero"),
     "a cancelled step": (lambda: make_learner(cbs=Callback(before_step=cancel_step)), "optimizer", "cancelled"),
@@ -321,10 +337,15 @@ def test_what_may_be_meant_is_a_hint(kind, capsys):
     assert words in found[topic]
 
 
-def test_no_hint_where_the_last_batch_is_dropped(capsys):
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_last_batch_of_one_sample_is_a_problem_of_batch_norm(drop_last, capsys):
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    dls = DataLoaders(DataLoader(make_data(9), 4, drop_last=True), device="cpu")
-    assert "batchnorm" not in lines(capsys, make_learner(dls, model), True)[0]
+    dls = DataLoaders(DataLoader(make_data(9), 4, drop_last=drop_last), device="cpu")
+    found, _ = lines(capsys, make_learner(dls, model), drop_last)
+    assert ("batchnorm" in found) == (not drop_last)
+    if not drop_last:
+        assert found["batchnorm"].startswith("!!")
+        assert "its last batch has 1 of its 9 samples (batches of 4)" in found["batchnorm"]
 
 
 def test_one_class_alone(capsys):

@@ -331,6 +331,17 @@ def test_seeded_samplers_give_back_what_they_lent():
         assert dl.sampler.generator is generator
 
 
+def test_typed_tensors_of_fastai_become_plain_ones():
+    kind = type("TensorImage", (torch.Tensor,), {"__module__": "fastai.torch_core"})
+    own = type("Own", (torch.Tensor,), {})
+    image, mine = torch.ones(2, 3).as_subclass(kind), torch.ones(2).as_subclass(own)
+    moved = to_device({"a": (image, [image]), "b": mine}, torch.device("cpu"))
+    assert type(moved["a"][0]) is type(moved["a"][1][0]) is torch.Tensor
+    assert type(moved["b"]) is own
+    assert torch.equal(moved["a"][0], torch.ones(2, 3))
+    assert moved["a"][0].data_ptr() == image.data_ptr()  # not copied
+
+
 def test_keep_seeds():
     with keep_seeds():
         first = torch.rand(1)

@@ -24,6 +24,7 @@ from conftest import (
     weights,
     words,
 )
+from fastcore.foundation import L
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
@@ -39,9 +40,14 @@ from learnerkit import (
     CancelTrainException,
     CancelValidException,
     DataLoaders,
+    GradientAccumulation,
     Learner,
+    OverfitBatch,
+    ShortEpochCallback,
     accuracy,
     mae,
+    mse,
+    perplexity,
     world,
 )
 from learnerkit.events import CancelException, Event
@@ -340,8 +346,12 @@ def state_of(learn):
     }
 
 
-def assert_same_state(learn, before):
+def assert_same_state(learn, before, ended_well=False):
+    """A run that ended well leaves the model in eval mode; all else is as it was."""
     now = state_of(learn)
+    if ended_well:
+        assert set(now.pop("modes")) == {False}
+        before = {key: value for key, value in before.items() if key != "modes"}
     for key, value in before.items():
         if isinstance(value, dict):
             assert value.keys() == now[key].keys(), key
@@ -390,7 +400,7 @@ def test_everything_is_put_back_wherever_a_fit_ends(event, error):
     except (ValueError, KeyboardInterrupt, CancelException) as e:
         escaped = e
     assert seen[0] == "fit"
-    assert_same_state(learn, before)
+    assert_same_state(learn, before, ended_well=escaped is None)
     assert learn.task is None
     if not (isinstance(error, type) and issubclass(error, CancelException)):
         assert escaped is error
@@ -410,7 +420,7 @@ def test_everything_is_put_back_wherever_a_fit_ends(event, error):
     # The next fit works, as if nothing had been.
     learn.fit(1)
     assert len(learn.recorder.values) == 1
-    assert_same_state(learn, before)
+    assert_same_state(learn, before, ended_well=True)
 
 
 @pytest.mark.parametrize("verb", ["validate", "get_preds"])
@@ -607,6 +617,60 @@ def test_attributes_during_a_fit():
     assert (learn.xb, learn.yb) == ((), ())
 
 
+def test_the_final_record():
+    learn = make_learner(metrics=mae)
+    assert learn.final_record == []
+    learn.fit(2)
+    assert learn.final_record == learn.recorder.values[-1]
+    assert len(learn.final_record) == 3
+
+
+def test_a_learner_and_its_data_tell_what_is_in_them():
+    learn = make_learner(make_dls(train=10), metrics=[mae, perplexity], opt_func=partial(AdamW, lr=0.5), lr=None)
+    learn.model[0].requires_grad_(False)
+    data = "train: 10 samples in 3 batches of 4, valid: 4 samples in 1 batch of 4, device: cpu"
+    assert repr(learn.dls) == f"DataLoaders({data})"
+    assert repr(learn).splitlines() == [
+        "Learner",
+        "  model      Sequential, 37 parameters, 30 of them frozen",
+        f"  data       DataLoaders({data})",
+        "  loss       MSELoss",
+        "  optimizer  AdamW, lr 0.5",
+        "  metrics    mae, perplexity",
+        "  callbacks  TrainEvalCallback, Recorder, ProgressCallback",
+    ]
+
+
+def test_what_tells_little_of_itself_is_told_too():
+    class Own(nn.Module):
+        pass
+
+    class Unsized:
+        def __iter__(self):
+            return iter([])
+
+    learn = Learner(DataLoaders(Unsized(), None, [1, 2]), Own(), opt_func=lambda params, lr: None, default_cbs=False)
+    assert repr(learn.dls) == "DataLoaders(train: Unsized, 2: 2 batches, device: chosen at first use)"
+    assert "loss       the model's own" in repr(learn)
+    assert "optimizer  <lambda>, lr 0.001" in repr(learn)
+    assert "metrics    none" in repr(learn)
+    assert "callbacks  none" in repr(learn)
+    assert "metrics    a, b" in repr(make_learner(metrics={"a": mae, "b": mae}))
+    assert "loss       function" not in repr(make_learner(loss_func=F.mse_loss))
+
+
+def test_metrics_come_in_any_collection():
+    for kind in (list, tuple, L, iter):
+        learn = make_learner(metrics=kind([mae, mse]))
+        for _ in range(2):
+            learn.fit(1)
+            assert learn.recorder.metric_names[3:5] == ["mae", "mse"]
+        assert len(learn.validate()) == 3
+    learn = make_learner(metrics=mae)
+    learn.metrics.append(mse)
+    assert len(learn.validate()) == 3
+
+
 def test_tasks_have_names():
     tasks = set()
     learn = make_learner(cbs=Callback(after_pred=lambda cb: tasks.add(cb.task)))
@@ -698,15 +762,6 @@ def test_evaluation_leaves_the_recorder_alone():
     assert [list(getattr(learn.recorder, n)) for n in ("values", "losses", "lrs", "iters", "log", "history")] == kept
 
 
-def test_evaluation_draws_no_random_numbers():
-    learn = make_learner(make_dls(valid=8), make_model(dropout=0.5), cbs=Callback(after_pred=lambda cb: torch.rand(3)))
-    state = torch.get_rng_state()
-    learn.validate()
-    learn.get_preds()
-    learn.validate(0)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 # Seams
 
 
@@ -747,6 +802,23 @@ def test_seams_are_called_inside_their_events():
     """)
     assert log[: 4 + len(batch)] == ["create_opt", "before_fit", "before_epoch", "before_train", *batch]
     assert [s for s in log[4 + len(batch) :] if s.startswith("_") or "opt" in s] == ["_forward", "_loss"]
+
+
+@pytest.mark.parametrize(
+    ("name", "seam"),
+    [("one_batch", "_forward, _loss, _backward"), ("_do_one_batch", "_forward"), ("_do_grad_opt", "_step"),
+     ("all_batches", "before_train"), ("_do_epoch_train", "before_epoch"), ("_split", "n_inp"),
+     ("__call__", "callback"), ("_end_cleanup", "cleanup_fit"), ("_set_device", "device=")],
+)  # fmt: skip
+def test_methods_that_fastai_would_call_are_refused_with_what_does_it_here(name, seam):
+    class Mixin:
+        pass
+
+    setattr(Mixin, name, lambda self, *args: None)
+    kind = type("Own", (Mixin, Learner), {})
+    with fails(TypeError, rf"Mixin.{name} would never be called: it is a method of fastai's Learner. Here") as e:
+        make_learner(cls=kind)
+    assert seam in str(e.value)
 
 
 def test_each_seam_replaces_what_it_names():
@@ -1254,12 +1326,94 @@ def test_dataloaders_refuse_a_dataset():
         DataLoaders(make_data())
 
 
-def test_a_batch_too_small_for_batch_norm_says_what_to_do():
-    learn = make_learner(make_dls(9, bs=4), nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)))
+def norm_model():
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+
+def lone(n=9, bs=4, model=None, **kwargs):
+    """A learner whose last training batch has a single sample."""
+    dls = DataLoaders(DataLoader(make_data(n), bs, **kwargs), DataLoader(make_data(4), 4), device="cpu")
+    return make_learner(dls, model or norm_model())
+
+
+LONE = r"the training loader: its last batch has 1 of its 9 samples \(batches of 4\), .* drop_last=True"
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_last_batch_too_small_for_batch_norm_is_found_before_training(shuffle):
+    learn = lone(shuffle=shuffle)
+    before, state, log = weights(learn.model), torch.get_rng_state(), []
+    with pytest.raises(ValueError, match=LONE):
+        learn.fit(1, cbs=spy(log, events=["before_batch"]))
+    assert log == []
+    assert same_weights(before, learn.model)  # statistics too
+    assert learn.model.training
+    with pytest.raises(ValueError, match=LONE):
+        learn.lr_find(num_it=10, show_plot=False)
+    with pytest.raises(ValueError, match=LONE):
+        learn.fit(n_steps=3)
+    with pytest.raises(ValueError, match=r"each of its batches has 1 sample.* larger batch size"):
+        lone(bs=1).fit(1)
+    torch.set_rng_state(state)
+    with pytest.raises(ValueError, match=LONE):
+        lone(shuffle=shuffle).fit(1, cbs=GradientAccumulation(n_batches=2))
+
+
+class Pooled(nn.Module):
+    """BatchNorm of images, and behind their pooling of single values."""
+
+    def __init__(self, pooled):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 3, 1), nn.BatchNorm2d(3), nn.Linear(3, 1)
+        self.pooled = nn.BatchNorm2d(3) if pooled else nn.Identity()
+
+    def forward(self, x):
+        return self.head(self.pooled(self.norm(self.conv(x[:, None, None])).mean((2, 3), keepdim=True)).flatten(1))
+
+
+def test_a_batch_norm_of_images_takes_a_single_one():
+    lone(model=Pooled(pooled=False)).fit(1)
+    with pytest.raises(ValueError, match=LONE):
+        lone(model=Pooled(pooled=True)).fit(1)
+
+
+@pytest.mark.parametrize(
+    "fit",
+    [
+        lambda learn: learn.fit(n_steps=2),
+        lambda learn: learn.fit(2, cbs=ShortEpochCallback(n=2)),
+        lambda learn: learn.fit(2, cbs=OverfitBatch()),
+        lambda learn: learn.fit(n_steps=1, cbs=GradientAccumulation(n_batches=2)),
+        lambda learn: (learn.model[1].eval(), learn.fit(2)),
+        lambda learn: learn.get_preds(0),
+    ],
+)
+def test_a_last_batch_that_is_not_trained_on_does_no_harm(fit):
+    fit(lone())
+
+
+def test_a_batch_too_small_for_batch_norm_says_what_to_do_where_its_size_is_not_known():
+    batches = [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    learn = make_learner(DataLoaders(DataLoader(make_data(9), batch_sampler=batches), device="cpu"), norm_model())
     with pytest.raises(ValueError, match="Expected more than 1 value") as caught:
         learn.fit(1)
     assert "batch 2 of the training loader has one sample" in str(notes(caught.value))
     assert "drop_last=True" in str(notes(caught.value))
+
+
+def test_a_sample_that_cannot_be_tried_is_no_reason_to_refuse():
+    class Moody(TensorDataset):
+        def __getitem__(self, i):
+            if isinstance(i, int) and i == 0 and len(tried) == 0:
+                tried.append(i)
+                raise OSError("not now")
+            return super().__getitem__(i)
+
+    tried = []
+    learn = make_learner(DataLoaders(DataLoader(Moody(*make_data(9).tensors), 4), device="cpu"), norm_model())
+    with pytest.raises(ValueError, match="Expected more than 1 value"):
+        learn.fit(1)
+    assert tried == [0]
 
 
 def test_a_loss_without_reduction_is_refused_at_once():

@@ -132,3 +132,84 @@ def test_what_is_a_cross_entropy():
     assert all(map(is_cross_entropy, (*CROSS_ENTROPIES, nn.NLLLoss(), F.nll_loss, partial(nn.NLLLoss()))))
     assert not any(map(is_cross_entropy, (nn.MSELoss(), F.mse_loss, nn.BCELoss(), None, print)))
     assert kernel(partial(partial(F.mse_loss, a=1), b=2)) is F.mse_loss
+
+
+# Losses that a model makes itself
+
+
+def own_losses(scores, target):
+    """Means that models take, of scores (n, t, classes), with what they count."""
+    flat, classes = scores.flatten(0, 1), target.flatten()
+    shifted, later = scores[:, :-1].flatten(0, 1), target[:, 1:].flatten()
+    return {
+        "tokens": (F.cross_entropy(flat, classes), (classes != -100).sum()),
+        "shifted": (F.cross_entropy(shifted, later), (later != -100).sum()),
+    }
+
+
+def tokens(n=6, t=7, classes=5, dtype=torch.float64):
+    target = torch.randint(classes, (n, t))
+    for i in range(n):
+        target[i, t - i :] = -100  # padding
+        target[i, : i // 2] = -100  # a prompt
+    return torch.randn(n, t, classes, dtype=dtype), target
+
+
+@pytest.mark.parametrize("kind", ["tokens", "shifted"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [False, True])  # whether classes are dimension 1
+@pytest.mark.parametrize("classes", [5, 7])  # 7: as many as places
+def test_what_a_models_own_loss_averages_over_is_found(kind, dtype, first, classes):
+    scores, target = tokens(classes=classes, dtype=dtype)
+    loss, count = own_losses(scores, target)[kind]
+    weight = LossWeight(None)
+    assert weight.count((target,), 6, scores.movedim(-1, 1) if first else scores, loss) == count
+    assert not weight.unknown
+    # What the first batch has shown holds for the others, which are not looked at.
+    other = tokens()[1].roll(1, 0)
+    assert weight.count((other,), 6, None, None) == ((other[:, 1:] if kind == "shifted" else other) != -100).sum()
+
+
+def test_scores_that_do_not_tell_are_followed_by_those_that_do():
+    scores, target = tokens()
+    weight = LossWeight(None)
+    nothing = torch.full_like(target, -100)
+    weight.count((nothing,), 6, scores, own_losses(scores, nothing)["shifted"][0])
+    loss, count = own_losses(scores * 0, target)["shifted"]
+    weight.count((target,), 6, scores * 0, loss)
+    assert weight.count((target,), 6, scores, own_losses(scores, target)["shifted"][0]) == count
+
+
+@pytest.mark.parametrize("loss_of", [partial(F.cross_entropy, reduction="sum"), lambda p, t: F.cross_entropy(p, t) + 1])
+def test_another_loss_over_tokens_is_unknown_and_counts_by_samples(loss_of):
+    scores, target = tokens()
+    weight = LossWeight(None)
+    assert weight.count((target,), 6, scores, loss_of(scores.flatten(0, 1), target.flatten())) == 6
+    assert weight.unknown
+
+
+def test_a_models_own_loss_over_samples_counts_them():
+    scores, classes = torch.randn(9, 3), torch.randint(3, (9,))
+    for pred, yb, loss in (
+        (scores, (classes,), F.cross_entropy(scores, classes)),
+        (scores, (classes,), torch.tensor(1.5)),  # a loss of its own, of one target for each sample
+        (scores[:, :1], (classes + 5,), torch.tensor(1.5)),  # numbers that are not classes
+        (scores, (torch.randn(9, 3),), torch.tensor(1.5)),
+        (scores, (classes, classes), torch.tensor(1.5)),
+        ({"a": scores}, (classes,), torch.tensor(1.5)),
+        (scores, (classes,), None),
+    ):
+        weight = LossWeight(None)
+        assert weight.count(yb, 9, pred, loss) == 9
+        assert not weight.unknown
+    classes[:4] = -100
+    weight = LossWeight(None)
+    assert weight.count((classes,), 9, scores, F.cross_entropy(scores, classes)) == 5
+
+
+def test_who_says_what_the_loss_averages_over_is_believed():
+    scores, target = tokens()
+    loss, _ = own_losses(scores, target)["tokens"]
+    assert LossWeight(None, lambda y: y.numel()).count((target,), 6, scores, loss) == target.numel()
+    assert LossWeight(None, "sum").count((target,), 6, scores, loss) == 6
+    assert LossWeight(None, "sum").sums

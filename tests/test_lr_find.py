@@ -111,7 +111,12 @@ def test_suggestions_of_ones_own():
     learn = learner()
     assert learn.lr_find(num_it=30, suggest_funcs=SuggestionMethod.Valley)._fields == ("valley",)
     assert learn.lr_find(num_it=30, suggest_funcs=(minimum, steep))._fields == ("minimum", "steep")
-    found = learn.lr_find(1e-5, 1.0, num_it=20, suggest_funcs=[first, fastais])
+
+    def tensors(lrs, losses, num_it):
+        return 10 ** lrs.log10()[losses.argmin().item()]
+
+    found = learn.lr_find(1e-5, 1.0, num_it=20, suggest_funcs=(f for f in [first, fastais, tensors, minimum]))
+    assert found.tensors / 10 == pytest.approx(found.minimum)
     assert found.first == pytest.approx(1e-5 * 1e5 ** (2 / 20))
     assert found.fastais == pytest.approx(1e-5 * 1e5 ** (3 / 20))
 

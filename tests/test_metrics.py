@@ -27,6 +27,28 @@ def test_functions():
     assert accuracy(image, image.argmax(1)) == 1
 
 
+def test_scores_of_a_language_model_have_their_classes_last():
+    scores, target = torch.randn(4, 5, 7), torch.randint(7, (4, 5))
+    target[1, 2:] = -100
+    expected = F.cross_entropy(scores.movedim(-1, 1), target).exp()
+    for pred, metric in ((scores, perplexity), (scores.movedim(-1, 1), perplexity), (scores, perplexity(axis=-1))):
+        assert evaluate(metric, (3, 1), pred, target)["perplexity"] == pytest.approx(float(expected))
+    best = scores.argmax(-1)
+    assert accuracy(scores, best) == accuracy(scores.movedim(-1, 1), best) == 1
+    assert error_rate(scores, best) == 0
+
+
+def test_where_the_classes_may_be_either_dimension_perplexity_asks():
+    scores, target = torch.randn(2, 5, 5), torch.randint(5, (2, 5))
+    with pytest.raises(ValueError, match=r"scores of shape \(2, 5, 5\) and targets of shape \(2, 5\).*axis=-1"):
+        perplexity().update(scores, target)
+    for axis in (1, -1):
+        expected = float(F.cross_entropy(scores.movedim(axis, 1), target).exp())
+        assert evaluate(perplexity(axis=axis), (1, 1), scores, target)["perplexity"] == pytest.approx(expected)
+        assert accuracy(scores, scores.argmax(axis), axis=axis) == 1
+    assert accuracy(scores, scores.argmax(1)) == 1
+
+
 def evaluate(metrics, sizes=(3, 1), pred=PRED, target=TARGET):
     """Each metric over batches of those sizes."""
     meters = make_meters(metrics)

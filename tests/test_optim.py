@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_data, make_dls, make_learner, make_model, same_weights, weights
+from fastcore.foundation import L
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Rprop
@@ -53,6 +54,10 @@ def by_name(learn, key):
         ((0.1, 0.2, 0.3), 3, [0.1, 0.2, 0.3]),
         (np.float32(0.5), 2, [0.5, 0.5]),
         ([torch.tensor(0.5), np.float32(0.25)], 2, [0.5, 0.25]),
+        (L(0.1, 0.2), 2, [0.1, 0.2]),
+        (np.array([0.1, 0.2]), 2, [0.1, 0.2]),
+        (torch.tensor([0.5, 0.25]), 2, [0.5, 0.25]),
+        (np.array(0.5), 2, [0.5, 0.5]),
         (slice(torch.tensor(0.5)), 2, [0.05, 0.5]),
     ],
 )
@@ -71,6 +76,9 @@ def test_rates_are_fastais(lr, count, expected):
         ("fast", TypeError, "a learning rate is a number, a slice, or a list"),
         ({}, TypeError, "a learning rate is"),
         ([0.1, "fast"], TypeError, "got lr='fast'; a learning rate is"),
+        ({0.1, 0.2}, TypeError, "a learning rate is a number, a slice, or a list"),
+        (np.array([0.1]), ValueError, "got 1 learning rates for 2 parameter groups"),
+        (np.zeros((2, 2)), TypeError, "a learning rate is a number, a slice, or a list"),
         (slice(0, 0.1), ValueError, r"slice\(lo, hi\) is a row of rates by a factor, so both are above 0"),
         (slice(-0.1, 0.1), ValueError, "both are above 0"),
     ],
@@ -94,6 +102,51 @@ def test_rates_count_the_splitters_groups(given_to, wd, lr, first, second, third
     expected = {"0.weight": first, "0.bias": second, "3.weight": third, "3.bias": third}
     assert by_name(learn, "lr") == pytest.approx(expected)
     assert optim.n_groups(learn.opt) == 3
+
+
+@pytest.mark.parametrize("kind", [tuple, L, iter, np.array, torch.tensor])
+def test_rates_come_in_any_row(kind):
+    lrs = pytest.approx({"0.weight": 0.1, "0.bias": 0.2, "3.weight": 0.3, "3.bias": 0.3})
+    learn = make_learner(splitter=thirds, lr=kind([0.1, 0.2, 0.3]))
+    for _ in range(2):
+        learn.fit(0)
+        assert by_name(learn, "lr") == lrs
+    learn = make_learner(splitter=thirds)
+    learn.fit(0, kind([0.1, 0.2, 0.3]))
+    assert by_name(learn, "lr") == lrs
+    learn.fit_one_cycle(1, kind([0.1, 0.2, 0.3]), div=1.0, div_final=1.0)
+    assert by_name(learn, "lr") == lrs
+    learn.moms = kind([0.95, 0.85, 0.95])
+    learn.fit_one_cycle(1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("opt_func", "lr", "expected"),
+    [
+        (partial(SGD, lr=0.25), None, 0.25),
+        (partial(partial(SGD, lr=0.5, momentum=0.9), lr=0.25), None, 0.25),
+        (partial(SGD, lr=0.25), 0.125, 0.125),
+        (partial(SGD, lr=0.25), 1e-3, 1e-3),
+        (partial(SGD, momentum=0.9), None, 1e-3),
+        (SGD, None, 1e-3),
+        (lambda params, lr=0.25: SGD(params, lr), None, 1e-3),
+    ],
+)
+def test_a_rate_that_is_bound_in_the_optimizer_is_the_learners_default(opt_func, lr, expected):
+    learn, model = Learner(make_dls(), make_model(), F.mse_loss, opt_func=opt_func, lr=lr), make_model()
+    assert learn.lr == expected
+    opt = opt_func(model.parameters(), lr=expected)
+    learn.fit(2)
+    assert {g["lr"] for g in learn.opt.param_groups} == {expected}
+    for _ in range(2):
+        for x, y in make_dls().train:
+            F.mse_loss(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    for found, p in zip(learn.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, p)
+    learn.fit(1, 0.5)
+    assert {g["lr"] for g in learn.opt.param_groups} == {0.5}
 
 
 def test_a_splitter_may_return_parameters_alone():

@@ -1,7 +1,9 @@
-"""Options of DistributedCallback and what a step costs: scripts/options.py on two processes."""
+"""What DistributedCallback's options do, on two processes."""
 
 from launching import run_script
 
 
 def test_options():
-    assert "all well" in run_script("options.py", nproc=2)
+    printed = run_script("options.py", nproc=2, timeout=170)
+    assert printed.rstrip().endswith("all well")
+    assert "find_unused_parameters=True was specified in DDP constructor" not in printed  # torch's warning, in C++

@@ -17,6 +17,7 @@ from torch.nn.parallel import scatter_gather
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import Callback, DataLoaders, Learner, ParallelCallback, Recorder, accuracy, unwrap
+from learnerkit.losses import LossWeight
 from learnerkit.parallel.data_parallel import _Replica, can_replicate
 
 
@@ -433,7 +434,8 @@ def test_a_partial_moves_to_the_replica():
         return pred.mean()
 
     devices = []
-    replica = _Replica(nn.Identity(), partial(loss, scale=torch.ones(()), shift={"by": torch.zeros(())}), None)
+    loss = partial(loss, scale=torch.ones(()), shift={"by": torch.zeros(())})
+    replica = _Replica(nn.Identity(), loss, LossWeight(loss))
     batch = torch.ones(2, 3, device="meta")
     replica((batch,), (batch,), True, False, ("cpu", torch.bfloat16, False))
     assert devices == ["meta"] * 4
@@ -441,7 +443,8 @@ def test_a_partial_moves_to_the_replica():
 
 def test_a_compiled_loss():
     loss = nn.MSELoss()
-    assert _Replica(make_model(), torch.compile(loss), None).loss_func is loss  # compiled, it would call the whole
+    replica = _Replica(make_model(), torch.compile(loss), LossWeight(loss))
+    assert replica.loss_func is loss  # compiled, it would call the whole
 
 
 @pytest.mark.parametrize(

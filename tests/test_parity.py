@@ -8,7 +8,7 @@ TRAINING = [
     "plain", "one_cycle", "shuffled", "generator", "weighted", "batch_sampler", "drop_last", "workers", "regression",
     "mapping", "tiny", "dropout_order",
 ]  # fmt: skip
-LOSSES = ["mean", "sum", "class weights", "ignore_index", "tokens"]
+LOSSES = ["mean", "sum", "class weights", "ignore_index", "tokens", "own tokens", "own shifted"]
 WAYS = ["whole", "micro-batches", "batches per rank", "samples"]
 GANS = ["Both", "BothByInputs", "OneByOne", "InTurn"]
 OTHERS = ["lengths", "predictions", "batch_norm"]
@@ -110,6 +110,13 @@ def test_all_losses_are_tried_on_tails_and_padding(found):
 
 
 # Evaluation
+
+
+def test_a_loss_of_the_models_own_over_tokens_is_that_of_a_loss_function(found):
+    for way in WAYS:
+        own, given = found[2][0][f"own tokens: {way}"], found[1][0][f"tokens: {way}"]
+        same(own["weights"], {f"body.{k}": v for k, v in given["weights"].items()}, way)
+        same(own["values"], given["values"], way)
 
 
 @on_ranks(["lengths"])

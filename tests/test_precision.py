@@ -1,5 +1,6 @@
 """Mixed precision, clipping, memory format and compiling: what they compute, and that nothing of them stays."""
 
+import operator
 import shutil
 
 import pytest
@@ -21,13 +22,18 @@ from learnerkit import (
     ChannelsLast,
     Compile,
     DataLoaders,
+    EarlyStoppingCallback,
     GradientAccumulation,
     GradientClip,
     Learner,
     MixedPrecision,
     ParallelCallback,
     SaveModelCallback,
+    mae,
+    utils,
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore:mixed precision with float16 is some 30 times slower on a CPU")
 
 LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
 SCALE = {"fp16": {"init_scale": 1024.0}, "bf16": {}}  # with which no step overflows
@@ -185,7 +191,71 @@ def test_the_scale_grows_again():
     learn.fit(2, cbs=cb)
     assert scales == [8.0, 16.0, 16.0, 32.0]
     learn.fit(1, cbs=cb)
-    assert scales[4:] == [8.0, 16.0]  # a scaler of its own for each fit
+    assert scales[4:] == [32.0, 64.0]  # it goes on where the last fit has left it
+
+
+def fp16_learner(**kwargs):
+    return make_learner(cbs=MixedPrecision("fp16", init_scale=8.0, growth_interval=2), **kwargs)
+
+
+def test_the_scale_survives_a_fit_and_travels_in_files():
+    learn, other = fp16_learner(), fp16_learner(model=make_model(seed=3))
+    assert learn.mixed_precision.state_dict() == {}
+    learn.fit(3)
+    state = learn.mixed_precision.state_dict()
+    assert (state["scale"], state["_growth_tracker"]) == (64.0, 0)
+    assert torch.load(learn.save("full"), weights_only=True)["scaler"] == state
+    other.load("full")
+    assert other.mixed_precision.state_dict() == state
+    plain = make_learner().load("full")  # a learner without a scaler has no use for the state
+    plain.fit(1)
+    scales = []
+    note = in_training(before_batch=lambda cb: scales.append(cb.mixed_precision.scaler.get_scale()), order=11)
+    for each in (learn, other):
+        each.fit(1, cbs=note)
+    assert scales == [64.0, 64.0] * 2
+    assert same_weights(learn.model, other.model)
+    fp16_learner().load("full", with_opt=False).fit(1, cbs=note)
+    assert scales[4:] == [8.0, 8.0]
+    assert set(torch.load(learn.save("bare", with_opt=False), weights_only=True)) == set(learn.model.state_dict())
+
+
+def test_a_save_in_mid_fit_has_the_scale_of_the_moment():
+    learn = fp16_learner(dls=make_dls(train=16))
+    found = []
+
+    def save(cb):
+        cb.learn.save("now")
+        found.append(torch.load("models/now.pth", weights_only=True)["scaler"]["scale"])
+
+    learn.fit(1, cbs=in_training(after_batch=save, order=20))
+    assert found == [8.0, 16.0, 16.0, 32.0]
+    before = []
+    look = in_training(after_batch=lambda cb: before.append(cb.mixed_precision.scaler.get_scale()), order=20)
+    learn.fit(1, cbs=[look, in_training(before_batch=lambda cb: cb.iter == 2 and cb.learn.load("now"), order=20)])
+    assert before == [32.0, 64.0, 32.0, 64.0]
+
+
+def test_what_only_tries_something_out_leaves_the_scale_alone():
+    learn = fp16_learner()
+    learn.fit(2)
+    state = learn.mixed_precision.state_dict()
+    learn.lr_find(num_it=10, show_plot=False, stop_div=False)
+    learn.check()
+    learn.validate()
+    assert learn.mixed_precision.state_dict() == state
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(1, cbs=Callback(before_validate=lambda cb: 1 / 0))
+    assert learn.mixed_precision.state_dict()["scale"] == 2 * state["scale"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_float16_on_a_cpu_says_what_is_faster(monkeypatch):
+    monkeypatch.setattr(utils, "_warned", set())
+    with pytest.warns(UserWarning, match=r"30 times slower on a CPU.*use bf16 there \(learn.to_bf16\(\)"):
+        make_learner().to_fp16().fit(1)
+    make_learner().to_fp16().fit(1)  # once a process
+    make_learner().to_bf16().fit(1)
 
 
 def test_a_step_without_gradients_or_cancelled_by_others_is_no_matter():
@@ -312,6 +382,9 @@ def by_hand(max_norm, epochs=3, batches=2, norm_type=2.0):
 class Norms(GradientClip):
     """Also keeps the norms."""
 
+    def __init__(self, max_norm, norm_type=2.0):
+        super().__init__(max_norm, norm_type, log=True)
+
     def before_fit(self):
         self.found = []
 
@@ -372,12 +445,24 @@ def test_without_a_bound_the_gradients_are_left_alone():
     def spoil(cb):
         cb.model[0].bias.grad.fill_(float("inf"))
 
-    learn, plain = (make_learner(cbs=[Callback(before_step=spoil), *cbs]) for cbs in ([GradientClip(float("inf"))], []))
+    clip = GradientClip(float("inf"), log=True)
+    learn, plain = (make_learner(cbs=[Callback(before_step=spoil), *cbs]) for cbs in ([clip], []))
     for each in (learn, plain):
         each.fit(1)
     assert same_weights(learn.model[3], plain.model[3])
     assert learn.recorder.metric_names[3] == "grad_norm"
     assert learn.recorder.values[0][2] == float("inf")
+
+
+def test_the_norm_has_a_column_only_when_asked():
+    learn = make_learner(cbs=GradientClip(0.05), metrics=mae)
+    learn.fit(1)
+    assert learn.recorder.metric_names == ["epoch", "train_loss", "valid_loss", "mae", "time"]
+    with pytest.raises(ValueError, match="got monitor='grad_norm'; this fit's columns are train_loss, valid_loss, mae"):
+        learn.fit(1, cbs=EarlyStoppingCallback("grad_norm"))
+    watch = EarlyStoppingCallback("grad_norm", comp=operator.lt)
+    make_learner(cbs=[GradientClip(0.05, log=True), watch]).fit(1)
+    assert watch.best > 0.05
 
 
 def test_what_clipping_refuses():

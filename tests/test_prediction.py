@@ -1,6 +1,7 @@
 """get_preds: what comes back, and in which order."""
 
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from learnerkit import Callback, DataLoaders
+from learnerkit import Callback, DataLoaders, set_seed, world
 
 
 def classifier(loss=None, **kwargs):
@@ -130,22 +131,86 @@ def test_nested_predictions():
     assert [len(row) for row in preds["b"][1]] == [4] * 4 + [3] * 3
 
 
-def test_the_model_is_in_eval_mode_and_gets_its_own_mode_back():
+def test_the_model_is_in_eval_mode_and_stays_so():
     learn = classifier()
-    learn.model[2].eval()
-    modes = [m.training for m in learn.model.modules()]
     seen = []
     learn.get_preds(cbs=Callback(after_pred=lambda cb: seen.append(cb.model.training)))
     assert set(seen) == {False}
+    assert not any(m.training for m in learn.model.modules())
+
+
+def test_an_evaluation_that_fails_gives_modules_their_modes_back():
+    learn = classifier()
+    learn.model[2].eval()
+    modes = [m.training for m in learn.model.modules()]
+    with pytest.raises(ZeroDivisionError):
+        learn.get_preds(cbs=Callback(after_pred=lambda cb: 1 / 0))
     assert [m.training for m in learn.model.modules()] == modes
 
 
-def test_the_generators_are_left_alone():
-    learn = classifier()
-    state = torch.get_rng_state()
-    learn.get_preds()
+class MonteCarlo(Callback):
+    """Dropout in prediction, as callbacks for fastai have it."""
+
+    def before_validate(self):
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.train()
+
+
+def test_dropout_in_prediction_differs_from_call_to_call():
+    learn = make_learner(make_dls(4, 8), make_model(dropout=0.5), cbs=MonteCarlo())
+    preds = torch.stack([learn.get_preds()[0] for _ in range(10)])
+    assert (preds.std(0) > 0).all()
+    losses = [learn.validate()[0] for _ in range(5)]
+    assert len(set(losses)) == 5
+    torch.manual_seed(3)
+    first = learn.get_preds()[0]
+    torch.manual_seed(3)
+    assert torch.equal(first, learn.get_preds()[0])
+
+
+class Noisy(Dataset):
+    """Draws from every random stream of the host for each sample."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        return torch.full((4,), random.random() + np.random.rand()) + torch.rand(4), torch.ones(1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_an_augmenting_loader_gives_other_data_each_time(workers, generator):
+    loader = DataLoader(Noisy(), 3, num_workers=workers, generator=generator)
+    learn = make_learner(DataLoaders(DataLoader(make_data(), 4), loader, device="cpu"))
+    first, second = (learn.get_preds(with_input=True)[0] for _ in range(2))
+    assert not torch.isclose(first, second).any()
+    dl = DataLoader(Noisy(), 3, num_workers=workers, generator=generator)
+    assert not torch.isclose(*(learn.get_preds(dl=dl, with_input=True)[0] for _ in range(2))).any()
+
+
+def streams():
+    """The states of the host's random streams."""
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+def test_in_a_fit_all_random_streams_are_given_back(monkeypatch):
+    kept = []
+    monkeypatch.setattr(world, "device_streams_kept", lambda device: kept.append(device) or nullcontext())
+
+    def evaluate(cb):
+        before = streams()
+        readings = [cb.learn.get_preds(with_input=True)[0] for _ in range(2)]
+        cb.learn.validate()
+        assert torch.equal(*readings)  # each begins where the fit is
+        assert streams() == before
+
+    learn = make_learner(DataLoaders(DataLoader(make_data(4), 4), DataLoader(Noisy(), 3), device="cpu"))
+    learn.fit(1, cbs=Callback(after_step=evaluate))
+    assert kept == [torch.device("cpu")] * 4  # those of the device too, also in the epoch's own validation
     learn.validate()
-    assert torch.equal(state, torch.get_rng_state())
+    assert len(kept) == 4
 
 
 # Test time augmentation
@@ -183,18 +248,29 @@ def double(cb):
     cb.learn.xb = (2 * cb.learn.xb[0],)
 
 
-def test_every_augmented_reading_is_another_and_the_streams_are_what_they_were():
+def test_every_augmented_reading_is_another():
     learn = make_learner(make_dls(8, 10))
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     one, four = learn.tta(batch_tfms=flips, n=1, beta=0)[0], learn.tta(batch_tfms=flips, n=4, beta=0)[0]
     (plain, _), (mirrored, _) = learn.get_preds(), learn.get_preds(cbs=Callback(before_batch=mirror))
     shares = ((four - plain) / (mirrored - plain)).flatten()
     assert len({round(share, 2) for share in shares.tolist()}) > 2  # neither none nor all of the four
     assert not torch.equal(one, four)
-    assert torch.equal(one, learn.tta(batch_tfms=flips, n=1, beta=0)[0])
-    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    assert torch.equal(states[0], after[0])
-    assert states[1:] == after[1:]
+    assert not torch.equal(one, learn.tta(batch_tfms=flips, n=1, beta=0)[0])
+
+
+def test_in_a_fit_augmented_readings_differ_and_leave_the_streams_alone():
+    found = []
+
+    def ask(cb):
+        before = streams()
+        found.append(cb.learn.tta(batch_tfms=flips, n=4, beta=0)[0])
+        (plain, _), (mirrored, _) = cb.learn.get_preds(), cb.learn.get_preds(cbs=Callback(before_batch=mirror))
+        shares = ((found[-1] - plain) / (mirrored - plain)).flatten()
+        assert len({round(share, 2) for share in shares.tolist()}) > 2  # neither none nor all of the four
+        assert streams() == before
+
+    make_learner(make_dls(4, 10)).fit(1, cbs=Callback(after_step=ask))
+    assert len(found) == 1
 
 
 def mirror(cb):
@@ -227,9 +303,12 @@ def test_tta_needs_what_augments():
 
 def test_tta_with_data_parallel(two_gpus):
     learn = make_learner(make_dls(8, 10))
-    with learn.parallel_ctx():
-        split = learn.tta(batch_tfms=flips)[0]
-    assert torch.equal(split, learn.tta(batch_tfms=flips)[0])
+    found = []
+    for context in (learn.parallel_ctx(), nullcontext()):
+        set_seed(0)
+        with context:
+            found.append(learn.tta(batch_tfms=flips)[0])
+    assert torch.equal(*found)
 
 
 def test_a_list_with_an_entry_for_each_sample_is_refused():

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from learnerkit import Callback, CancelFitException, DataLoaders, ProgressCallback, Recorder, mae
 from learnerkit.callbacks import progress
+from learnerkit.utils import columns
 
 SCRIPT = """
 import torch
@@ -41,7 +42,7 @@ except ZeroDivisionError:
     print("the end", flush=True)
 """
 
-ROW = re.compile(r"^ +[0-2]( +\d+\.\d{6}){2} +\d\d:\d\d$")
+ROW = re.compile(r"^ +[0-2]( +\d+\.\d{6}){2} +\d\d:\d\d\.\d$")
 
 
 def test_in_a_pipe_there_are_whole_lines_and_no_bar(script_env):
@@ -198,6 +199,37 @@ def test_in_a_notebook_a_fit_is_one_output_with_a_table_and_a_bar(cell, capsys):
     assert [len(line.split()) for line in plain] == [5, 5, 5]
     assert capsys.readouterr() == ("", "")
     assert learn.logger is logger
+
+
+def test_what_is_said_stands_among_the_rows_of_a_notebooks_table(cell, capsys):
+    learn = make_learner(cbs=Callback(after_step=lambda cb: cb.train_iter == 2 and cb.learn.say("<half> way")))
+    learn.fit(2)
+    (output,) = cell.outputs
+    assert [row[0] for row in table(output["text/html"])] == ["epoch", "0", "&lt;half&gt; way", "1"]
+    assert output["text/plain"].splitlines()[2] == "<half> way"
+    assert capsys.readouterr() == ("", "")
+    said = next(html for html in cell.history if "way" in html)
+    assert said.index("way") < said.index("<progress")
+    learn.say("between")
+    assert capsys.readouterr().out == "between\n"
+
+
+def test_what_is_said_is_said_by_rank_0_alone(capsys, monkeypatch):
+    learn = make_learner()
+    learn.say("one")
+    learn.say(2)
+    monkeypatch.setenv("RANK", "1")
+    learn.say("three")
+    assert capsys.readouterr().out == "one\n2\n"
+
+
+def test_wide_characters_keep_the_columns_straight(capsys):
+    learn = make_learner(metrics={"准确率": mae, "평균 절대 오차": mae, "naïve": mae})
+    learn.fit(2)
+    lines = capsys.readouterr().out.splitlines()
+    assert len({columns(line) for line in lines}) == 1
+    ends = [[columns(line[: match.end()]) for match in re.finditer(r"[^ ](?=  |$)", line)] for line in lines]
+    assert ends[0] == ends[1] == ends[2]
 
 
 def test_every_fit_has_an_output_of_its_own(cell):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
-from learnerkit import Callback, DataLoaders, accuracy, unwrap, world
+from learnerkit import Callback, DataLoaders, Learner, accuracy, unwrap, world
 from learnerkit.parallel.proof import check_distributed
 
 pytestmark = pytest.mark.timeout(120)
@@ -229,6 +229,40 @@ class Scaled(Callback):
         self.learn.loss_grad = self.loss_grad * self.batch_size
 
 
+class Words(Dataset):
+    """Sentences of other lengths, padded."""
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, i):
+        generator = torch.Generator().manual_seed(i)
+        x, labels = torch.randn(6, 4, generator=generator), torch.randint(3, (6,), generator=generator)
+        labels[1 + i % 5 :] = -100
+        return {"x": x, "labels": labels}
+
+
+class OwnLoss(nn.Module):
+    """A model that makes its own loss over tokens; with a `penalty` it is not their mean cross-entropy."""
+
+    def __init__(self, penalty):
+        super().__init__()
+        self.body, self.penalty = make_model(n_out=3), penalty
+
+    def forward(self, x, labels):
+        logits = self.body(x)
+        return {"logits": logits, "loss": F.cross_entropy(logits.mT, labels) + self.penalty * logits.square().mean()}
+
+
+def own_loss(penalty, **kwargs):
+    dls = DataLoaders(DataLoader(Words(), 8), device="cpu")
+    return Learner(dls, OwnLoss(penalty), opt_func=torch.optim.SGD, lr=0.1, **kwargs)
+
+
+def test_a_models_own_loss_over_tokens_is_counted(capsys):
+    assert verdict(capsys, own_loss(0.0))[0] is True
+
+
 def highest(pred, target):
     return pred.max()
 
@@ -249,7 +283,7 @@ def highest(pred, target):
             lambda: make(loss_func=lambda pred, target: F.cross_entropy(pred, target).square()),
             NAMES - {"samples"},
             {"losses": r"step 1: "},
-            "the loss is no mean over samples",
+            "the loss is not a mean over samples: give the Learner loss_weight=",
         ),
         (
             lambda: make(dls=DataLoaders(DataLoader(RandomData(), 8), device="cpu")),
@@ -275,10 +309,16 @@ def highest(pred, target):
             {"losses": r"step 2: "},
             "gradients that depend on how a batch is split",
         ),
+        (
+            lambda: own_loss(0.1),
+            NAMES - {"samples"},
+            {"losses": r"step 1: "},
+            "the model makes its own loss, which is not the mean cross-entropy over the targets that are not -100:",
+        ),
         (lambda: make(metrics=highest), {"validation"}, {"validation": "metric 1: "}, "a metric that is no mean"),
         (lambda: make(Centred()), {"validation", "predictions"}, {"predictions": r"output 0\[0, 0\]"}, "a metric"),
     ],
-    ids=["one rank", "loss", "dataset", "sampler", "dropout", "gradient", "metric", "predictions"],
+    ids=["one rank", "loss", "dataset", "sampler", "dropout", "gradient", "own loss", "metric", "predictions"],
 )
 def test_a_planted_fault_is_found(case, wrong, says, reason, capsys):
     found, lines, _ = verdict(capsys, case())

@@ -95,7 +95,7 @@ def test_columns_and_values_agree(add_time, train_metrics, valid_metrics, valid,
     assert recorder.log[: 1 + width] == [1, *recorder.final_record]
     assert len(recorder.log) == len(expected)
     if add_time:
-        assert re.fullmatch(r"\d\d:\d\d", recorder.log[-1])
+        assert re.fullmatch(r"\d\d:\d\d\.\d", recorder.log[-1])
 
 
 def test_names_of_metrics():

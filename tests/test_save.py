@@ -1,9 +1,13 @@
 """Files: what `save` writes, what `load` takes, and what neither may do."""
 
 import contextlib
+import copy
 import os
 import pickle
 import random
+from collections import OrderedDict
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -12,8 +16,8 @@ from conftest import make_dls, make_learner, make_model, same_weights, spy, weig
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from learnerkit import Callback, Learner
-from learnerkit.utils import save_whole
+from learnerkit import Callback, Learner, files
+from learnerkit.files import save_whole
 
 
 def trained(**kwargs):
@@ -58,11 +62,26 @@ def test_without_the_optimizer_the_file_is_a_bare_state_dict():
     state = torch.load(learn.save("bare", with_opt=False), weights_only=True)
     assert same_weights(state, weights(learn.model))
     other = make_learner(model=make_model(seed=9))
-    other.load("bare")
+    other.load("bare", with_opt=False)
     assert same_weights(other.model, learn.model)
     assert other.opt is None
     plain = make_model(seed=8)
     plain.load_state_dict(state)
+
+
+def test_a_file_without_the_optimizer_says_so_where_one_is_wanted():
+    learn = trained()
+    learn.save("bare", with_opt=False)
+    before = copy.deepcopy(opt_states(learn.opt, learn.model))
+    for each in (learn, make_learner(model=make_model(seed=9))):
+        with pytest.warns(
+            UserWarning, match=r"bare.pth has weights and no optimizer state.*with_opt=False\) says that"
+        ) as e:
+            each.load("bare")
+        assert e[0].filename == __file__
+        assert same_weights(each.model, learn.model)
+    for name, state in opt_states(learn.opt, learn.model).items():
+        assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(before[name][k])) for k, v in state.items())
 
 
 def test_with_opt_false_leaves_the_optimizer_alone():
@@ -84,7 +103,7 @@ def test_a_file_loads_with_weights_only():
 def test_before_any_fit_there_is_no_optimizer_to_save():
     learn = make_learner()
     learn.save("fresh")
-    other = make_learner(model=make_model(seed=9)).load("fresh")
+    other = make_learner(model=make_model(seed=9)).load("fresh", with_opt=False)
     assert same_weights(other.model, learn.model)
     assert other.opt is None
 
@@ -101,7 +120,7 @@ def test_a_path_is_taken_as_it_is(tmp_path):
     for path in (tmp_path / "a" / "b.bin", Path("relative.pt"), Path("..") / tmp_path.name / "up.pth"):
         assert learn.save(path) == path
         assert path.is_file()
-        make_learner().load(path)
+        make_learner().load(path, with_opt=False)
     assert not Path("models").exists()
 
 
@@ -195,6 +214,71 @@ def test_of_several_optimizers_none_is_loaded_if_one_does_not_fit():
     assert {float(s["step"]) for s in other.opt["a"].state.values()} == {6.0}
 
 
+# Files that others have made, and files that are open
+
+
+@pytest.mark.parametrize(
+    "names", [("state_dict", "optimizer"), ("model_state_dict", "optimizer_state_dict"), ("model", "opt")]
+)
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_a_checkpoint_of_plain_pytorch(names, prefix, tmp_path):
+    learn = trained()
+    state = {f"{prefix}{k}": v for k, v in learn.model.state_dict().items()}
+    opt = AdamW(learn.model.parameters(), lr=0.01)
+    opt.load_state_dict({**opt.state_dict(), "state": learn.opt.state_dict()["state"]})
+    torch.save({names[0]: state, names[1]: opt.state_dict(), "epoch": 3, "best": 0.5}, tmp_path / "theirs.pt")
+    other = make_learner(model=make_model(seed=9), opt_func=AdamW, lr=0.01).load(tmp_path / "theirs.pt")
+    assert same_weights(learn.model, other.model)
+    assert_same_opt(learn, other)
+    torch.save(state, tmp_path / "weights.pt")
+    other = make_learner(model=make_model(seed=9)).load(tmp_path / "weights.pt", with_opt=False)
+    assert same_weights(learn.model, other.model)
+
+
+def test_a_model_with_a_part_named_module_keeps_its_names(tmp_path):
+    own = nn.Module()
+    own.module = make_model()
+    own.forward = own.module.forward
+    learn = make_learner(model=own)
+    learn.save("own")
+    other = make_learner(model=nn.Sequential(OrderedDict(module=make_model(seed=9)))).load("own", with_opt=False)
+    assert same_weights(other.model, own)
+
+
+def test_a_foreign_state_of_the_optimizer_keeps_the_splitters_groups(tmp_path):
+    def splitter(model):
+        return [list(model[0].parameters()), list(model[3].parameters())]
+
+    model = make_model()
+    opt = SGD([{"params": group} for group in splitter(model)], lr=0.5, momentum=0.9)
+    torch.save({"state_dict": model.state_dict(), "optimizer": opt.state_dict()}, tmp_path / "theirs.pt")
+    learn = make_learner(splitter=splitter, opt_func=partial(SGD, momentum=0.9)).load(tmp_path / "theirs.pt")
+    learn.fit(1, [0.1, 0.2], wd=0.1)
+    assert [(g["splitter_group"], g["lr"]) for g in learn.opt.param_groups] == [(0, 0.1), (0, 0.1), (1, 0.2), (1, 0.2)]
+
+
+@pytest.mark.parametrize("opened", [BytesIO, lambda: open("file.bin", "w+b")])  # noqa: SIM115
+def test_open_files_are_written_and_read_where_they_stand(opened):
+    learn, other = trained(), make_learner(model=make_model(seed=9), opt_func=AdamW)
+    with opened() as file:
+        file.write(b"before")
+        assert learn.save(file) is file
+        file.seek(6)
+        other.load(file)
+    assert same_weights(learn.model, other.model)
+    assert_same_opt(learn, other)
+    with opened() as file, pytest.raises(ValueError, match="is damaged, or not made by Learner.save"):
+        other.load(file)
+
+
+def test_a_state_of_something_else_in_the_place_of_a_scaler_is_refused(tmp_path):
+    learn = trained()
+    state = {"model": learn.model.state_dict(), "opt": learn.opt.state_dict(), "scaler": {"scale": 2.0}}
+    torch.save(state, tmp_path / "odd.pth")
+    with pytest.raises(ValueError, match=r"odd.pth: its 'scaler' has \['scale'\], not the state of a GradScaler"):
+        learn.load(tmp_path / "odd.pth")
+
+
 # Weight decay parts the groups; a file may come from either side
 
 
@@ -254,7 +338,20 @@ def test_plain_names_stay_inside(name, tmp_path):
     learn = make_learner()
     learn.save(name)
     assert [p.parent for p in tmp_path.rglob("*.pth")] == [tmp_path / "models"]
-    learn.load(name)
+    learn.load(name, with_opt=False)
+
+
+@pytest.mark.parametrize("name", ["a", "model.pth", "a b", "ä", "..x", "x" * 200])
+def test_plain_names_pass(name):
+    assert files.plain_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "/a", "a\\b", "-a", "a\n", "\r", "a\0b", "\x1b[0m", "\x7f", "x" * 201]
+)
+def test_other_names_are_refused(name):
+    with pytest.raises(ValueError, match="a str is a plain name inside the model directory"):
+        files.plain_name(name)
 
 
 # Whole files
@@ -425,8 +522,12 @@ def test_missing_and_surplus_keys():
     small.save("small")
     whole = trained()
     whole.save("whole")
-    refuses(whole, "small", r"are not in the file: 3.weight; 3.bias")
-    refuses(small, "whole", r"are not in the model: 3.weight; 3.bias")
+    refuses(whole, "small", r"are not in the file: 3.weight; 3.bias$")
+    refuses(small, "whole", r"are not in the model: 3.weight; 3.bias$")
+    named = trained(model=nn.Sequential(OrderedDict(zip("abcd", make_model(), strict=True))))
+    refuses(named, "small", r"are not in the file: a.weight; .*. These are not in the model: 0.weight; 0.bias$")
+    with pytest.raises(ValueError, match=r"are not in the file: a.weight"):  # strict=False, and none of them fits
+        named.load("small", strict=False)
     fresh = make_learner(model=make_model(seed=9))
     fresh.load("small", with_opt=False, strict=False)
     assert torch.equal(fresh.model[0].weight, small.model[0].weight)
@@ -450,7 +551,7 @@ def test_loading_fires_no_events():
     learn = make_learner(cbs=spy(log))
     log.clear()
     learn.save("one")
-    learn.load("one")
+    learn.load("one", with_opt=False)
     assert log == []
 
 

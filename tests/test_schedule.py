@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_data, make_learner, raising, same_weights, weights
+from fastcore.foundation import L
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, RMSprop, lr_scheduler
 from torch.utils.data import DataLoader
@@ -231,6 +232,25 @@ def test_a_schedule_that_cannot_be_is_refused_before_anything_changes(scheds, ma
         learn.fit(1, cbs=ParamScheduler(scheds))
     assert same_weights(before, learn.model)
     assert "raised in ParamScheduler.before_fit" in error.value.__notes__
+
+
+@pytest.mark.parametrize("kind", [tuple, L, iter])
+def test_schedules_of_groups_come_in_any_row(kind):
+    learn = learner(splitter=halves, batches=2)
+    cb = ParamScheduler({"lr": kind([lambda at: 0.1 + at, lambda at: 0.2 + at])})
+    for _ in range(2):
+        learn.fit(1, cbs=cb)
+        assert learn.recorder.hps == {"lr": [0.2, 0.7]}
+    sched = combine_scheds(kind([0.5, 0.5]), kind([SchedLin(0.0, 1.0), SchedNo(2.0, 2.0)]))
+    assert [sched(at) for at in (0.25, 0.75)] == [0.5, 2.0]
+
+
+@pytest.mark.parametrize("peak", [np.array([0.1, 0.2]), torch.tensor([0.1, 0.2]), [0.1, 0.2], "0.1", None])
+def test_a_schedule_of_several_numbers_says_how_groups_have_theirs(peak):
+    with pytest.raises(
+        TypeError, match=r"a schedule goes from one number to another. For parameter groups give a list"
+    ):
+        combined_cos(0.25, peak, peak, peak)
 
 
 @pytest.mark.parametrize("kind", [np.float32, torch.tensor])

@@ -20,16 +20,19 @@ from learnerkit import (
     BnFreeze,
     Callback,
     CancelBatchException,
+    CancelFitException,
     CancelStepException,
     CancelTrainException,
     DataLoaders,
     EarlyStoppingCallback,
     GradientAccumulation,
+    Learner,
     Recorder,
     SaveModelCallback,
     ValidateEvery,
     accuracy,
     mae,
+    utils,
 )
 from learnerkit.callbacks.recorder import format_row
 
@@ -296,7 +299,145 @@ def test_statistics_of_frozen_layers_stay(cbs):
     assert torch.equal(before["1.running_mean"], after["1.running_mean"]) == bool(cbs)
     assert not torch.equal(before["3.running_mean"], after["3.running_mean"])
     assert torch.equal(before["1.weight"], after["1.weight"])
-    assert all(module.training for module in learn.model.modules())
+    assert not any(module.training for module in learn.model.modules())
     learn.unfreeze()
     learn.fit(1)
     assert not torch.equal(after["1.running_mean"], weights(learn.model)["1.running_mean"])
+
+
+# Train and eval mode
+
+
+def modes(model):
+    return [module.training for module in model.modules()]
+
+
+@pytest.mark.parametrize("verb", [lambda learn: learn.fit(2), Learner.validate, Learner.get_preds])
+def test_a_run_that_ends_well_leaves_the_model_in_eval_mode(verb):
+    learn = make_learner(model=nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 1)))
+    verb(learn)
+    assert not any(modes(learn.model))
+    before, x = weights(learn.model), torch.randn(9, 4)
+    assert torch.equal(learn.model(x), learn.model(x))
+    assert torch.equal(before["1.running_mean"], learn.model[1].running_mean)
+    trained = []
+    learn.fit(1, cbs=Callback(before_batch=lambda cb: trained.append((cb.training, {*modes(cb.model)}))))
+    assert trained == [(True, {True})] * 2 + [(False, {False})]
+
+
+def test_a_fit_without_validation_or_cancelled_ends_well_too():
+    for cbs in ([], raising("after_step", CancelFitException)):
+        learn = make_learner(make_dls(valid=None), cbs=cbs)
+        learn.fit(2)
+        assert not any(modes(learn.model))
+
+
+def test_after_an_error_modules_have_the_modes_they_had():
+    learn = make_learner(cbs=raising("after_step", KeyError("x")))
+    learn.model[2].eval()
+    before = modes(learn.model)
+    with pytest.raises(KeyError):
+        learn.fit(1)
+    assert modes(learn.model) == before
+
+
+def test_what_tries_something_out_leaves_the_modes_alone():
+    learn = make_learner()
+    learn.model[2].eval()
+    before = modes(learn.model)
+    learn.lr_find(num_it=10, show_plot=False, stop_div=False)
+    learn.check()
+    assert modes(learn.model) == before
+
+
+def test_without_the_callback_modes_are_the_users_own():
+    learn = make_learner(default_cbs=False)
+    learn.model[2].eval()
+    before = modes(learn.model)
+    learn.fit(2)
+    assert modes(learn.model) == before
+
+
+class Wrap(Callback):
+    """Puts the model into a module of its own for the time of a run."""
+
+    order = -20
+
+    def before_fit(self):
+        self.plain, self.learn.model = self.learn.model, nn.Sequential(self.learn.model)
+
+    def cleanup_fit(self):
+        self.learn.model = self.plain
+
+    def __init__(self):
+        super().__init__()
+        self.plain = None
+
+
+@pytest.mark.parametrize("wrap", [[], [Wrap], [Callback(order=-5)]])
+def test_modules_that_the_user_has_put_into_eval_mode_stay_so(wrap):
+    learn = make_learner(model=norm_model(), cbs=wrap)
+    learn.model[1].eval()
+    before, seen = weights(learn.model), []
+    look = Callback(before_batch=lambda cb: cb.training and seen.append([m.training for m in cb.learn.unwrapped]))
+    learn.unwrapped = list(learn.model)
+    for verb in (learn.fit, learn.get_preds, learn.fit):
+        verb(*([2] if verb == learn.fit else []), cbs=look)
+        assert not any(modes(learn.model))
+    assert seen == [[True, False, True, True, True]] * 8
+    assert torch.equal(before["1.running_mean"], learn.model[1].running_mean)
+    assert not torch.equal(before["3.running_mean"], learn.model[3].running_mean)
+    learn.model.train()  # all of it takes part again
+    learn.fit(1, cbs=look)
+    assert seen[-1] == [True] * 5
+    assert not torch.equal(before["1.running_mean"], learn.model[1].running_mean)
+
+
+def test_a_model_that_comes_in_eval_mode_is_trained_as_a_whole():
+    learn = make_learner(model=norm_model().eval())
+    seen = []
+    learn.fit(1, cbs=Callback(before_batch=lambda cb: cb.training and seen.append({*modes(cb.model)})))
+    assert seen == [{True}] * 2
+
+
+def test_dropout_in_a_part_that_is_trained_in_eval_mode_is_told(monkeypatch):
+    monkeypatch.setattr(utils, "_warned", set())
+
+    def part(frozen=False, p=0.5, in_eval=True):
+        body = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Dropout(p))).requires_grad_(not frozen)
+        return nn.Sequential(body.eval() if in_eval else body, nn.Linear(6, 1))
+
+    for quiet in (part(frozen=True), part(p=0.0), part(in_eval=False), part().eval()):
+        make_learner(model=quiet).fit(1)
+    learn = make_learner(model=part())
+    learn.validate()
+    with pytest.warns(UserWarning, match=r"^0 \(Sequential\) is in eval mode and stays so.*from_pretrained") as found:
+        learn.fit(1)
+    assert len(found) == 1
+
+
+class Stateful(nn.Module):
+    """Remembers what it has seen, as recurrent networks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.resets, self.seen = nn.Linear(4, 1), 0, 0
+
+    def forward(self, x):
+        self.seen += 1
+        return self.inner(x)
+
+    def reset(self):
+        self.resets, self.seen = self.resets + 1, 0
+
+
+def test_a_model_that_can_be_reset_is_as_a_run_begins(two_gpus):
+    learn = make_learner(model=Stateful())
+    learn.fit(1)
+    assert (learn.model.resets, learn.model.seen) == (1, 3)
+    learn.validate()
+    learn.get_preds()
+    assert learn.model.resets == 3
+    with learn.parallel_ctx():
+        learn.fit(2, cbs=Callback(after_step=lambda cb: cb.learn.validate()))  # not in the middle of a run
+    assert learn.model.resets == 4

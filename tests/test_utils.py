@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import make_model
+from fastcore.foundation import L
 from torch import nn
 
 from learnerkit import utils
@@ -13,10 +14,35 @@ from learnerkit import utils
 
 @pytest.mark.parametrize(
     ("x", "expected"),
-    [(None, []), ([], []), ((), []), ([1, 2], [1, 2]), ((1, 2), [1, 2]), (0, [0]), ("ab", ["ab"]), ({}, [{}])],
+    [
+        (None, []),
+        ([], []),
+        ((), []),
+        ([1, 2], [1, 2]),
+        ((1, 2), [1, 2]),
+        (L(1, 2), [1, 2]),
+        ({1}, [1]),
+        (frozenset([1]), [1]),
+        ({1: "a", 2: "b"}.values(), ["a", "b"]),
+        (range(2), [0, 1]),
+        (0, [0]),
+        ("ab", ["ab"]),
+        (b"ab", [b"ab"]),
+        ({}, [{}]),
+        ({"a": 1}, [{"a": 1}]),
+        (list, [list]),
+        (len, [len]),
+    ],
 )
 def test_listify(x, expected):
     assert utils.listify(x) == expected
+
+
+def test_listify_reads_a_generator_and_takes_tensors_and_modules_as_items():
+    assert utils.listify(i for i in range(3)) == [0, 1, 2]
+    tensor, module = torch.zeros(3), nn.Sequential(nn.Linear(1, 1))
+    assert utils.listify(tensor)[0] is tensor
+    assert utils.listify(module) == [module]
 
 
 def test_listify_copies():
@@ -56,17 +82,60 @@ def test_describe(x, expected):
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
-        (0, "00:00"),
-        (0.99, "00:00"),
-        (59.9, "00:59"),
+        (0, "00:00.0"),
+        (0.04, "00:00.0"),
+        (0.06, "00:00.1"),
+        (9.96, "00:10.0"),
+        (59.94, "00:59.9"),
+        (59.96, "01:00"),
         (60, "01:00"),
-        (3599, "59:59"),
+        (61.9, "01:01"),
+        (3599.9, "59:59"),
         (3600, "1:00:00"),
         (90061, "25:01:01"),
     ],
 )
 def test_format_time(seconds, expected):
     assert utils.format_time(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "width"),
+    [("", 0), ("abc", 3), ("naïve", 5), ("nai\u0308ve", 5), ("准确率", 6), ("정확도", 6), ("ｆｕ", 4)],
+)
+def test_columns(text, width):
+    assert utils.columns(text) == width
+
+
+def test_the_first_few():
+    assert utils.first_few(["a"]) == "a"
+    assert utils.first_few(range(5)) == "0, 1, 2, 3, 4"
+    assert utils.first_few(range(7), "; ", n=2) == "0; 1 and 5 more"
+
+
+def test_a_warning_that_comes_once():
+    with pytest.warns(UserWarning, match="^said once in test_utils$"):
+        utils.warn_once("said once in test_utils")
+    utils.warn_once("said once in test_utils")  # a warning would be an error
+
+
+def test_parameters_are_counted_for_a_person():
+    model = nn.Sequential(nn.Linear(99, 100), nn.Linear(100, 1))
+    assert utils.count_parameters(model) == "Sequential, 10,101 parameters"
+    model[0].requires_grad_(False)
+    assert utils.count_parameters(model) == "Sequential, 10,101 parameters, 10,000 of them frozen"
+    assert utils.count_parameters(nn.LazyLinear(3)) == "LazyLinear, 0 parameters"
+
+
+def test_parts_of_other_libraries_are_told():
+    foreign = type("Callback", (), {"__module__": "fastai.callback.core"})
+    assert utils.library_of(foreign) == "fastai"
+    assert utils.library_of(foreign()) == "fastai"
+    assert utils.library_of(type("Own", (foreign,), {})()) == "fastai"
+    assert utils.library_of(len) == utils.library_of(nn.Linear(1, 1)) == utils.library_of(None) == ""
+    function = lambda params, lr: None  # noqa: E731
+    function.__module__ = "fastai.optimizer"
+    assert utils.library_of(function) == "fastai"
 
 
 def test_unwrap_reaches_the_users_module():
@@ -100,19 +169,6 @@ def test_training_modes_come_back_also_after_an_error():
     with pytest.raises(ZeroDivisionError), utils.training_modes(model):
         model.train(1 / 0)
     assert [m.training for m in list(model.modules())[: len(before)]] == before
-
-
-@pytest.mark.parametrize("name", ["a", "model.pth", "a b", "ä", "..x", "x" * 200])
-def test_plain_names_pass(name):
-    assert utils.plain_name(name) == name
-
-
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "a/b", "/a", "a\\b", "-a", "a\n", "\r", "a\0b", "\x1b[0m", "\x7f", "x" * 201]
-)
-def test_other_names_are_refused(name):
-    with pytest.raises(ValueError, match="a str is a plain name inside the model directory"):
-        utils.plain_name(name)
 
 
 def test_where_a_person_types(monkeypatch):

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from learnerkit import checks, world
 from learnerkit.callback import Callback
 from learnerkit.callbacks.debugging import ShortLoader
-from learnerkit.data import loader_len, tensors_in
+from learnerkit.data import tensors_in
 from learnerkit.events import CancelFitException, CancelValidException
 from learnerkit.findings import HINT, NOTHING, OK, WRONG, verdict
 from learnerkit.losses import is_cross_entropy, is_one_of, loss_name, option
 from learnerkit.metrics import make_meters
 from learnerkit.parallel.watch import PeerError
 from learnerkit.snapshot import unchanged
-from learnerkit.utils import describe, unwrap
+from learnerkit.utils import describe, first_few, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -143,7 +142,7 @@ class StepCheck(Callback):
         self._running_model = False
 
     def check_loaders(self, learn: "Learner") -> None:
-        """Refuse loaders of which the first batch could not be given back, and look at the size of the last."""
+        """Refuse loaders of which the first batch could not be given back."""
         for dl in learn.dls.loaders[:2]:
             if hasattr(dl, "__next__"):
                 raise ValueError(
@@ -152,7 +151,6 @@ class StepCheck(Callback):
                 )
         if learn.dls.valid is None:
             self.findings.append(Finding(NOTHING, "validation", "there is no validation loader"))
-        self.findings += judge_batch_norm(unwrap(learn.model), learn.dls.train)
 
     # Events
 
@@ -160,6 +158,9 @@ class StepCheck(Callback):
         self._named = list(unwrap(self.learn.model).named_parameters())
 
     def before_train(self):
+        lone = checks.lone_last_batch(self.learn)
+        if lone is not None:
+            self.findings.append(Finding(WRONG, "batchnorm", lone))
         self.learn.dl = OneBatch(self.learn.dl)
 
     def before_validate(self):
@@ -189,7 +190,7 @@ class StepCheck(Callback):
     def after_loss(self):
         learn = self.learn
         if learn.training and learn.batch_size and learn.loss_grad is not None:
-            self.findings += judge_loss(learn.loss_func, learn.pred, learn.loss_grad)
+            self.findings += judge_loss(learn.loss_func, learn.pred, learn.loss_grad, learn.loss_weighting.unknown)
             self.stage = "gradients"
 
     def before_step(self):
@@ -385,11 +386,18 @@ def _sum_to_one(pred: Tensor) -> bool:
     return bool((pred >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-2)
 
 
-def judge_loss(loss_func: Any, pred: Any, loss: Tensor) -> list[Finding]:
-    """The loss before any training; that of guessing among n classes is log(n)."""
+def judge_loss(loss_func: Any, pred: Any, loss: Tensor, unknown: bool = False) -> list[Finding]:
+    """The loss before any training; that of guessing among n classes is log(n).
+
+    Args:
+        loss_func, pred, loss: of the step.
+        unknown: the model makes the loss, and nothing tells what it averages over.
+    """
     value = float(loss.detach())
     if not math.isfinite(value):
         return [Finding(WRONG, "loss", f"{value}: no finite number; look at the predictions, the targets and the loss")]
+    if unknown:
+        return [Finding(HINT, "loss", f"{value:.4g}; for steps of several batches or ranks: {checks.UNKNOWN_COUNT}")]
     if is_cross_entropy(loss_func) and isinstance(pred, Tensor) and pred.ndim > 1 and pred.shape[1] > 1:
         guess = math.log(pred.shape[1])
         if option(loss_func, "reduction", "mean") == "mean" and value > 4 * guess + 1:
@@ -414,14 +422,18 @@ def judge_gradients(named: list[tuple[str, nn.Parameter]], scaled: bool, own_loo
     zero = [name for name, g in grads if not bool(_values(g).any())]
     found = []
     if none:
-        text = f"{_some(none)} got none: the loss does not depend on them; use them, or freeze them"
+        text = f"{first_few(none)} got none: the loss does not depend on them; use them, or freeze them"
         found.append(Finding(HINT if own_loop else WRONG, "gradients", text))
     if broken:
-        text = f"{_some(broken)}: NaN or infinite" + ("; the first steps of a gradient scaler may be" if scaled else "")
+        text = f"{first_few(broken)}: NaN or infinite" + (
+            "; the first steps of a gradient scaler may be" if scaled else ""
+        )
         found.append(Finding(HINT if scaled else WRONG, "gradients", text))
     if zero:
         mark = WRONG if len(zero) == len(grads) else HINT
-        found.append(Finding(mark, "gradients", f"{_some(zero)}: all zero, so that they do not learn from this batch"))
+        found.append(
+            Finding(mark, "gradients", f"{first_few(zero)}: all zero, so that they do not learn from this batch")
+        )
     frozen = len(named) - len(trained)
     counts = f"{len(grads)} of {len(trained)} trainable parameters" + (f", {frozen} frozen" if frozen else "")
     return found or [Finding(OK, "gradients", counts)]
@@ -439,10 +451,10 @@ def judge_optimizer(named: list[tuple[str, nn.Parameter]], stuck: list[str], opt
     forgotten = [name for name, p in named if p.requires_grad and id(p) not in held]
     found = []
     if forgotten:
-        text = f"{_some(forgotten)}: trainable, but no optimizer holds them; let the splitter (or opt_func) return them"
-        found.append(Finding(WRONG, "optimizer", text))
+        text = f"{first_few(forgotten)}: trainable, but no optimizer holds them; let the splitter (or opt_func)"
+        found.append(Finding(WRONG, "optimizer", f"{text} return them"))
     if stuck:
-        text = f"{_some(stuck)}: have gradients, and the step did not change them (lr {_rate_text(held)})"
+        text = f"{first_few(stuck)}: have gradients, and the step did not change them (lr {_rate_text(held)})"
         found.append(Finding(WRONG, "optimizer", text))
     names = ", ".join(type(opt).__name__ for opt in opts)
     return found or [Finding(OK, "optimizer", f"{names}, lr {_rate_text(held)}")]
@@ -467,19 +479,6 @@ def _should_move(named: list[tuple[str, nn.Parameter]], opts: list) -> list[str]
         if step > 2 * torch.finfo(p.dtype).eps * float(p.detach().abs().max()):
             found.append(name)
     return found
-
-
-def judge_batch_norm(model: nn.Module, dl: Iterable) -> list[Finding]:
-    """Whether a BatchNorm will have to do with one sample, in the last batch of an epoch."""
-    size, samples = getattr(dl, "batch_size", None), loader_len(getattr(dl, "sampler", None))
-    norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
-    if not norms or not size or not samples or getattr(dl, "drop_last", False) or samples % size != 1 % size:
-        return []
-    text = (
-        f"the last of the training batches has 1 of {samples} samples, which is none to take statistics of; use "
-        f"drop_last=True or another batch size than {size}"
-    )
-    return [Finding(HINT, "batchnorm", text)]
 
 
 def judge_metrics(learn: "Learner") -> list[Finding]:
@@ -549,10 +548,6 @@ def _about(t: Tensor) -> str:
 
 def _all_about(tensors: list[Tensor]) -> str:
     return "; ".join(map(_about, tensors))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _words(error: Exception) -> str:

@@ -54,6 +54,8 @@ class RepeatingLoader(LoaderView):
         kept: those that are known already, each with its share and sample (see `RankLoader`); others are added.
     """
 
+    step_size = None  # only the loader's first batches are read
+
     def __init__(self, dl: Iterable, n: int, device: torch.device, kept: list[tuple[Any, dict]]):
         super().__init__(dl)
         self.n, self.device, self.kept = n, device, kept

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from learnerkit import checks, optim, world
 from learnerkit.callbacks.recorder import Smoother, pyplot
@@ -111,7 +112,8 @@ class LRFinder(StepBudget):
         num_it, finite = self.n_steps, [math.isfinite(loss) for loss in self.losses]
         end = finite.index(False) if False in finite else len(finite) - _LAST
         used = slice(num_it // 10, end)
-        lrs, losses = np.array(self.lrs[used]), np.array(self.losses[used])
+        # Tensors, as functions written for fastai take them; numpy's functions do too.
+        lrs, losses = (torch.tensor(values[used], dtype=torch.float64) for values in (self.lrs, self.losses))
         if len(lrs) < 2:
             too_soon = f"after {len(finite)} of {num_it} steps, too soon to suggest a rate by"
             if self._diverged or False in finite:
@@ -120,7 +122,7 @@ class LRFinder(StepBudget):
         found = [_rate(function(lrs, losses, num_it)) for function in self.suggest_funcs]
         suggested = self._result(*found)
         if show_plot and world.is_main():
-            plot_lr_find(lrs, losses, suggested._asdict())
+            plot_lr_find(lrs.numpy(), losses.numpy(), suggested._asdict())
         return suggested
 
 
@@ -131,12 +133,15 @@ def _rate(found: Any) -> float:
 
 # Suggestions: functions of (rates, losses, num_it), as fastai has them
 
+Row = Tensor | np.ndarray
 
-def valley(lrs: np.ndarray, losses: np.ndarray, num_it: int) -> float:
+
+def valley(lrs: Row, losses: Row, num_it: int) -> float:
     """The rate half-way down the longest valley: the row of ever lower losses with most members.
 
     The rate is taken in the middle of the row's middle third, as in fastai, which has it from arcgis.learn.
     """
+    losses = np.asarray(losses)
     lengths = np.ones(len(losses), dtype=int)  # of the longest falling row that ends here
     for i in range(1, len(losses)):
         higher = lengths[:i][losses[:i] > losses[i]]
@@ -148,8 +153,8 @@ def valley(lrs: np.ndarray, losses: np.ndarray, num_it: int) -> float:
 
 
 def slide(
-    lrs: np.ndarray,
-    losses: np.ndarray,
+    lrs: Row,
+    losses: Row,
     num_it: int,
     lr_diff: int = 15,
     thresh: float = 0.005,
@@ -165,7 +170,7 @@ def slide(
         thresh: how much the slopes may differ.
         adjust_value: a factor for the rate.
     """
-    slopes, count = np.gradient(losses), len(losses)
+    slopes, count = np.gradient(np.asarray(losses)), len(losses)
     width = min(lr_diff, count - 1)
     left = count - 1 - width
     found = lrs[left]
@@ -175,13 +180,14 @@ def slide(
     return float(found) * adjust_value
 
 
-def minimum(lrs: np.ndarray, losses: np.ndarray, num_it: int) -> float:
+def minimum(lrs: Row, losses: Row, num_it: int) -> float:
     """A tenth of the rate with the lowest loss."""
     return float(lrs[losses.argmin()]) / 10
 
 
-def steep(lrs: np.ndarray, losses: np.ndarray, num_it: int) -> float:
+def steep(lrs: Row, losses: Row, num_it: int) -> float:
     """The rate at which the loss falls fastest, over the logarithm of the rate."""
+    lrs, losses = np.asarray(lrs), np.asarray(losses)
     return float(lrs[:-1][(np.diff(losses) / np.diff(np.log(lrs))).argmin()])
 
 

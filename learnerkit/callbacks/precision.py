@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from learnerkit import checks, optim
+from learnerkit import checks, optim, world
 from learnerkit.callback import Callback
 from learnerkit.data import in_float32, map_batch
 from learnerkit.events import CancelStepException
-from learnerkit.utils import did_you_mean, unwrap, warn
+from learnerkit.utils import did_you_mean, unwrap, warn_once
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -30,10 +30,11 @@ class MixedPrecision(Callback):
     vanish (Micikevicius et al., https://arxiv.org/abs/1710.03740). Before the step gradients are unscaled; where they
     overflow the step is skipped, by `CancelStepException`, and the scale is halved. A callback that adds to `loss_grad`
     does so before (`after_loss`), one that looks at gradients after (`before_step`, order above 10). Ranks of a
-    distributed run skip alike, because their gradients are the same.
+    distributed run skip alike, because their gradients are the same. The scale goes on from one fit to the next, and
+    `Learner.save` and `Learner.load` keep it with the optimizer's state.
 
     Attributes:
-        scaler: the `torch.amp.GradScaler` of the present fit.
+        scaler: the `torch.amp.GradScaler` of the present run.
         skipped: how many steps of the last fit overflowed; a few at its start are usual.
 
     Args:
@@ -60,6 +61,7 @@ class MixedPrecision(Callback):
             raise ValueError(f"GradScaler refuses {scaler_kwargs}: {e}") from None
         self.mode, self.scaler_kwargs = mode, scaler_kwargs
         self.scaler: torch.amp.GradScaler | None = None
+        self._state: dict[str, Any] = {}  # of the scaler, between fits
         self.skipped = 0
         self._open: list[ExitStack] = []  # autocast, for each batch that runs: a callback may validate inside of one
         self._gate: _Gate | None = None
@@ -75,7 +77,16 @@ class MixedPrecision(Callback):
                 f"the model has float16 parameters ({halves[0]} and {len(halves) - 1} more), whose gradients cannot be "
                 "unscaled; give MixedPrecision a float32 model (`model.float()`), it casts by itself"
             )
+        if kind == "cpu" and world.is_main():
+            warn_once(
+                "mixed precision with float16 is some 30 times slower on a CPU than float32: use bf16 there "
+                "(learn.to_bf16(), or MixedPrecision('bf16'))"
+            )
         self.scaler = torch.amp.GradScaler(kind, **self.scaler_kwargs)
+        if learn.sharded:
+            self._state = world.broadcast(self._state)  # every rank must reach this
+        if self._state:
+            self.scaler.load_state_dict(self._state)
         self.scaler.scale(torch.zeros((), device=learn.dls.device))  # a rank may step before it has had a loss
         self.skipped, self._gate = 0, None
 
@@ -142,32 +153,46 @@ class MixedPrecision(Callback):
         self._open.pop().close()
 
     def cleanup_fit(self):
+        if self.learn.task == "fit":  # what only tries something out leaves no trace
+            self._state = self.state_dict()
         self.scaler = self._gate = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the gradient scaler as plain numbers; empty before the first fit. Waits for the device."""
+        return self._state if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a `state_dict`; it may also be that of a `torch.amp.GradScaler`."""
+        if self.mode == "fp16":
+            self._state = dict(state)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(self._state)
 
 
 class GradientClip(Callback):
     """Scales the gradient of a step down where its norm is above a bound (Pascanu et al., arXiv:1211.5063).
 
     The norm is that of all parameters of all optimizers together, after unscaling and, on several ranks, of their
-    common gradient. As it was before clipping it becomes the column `grad_norm`.
+    common gradient.
 
     Args:
-        max_norm: the bound; `float('inf')` only records.
+        max_norm: the bound; `float('inf')` does not clip.
         norm_type: which p-norm; `float('inf')` for the largest entry.
+        log: put the norm, as it was before clipping, into the table as the column `grad_norm`.
 
     Raises:
-        ValueError: a bound or a norm that is no number above 0.
+        ValueError: a bound or a norm that is not a number above 0.
     """
 
     order = MixedPrecision.order + 1
     run_valid = False
-    logs = ("grad_norm",)
 
-    def __init__(self, max_norm: float = 1.0, norm_type: float = 2.0):
+    def __init__(self, max_norm: float = 1.0, norm_type: float = 2.0, log: bool = False):
         super().__init__()
         checks.check_positive("max_norm", max_norm)
         checks.check_positive("norm_type", norm_type)
         self.max_norm, self.norm_type = max_norm, norm_type
+        self.logs = ("grad_norm",) if log else ()
 
     def before_step(self):
         params = _parameters(self.learn)
@@ -175,7 +200,8 @@ class GradientClip(Callback):
             norm = torch.nn.utils.get_total_norm([p.grad for p in params], self.norm_type)
             if self.max_norm < math.inf:  # else an infinite norm would make all gradients NaN
                 torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
-            self.learn.log_metric("grad_norm", norm)
+            for name in self.logs:
+                self.learn.log_metric(name, norm)
 
 
 class ChannelsLast(Callback):
@@ -238,7 +264,6 @@ class Compile(Callback):
         super().__init__()
         _check_arguments("torch.compile", kwargs, torch.compile, "model")
         self.kwargs = kwargs
-        self._warned = False
         self._compiled: tuple[nn.Module, Callable | None] | None = None
 
     def before_fit(self):
@@ -247,9 +272,8 @@ class Compile(Callback):
             # The one attribute in which `compile` leaves what calls will use; torch has no public way back.
             self._compiled = model, model._compiled_call_impl
             model.compile(**self.kwargs)  # torch finds again what it has compiled before for the same module
-        elif not self._warned:
-            self._warned = True
-            warn(f"Compile leaves the model as it is: it is wrapped in {type(model).__name__}")
+        else:
+            warn_once(f"Compile leaves the model as it is: it is wrapped in {type(model).__name__}")
 
     def cleanup_fit(self):
         if self._compiled is not None:

@@ -27,6 +27,7 @@ class GatherPredictions(Callback):
 
     order = 50
     run_train = False
+    name = "gather_preds"  # as in fastai: loggers and trackers of others ask for it, and let `get_preds` pass
 
     def __init__(
         self,
@@ -164,9 +165,9 @@ def decoder(loss_func: Any) -> Callable[[Tensor], Tensor]:
     """How predictions made for `loss_func` are decoded.
 
     Raises:
-        ValueError: it is no cross-entropy and has no `decode`.
+        ValueError: it is not a cross-entropy, and has neither `decode` nor fastai's `decodes`.
     """
-    own = option(loss_func, "decode")
+    own = option(loss_func, "decode", option(loss_func, "decodes"))
     if callable(own):
         return own
     if is_cross_entropy(loss_func):

@@ -138,7 +138,7 @@ class NotebookPage:
     def __init__(self, learn: "Learner"):
         self.learn = learn
         self.names: list[str] = []
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any] | str] = []  # a line that was said stands among them
         self.bar: tqdm | None = None
         self._handle: Any = None
 
@@ -154,6 +154,11 @@ class NotebookPage:
     def header(self) -> None:
         """Show the columns before there is a row."""
         self.names = list(self.learn.recorder.metric_names)
+        self.show()
+
+    def say(self, line: str) -> None:
+        """Show a line between the rows so far and those to come."""
+        self.rows.append(line)
         self.show()
 
     def close(self) -> None:
@@ -172,15 +177,15 @@ class NotebookPage:
         else:
             self._handle.update(content, raw=True)
 
-    def _cells(self) -> list[list]:
-        return [[row.get(name, "") for name in self.names] for row in self.rows]
+    def _cells(self) -> list[list | str]:
+        return [row if isinstance(row, str) else [row.get(name, "") for name in self.names] for row in self.rows]
 
     def _html(self) -> str:
         lines, bar = [], self.bar
         if self.names:
             cells = '<th style="text-align: right">', "</th>"
             lines.append("<table><thead>" + _html_row(self.names, *cells) + "</thead><tbody>")
-            lines += [_html_row(row, '<td style="text-align: right">', "</td>") for row in self._cells()]
+            lines += [self._html_line(row) for row in self._cells()]
             lines.append("</tbody></table>")
         if bar is not None:
             form = _WORDS if bar.total else _ENDLESS
@@ -192,8 +197,14 @@ class NotebookPage:
             )
         return "\n".join(lines)
 
+    def _html_line(self, row: list | str) -> str:
+        if isinstance(row, str):
+            return f'<tr><td colspan="{len(self.names)}" style="text-align: left">{html.escape(row)}</td></tr>'
+        return _html_row(row, '<td style="text-align: right">', "</td>")
+
     def _text(self) -> str:
-        return "\n".join(format_row(self.names, row) for row in [self.names, *self._cells()]) if self.names else ""
+        rows = [self.names, *self._cells()]
+        return "\n".join(row if isinstance(row, str) else format_row(self.names, row) for row in rows if row)
 
 
 def _html_row(cells: list, start: str, end: str) -> str:

@@ -14,7 +14,7 @@ from learnerkit.callback import Callback
 from learnerkit.environment import one_line
 from learnerkit.metrics import Meter, make_meters, weighted_mean
 from learnerkit.scalars import HostScalars
-from learnerkit.utils import add_note_once, describe, did_you_mean, format_time, listify
+from learnerkit.utils import add_note_once, columns, describe, did_you_mean, format_time, listify
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -506,7 +506,9 @@ def format_value(value: Any) -> str:
 
 def format_row(names: list[str], row: list) -> str:
     """A line of the table, its cells right-aligned under the names."""
-    lengths = [len(format_value(name)) for name in names]
     least = {"epoch": 5, "time": 7}
-    widths = [max(least.get(name, 9), length) for name, length in zip(names, lengths, strict=True)]
-    return "  ".join(format_value(cell).rjust(width) for cell, width in zip(row, widths, strict=True))
+    cells = []
+    for name, cell in zip(names, map(format_value, row), strict=True):
+        width = max(least.get(name, 9), columns(format_value(name)))
+        cells.append(" " * (width - columns(cell)) + cell)
+    return "  ".join(cells)

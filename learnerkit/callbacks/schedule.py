@@ -6,9 +6,10 @@ A schedule is a function of the share of training done, counted in optimizer ste
 import math
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
+from numbers import Real
 from typing import Any
 
 from torch.optim import Optimizer
@@ -18,7 +19,7 @@ from learnerkit import checks, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.snapshot import groups_put_back
-from learnerkit.utils import did_you_mean
+from learnerkit.utils import did_you_mean, listify
 
 Schedule = Callable[[float], float]
 """A value as a function of the share of training done, from 0 to 1."""
@@ -29,9 +30,19 @@ class SchedNo:
 
     Args:
         start, end: the values at 0 and at 1.
+
+    Raises:
+        TypeError: a value that is not a single number.
     """
 
     def __init__(self, start: float, end: float):
+        for value in (start, end):
+            if not isinstance(value, Real) and getattr(value, "ndim", None) != 0:
+                raise TypeError(
+                    f"got {type(self).__name__}({start!r}, {end!r}); a schedule goes from one number to another. For "
+                    "parameter groups give a list with a schedule for each, such as "
+                    "{'lr': [combined_cos(0.25, lr / 25, lr, lr / 1e5) for lr in rates]}"
+                )
         self.start, self.end = start, end
 
     def __call__(self, position: float) -> float:
@@ -108,7 +119,7 @@ def combine_scheds(pcts: Sequence[float], scheds: Sequence[Schedule]) -> Schedul
     Raises:
         ValueError: shares that are negative or do not make 1, or another number of them.
     """
-    pcts = list(map(float, pcts))
+    pcts, scheds = list(map(float, pcts)), listify(scheds)
     if len(pcts) != len(scheds) or not pcts:
         raise ValueError(f"got {len(pcts)} shares for {len(scheds)} schedules; give one share for each")
     if min(pcts) < 0 or abs(sum(pcts) - 1) > 1e-6:
@@ -180,7 +191,7 @@ class ParamScheduler(Callback):
 
     def __init__(self, scheds: Mapping[str, Schedule | Sequence[Schedule] | Mapping]):
         super().__init__()
-        self.scheds = dict(scheds)
+        self.scheds = {name: _listed(sched) for name, sched in scheds.items()}
         self.hps: dict[str, list[float]] = {}
         self._by_opt: list[dict[str, Any]] = []
         self._before: list[list[dict]] = []
@@ -222,10 +233,17 @@ class ParamScheduler(Callback):
         self._before = []
 
 
+def _listed(sched: Any) -> Any:
+    """A schedule, or several as a list, since a generator can be read only once; of several optimizers by name."""
+    if isinstance(sched, Mapping):
+        return {name: _listed(each) for name, each in sched.items()}
+    return list(sched) if isinstance(sched, Iterable) and not callable(sched) else sched
+
+
 def _check_schedule(name: str, sched: Any, count: int) -> None:
     if callable(sched):
         return
-    if not isinstance(sched, list | tuple) or not all(map(callable, sched)):
+    if not isinstance(sched, list) or not all(map(callable, sched)):
         raise TypeError(f"got {sched!r} for {name!r}; it is a schedule, f(share of training done) -> value, or a list")
     if len(sched) != count:
         raise ValueError(f"got {len(sched)} schedules of {name!r} for {count} parameter groups (the splitter's groups)")

@@ -14,19 +14,12 @@ from torch import Tensor
 
 from learnerkit import checks, world
 from learnerkit.callback import Callback
-from learnerkit.callbacks.progress import print_above
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.callbacks.schedule import check_nobody_schedules
 from learnerkit.events import CancelFitException
+from learnerkit.files import plain_name
 from learnerkit.scalars import HostScalars
-from learnerkit.utils import plain_name, warn
-
-
-def say(line: str) -> None:
-    """Print a line on rank 0."""
-    if world.is_main():
-        print_above(line)
-
+from learnerkit.utils import warn
 
 # By the table's rows
 
@@ -202,7 +195,7 @@ class SaveModelCallback(TrackerCallback):
             self._best_path = None
         elif self._best_path is not None and not self.every_epoch:
             self._load_best()
-            say(f"loaded the best model ({self.monitor} {self.best:.6g}) from {self._best_path}")
+            self.learn.say(f"loaded the best model ({self.monitor} {self.best:.6g}) from {self._best_path}")
 
     def _load_best(self) -> None:
         "Every rank must reach this."
@@ -275,7 +268,7 @@ class EarlyStoppingCallback(_PatientCallback):
     order = 63
 
     def _give_up(self, why: str) -> None:
-        say(f"{why}: stopping")
+        self.learn.say(f"{why}: stopping")
         raise CancelFitException
 
 
@@ -328,7 +321,7 @@ class ReduceLROnPlateau(_PatientCallback):
             else:
                 group["lr"] = lower
         if list(before) != list(after):
-            say(f"{why}: learning rate {', '.join(before)} -> {', '.join(after)}")
+            self.learn.say(f"{why}: learning rate {', '.join(before)} -> {', '.join(after)}")
 
 
 # By the loss
@@ -386,12 +379,13 @@ class TerminateOnNaNCallback(Callback):
         self._forget()
 
     def after_cancel_fit(self):
+        learn = self.learn
         # Every rank must reach this, and does: a fit that is cancelled is so on all of them.
-        found = world.all_gather(self._found) if self.learn.sharded else [self._found]
+        found = world.all_gather(self._found) if learn.sharded else [self._found]
         epoch, step, rank, loss = min(filter(None, found), default=(None,) * 4)
         if loss is not None:
-            where = f" on rank {rank}" if self.learn.sharded else ""
-            say(f"epoch {epoch}: the training loss of step {step}{where} is {loss}: stopping")
+            where = f" on rank {rank}" if learn.sharded else ""
+            learn.say(f"epoch {epoch}: the training loss of step {step}{where} is {loss}: stopping")
 
     def cleanup_fit(self):
         self._forget()  # what is on a device cannot travel to another process

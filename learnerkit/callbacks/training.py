@@ -2,18 +2,26 @@
 
 from contextlib import ExitStack
 
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader
 
-from learnerkit import checks
+from learnerkit import checks, world
 from learnerkit.callback import Callback
 from learnerkit.callbacks.tracking import TrackerCallback
 from learnerkit.data import SampleOrder, draws_globally, seeded_samplers, with_own_stream
 from learnerkit.events import CancelException, CancelTrainException
+from learnerkit.utils import unwrap, warn_once
 
 
 class TrainEvalCallback(Callback):
-    """Puts the model into train or eval mode, counts steps, and seeds the sample order of each epoch."""
+    """Puts the model into train or eval mode, counts steps, and seeds the sample order of each epoch.
+
+    A run that ends well leaves the model in eval mode. Modules that the user has put into eval mode, inside of a model
+    in train mode, stay so in training, also in later fits, until `model.train()` is called. A model with a `reset`
+    method, by which it forgets its hidden state, is reset as a run begins.
+    """
 
     order = -10
     run_valid = False
@@ -25,13 +33,21 @@ class TrainEvalCallback(Callback):
         self._twin: tuple[DataLoader, DataLoader] | None = None
 
     def before_fit(self):
-        if self.learn.task not in ("validate", "predict"):
-            self.learn.train_iter, self.learn.pct_train = 0, 0.0
+        learn = self.learn
+        reset = getattr(unwrap(learn.model), "reset", None)
+        if callable(reset):
+            reset()
+        if learn.task not in ("validate", "predict"):
+            _warn_of_dropout(learn._bare_model, learn._eval_modules)
+            learn.train_iter, learn.pct_train = 0, 0.0
             self.sample_order, self._twin = SampleOrder(), None
 
     def before_train(self):
         learn = self.learn
         learn.model.train()
+        for name, module in learn._bare_model.named_modules() if learn._eval_modules else ():
+            if name in learn._eval_modules:
+                module.training = False
         if learn.n_epoch:
             learn.pct_train = learn.epoch / learn.n_epoch
         self._seeded = ExitStack()  # a new one: a copy of this callback may be in the middle of an epoch
@@ -55,6 +71,21 @@ class TrainEvalCallback(Callback):
 
     def before_validate(self):
         self.learn.model.eval()
+
+
+def _warn_of_dropout(model: nn.Module, in_eval: set[str]) -> None:
+    """Warn of modules that are to be trained in eval mode with dropout in them, as it is seldom meant."""
+    for name in sorted(in_eval):
+        if name.rpartition(".")[0] in in_eval:
+            continue  # inside of one that is named
+        part = model.get_submodule(name)
+        trained = any(p.requires_grad for p in part.parameters())
+        if trained and any(isinstance(m, _DropoutNd) and m.p > 0 for m in part.modules()) and world.is_main():
+            warn_once(
+                f"{name} ({type(part).__name__}) is in eval mode and stays so while it is trained: its dropout is off. "
+                "Models loaded with from_pretrained of transformers are in eval mode: call .train() on the model "
+                "before the fit. If it is meant, freeze its parameters, or filter this warning"
+            )
 
 
 class StepCounter(Callback):

@@ -72,7 +72,7 @@ class ParallelCallback(Callback):
         learn.model = self._split = nn.DataParallel(model, device_ids=ids)
         if _is_ours(learn._forward) and _is_ours(learn._loss):
             self._loss_func = learn.loss_func if self.loss_on_replicas and can_replicate(learn.loss_func) else None
-            replica = _Replica(model, self._loss_func, learn.loss_weight)
+            replica = _Replica(model, self._loss_func, learn.loss_weighting)
             self._replicas = nn.DataParallel(replica, device_ids=ids)
             learn._forward, learn._loss = self._forward, self._loss
 
@@ -139,12 +139,12 @@ class ParallelCallback(Callback):
 class _Replica(nn.Module):
     """What DataParallel replicates: the model and the loss, called on one part of a batch."""
 
-    def __init__(self, model: nn.Module, loss_func: Any, loss_weight: Any):
+    def __init__(self, model: nn.Module, loss_func: Any, weighting: LossWeight):
         super().__init__()
         self.model = model
         # A compiled module's replicas would call the compiled original.
         self.loss_func = unwrap(loss_func) if isinstance(loss_func, nn.Module) else loss_func
-        self.weighting, self.counts_itself = LossWeight(loss_func, loss_weight), callable(loss_weight)
+        self.weighting = weighting
 
     def forward(
         self, inputs: tuple | dict, targets: tuple, take: bool, keep: bool, autocast: tuple
@@ -159,9 +159,9 @@ class _Replica(nn.Module):
             return None, None, output
         if not isinstance(loss, Tensor) or loss.ndim:
             raise checks.no_scalar(SimpleNamespace(loss_grad=loss))
+        counts = None if self.weighting.sums else self._count(targets, batch_size(inputs), output, loss)
         if own and keep:
             output = _with_loss(output, None)  # the vector of the parts' losses is of no use
-        counts = None if self.weighting.sums else self._count(targets, batch_size(inputs), loss.device)
         return loss.reshape(1), counts, output if keep else None
 
     def _loss(self, output: Any, targets: tuple) -> Tensor | None:
@@ -176,12 +176,10 @@ class _Replica(nn.Module):
             add_note_once(e, f"{got} (on a replica; ParallelCallback(loss_on_replicas=False) computes it on one GPU)")
             raise
 
-    def _count(self, targets: tuple, size: int, device: torch.device) -> Tensor:
-        if not self.counts_itself:
-            # LossWeight takes one target per sample for not ignored; with one more dimension it looks.
-            targets = tuple(t[None] if isinstance(t, Tensor) else t for t in targets)
+    def _count(self, targets: tuple, size: int, output: Any, loss: Tensor) -> Tensor:
+        count = self.weighting.count(targets, size, _pred(output), loss)
         # A product, because to copy a number to the device would make the host wait.
-        return torch.ones(1, dtype=torch.float64, device=device) * self.weighting.count(targets, size)
+        return torch.ones(1, dtype=torch.float64, device=loss.device) * count
 
 
 def can_split(device: torch.device, ids: list[int]) -> bool:

@@ -21,7 +21,8 @@ from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.drift import digests
 from learnerkit.parallel.loaders import RankLoader, emptied, rank_loader
 from learnerkit.parallel.steps import Steps
-from learnerkit.utils import did_you_mean, training_modes, warn
+from learnerkit.snapshot import trial
+from learnerkit.utils import did_you_mean, first_few, listify, warn, warn_once
 from learnerkit.weights import nothing_of
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 
 COMM_HOOKS = ("bf16", "fp16", "powersgd")
+
+
+OWN_DEVICE = "each process takes the device of its local rank by itself, so leave the device out"
 
 
 class DistributedCallback(Callback):
@@ -84,7 +88,7 @@ class DistributedCallback(Callback):
         if timeout is None:
             timeout = float(os.environ.get("LEARNERKIT_TIMEOUT", 300))
         self.timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        self.wrap_names = (wrap,) if isinstance(wrap, str) else tuple(wrap or ())
+        self.wrap_names = tuple(listify(wrap))
         self.dataset_is_sharded, self.uneven, self.comm_hook = sharded, uneven, comm_hook
         if uneven not in ("stop", "join"):
             raise ValueError(f"got uneven={uneven!r}; it takes 'stop' or 'join'")
@@ -100,6 +104,7 @@ class DistributedCallback(Callback):
         for name in ddp_kwargs:
             if name not in allowed:
                 near = did_you_mean(name, [*allowed, *signature(DistributedCallback).parameters])
+                near = near if name != "cuda_id" else f": {OWN_DEVICE}"
                 raise TypeError(f"got the argument {name!r}, which neither DistributedCallback nor DDP takes{near}")
         # Sent again by a second forward pass, as in a GAN, buffers would change under the first one's graph.
         sends_buffers = "forward_sync_buffers" if "forward_sync_buffers" in allowed else "broadcast_buffers"
@@ -141,19 +146,20 @@ class DistributedCallback(Callback):
             self._logger, learn.logger = learn.logger, _say_nothing
         with world.one_meeting():
             if learn.task in ("validate", "predict"):
-                self._spread_weights()  # in training DDP does so
+                self._prepare_evaluation()
             else:
                 self._compare()
 
-    def _spread_weights(self) -> None:
-        """Give all ranks rank 0's weights where they differ: evaluation would mix those of different models."""
+    def _prepare_evaluation(self) -> None:
+        """Give all ranks rank 0's weights where they differ, and random streams of their own where they share one."""
         tensors = [*self.learn.model.parameters(), *self.learn.model.buffers()]
-        shapes = [t.shape for t in tensors]
-        if world.same_everywhere((shapes, digests(tensors))):
-            return
-        if not world.same_everywhere(shapes):
+        mine = [t.shape for t in tensors], digests(tensors), world.seed_digest()
+        shapes, values, seeds = zip(*world.all_gather(mine), strict=True)
+        if any(other != shapes[0] for other in shapes):
             raise ValueError("the model differs between ranks in its parameters' shapes; every rank must make the same")
-        _send(tensors)
+        if any(other != values[0] for other in values):
+            _send(tensors)  # else different models would be mixed
+        world.spread_seeds(seeds)
 
     def _compare(self) -> None:
         """Refuse a fit that differs between ranks, and give all of them rank 0's optimizer state and sample order."""
@@ -241,13 +247,13 @@ class DistributedCallback(Callback):
     def _wrap_up(self, model: nn.Module) -> nn.Module:
         """`model` in DDP, which sends rank 0's parameters and buffers to the others; every rank must reach this."""
         if self.sync_bn and _batch_norms(model):
-            if self.learn.dls.device.type == "cpu":
-                self._warn_once(
+            if self.learn.dls.device.type != "cpu":
+                self._undo.append(_synchronise_batch_norm(model))
+            elif world.is_main():
+                warn_once(
                     "sync_bn: torch has no SyncBatchNorm on the CPU, so each rank's BatchNorm sees its own samples "
                     "alone (sync_bn=False says that this is meant)"
                 )
-            else:
-                self._undo.append(_synchronise_batch_norm(model))
         if self.comm_hook is not None:
             self._warn_once(
                 f"comm_hook={self.comm_hook!r} rounds the gradients: the numbers are not those of one process any more"
@@ -262,7 +268,7 @@ class DistributedCallback(Callback):
         outside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
         if outside:
             raise ValueError(
-                f"wrap={self.wrap_names} leaves out {shortened(outside)}, which each rank would train by itself; name "
+                f"wrap={self.wrap_names} leaves out {first_few(outside)}, which each rank would train by itself; name "
                 "their modules too, or freeze them"
             )
         for name in self.wrap_names:
@@ -272,19 +278,20 @@ class DistributedCallback(Callback):
         return model
 
     def _ddp(self, module: nn.Module, find_unused: bool) -> DistributedDataParallel:
-        """`module` wrapped; the parameter that carries counts and flags is a part of it for this moment alone."""
+        """`module` wrapped; the parameter that carries counts and flags is a part of it for this moment only."""
         device, steps = self.learn.dls.device, self._steps
         options = {"find_unused_parameters": find_unused, **self.ddp_kwargs}
         # In DDP's search for unused parameters the carrier would count as one of them.
         rides = not (steps.by_bucket or find_unused or self.comm_hook)
-        if rides:
-            module.register_parameter(_CARRIER, steps.make_carrier(module))
-        else:
-            steps.carrier = None
+        steps.carrier = steps.make_carrier(module) if rides else None
+        # Where that search finds none, torch warns on each rank that it was in vain: so there always is one.
+        extra = _unused_like(module, device) if find_unused else steps.carrier
+        if extra is not None:
+            module.register_parameter(_CARRIER, extra)
         try:
             wrapper = DistributedDataParallel(module, [device] if device.type != "cpu" else None, **options)
         finally:
-            if rides:
+            if extra is not None:
                 del module._parameters[_CARRIER]
         hook, state = _comm_hook(self.comm_hook)
         if steps.by_bucket:
@@ -302,7 +309,7 @@ class DistributedCallback(Callback):
         if not world.reduce(len(names)):
             return
         found = dict.fromkeys(name for rank in world.all_gather(names) for name in rank)
-        shown = shortened([*found])
+        shown = first_few(found)
         if self.find_unused_parameters is False:
             raise RuntimeError(
                 f"parameters that take no part in the loss: {shown}. DDP waits for the gradient of each: freeze them, "
@@ -443,9 +450,10 @@ def dispatch(learn: "Learner", fitting: bool) -> Dispatch:
 _CARRIER = "_learnerkit_carrier"
 
 
-def shortened(names: list[str]) -> str:
-    """The first few names."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def _unused_like(module: nn.Module, device: torch.device) -> nn.Parameter:
+    """A parameter of the module's type, so that it shares a bucket with others, in which no loss takes part."""
+    kind = next((p.dtype for p in module.parameters() if p.requires_grad), None)
+    return nn.Parameter(torch.zeros(1, dtype=kind, device=device))
 
 
 def _learner_backward(learn: "Learner") -> Callable:
@@ -470,29 +478,9 @@ def _comm_hook(name: str | None) -> tuple[Callable | None, Any]:
     return getattr(default_hooks, f"{name}_compress_hook"), None
 
 
-@contextmanager
-def _trial(learn: "Learner", model: nn.Module) -> Iterator[None]:
-    """Run the plain model on the present batch without leaving a trace in random streams, buffers or the learner."""
-    kept = {name: getattr(learn, name) for name in ("model", "xb", "pred", "output", "loss", "loss_grad")}
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = [learn.dls.device] if learn.dls.device.type == "cuda" else []
-    eager = torch.compiler.set_stance  # a compiled model runs as it is: to compile takes longer than the trial
-    with torch.random.fork_rng(devices), training_modes(model), eager("force_eager"):
-        try:
-            learn.model = model
-            yield
-        finally:
-            torch.clear_autocast_cache()  # weights cast here hang on this trial's graph, or on none
-            for name, value in kept.items():
-                setattr(learn, name, value)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-
-
 def _runs_on_nothing(learn: "Learner", model: nn.Module) -> bool:
     """Whether the model can run on a batch without samples (a `view(len(x), -1)` cannot)."""
-    with _trial(learn, model), torch.no_grad():
+    with trial(learn, model), torch.no_grad():
         model.eval()  # in which no BatchNorm asks other ranks
         learn.xb = emptied(learn.xb)
         try:
@@ -505,7 +493,7 @@ def _runs_on_nothing(learn: "Learner", model: nn.Module) -> bool:
 def _unused_parameters(learn: "Learner", model: nn.Module) -> list[str]:
     """The names of the trainable parameters that this batch's loss does not depend on."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    with _trial(learn, model):
+    with trial(learn, model):
         try:
             learn._forward()
             if learn.batch_size:

@@ -19,7 +19,7 @@ from torch.utils.data._utils import worker as _worker
 
 from learnerkit import world
 from learnerkit.data import batch_size, draws_globally, loader_len, map_batch, same_stream, samplers_of, with_batches
-from learnerkit.utils import warn
+from learnerkit.utils import library_of, warn
 
 
 class Share(NamedTuple):
@@ -158,6 +158,7 @@ class RankLoader:
     Attributes:
         share: what the batch given out last is of the whole; without samples of its own, the batch is empty.
         sample: where the batch is empty, the samples it was made of, for models that cannot run on nothing.
+        step_size: samples of all ranks in a full step; `None` where the loader does not know it.
         ended: this rank has no more data, but the others may have.
         usual_total: samples of all ranks in a step, roughly, where the shares do not tell.
     """
@@ -172,6 +173,11 @@ class RankLoader:
 
     def __len__(self) -> int:
         return len(self.batches)
+
+    @property
+    def step_size(self) -> int | None:
+        size = self.loader.batch_size
+        return size if size is None or self.batches.split else size * self.batches.ranks
 
     def __iter__(self) -> Iterator:
         # A queue for each iteration: one may run inside another (validation called in the middle of validation).
@@ -395,9 +401,11 @@ def rank_loader(
         ValueError: one that shares them out itself, or gives them in no fixed order.
     """
     if not isinstance(dl, DataLoader):
+        library = library_of(dl)
         raise TypeError(
-            f"{name} is a {type(dl).__name__}; under DDP it must be a torch DataLoader, whose sampler tells what each "
-            "rank reads"
+            f"{name} is a {type(dl).__name__}{f' of {library}' if library else ''}; under DDP it must be a torch "
+            "DataLoader, whose sampler tells what each rank reads"
+            + ("; its dataset may do in one: DataLoader(dls.train_ds, 64, shuffle=True)" if library == "fastai" else "")
         )
     if not dl.in_order and dl.num_workers:
         raise ValueError(f"{name} has in_order=False; sharing batches out among ranks needs their order")

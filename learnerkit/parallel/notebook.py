@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from multiprocessing import connection
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +29,8 @@ import torch.distributed as dist
 from learnerkit import world
 from learnerkit.environment import LOOPBACK, Place, killed_by, rank_environment
 from learnerkit.parallel import parcel
-from learnerkit.parallel.distributed import DistributedCallback
-from learnerkit.utils import front_end, ipython_shell
+from learnerkit.parallel.distributed import OWN_DEVICE, DistributedCallback
+from learnerkit.utils import front_end, ipython_shell, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -79,14 +80,30 @@ def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> An
     if learn.workers is not None or any(isinstance(cb, DistributedCallback) for cb in learn.cbs):
         raise ValueError("the learner is distributed already (to_distributed or an outer distrib_ctx)")
     callback = DistributedCallback(**kwargs)
+    if nproc == 0:
+        raise ValueError(f"got nproc=0; it is the number of processes. If a device was meant: {OWN_DEVICE}")
     if world.world_size() == 1:
-        return _workers_for(learn, nproc, kwargs) or nullcontext(learn)
+        workers = _workers_for(learn, nproc, kwargs)
+        if workers is None:
+            _warn_of_a_model_of_its_own()
+        return workers or nullcontext(learn)
     if nproc is not None:
         raise ValueError(
             f"got nproc={nproc} in one of {world.world_size()} processes of a launcher, which is told how many "
-            f"(`python -m learnerkit.launch --nproc {nproc} script.py`): write distrib_ctx() without nproc"
+            f"(`python -m learnerkit.launch --nproc {nproc} script.py`): write distrib_ctx() without nproc. If a "
+            f"device was meant: {OWN_DEVICE}"
         )
     return learn.added_cbs(callback)
+
+
+def _warn_of_a_model_of_its_own() -> None:
+    """Warn in a process that somebody's multiprocessing has started without a way to meet the others."""
+    if multiprocessing.parent_process() is not None and not world.is_joined() and "RANK" not in os.environ:
+        warn(
+            "distrib_ctx() in a process that multiprocessing has started, without a process group and without RANK in "
+            "its environment: this process trains a model of its own, whatever others do. Start the script with "
+            "`python -m learnerkit.launch --nproc N script.py`, or call torch.distributed.init_process_group first"
+        )
 
 
 def _workers_for(learn: "Learner", nproc: int | None, options: dict) -> "Workers | None":
@@ -284,6 +301,9 @@ class Workers:
         if not self._processes:
             self._start()
         keep_seeds = self._seeds_left == parcel.print_of_seeds()
+        self.learn._take_callbacks()  # else one that is shared would take another learner along
+        args = tuple(map(_listed, args))
+        kwargs = {name: _listed(value) for name, value in kwargs.items()}
         file, path, job = parcel.send(self.learn, verb, args, kwargs, self.options, keep_seeds)
         with self._heard_presses(), self._ended_by_errors():
             with file:
@@ -437,6 +457,11 @@ class Workers:
         return f"the worker of rank {p.rank} {how}; the next call starts new workers" + (
             tail and f"; its last words:{tail}"
         )
+
+
+def _listed(x: Any) -> Any:
+    """`x`, or the list of what it generates, as a generator cannot be sent."""
+    return list(x) if isinstance(x, GeneratorType) else x
 
 
 def _name_cells(text: str) -> str:

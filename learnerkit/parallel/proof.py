@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -29,13 +30,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.callbacks.progress import ProgressCallback
+from learnerkit.checks import UNKNOWN_COUNT
 from learnerkit.data import in_order, map_batch, tensors_in, with_batches
 from learnerkit.events import CancelFitException
+from learnerkit.files import save_whole
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.parallel.drift import digests, state_table
 from learnerkit.parallel.loaders import RankLoader
-from learnerkit.utils import save_whole, unwrap
+from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -259,9 +262,11 @@ def _run(
     learn.add_cbs([Callback(before_batch=arrive, order=-1000), notes])
     if join:
         join(folder)
+    warnings.filterwarnings("ignore", re.escape(UNKNOWN_COUNT))  # the report has it
     world.set_seed_states(seeds)  # python seeds its generator anew in a fork
     start = [p.detach().clone() for p in learn.model.parameters()]
     learn.fit(1)
+    unknown = learn.loss_weighting.unknown
     if not notes.steps:
         raise RuntimeError("the fit ended before its first step was over")
     updates = [p.detach() - q for p, q in zip(learn.model.parameters(), start, strict=True)]
@@ -270,6 +275,7 @@ def _run(
     return {
         "steps": notes.steps,
         "sums": learn.loss_weighting.sums,
+        "unknown": unknown,
         "draws": notes.draws,
         "weights": weights,
         "update": max(map(_largest, updates)),
@@ -415,10 +421,12 @@ def _compare(one: dict, ranks: list[dict]) -> tuple[list[tuple[str, bool, str]],
             "the model or a callback draws random numbers in a step (dropout as a function?), which each rank does for "
             "itself: switch that off for this check"
         )
+    if one["unknown"]:
+        return findings, UNKNOWN_COUNT
     if not torch.isclose(losses[0]["step 1"], losses[1]["step 1"], rtol=1e-6, equal_nan=True):
         return findings, (
-            "the loss is no mean over samples (see `loss_weight` of Learner), or a prediction depends on the other "
-            "samples of its batch"
+            "the loss is not a mean over samples: give the Learner loss_weight=, a function of the targets that counts "
+            "what it averages over; or a prediction depends on the other samples of its batch"
         )
     if wrong & {"samples", "losses", "weights"}:
         return findings, (

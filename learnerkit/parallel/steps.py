@@ -66,8 +66,7 @@ class Steps(StepWeights):
         kind = kinds.pop() if len(kinds) == 1 else None
         if kind not in (torch.float32, torch.float64):
             kind = torch.float32  # counts need more digits than half precision has
-        self.carrier = nn.Parameter(torch.zeros(_SLOTS, dtype=kind, device=self.device))
-        return self.carrier
+        return nn.Parameter(torch.zeros(_SLOTS, dtype=kind, device=self.device))
 
     def weigh_buckets(self, wrapper: DistributedDataParallel, comm_hook: Any, state: Any) -> None:
         """Reduce the gradients of `wrapper` with `comm_hook`, weighed by what this rank counts."""

@@ -23,6 +23,7 @@ from learnerkit import (
     on_rank0,
     rank0_first,
     set_seed,
+    unwrap,
     world,
 )
 
@@ -247,17 +248,71 @@ def check_ranks_start_alike():
 
 def check_batch_norm():
     """No rank is left with a single sample; buffers end alike; one warning on the CPU; nothing stays converted."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
-    learn = make_learner(model, n=4 * N + 3, bs=4)
-    with warnings.catch_warnings(record=True) as caught, learn.no_logging():
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with learn.distrib_ctx(split_batches=True):
-            learn.fit(2)
-            learn.fit(1)
+        for fits in (2, 1):
+            model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+            learn = make_learner(model, n=4 * N + 3, bs=4)
+            with learn.distrib_ctx(split_batches=True), learn.no_logging():
+                for _ in range(fits):
+                    learn.fit(1)
+            assert type(model[1]) is nn.BatchNorm1d
+            assert weights_agree(learn)
     told = [str(w.message) for w in caught if "sync_bn" in str(w.message)]
-    assert len(told) == (1 if world.is_main() else 0), told
-    assert type(model[1]) is nn.BatchNorm1d
-    assert weights_agree(learn)
+    assert len(told) == (1 if world.is_main() else 0), told  # once a process
+
+
+def check_a_lone_last_sample():
+    """A step of one sample over all ranks is found before training; one that has company on a rank is none."""
+    for n, split, lone in (
+        (4 * N + 1, False, True), (8 * N + 5, False, False), (9, True, True), (4 * N + 2, False, False)
+    ):  # fmt: skip
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+        learn = make_learner(model, n=n, bs=4)
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        refused = raises(ValueError, "its last batch has 1 of its") if lone else contextlib.nullcontext()
+        with learn.distrib_ctx(split_batches=split, sync_bn=False), learn.no_logging(), refused:
+            learn.fit(1)
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) == lone
+
+
+def check_modes():
+    """A run that ends well leaves all modules in eval mode; one that the user has put there stays so in training."""
+    seen = []
+    look = Callback(before_batch=lambda cb: cb.training and seen.append([m.training for m in unwrap(cb.model)]))
+    learn = make_learner(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Dropout(0.5), nn.Linear(8, 2)), cbs=look)
+    learn.model[1].eval()
+    with learn.distrib_ctx(), learn.no_logging():
+        for _ in range(2):
+            learn.fit(1)
+            learn.get_preds()
+            assert not any(m.training for m in learn.model.modules())
+    assert {tuple(modes) for modes in seen} == {(True, False, True, True)}
+
+
+def check_random_streams_of_evaluation():
+    """Outside a fit each evaluation draws anew, other numbers on each rank; in a fit streams are given back."""
+
+    class MonteCarlo(Callback):
+        def before_validate(self):
+            unwrap(self.model)[1].train()
+
+        def before_batch(self):
+            self.learn.xb = (torch.ones(len(self.x), 4),)
+
+    model = nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.5), nn.Linear(50, 2))
+    learn = make_learner(model, n=2 * N, bs=1, cbs=MonteCarlo())
+    set_seed(5)
+    with learn.distrib_ctx(), learn.no_logging():
+        first, second = learn.get_preds()[0], learn.get_preds()[0]
+        assert not torch.isclose(first, second).any()
+        assert len({row[0].item() for row in first}) == 2 * N  # ranks have streams of their own
+        evaluate = Callback(after_step=lambda cb: states.append((torch.get_rng_state(), cb.learn.validate())))
+        settle = Callback(after_step=lambda cb: states.append(torch.get_rng_state()), order=1)
+        states = []
+        learn.fit(1, cbs=[evaluate, settle])
+    assert torch.equal(states[0][0], states[1])
 
 
 def check_middle_of_fit():

@@ -75,6 +75,19 @@ class OwnLoss(nn.Module):
         return {"logits": logits, "loss": loss}
 
 
+class OwnTokens(nn.Module):
+    """Makes its own loss over the tokens that are not padding; `shift`: each predicts the next one."""
+
+    def __init__(self, shift: bool):
+        super().__init__()
+        self.body, self.shift = make_model(), shift
+
+    def forward(self, x, labels=None):
+        logits = self.body(x)
+        scores, target = (logits[:, :-1], labels[:, 1:]) if self.shift else (logits, labels)
+        return {"logits": logits, "loss": F.cross_entropy(scores.flatten(0, 1), target.flatten())}
+
+
 class Seen(Callback):
     """Which samples this rank trained on, step by step."""
 
@@ -237,6 +250,8 @@ LOSSES = {
     "class weights": {"loss_func": nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]).double())},
     "ignore_index": {"loss_func": nn.CrossEntropyLoss(ignore_index=1)},
     "tokens": {"loss_func": lambda pred, y: F.cross_entropy(pred.mT, y), "loss_weight": lambda y: (y >= 0).sum()},
+    "own tokens": {"model": lambda: OwnTokens(shift=False)},
+    "own shifted": {"model": lambda: OwnTokens(shift=True)},
 }
 
 WAYS = {  # by the number of processes: (batch size, what the split and the accumulation are)
@@ -257,7 +272,8 @@ class AtSteps(Callback):
 
     def before_batch(self):
         if self.training and self.batch_size:
-            self.samples += self.xb[0].flatten(1)[:, 0].tolist()
+            x = self.xb[0]["x"] if isinstance(self.xb[0], dict) else self.xb[0]
+            self.samples += x.flatten(1)[:, 0].tolist()
 
     def before_step(self):
         group = self.opt.param_groups[0]
@@ -274,10 +290,14 @@ def token_data(n: int, seed: int = 0) -> TensorDataset:
 
 
 def fit_in(way: str, loss: str) -> dict:
-    make = token_data if loss == "tokens" else make_data
+    kwargs, tokens = dict(LOSSES[loss]), loss in ("tokens", "own tokens", "own shifted")
+    make = token_data if tokens else make_data
+    train, valid = make(103), make(17, seed=2)
+    if "model" in kwargs:
+        train, valid = Mapped(train), Mapped(valid)
     bs, split, accumulation = WAYS[way](world.world_size())
-    dls = DataLoaders.from_datasets(make(103), make(17, seed=2), bs=bs, valid_bs=4, shuffle=loss != "tokens")
-    learn, seen = Learner(dls, make_model(), opt_func=sgd, **LOSSES[loss]), AtSteps()
+    dls = DataLoaders.from_datasets(train, valid, bs=bs, valid_bs=4, shuffle=not tokens)
+    learn, seen = Learner(dls, kwargs.pop("model", make_model)(), opt_func=sgd, **kwargs), AtSteps()
     with learn.distrib_ctx(split_batches=split):
         learn.fit_one_cycle(2, 0.004 if loss == "sum" else 0.05, cbs=[seen, accumulation] if accumulation else seen)
     return {"weights": weights(learn), "values": learn.recorder.values, "steps": seen.steps}

@@ -3,6 +3,7 @@
 import os
 import sys
 import tempfile
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,13 @@ from learnerkit import world
 
 
 def work(rank: int, n: int, file: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_learner().distrib_ctx()
+    (told,) = (str(w.message) for w in caught)
+    assert "this process trains a model of its own" in told
+    assert "python -m learnerkit.launch --nproc N script.py" in told
+    warnings.simplefilter("error")
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=n)
     assert (world.rank(), world.world_size(), world.local_rank()) == (rank, n, rank % max(1, torch.cuda.device_count()))
     learn = make_learner()
