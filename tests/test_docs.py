@@ -4,13 +4,19 @@ import ast
 import os
 import re
 import runpy
+import signal
+import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
-from launching import run_script
+import torch
+from launching import WAYS, environment, run_script
+
+from learnerkit import Learner
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -154,17 +160,82 @@ def test_train_fashion_says_when_the_full_set_cannot_be_had(monkeypatch):
         runpy.run_path(str(EXAMPLES / "train_fashion.py"), run_name="__main__")
 
 
-def test_train_autoencoder_resumes_on_one_process_what_two_began():
-    first = run_script(EXAMPLES / "train_autoencoder.py", "--epochs", 2, nproc=2)
-    assert sorted(os.listdir("models")) == ["autoencoder.pth", "reconstructions.png"]
-    assert first.count("saved ") == first.count("drew ") == 1
-    reached = tables(first)[0][-1]
-    Path("models/reconstructions.png").unlink()
-    second = run_script(EXAMPLES / "train_autoencoder.py", "--epochs", 1, "--resume", way="python")
-    assert f"resumed with a validation loss of {reached[2]}" in second
-    assert float(tables(second)[0][-1][1]) < float(reached[1])
-    picture = Path("models/reconstructions.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
+def rows(printed):
+    "The rows of the only table in what was printed, without their times."
+    return [row[:-1] for (table,) in [tables(printed)] for row in table[1:]]
+
+
+@pytest.fixture
+def train_autoencoder(monkeypatch, capsys):
+    "Run that example in this process; SIGTERM comes while it writes the file of that name."
+    saves = Learner.save
+
+    def run(*args, term_at=None):
+        def save(learn, file, **kwargs):
+            if file == term_at:
+                signal.raise_signal(signal.SIGTERM)
+            return saves(learn, file, **kwargs)
+
+        monkeypatch.setattr(Learner, "save", save)
+        monkeypatch.setattr(sys, "argv", ["train_autoencoder.py", *map(str, args)])
+        code = 0
+        try:
+            runpy.run_path(str(EXAMPLES / "train_autoencoder.py"), run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+        return code, capsys.readouterr().out
+
+    before = signal.getsignal(signal.SIGTERM)
+    yield run
+    assert signal.signal(signal.SIGTERM, before) is before
+
+
+def test_train_autoencoder_stopped_twice_comes_to_the_same_numbers(train_autoencoder):
+    code, whole = train_autoencoder("--epochs", 4, "--out", "whole")
+    assert (code, len(rows(whole))) == (0, 4)
+    parts = []
+    for given, end, left in (
+        ({"term_at": "autoencoder-1"}, 143, {"autoencoder-1.pth"}),
+        ({"term_at": "autoencoder-3"}, 143, {"autoencoder-3.pth"}),
+        ({}, 0, {"autoencoder-4.pth", "autoencoder.pth", "reconstructions.png"}),
+    ):
+        code, printed = train_autoencoder("--epochs", 4, "--resume", **given)
+        assert (code, set(os.listdir("models"))) == (end, left)
+        parts.append(printed)
+    assert "epochs" not in parts[0]
+    assert "going on after 1 of 4 epochs\n" in parts[1]
+    assert "going on after 3 of 4 epochs\n" in parts[2]
+    assert [row for part in parts for row in rows(part)] == rows(whole)  # to the last digit
+    weights = [torch.load(f"{out}/autoencoder.pth") for out in ("whole", "models")]
+    assert all(torch.equal(*pair) for pair in zip(*(w.values() for w in weights), strict=True))
+    code, printed = train_autoencoder("--epochs", 4, "--resume")
+    assert code == 0
+    assert printed.startswith("finished already: 4 of 4 epochs\n")
+    assert tables(printed) == []
+    code, printed = train_autoencoder("--epochs", 4, "--out", "models", term_at="autoencoder-1")
+    assert rows(printed) == rows(whole)[:1]  # it has not been asked to go on
+    assert set(os.listdir("models")) == {"autoencoder-1.pth", "autoencoder.pth", "reconstructions.png"}
+
+
+def test_train_autoencoder_goes_on_by_itself_with_what_two_processes_have_left(train_autoencoder):
+    command = [*WAYS["launch"](2), EXAMPLES / "train_autoencoder.py", "--epochs", "8"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as launcher:
+        while not list(Path("models").glob("autoencoder-*.pth")) and launcher.poll() is None:
+            time.sleep(0.02)
+        launcher.terminate()
+        begun = launcher.communicate(timeout=60)[0]
+    assert launcher.returncode == 143
+    done = len(rows(begun))
+    assert os.listdir("models") == [f"autoencoder-{done}.pth"]
+    assert begun.count("epoch ") == 1  # rank 0's alone
+    code, rest = train_autoencoder("--epochs", 8, "--resume")
+    assert code == 0
+    found = rows(begun) + rows(rest)
+    assert [int(row[0]) for row in found] == list(range(8))
+    assert float(rows(rest)[0][2]) < 1.1 * float(rows(begun)[-1][2])
+    assert float(found[-1][2]) < 0.0195
+    assert rest.count("saved ") == rest.count("drew ") == 1
+    assert Path("models/reconstructions.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_custom_callback_logs_and_stops():

@@ -338,7 +338,7 @@ def test_the_autoencoder_runs_on_two_hosts(launcher, hosts, tmp_path):
     for one in pair:
         code, printed = one.finish()
         assert code == 0, printed
-    assert sorted(os.listdir(tmp_path / "models")) == ["autoencoder.pth", "reconstructions.png"]
+    assert sorted(os.listdir(tmp_path / "models")) == ["autoencoder-1.pth", "autoencoder.pth", "reconstructions.png"]
 
 
 @pytest.mark.slow
