@@ -128,7 +128,7 @@ def make_parser() -> Parser:
     add("--tee", action="store_true", help="show the output line by line with the number of its rank, logged or not")
     add("--check", action="store_true", help="run the preflight check in place of the script")
     add("-u", dest="unbuffered", action="store_true", help="do not buffer the output of the processes")
-    add("-m", dest="module", action="store_true", help="run a module, as python -m does")
+    add("-m", dest="as_module", action="store_true", help="run a module, as python -m does")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     add = parser.add_argument_group(
         "several machines", "run the same command on each; under srun nothing has to be said"
@@ -143,17 +143,42 @@ def make_parser() -> Parser:
     ).add_argument
     add("--write-sbatch", type=Path, metavar="F", help="write the batch script to F, and run nothing")
     add("--nodes", type=int, metavar="N", help="machines (1)")
-    add("--gpus-per-node", type=int, metavar="N", help="GPUs of each")
+    add("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each, such as 4 or v100:4")
     add("--time", metavar="T", help="time limit, such as 08:00:00")
     add("--job-name", metavar="X", help="default: the script's name")
     add("--cpus-per-task", type=int, metavar="N", help="CPU cores of each machine")
     add("--mem", metavar="M", help="memory of each machine, such as 64G")
+    add("--mem-per-cpu", metavar="M", help="or memory for each of its CPU cores, such as 4G")
     add("--partition", metavar="X", help="where to queue")
     add("--account", metavar="X", help="who pays")
+    add("--output", metavar="F", help="file of what is printed (%%x-%%j.out: the job's name and number)")
+    add("--error", metavar="F", help="file of the error messages alone (default: they go to --output)")
+    repeated = {"action": "append"}
+    other = "any other option of sbatch, such as --exclusive; repeatable"
+    add("--sbatch", type=str.strip, **repeated, metavar='"..."', help=other)  # see shielded
+    add = parser.add_argument_group(
+        "the environment of a SLURM job",
+        "with --write-sbatch; all are repeatable. Modules and commands run in the order in which\n"
+        "they are given, once, on the first machine; if one fails, the job ends. Then the variables\n"
+        "are set. Modules that are loaded in the shell which submits the job stay loaded, unless\n"
+        '--setup "module purge" unloads them.',
+    ).add_argument
+    add("--module", dest="setup", type=module_line, metavar="NAME", **repeated, help="load a module, such as cuda/12.4")
+    setup = 'run a shell command, such as "source ~/venv/bin/activate" or "conda activate x"'
+    add("--setup", **repeated, metavar='"..."', help=setup)
+    add("--env", **repeated, metavar="NAME=VALUE", help="set a variable of the training, to this very value")
     return parser
 
 
-SBATCH = ("nodes", "gpus_per_node", "time", "job_name", "cpus_per_task", "mem", "partition", "account")
+def module_line(name: str) -> str:
+    """The shell command that loads a module."""
+    if not re.fullmatch(r"[\w./][\w./+:@=~-]*", name, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{name!r}: give the name of one module, such as cuda/12.4")
+    return f"module load {name}"
+
+
+SBATCH = ("nodes", "gpus_per_node", "time", "job_name", "cpus_per_task", "mem", "mem_per_cpu", "partition", "account",
+          "output", "error", "sbatch", "setup", "env")  # fmt: skip
 
 
 def parse(argv: Sequence[str] | None) -> Plan | int:
@@ -163,15 +188,18 @@ def parse(argv: Sequence[str] | None) -> Plan | int:
         The plan, or the exit code if nothing is to be run.
     """
     parser = make_parser()
-    options = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(shielded(words))
+    own = words[len(words) - len(options.command) :]
     try:
-        command = choose_command(options.module, options.command) if options.command or not options.check else []
+        command = choose_command(options.as_module, own) if own or not options.check else []
         command = DOCTOR if options.check else command
         check_numbers(options)
         if options.write_sbatch is not None:
             return write_sbatch(options, command)
         if unused := [name for name in SBATCH if getattr(options, name) is not None]:
-            raise ValueError(f"--{unused[0].replace('_', '-')} goes with --write-sbatch, which writes a batch script")
+            name = "module or --setup" if unused[0] == "setup" else unused[0].replace("_", "-")
+            raise ValueError(f"--{name} goes with --write-sbatch, which writes a batch script")
         nodes, one_gpu = choose_nodes(options, os.environ)
         nproc, gpus = choose_processes(1 if one_gpu else options.nproc, options.gpus, os.environ)
         port = 0 if nodes else free_port(options.master_port)
@@ -182,6 +210,11 @@ def parse(argv: Sequence[str] | None) -> Plan | int:
         speaks=options.check,
     )  # fmt: skip
     return Plan(job, options.max_restarts, nodes, port)
+
+
+def shielded(words: list[str]) -> list[str]:
+    """The words of a command line in which argparse does not take what follows --sbatch for an option of its own."""
+    return [f" {word}" if before == "--sbatch" else word for before, word in zip(["", *words], words, strict=False)]
 
 
 def check_numbers(options: argparse.Namespace) -> None:
@@ -279,6 +312,9 @@ def write_sbatch(options: argparse.Namespace, command: list[str]) -> int:
     except OSError as error:
         raise ValueError(f"--write-sbatch {options.write_sbatch}: {error.strerror}") from error
     print(f"wrote {options.write_sbatch}; hand it in with: sbatch {options.write_sbatch}")
+    for folder in {Path(file).parent: None for file in (options.output, options.error) if file}:
+        if "%" not in str(folder) and not folder.is_dir():
+            print(f"first make the folder {folder}: SLURM does not, and without it the job fails and says nothing")
     return 0
 
 

@@ -7,6 +7,7 @@ of srun, sbatch and salloc (https://slurm.schedmd.com/srun.html), and were check
 import os
 import re
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -168,13 +169,19 @@ def batch_script(
     command: Sequence[str],
     *,
     nodes: int,
-    gpus_per_node: int | None,
+    gpus_per_node: int | str | None,
     time: str | None,
     job_name: str,
     cpus_per_task: int | None = None,
     mem: str | None = None,
+    mem_per_cpu: str | None = None,
     partition: str | None = None,
     account: str | None = None,
+    output: str | None = None,
+    error: str | None = None,
+    sbatch: Sequence[str] | None = None,
+    setup: Sequence[str] | None = None,
+    env: Sequence[str] | None = None,
     launcher_options: Sequence[str] = (),
     python: str = "python",
 ) -> str:
@@ -182,41 +189,122 @@ def batch_script(
 
     Args:
         command: script.py args..., or -m module args...
-        nodes, gpus_per_node: how many; without GPUs `None`.
+        nodes, gpus_per_node: how many, of GPUs also as type:number; without GPUs `None`.
         time: the limit as sbatch takes it, such as 08:00:00; `None`: the cluster's.
         job_name: also begins the name of the file of what is printed.
         cpus_per_task: CPU cores of each node; `None`: the cluster's default.
-        mem: memory of each node, such as 64G; `None`: the cluster's default.
+        mem, mem_per_cpu: memory of each node, such as 64G, or for each core; `None`: the cluster's default.
         partition, account: as the cluster has them.
+        output, error: files for what is printed, in sbatch's patterns; `None`: job_name-number.out for both.
+        sbatch: further options of sbatch.
+        setup: shell commands that prepare the environment on the first node.
+        env: NAME=VALUE each, set after that.
         launcher_options: go before `command`.
         python: the interpreter.
 
     Raises:
         ValueError: what is wrong with a value.
     """
-    for name, number in (("nodes", nodes), ("gpus-per-node", gpus_per_node), ("cpus-per-task", cpus_per_task)):
+    for name, number in (("nodes", nodes), ("cpus-per-task", cpus_per_task)):
         if number is not None and number < 1:
             raise ValueError(f"--{name} {number}: give a number, 1 or more")
+    if gpus_per_node is not None and not re.fullmatch(r"([\w.+-]+:)?[1-9][0-9]*", str(gpus_per_node), re.ASCII):
+        raise ValueError(f"--gpus-per-node {gpus_per_node}: give a number, 1 or more, or a type with it, as in v100:4")
     if time is not None:
         _check_time(time)
-    if mem is not None and not re.fullmatch("[0-9]+[KMGT]?", mem):
-        raise ValueError(f"--mem {mem!r}: give a size such as 64G (of each node; 0 is all of it)")
+    if mem is not None and mem_per_cpu is not None:
+        raise ValueError("--mem does not go with --mem-per-cpu; leave one of them out")
+    for name, size, whole in (("mem", mem, " (of each node; 0 is all of it)"), ("mem-per-cpu", mem_per_cpu, "")):
+        if size is not None and not re.fullmatch("[0-9]+[KMGT]?", size):
+            raise ValueError(f"--{name} {size!r}: give a size such as 64G{whole}")
     for name, text in (("job-name", job_name), ("partition", partition), ("account", account)):
         if text is not None and not re.fullmatch(r"[\w.,:@+][\w.,:@+-]*", text, re.ASCII):
             raise ValueError(f"--{name} {text!r}: give a name of letters, digits and . , : @ + - _")
-    launcher = shlex.join([python, "-m", "learnerkit.launch", *launcher_options])
+    for name, file in (("output", output), ("error", error)):
+        _check_line(name, file, "a file, such as logs/%x-%j.out")
     choices = {"partition": partition, "account": account, "gpus-per-node": gpus_per_node,
-               "cpus-per-task": cpus_per_task, "mem": mem}  # fmt: skip
+               "cpus-per-task": cpus_per_task, "mem": mem, "mem-per-cpu": mem_per_cpu}  # fmt: skip
+    asked = [f"--{name}={value}" for name, value in choices.items() if value is not None]
+    asked += map(_sbatch_option, sbatch or ())
     return _SCRIPT.format(
         job_name=job_name,
         nodes=nodes,
-        choices="".join(f"#SBATCH --{name}={value}\n" for name, value in choices.items() if value is not None),
+        choices="".join(f"#SBATCH {option}\n" for option in asked),
         time="" if time is None else f"#SBATCH --time={time}\n",
         notice=NOTICE_SECONDS,
+        output=shlex.quote(output or "%x-%j.out"),
+        error="" if error is None else f"#SBATCH --error={shlex.quote(error)}\n",
         cpus="" if cpus_per_task is None else _CPUS,
-        launcher=launcher,
+        setup=_setup_section(setup) if setup else "",
+        env="".join(["# Variables of the training.\n", *map(_export, env), "\n"]) if env else "",
+        launcher=shlex.join([python, "-m", "learnerkit.launch", *launcher_options]),
         command=shlex.join(command),
     )
+
+
+def _check_line(name: str, text: str | None, wanted: str) -> None:
+    """Raise a ValueError if this is empty, or holds a line break or another control character."""
+    if text is not None and not (text.strip() and text.isprintable()):
+        raise ValueError(f"--{name} {text!r}: give {wanted}, without line breaks and control characters")
+
+
+def _sbatch_option(text: str) -> str:
+    """An option of sbatch as a line of the script has it: with its dashes, and quoted where that is needed.
+
+    Raises:
+        ValueError: this is not one option, or it is said elsewhere.
+    """
+    try:
+        option, *value = shlex.split(text) if text.isprintable() else []
+    except ValueError:  # nothing, or a quote that is not closed
+        option, value = "", []
+    name, equals, attached = (option if option.startswith("-") else f"--{option}").partition("=")
+    named = re.fullmatch(r"--[a-z][a-z-]*[a-z]|-[A-Za-z][\w.:,+-]*", name, re.ASCII)
+    if not named or len(value) > 1 or (value and (equals or value[0].startswith("-"))):
+        raise ValueError(f"--sbatch {text!r}: give one option of sbatch, such as --exclusive or --comment='two words'")
+    if name[1] != "-":
+        taken = _SHORT.get(name[1])
+    else:  # sbatch takes the beginning of a name for the whole
+        taken = next((full for full in _TAKEN if full.startswith(name[2:]) and name != "--gpus"), None)
+    if taken and _TAKEN[taken]:
+        raise ValueError(f"--sbatch {text!r}: leave --{taken} out, the script relies on its own --{_TAKEN[taken]}")
+    if taken:
+        raise ValueError(f"--sbatch {text!r}: give --{taken} by itself, without --sbatch")
+    return " ".join([name + (equals and equals + shlex.quote(attached)), *map(shlex.quote, value)])
+
+
+def _setup_section(commands: Sequence[str]) -> str:
+    """The section of a script that runs these, and checks after each how it has ended."""
+    lines, missing = [], {r"(module|ml)\b": _MODULE, r"conda\s+activate\b": _CONDA}
+    for command in commands:
+        _check_command(command)
+        lines += [missing.pop(start) for start in [*missing] if re.match(start, command)]
+        lines.append(f"{command}\nend_if_failed\n")
+    return f"{_SETUP}{''.join(lines)}{_SETUP_END}"
+
+
+def _check_command(text: str) -> None:
+    """Raise a ValueError if this is not a whole command: the lines after it would become a part of it."""
+    wanted = "a shell command, such as 'source ~/venv/bin/activate'"
+    _check_line("setup", text, wanted)
+    env = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}
+    try:
+        checked = subprocess.run(["bash", "-n", "-c", text], env=env, stderr=subprocess.PIPE)
+    except FileNotFoundError:  # here, but not where the script is to run
+        return
+    said = checked.stderr.decode(errors="replace")
+    if said or text.endswith("\\"):
+        why = re.sub("^(bash: )?(-c: )?(line [0-9]+: )?|\n.*", "", said, flags=re.DOTALL)
+        raise ValueError(f"--setup {text!r}: give {wanted} ({why or 'nothing follows its last character'})")
+
+
+def _export(text: str) -> str:
+    """The line of a script that sets a variable to just this value."""
+    name, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+        raise ValueError(f"--env {text!r}: give NAME=VALUE, with a name of letters, digits and _")
+    _check_line("env", text, "NAME=VALUE")
+    return f"export {name}={shlex.quote(value)}\n"
 
 
 def _check_time(text: str) -> None:
@@ -231,6 +319,47 @@ def _check_time(text: str) -> None:
     if sum(int(number or 0) * unit for number, unit in zip(match.groups(), units, strict=True)) < LEAST_SECONDS:
         raise ValueError(f"--time {text!r}: give {LEAST_SECONDS // 60} minutes or more, {NOTICE_SECONDS} s are to save")
 
+
+_TAKEN = {  # what sbatch must not be told by --sbatch: for the script's own sake, or as there is an option for it
+    "signal": f"signal=B:USR1@{NOTICE_SECONDS}", "requeue": "requeue", "no-requeue": "requeue",
+    "open-mode": "open-mode=append", "ntasks": "ntasks-per-node=1", "ntasks-per-node": "ntasks-per-node=1",
+    "tasks-per-node": "ntasks-per-node=1", "job-name": "", "nodes": "", "gpus-per-node": "", "cpus-per-task": "",
+    "mem": "", "mem-per-cpu": "", "time": "", "partition": "", "account": "", "output": "", "error": "",
+}  # fmt: skip
+_SHORT = {"J": "job-name", "N": "nodes", "c": "cpus-per-task", "t": "time", "p": "partition", "A": "account",
+          "o": "output", "e": "error", "n": "ntasks"}  # fmt: skip
+
+_SETUP = """\
+# The environment of the training, made once, on the first node; srun hands it on to all of them.
+# If a command fails the job ends with its exit code, rather than train in another environment.
+end_if_failed() {
+    local code=$?
+    if [ "$code" -ne 0 ]; then
+        echo "line $((BASH_LINENO[0] - 1)) of the batch script failed with exit code $code: the job ends" >&2
+        exit "$code"
+    fi
+}
+
+"""
+
+_MODULE = """\
+# `module` is a function of login shells, which this script has only if the shell that submits it hands it on.
+if ! type module >/dev/null 2>&1; then
+    submitted_path=$PATH
+    . /etc/profile
+    PATH="$submitted_path:$PATH"
+fi
+"""
+
+_CONDA = """\
+# `conda activate` needs functions of conda's, which a batch script does not have by itself.
+[ "$(type -t conda)" = function ] || eval "$(conda shell.bash hook)"
+"""
+
+_SETUP_END = """\
+set +eu  # if a command has set them: the rest of this script goes on after errors, and looks at them itself
+
+"""
 
 _CPUS = """\
 # From version 22.05 on, srun does not take this number from the job by itself.
@@ -254,8 +383,9 @@ _SCRIPT = """\
 # The script may then put the job back into the queue. What all its runs print goes to the end of one file.
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output=%x-%j.out
-
+#SBATCH --output={output}
+{error}
+{setup}{env}\
 # On USR1 the training is to save and stop. SLURM gives a signal to every process of the step, and of TERM or USR1 those
 # would die that load the data, too. URG harms none; the launchers take it for TERM, and hand that to the ranks alone.
 stopping=no
@@ -267,8 +397,8 @@ stop() {{
 trap stop USR1
 
 {cpus}# In the background, since bash runs no trap before a command in the foreground has ended.
-# If the launcher of one node fails, SLURM ends the others.
-srun --kill-on-bad-exit=1 \\
+# If the launcher of one node fails, SLURM ends the others. All get the environment of this script.
+srun --kill-on-bad-exit=1 --export=ALL \\
     {launcher} \\
     {command} &
 srun=$!

@@ -137,6 +137,16 @@ def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
         (["--nnodes", "2", "--rdzv-endpoint", "a:x", __file__], "'a:x': give host:port"),
         (["--nnodes", "2", "--rdzv-endpoint", "a:1", "--node-rank", "0", __file__], "does not go with --node-rank"),
         (["--nodes", "2", __file__], "--nodes goes with --write-sbatch"),
+        (["--sbatch", "--exclusive", __file__], "--sbatch goes with --write-sbatch"),
+        (["--setup", "true", __file__], "--module or --setup goes with --write-sbatch"),
+        (["--env", "A=1", __file__], "--env goes with --write-sbatch"),
+        (["--mem-per-cpu", "1G", __file__], "--mem-per-cpu goes with --write-sbatch"),
+        (["--write-sbatch", "job.sh", "--sbatch"], "argument --sbatch: expected one argument"),
+        (["--write-sbatch", "job.sh", "--sbatch", "--nodes", __file__], "--sbatch '--nodes': give --nodes by itself"),
+        *[
+            (["--module", bad, __file__], f"argument --module: {bad!r}: give the name of one module")
+            for bad in ("", "a b", "a;b", "$(x)", "a\nb")
+        ],
         (["--write-sbatch", "/no/such/folder/job.sh", __file__], "job.sh: No such file or directory"),
         (["--write-sbatch", "job.sh", "--nodes", "0", __file__], "--nodes 0: give a number, 1 or more"),
     ],
@@ -265,6 +275,26 @@ def test_a_batch_script_gets_the_launchers_options(no_gpu, tmp_path, capsys):
     assert capsys.readouterr().out == f"wrote {job}; hand it in with: sbatch {job}\n"
 
 
+def test_a_batch_script_gets_what_it_is_told_of_the_cluster(no_gpu, tmp_path, capsys):
+    job, own = tmp_path / "job.sh", ["--sbatch", "--exclusive", "--env", "x", "--module"]
+    Path("train.py").touch()
+    Path("logs").mkdir()
+    options = ["--gpus-per-node", "v100:4", "--mem-per-cpu", "4G", "--output", "logs/%j.out", "--error", "no/%j.err"]
+    options += ["--sbatch", "--exclusive", "--sbatch=--qos=high", "--sbatch", "nice 3", "--setup", "module purge"]
+    options += ["--module", "gcc/12", "--env", "A=1", "--setup", "source it", "--module", "a@1", "--env", "B=a b"]
+    assert launch.main(["--write-sbatch", str(job), *options, "train.py", *own]) == 0
+    text = job.read_text()
+    asked = ["gpus-per-node=v100:4", "mem-per-cpu=4G", "exclusive", "qos=high", "nice 3"]
+    assert "".join(f"#SBATCH --{option}\n" for option in asked) in text
+    assert "#SBATCH --output=logs/%j.out\n#SBATCH --error=no/%j.err\n" in text
+    order = ["module purge", "module load gcc/12", "source it", "module load a@1", "export A=1", "export B='a b'"]
+    assert [line for line in text.split("\n") if line in order] == order
+    assert "\n    train.py --sbatch --exclusive --env x --module &\n" in text
+    said = capsys.readouterr().out
+    assert "first make the folder no: " in said
+    assert "folder logs" not in said
+
+
 # The processes
 
 
@@ -278,9 +308,13 @@ def test_the_launcher_needs_the_standard_library_only(run):
 
 
 def test_help(launched):
-    code, out, err = launched("--help").finish()
+    code, out, err = launched("--help", env={"COLUMNS": "80"}).finish()
     assert (code, err) == (0, "")
     assert "--nproc N, --nproc-per-node N" in out
+    for option in ("--sbatch", "--module", "--setup", "--env", "--output", "--error", "--mem-per-cpu"):
+        assert f"\n  {option} " in out
+    assert "(%x-%j.out: " in out
+    assert max(map(len, out.split("\n"))) <= 100
     assert "examples:" in out
 
 

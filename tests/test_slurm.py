@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from learnerkit import launch
 from learnerkit.slurm import Task, advice, batch_script, current_task, expand_nodes
 
 ROOT = Path(__file__).parents[1]
@@ -239,6 +241,11 @@ def test_the_directives():
     assert set(directives(more)) - set(directives(least)) == {
         "nodes=2", "gpus-per-node=4", "time=08:00:00", "cpus-per-task=8", "mem=64G", "partition=a,b", "account=me@lab",
     }  # fmt: skip
+    assert "output=%x-%j.out" in directives(more)
+    files = batch_script(["train.py"], **USUAL, output="logs/%x-%j.out", error="my logs/%j.err", mem_per_cpu="4G")
+    assert {"output=logs/%x-%j.out", "error='my logs/%j.err'", "mem-per-cpu=4G"} <= set(directives(files))
+    assert "output=%x-%j.out" not in directives(files)
+    assert "gpus-per-node=v100:4" in directives(batch_script(["train.py"], **USUAL | {"gpus_per_node": "v100:4"}))
     lines = more.splitlines()
     first_command = next(number for number, line in enumerate(lines) if line and line[0] != "#")
     assert not any("#SBATCH" in line for line in lines[first_command:])  # sbatch would not read it
@@ -256,9 +263,87 @@ def test_limits_of_time(time):
         *[({"time": bad}, "--time .*: give minutes") for bad in ("", "8h", "1:2:3:4", "1-2-3", "-5", " 30", "1-", "٣")],
         *[({"time": bad}, "--time .*: give 5 minutes or more, 120 s") for bad in ("0", "4", "4:59", "00:04:59", "0-0")],
         ({"nodes": 0}, "--nodes 0: give a number"),
-        ({"gpus_per_node": 0}, "--gpus-per-node 0: give a number"),
+        *[
+            (
+                {"gpus_per_node": bad},
+                f"--gpus-per-node {bad}: give a number, 1 or more, or a type with it, as in v100:4",
+            )
+            for bad in (0, "", "-1", "v100", "v100:", ":4", "v100:0", "v100:4,a100:2", "a b:1", "4\n", "v100:٣")
+        ],
         ({"cpus_per_task": -1}, "--cpus-per-task -1: give a number"),
         ({"mem": "lots"}, "--mem 'lots': give a size"),
+        ({"mem_per_cpu": "4 GB"}, "--mem-per-cpu '4 GB': give a size"),
+        ({"mem": "64G", "mem_per_cpu": "4G"}, "--mem does not go with --mem-per-cpu"),
+        *[
+            ({name: bad}, f"--{name} {re.escape(repr(bad))}: give a file")
+            for name in ("output", "error")
+            for bad in ("", " ", "a\n#SBATCH --nodes=99", "a\x00b")
+        ],
+        *[
+            ({"sbatch": [bad]}, f"--sbatch {re.escape(repr(bad))}: give one option of sbatch, such as --exclusive")
+            for bad in (
+                "",
+                "--",
+                "-",
+                "a\n#SBATCH --nodes=9",
+                "--exclusive --nice=3",
+                "--comment=two words",
+                "--comment='x",
+                "C a100",
+                "--exclusive\t",
+                "; rm",
+                "--a --b",
+            )
+        ],
+        *[
+            ({"sbatch": [bad]}, f"--sbatch {bad!r}: leave --{name} out, the script relies on its own --{relied}")
+            for bad, name, relied in (
+                ("--signal=TERM@60", "signal", "signal=B:USR1@120"),
+                ("sig=TERM", "signal", "signal=B:USR1@120"),
+                ("--requeue", "requeue", "requeue"),
+                ("no-requeue", "no-requeue", "requeue"),
+                ("--open-mode=truncate", "open-mode", "open-mode=append"),
+                ("-n 4", "ntasks", "ntasks-per-node=1"),
+                ("--ntasks=4", "ntasks", "ntasks-per-node=1"),
+                ("--ntasks-per-node=4", "ntasks-per-node", "ntasks-per"),
+            )
+        ],
+        *[
+            ({"sbatch": [bad]}, f"--sbatch {bad!r}: give --{name} by itself, without --sbatch")
+            for bad, name in (
+                ("--time=1", "time"),
+                ("-t 1", "time"),
+                ("nodes=2", "nodes"),
+                ("-N2", "nodes"),
+                ("mem 4G", "mem"),
+                ("--mem-per=4G", "mem-per-cpu"),
+                ("-J x", "job-name"),
+                ("--part=gpu", "partition"),
+                ("-o x", "output"),
+                ("error=x", "error"),
+                ("gpus-per-node=2", "gpus-per-node"),
+                ("-c4", "cpus-per-task"),
+                ("-A x", "account"),
+            )
+        ],
+        *[
+            ({"env": [bad]}, f"--env {re.escape(repr(bad))}: give NAME=VALUE")
+            for bad in ("", "A", "=1", "1A=1", "A-B=1", "A B=1", "A =1", "É=1", "A;x=1", "A=1\nB=2", "A=\x1b")
+        ],
+        *[
+            ({"setup": [bad]}, f"--setup {re.escape(repr(bad))}: give a shell command")
+            for bad in ("", " ", "true\nfalse", "a\tb")
+        ],
+        *[
+            ({"setup": [bad]}, f"--setup {re.escape(repr(bad))}: give a shell command.*{why}")
+            for bad, why in (
+                ("echo 'a", "matching `''"),
+                ("if true; then", "end of file"),
+                ("true \\", "nothing follows"),
+                ("cat <<E", "here-document"),
+                ("a )", "syntax error"),
+            )
+        ],
         ({"job_name": "a\n#SBATCH --nodes=99"}, "--job-name"),
         ({"job_name": "a b"}, "--job-name 'a b': give a name"),
         ({"job_name": "../up"}, "--job-name"),
@@ -271,9 +356,35 @@ def test_bad_values(values, message):
         batch_script(["train.py"], **USUAL | values)
 
 
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ("--exclusive", "exclusive"),
+        ("exclusive", "exclusive"),
+        (" --exclusive ", "exclusive"),
+        ("--constraint=a100|h100", "constraint='a100|h100'"),
+        ("--comment='run #3'", "comment='run #3'"),
+        ('comment="it\'s"', "comment='it'\"'\"'s'"),
+        ("nodelist gpu[01-02]", "nodelist 'gpu[01-02]'"),
+        ("--mail-type=FAIL,END", "mail-type=FAIL,END"),
+        ("--gpus=8", "gpus=8"),
+        ("mem-bind=local", "mem-bind=local"),
+    ],
+)
+def test_other_options_of_sbatch(given, written):
+    assert written in directives(batch_script(["train.py"], **USUAL, sbatch=["nice=3", given]))
+    assert "nice=3" in directives(batch_script(["train.py"], **USUAL, sbatch=["nice=3", given]))
+
+
+def test_options_of_one_letter():
+    script = batch_script(["train.py"], **USUAL, sbatch=["-C a100", "-x gpu01", "-H"])
+    assert "#SBATCH -C a100\n#SBATCH -x gpu01\n#SBATCH -H\n" in script
+
+
 SRUN_STANDIN = """\
 #!/bin/bash
 trap 'stopped=yes' URG
+env -0 > environment
 printf '%s\\0' "$SRUN_CPUS_PER_TASK" "$@" > srun
 echo $$ > begun.new && mv begun.new begun
 until [ "$stopped" ] || [ "$UNTIL" = end ]; do sleep 0.02; done
@@ -295,20 +406,25 @@ def run_job(tmp_path):
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
 
-    def run(script, signals=0, code=0, slow=0, refused=0):
+    def run(script, signals=0, code=0, slow=0, refused=0, **variables):
         (tmp_path / "job.sh").write_text(script)
         subprocess.run(["bash", "-n", "job.sh"], cwd=tmp_path, check=True)
         env = os.environ | {
             "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "UNTIL": "signal" if signals else "end", "CODE": str(code),
             "SLOW": str(slow), "REFUSED": str(refused), "SLURM_JOB_ID": "77", "SLURM_CPUS_PER_TASK": "8",
-        }  # fmt: skip
-        with subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=env, stdout=subprocess.DEVNULL) as job:
-            wait_until((tmp_path / "begun").exists)
+        } | variables  # fmt: skip
+        printed = (tmp_path / "printed").open("w")
+        with (
+            printed,
+            subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=env, stdout=printed, stderr=printed) as job,
+        ):
+            wait_until(lambda: (tmp_path / "begun").exists() or job.poll() is not None)
             for _ in range(signals):
                 job.send_signal(signal.SIGUSR1)
                 time.sleep(0.15)
             job.wait(60)
-        told = {name: read(tmp_path / name) for name in ("srun", "scancel", "scontrol")}
+        told = {name: read(tmp_path / name) for name in ("srun", "scancel", "scontrol", "printed")}
+        told["environment"] = dict(line.split("=", 1) for line in read(tmp_path / "environment").split("\0")[:-1])
         return job.returncode, told
 
     return run
@@ -357,17 +473,107 @@ def test_arguments_arrive_as_they_were_given(run_job):
     own = ["-m", "pkg.mod", "a b", "$HOME", "it's", '"', "x;y", "*", "", "two\nlines", "{braces}", "\\", "é"]
     options = {"cpus_per_task": 8, "launcher_options": ["--log-dir", "my logs"], "python": "/opt/my env/bin/python"}
     _, told = run_job(batch_script(own, **USUAL, **options))
-    assert told["srun"].split("\0")[:-1] == [
-        "8", "--kill-on-bad-exit=1", "/opt/my env/bin/python", "-m", "learnerkit.launch", "--log-dir", "my logs", *own,
-    ]  # fmt: skip
+    launcher = ["/opt/my env/bin/python", "-m", "learnerkit.launch", "--log-dir", "my logs"]
+    assert told["srun"].split("\0")[:-1] == ["8", "--kill-on-bad-exit=1", "--export=ALL", *launcher, *own]
 
 
-def test_the_example_is_what_is_written():
-    example = ROOT / "examples" / "slurm" / "train_autoencoder.sh"
-    script = batch_script(
-        ["examples/train_autoencoder.py"], **USUAL | {"job_name": "train_autoencoder"}, cpus_per_task=32
+MODULE = {"BASH_FUNC_module%%": '() { echo "$@" >> modules; [ "$2" != missing ]; }'}
+"""As environment modules hand their function on to a job."""
+
+
+def test_the_environment_is_made_before_the_training(run_job, tmp_path):
+    (tmp_path / "env.sh").write_text('export FROM_FILE="$(cat modules)" HIDDEN=before\n')
+    setup = ["module use here", "module load gcc/12", "source ./env.sh # mine", "cd .; true", "sleep 0 &"]
+    values = {"HIDDEN": "a b", "QUOTED": 'it\'s "$HOME" `x` \\ !', "EMPTY": "", "_e9": "é=1", "BRACES": "{nodes}"}
+    env = [f"{name}={value}" for name, value in values.items()]
+    script = batch_script(["train.py"], **USUAL, setup=setup, env=env)
+    code, told = run_job(script, **MODULE)
+    assert (code, told["printed"]) == (0, "")
+    assert told["environment"]["FROM_FILE"] == "use here\nload gcc/12"
+    assert values.items() <= told["environment"].items()
+    for part, other in ({"env": ["A=1"]}, "end_if_failed"), ({"setup": ["true"]}, "# Variables of the training."):
+        assert other in script
+        assert other not in batch_script(["train.py"], **USUAL, **part)
+    assert not re.search("type module|conda shell", batch_script(["train.py"], **USUAL, setup=["true"]))
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("module load missing", 1),
+        ("source nowhere/bin/activate", 1),
+        ("cd /nowhere && true", 1),
+        ("true; (exit 7) # that is wrong", 7),
+        ("no_such_command", 127),
+        ("set -e; false", 1),
+        ("set -u; echo $NO_SUCH_VARIABLE", 1),
+    ],
+)
+def test_a_command_that_fails_ends_the_job(run_job, command, code):
+    script = batch_script(["train.py"], **USUAL, setup=["true", command, "touch later"])
+    ended, told = run_job(script, **MODULE)
+    assert (ended, told["srun"]) == (code, "")
+    assert not Path("later").exists()
+    if not command.startswith("set"):
+        line = script.split("\n").index(command) + 1
+        assert f"line {line} of the batch script failed with exit code {code}: the job ends\n" in told["printed"]
+
+
+def test_what_commands_set_does_not_keep_the_job_from_coming_back(run_job):
+    script = batch_script(["train.py"], **USUAL, setup=["set -eu"])
+    ended, told = run_job(script, signals=1, code=143)
+    assert (ended, told["scontrol"]) == (143, "requeue 77\n")
+
+
+def test_a_shell_that_does_not_know_modules_reads_the_profile(run_job, tmp_path):
+    (tmp_path / "profile").write_text(f"module() {MODULE['BASH_FUNC_module%%'][3:]}\nPATH=/usr/bin:/bin\n")
+    script = batch_script(["train.py"], **USUAL, setup=["true", "module load a/1", "module load b"])
+    assert script.count(". /etc/profile\n") == 1
+    ended, told = run_job(script.replace(". /etc/profile\n", ". ./profile\n"))
+    assert (ended, read(tmp_path / "modules")) == (0, "load a/1\nload b\n")
+    assert told["environment"]["PATH"].startswith(f"{tmp_path}/bin:")  # such as that of an active venv
+    (tmp_path / "begun").unlink()
+    ended, told = run_job(script.replace(". /etc/profile\n", ". ./nowhere\n"))
+    assert ended == 127
+    assert "module: command not found" in told["printed"]
+
+
+def test_conda_gets_its_functions(run_job, tmp_path):
+    (tmp_path / "bin" / "conda").write_text(
+        "#!/bin/bash\n"
+        'test "$*" = "shell.bash hook" || exit 9\n'
+        """echo 'conda() { export CONDA_DEFAULT_ENV="$2"; test "$2" = mine; }'\n"""
     )
-    assert example.read_text() == script
+    (tmp_path / "bin" / "conda").chmod(0o755)
+    ended, told = run_job(batch_script(["train.py"], **USUAL, setup=["conda activate mine"]))
+    assert (ended, told["environment"]["CONDA_DEFAULT_ENV"]) == (0, "mine")
+    assert run_job(batch_script(["train.py"], **USUAL, setup=["conda activate other"]))[0] == 1
+
+
+def readme_commands():
+    """What the README of the SLURM example has one write."""
+    text = (ROOT / "examples" / "slurm" / "README.md").read_text()
+    found = re.findall(r"^python -m learnerkit.launch (.*?[^\\])$", text, re.MULTILINE | re.DOTALL)
+    return [shlex.split(words.replace("\\\n", " ")) for words in found]
+
+
+def test_the_example_is_what_is_written(tmp_path, monkeypatch, capsys):
+    option, example, *words = readme_commands()[0]
+    assert option == "--write-sbatch"
+    monkeypatch.chdir(ROOT)
+    assert launch.main([option, str(tmp_path / "job.sh"), *words]) == 0
+    assert (tmp_path / "job.sh").read_text() == (ROOT / example).read_text()
+
+
+def test_the_readme_shows_options_that_clusters_ask_for(tmp_path, capsys):
+    Path("train.py").touch()
+    assert launch.main(readme_commands()[1]) == 0
+    assert "first make the folder logs: " in capsys.readouterr().out
+    subprocess.run(["bash", "-n", "job.sh"], check=True)
+    script = Path("job.sh").read_text()
+    assert {"gpus-per-node=v100:4", "exclusive", "mail-type=FAIL", "error=logs/%x-%j.err"} <= set(directives(script))
+    order = ["module load gcc/12.2", "module load cuda/12.4", "source ~/venv/bin/activate", "export OMP_NUM_THREADS=4"]
+    assert [line for line in script.split("\n") if line in order] == order
 
 
 # SLURM itself
@@ -390,7 +596,7 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdSpoolDir={folder}/spool-%n
 StateSaveLocation={folder}/state
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge
+AuthInfo=socket={folder}/munge,cred_expire=15
 CredType=cred/munge
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 ProctrackType=proctrack/linuxproc
@@ -580,3 +786,83 @@ def test_a_real_batch_script_is_requeued(cluster):
     cluster("scancel", "--signal=USR1", "--batch", job)
     wait_until(lambda: {"JobState=PENDING", "Restarts=1"} <= set(cluster("scontrol", "show", "job", job).split()))
     assert "the time is nearly over" in read(output)
+
+
+@needs_slurm
+def test_a_real_job_has_the_environment_on_all_nodes(cluster):
+    (cluster.folder / "venv").mkdir()
+    program = cluster.folder / "venv" / "python"
+    program.write_text('#!/bin/bash\necho "$SLURMD_NODENAME: $GREETING in $PLACE"; echo "$*" >&2\n')
+    program.chmod(0o755)
+    (cluster.folder / "activate").write_text(f'export PATH="{program.parent}:$PATH" PLACE=unknown\n')
+    options = {"nodes": 2, "gpus_per_node": None, "time": "5", "job_name": "try", "sbatch": ["--export=NONE"]}
+    files = {"output": "my logs/%x-%j.out", "error": "my logs/%x-%j.err"}
+    more = {"mem_per_cpu": "1M", "setup": ["source ./activate"], "env": ["GREETING=it's $HOME", "PLACE=a  b"]}
+    (cluster.folder / "my logs").mkdir()
+    (cluster.folder / "job.sh").write_text(batch_script(["train.py"], **options, **files, **more))
+    job = cluster("sbatch", "--parsable", "job.sh").strip()
+    wait_until(lambda: "JobState=COMPLETED" in cluster("scontrol", "show", "job", job).split())
+    printed = read(cluster.folder / "my logs" / f"try-{job}.out")
+    assert sorted(printed.splitlines()) == [f"{node}: it's $HOME in a  b" for node in NODES]
+    assert read(cluster.folder / "my logs" / f"try-{job}.err") == "-m learnerkit.launch train.py\n" * 2
+    more["setup"] = ["module load no-such-module"]
+    (cluster.folder / "job.sh").write_text(batch_script(["train.py"], **options, **files, **more))
+    job = cluster("sbatch", "--parsable", "job.sh").strip()
+    wait_until(lambda: "JobState=FAILED" in cluster("scontrol", "show", "job", job).split())
+    assert read(cluster.folder / "my logs" / f"try-{job}.out") == ""
+    assert "of the batch script failed" in read(cluster.folder / "my logs" / f"try-{job}.err")
+
+
+@needs_slurm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_example_goes_on_after_its_time_limit(cluster):
+    folder = cluster.folder
+    script = (ROOT / "examples" / "slurm" / "train_autoencoder.sh").read_text()
+    for asked, to_be_had in (("--gpus-per-node=4", "--nodes=2"), ("--cpus-per-task=32", "--cpus-per-task=2")):
+        assert f"#SBATCH {asked}\n" in script
+        script = script.replace(asked, to_be_had)
+    (folder / "job.sh").write_text(script)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (folder / "bin" / "python").chmod(0o755)
+    cluster.env |= {"PATH": f"{folder}/bin:{DAEMONS_PATH}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    job = cluster("sbatch", "--parsable", "job.sh").strip()
+    output = folder / f"train_autoencoder-{job}.out"
+
+    def state():
+        return set(cluster("scontrol", "show", "job", job).split())
+
+    def wait_for(condition, seconds):
+        try:
+            wait_until(condition, seconds)
+        except AssertionError:
+            pytest.fail(f"this took too long: {state()}\n{read(output)}")
+
+    saved = folder / "models"
+    wait_for(lambda: list(saved.glob("autoencoder-*.pth")), 120)
+    cluster("scancel", "--signal=USR1", "--batch", job)  # as sbatch's --signal does, two minutes before the end
+    wait_for(lambda: {"JobState=PENDING", "Restarts=1"} <= state(), 120)
+    first = read(output)
+    assert "the time is nearly over" in first
+    done = len(rows(first))
+    assert 0 < done < 40
+    assert [path.name for path in saved.iterdir()] == [f"autoencoder-{done}.pth"]
+    wait_for(lambda: {"JobState=COMPLETED", "JobState=FAILED"} & state(), 240)  # it begins after AuthInfo's cred_expire
+    assert "JobState=COMPLETED" in state(), read(output)
+    second = read(output).removeprefix(first)
+    assert f"going on after {done} of 40 epochs\n" in second
+    epochs, losses = zip(*rows(first + second), strict=True)
+    assert epochs == tuple(range(40))
+    assert losses[done] < 1.1 * losses[done - 1]
+    assert losses[-1] < 0.02
+    assert sorted(path.name for path in saved.iterdir()) == [
+        "autoencoder-40.pth", "autoencoder.pth", "reconstructions.png"
+    ]  # fmt: skip
+
+
+def rows(printed):
+    """The epoch and the validation loss of each row of the tables in what was printed."""
+    found = re.findall(r"^ +([0-9]+) +[0-9.]+ +([0-9.]+) +[0-9:]+$", printed, re.MULTILINE)
+    return [(int(epoch), float(loss)) for epoch, loss in found]

@@ -32,10 +32,10 @@ trap stop USR1
 export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 
 # In the background, since bash runs no trap before a command in the foreground has ended.
-# If the launcher of one node fails, SLURM ends the others.
-srun --kill-on-bad-exit=1 \
-    python -m learnerkit.launch \
-    examples/train_autoencoder.py &
+# If the launcher of one node fails, SLURM ends the others. All get the environment of this script.
+srun --kill-on-bad-exit=1 --export=ALL \
+    python -m learnerkit.launch -u \
+    examples/train_autoencoder.py --epochs 40 --resume &
 srun=$!
 
 # USR1 interrupts `wait`, so wait until srun has ended; the last `wait` gives its exit code.
