@@ -148,6 +148,19 @@ def test_an_evaluation_that_fails_gives_modules_their_modes_back():
     assert [m.training for m in learn.model.modules()] == modes
 
 
+class Own(nn.Module):
+    def forward(self, pred, y):
+        return F.mse_loss(pred, y)
+
+
+@pytest.mark.parametrize("name", ["decode", "decodes"])
+def test_a_loss_says_how_its_predictions_are_decoded(name):
+    loss = Own()
+    setattr(loss, name, lambda pred: pred > 0)
+    preds, _, decoded = make_learner(loss_func=loss).get_preds(with_decoded=True)
+    assert torch.equal(decoded, preds > 0)
+
+
 class MonteCarlo(Callback):
     """Dropout in prediction, as callbacks for fastai have it."""
 
