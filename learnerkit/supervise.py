@@ -145,6 +145,8 @@ class Output:
         self._threads: list[threading.Thread] = []
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
+            if not tee:
+                say(f"output goes to {self.log(place.first) if place.nproc == 1 else self.folder / 'rank-*.log'}")
 
     def log(self, number: int) -> Path | None:
         """The file of a rank."""

@@ -472,8 +472,12 @@ def test_a_file_for_each_rank_and_attempt(launched, tmp_path):
     for tee in ([], ["--tee"]):
         code, out, err = launched(*options, *tee, "talk.py", cwd=tmp_path).finish()
         assert code == 0
-        assert says(err)[0].endswith(f" s ({Path('logs', 'attempt-0', 'rank-1.log')}):")
-        assert says(err)[-1] == "learnerkit.launch: attempt 2 of 2"
+        lines = says(err)
+        if not tee:
+            goes = [f"learnerkit.launch: output goes to {Path('logs', f'attempt-{k}', 'rank-*.log')}" for k in (0, 1)]
+            assert [lines.pop(0), lines.pop()] == goes
+        assert lines[0].endswith(f" s ({Path('logs', 'attempt-0', 'rank-1.log')}):")
+        assert lines[-1] == "learnerkit.launch: attempt 2 of 2"
         expected = [f"[rank {n}] {line}" for n in "01" for line in (f"out of {n}", "no line end")] * 2 if tee else []
         assert sorted(out.splitlines()) == sorted(expected)
         logs = {str(p.relative_to(tmp_path / "logs")): p.read_text() for p in (tmp_path / "logs").glob("*/*")}

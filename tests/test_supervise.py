@@ -152,6 +152,16 @@ def test_a_broken_report_is_no_report(monkeypatch):
     assert (rank.code, rank.ended) == (-9, 5.0)
 
 
+@pytest.mark.parametrize(
+    ("place", "file"), [(Place(2, 1, attempt=3), "rank-*.log"), (Place(1, 1, first=5, attempt=3), "rank-5.log")]
+)
+def test_where_the_output_goes_is_said_if_it_is_not_shown(capsys, tmp_path, place, file):
+    for folder, tee, said in ((tmp_path, False, True), (tmp_path, True, False), (None, False, False)):
+        supervise.Output(folder, place, tee)
+        line = f"learnerkit.launch: output goes to {tmp_path / 'attempt-3' / file}\n" if said else ""
+        assert capsys.readouterr() == ("", line)
+
+
 class Others:
     """The other nodes, one of which is lost, which becomes known only after a while."""
 
