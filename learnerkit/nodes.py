@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from learnerkit.environment import LOOPBACK, LOOPBACK_INTERFACE, Place
+from learnerkit.ping import ANSWER_SECONDS, NotAStore, store_answers
 
 BEAT_SECONDS = 0.5
 DOUBT_SECONDS, LOST_SECONDS = 3.0, 10.0  # without a sign of life, a node may be, and counts as, lost
@@ -154,6 +155,7 @@ class Together(Alone):
         self._store: Any = None  # of this attempt
         self._news: End | None = None
         self._doubt = False
+        self._began = 0.0  # when this meeting began, on the monotonic clock
         self._quiet = threading.Event()  # ends the thread that gives signs of life
         self._beating: threading.Thread | None = None
 
@@ -166,7 +168,7 @@ class Together(Alone):
             NodeError: they do not come in time, or do not fit together.
         """
         self._stop_beating()
-        self._news, self._doubt = None, False
+        self._news, self._doubt, self._began = None, False, time.monotonic()
         join = self._join_static if isinstance(self.spec, Static) else self._join_elastic
         try:
             self.cards, node = join(attempt)
@@ -182,12 +184,11 @@ class Together(Alone):
         return f"{self.spec.address}:{self.spec.port}"
 
     def _join_static(self, attempt: int) -> tuple[list[dict], int]:
-        from torch.distributed import PrefixStore
-
         node, nodes = self.spec.node, self.spec.nodes
         if self._base is None:
             self._base = self._serve() if node == 0 else self._connect()
         base = self._base
+        from torch.distributed import PrefixStore  # not before `_connect` has looked
 
         def current() -> int:
             return int(base.get("attempt")) if base.check(["attempt"]) else -1
@@ -231,13 +232,15 @@ class Together(Alone):
         )  # fmt: skip
 
     def _connect(self) -> Any:
+        self._store_answers()  # an error is told at once, before torch is imported, which takes seconds
         from torch.distributed import TCPStore
 
-        # Tried by hand first: torch would complain at length while nobody listens yet.
-        self._wait(self._node0(), lambda: reachable(self.spec.address, self.spec.port))
+        self._wait(self._node0(), self._store_answers)
         return TCPStore(self.spec.address, self.spec.port, timeout=timedelta(seconds=LOST_SECONDS))
 
     def _join_elastic(self, attempt: int) -> tuple[list[dict], int]:
+        if self._rendezvous is None:
+            self._store_answers()  # here, too, before torch is imported
         from torch.distributed.elastic.rendezvous.api import RendezvousError
 
         spec = self.spec
@@ -276,8 +279,26 @@ class Together(Alone):
                 return handler(serves=True)
             except RendezvousConnectionError:  # another launcher of this machine serves already
                 pass
-        self._wait(f"the rendezvous at {self._meeting_point()}", lambda: reachable(spec.address, spec.port))
+        self._wait(f"the rendezvous at {self._meeting_point()}", self._store_answers)
         return handler(serves=False)
+
+    def _store_answers(self) -> bool:
+        """Whether a store answers where the nodes meet.
+
+        Raises:
+            NodeError: something else listens there.
+        """
+        left = self._began + self.patience - time.monotonic()
+        try:
+            return store_answers(self.spec.address, self.spec.port, min(ANSWER_SECONDS, left))
+        except NotAStore as error:
+            expected, advice = "a launcher", "give an --rdzv-endpoint with a port that no other program uses there"
+            if isinstance(self.spec, Static):
+                expected = "the launcher of node 0"
+                advice = "give the --master-addr of node 0, and a --master-port that no other program uses there"
+            raise NodeError(
+                f"what listens at {self._meeting_point()} does not answer like {expected} ({error}); {advice}"
+            ) from error
 
     def _card(self, node: int, attempt: int) -> str:
         """What the other nodes are to know of this one."""
@@ -542,15 +563,6 @@ def is_own(host: str) -> bool:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
-    except OSError:
-        return False
-    return True
-
-
-def reachable(host: str, port: int) -> bool:
-    """Whether somebody listens there."""
-    try:
-        socket.create_connection((host, port), timeout=2).close()
     except OSError:
         return False
     return True

@@ -8,9 +8,9 @@ process ends. On one process a collective is the identity.
 import atexit
 import functools
 import hashlib
+import math
 import os
 import random
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from learnerkit.ping import NotAStore, store_answers
 
 T = TypeVar("T")
 
@@ -96,7 +98,7 @@ def join(timeout: float | timedelta | None = None) -> None:
         timeout: seconds (or a timedelta) a collective may wait; `None` is torch's own default.
 
     Raises:
-        RuntimeError: the others do not come within `JOIN_SECONDS`.
+        RuntimeError: the others do not come within `JOIN_SECONDS`, or something else is where they are to meet.
     """
     if timeout is not None and not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
@@ -122,40 +124,48 @@ def join(timeout: float | timedelta | None = None) -> None:
 
 def _meet_in_store(timeout: timedelta | None) -> dist.Store:
     """The store at the address in the environment, where torch alone would wait for half an hour."""
+    promised = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        if rank() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            _await_host()
+        if rank() or promised:
+            _await_host(promised)
         found, _, _ = next(dist.rendezvous("env://", rank(), world_size(), timeout=timedelta(seconds=JOIN_SECONDS)))
+    except NotAStore as e:
+        what = f"what listens at the address of rank 0 does not answer like a process of this run ({e})"
+        raise _not_met(what) from None
     except (RuntimeError, TimeoutError) as e:
-        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        said = " ".join(f"{name}={os.environ.get(name)}" for name in names)
-        raise RuntimeError(
-            f"the other processes of this run did not come within {JOIN_SECONDS:.0f} s; the environment says that "
-            f"there are some ({said}). Start them all, best with `python -m learnerkit.launch`; if these are left "
-            "over from another run, unset them"
-        ) from e
+        raise _not_met(f"the other processes of this run did not come within {JOIN_SECONDS:.0f} s") from e
     found.set_timeout(timeout or dist.distributed_c10d.default_pg_timeout)
     return found
 
 
-def _await_host() -> None:
-    """Wait until somebody listens at the store's address; torch's store would try again after its timeout, at length.
+def _not_met(what: str) -> RuntimeError:
+    """The error of a process that has not met the others."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    said = " ".join(f"{name}={os.environ.get(name)}" for name in names)
+    return RuntimeError(
+        f"{what}; the environment says that there are others ({said}). Start them all, best with "
+        "`python -m learnerkit.launch`; if these are left over from another run, unset them"
+    )
+
+
+def _await_host(promised: bool) -> None:
+    """Wait until the store answers at its address; torch's own client would print many lines, or wait for ever.
+
+    Args:
+        promised: a launcher listens there from the beginning; the store answers once rank 0 has imported torch.
 
     Raises:
-        TimeoutError: nobody does.
+        TimeoutError: nobody listens there.
+        NotAStore: something else does.
     """
-    address = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if not address[0] or not address[1].isdecimal():
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
         return  # which torch says better
     end = time.monotonic() + JOIN_SECONDS
-    while True:
-        try:
-            socket.create_connection(address, timeout=5).close()
-            return
-        except OSError as e:
-            if time.monotonic() > end:
-                raise TimeoutError(f"nobody listens at {':'.join(address)}") from e
-            time.sleep(0.1)
+    while not store_answers(host, int(port), math.inf if promised else end - time.monotonic()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"nobody listens at {host}:{port}")
+        time.sleep(0.1)
 
 
 def _let_threads_settle() -> None:

@@ -18,7 +18,7 @@ from learnerkit.events import Event
 PACKAGE = ROOT / "learnerkit"
 
 FLOORS = {
-    1: ["events", "world", "utils", "scalars", "environment", "pulse", "slurm", "findings"],
+    1: ["events", "world", "utils", "scalars", "environment", "pulse", "ping", "slurm", "findings"],
     2: ["callback", "data", "metrics", "optim", "losses", "weights", "checks", "datasets", "snapshot", "files"],
     3: ["callbacks", "parallel"],
     4: ["learner"],

@@ -7,17 +7,24 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
+from functools import partial
 
 import psutil
 import pytest
 from launching import SCRIPTS, environment
+from servers import FOREIGN, serving
 
 from learnerkit.environment import LOOPBACK, LOOPBACK_INTERFACE
 from learnerkit.nodes import (
     Alone,
+    Elastic,
+    End,
     NodeError,
+    Static,
+    Together,
     check_cards,
     interface_of,
     is_own,
@@ -25,9 +32,9 @@ from learnerkit.nodes import (
     parse_endpoint,
     place_of,
     print_of,
-    reachable,
     versions,
 )
+from learnerkit.ping import torch_is_tested
 
 LIMIT = 100  # seconds for any one step of a test
 
@@ -107,10 +114,6 @@ def test_addresses_of_this_machine():
     assert not is_own("203.0.113.7")
     with pytest.raises(NodeError, match="the name 'no.such.host.invalid' is unknown here"):
         own_address("no.such.host.invalid", 1)
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        port = listener.getsockname()[1]
-        assert reachable(LOOPBACK, port)
-    assert not reachable(LOOPBACK, port)
 
 
 def test_alone_there_is_a_new_store_for_every_attempt():
@@ -125,6 +128,61 @@ def test_alone_there_is_a_new_store_for_every_attempt():
 
 
 # Launchers that meet
+
+ONE_SCRIPT = ["-m", "train"]
+
+
+def other_than_a_launcher(spec, port):
+    """How the line begins that tells of something else at a port, and how it ends."""
+    if isinstance(spec, Static):
+        end = "; give the --master-addr of node 0, and a --master-port that no other program uses there"
+        return f"what listens at {LOOPBACK}:{port} does not answer like the launcher of node 0 (", end
+    end = "; give an --rdzv-endpoint with a port that no other program uses there"
+    return f"what listens at {LOOPBACK}:{port} does not answer like a launcher (", end
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("spec", [partial(Static, 1, 2), partial(Elastic, 2, 2)], ids=["static", "elastic"])
+def test_something_else_at_the_port_is_one_error_in_time(monkeypatch, capfd, spec, name):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # put back at the end
+    serve, answer = FOREIGN[name]
+    said = []
+    with serving(serve) as port:
+        spec = spec(LOOPBACK, port)
+        began = time.monotonic()
+        with pytest.raises(NodeError) as caught:
+            Together(1, 0, spec, ONE_SCRIPT, 1.0, said.append).meet(0)
+        assert time.monotonic() - began < 1.0 + 10  # the machine may be busy; torch tries for longer, or for ever
+    start, end = other_than_a_launcher(spec, port)
+    message = str(caught.value)
+    assert (message.startswith(f"{start}{answer}"), message.endswith(f"){end}"), "\n" in message) == (True, True, False)
+    assert (said, *capfd.readouterr()) == ([], "", "")
+
+
+def test_node_0_says_that_its_port_is_taken(capfd):
+    with serving(FOREIGN["silent"][0]) as port, pytest.raises(NodeError, match="and a free --master-port$") as caught:
+        Together(1, 0, Static(0, 2, LOOPBACK, port), ONE_SCRIPT, 1.0, print).meet(0)
+    assert f"node 0 cannot listen at {LOOPBACK}:{port} (Address already in use" in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_node_that_comes_first_waits_for_node_0():
+    said, places, port = [], {}, free_port()
+    nodes = [Together(1, 0, Static(n, 2, LOOPBACK, port), ONE_SCRIPT, float(LIMIT), said.append) for n in (0, 1)]
+
+    def take_part(node):
+        places[node] = nodes[node].meet(0)
+        nodes[node].tell(End("done", node, 0))
+        nodes[node].close()
+
+    threads = [threading.Thread(target=take_part, args=(node,)) for node in (1, 0)]
+    for thread in threads:
+        thread.start()
+        until(lambda: said, lambda: "no reminder came")
+    for thread in threads:
+        thread.join(LIMIT)
+    assert said[0] == f"waiting for node 0 at {LOOPBACK}:{port} (3 s)"
+    assert [(places[n].node, places[n].first, places[n].world_size) for n in (0, 1)] == [(0, 0, 2), (1, 1, 2)]
 
 
 class Launcher(subprocess.Popen):
@@ -191,6 +249,27 @@ def environment_of(process):
 def free_port():
     with socket.create_server((LOOPBACK, 0)) as listener:
         return listener.getsockname()[1]
+
+
+@pytest.mark.skipif(not torch_is_tested(), reason="a torch that is not known is imported, and asked, first")
+def test_the_launcher_prints_one_line_about_something_else_before_it_imports_torch(launcher, tmp_path):
+    (tmp_path / "train.py").write_text("print('ran')")
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is imported')")
+    began = time.monotonic()
+    with serving(FOREIGN["silent"][0]) as silent, serving(FOREIGN["speaks first"][0]) as speaking:
+        specs = {silent: Elastic(2, 2, LOOPBACK, silent), speaking: Static(1, 2, LOOPBACK, speaking)}
+        at = ["--nnodes", 2, "--timeout", 3]
+        pair = [
+            launcher(*at, "--rdzv-endpoint", f"{LOOPBACK}:{silent}", "train.py"),
+            launcher(*at, "--node-rank", 1, "--master-addr", LOOPBACK, "--master-port", speaking, "train.py"),
+        ]
+        ends = [one.finish() for one in pair]
+    assert time.monotonic() - began < 3 + 10
+    for (code, printed), (port, spec) in zip(ends, specs.items(), strict=True):
+        start, end = other_than_a_launcher(spec, port)
+        assert (code, printed.count("\n")) == (1, 1), printed
+        assert printed.startswith(f"learnerkit.launch: {start}")
+        assert printed.endswith(f"){end}\n")
 
 
 def test_a_missing_node_is_named_and_another_script_refused(launcher, tmp_path):

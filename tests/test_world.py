@@ -1,15 +1,20 @@
 """Facts, collectives and seeds on one process; scripts/behaviour.py has them on several."""
 
 import random
+import re
+import socket
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 import torch
 from launching import run_script
+from servers import FOREIGN, serving
 
 from learnerkit import on_rank0, rank0_first, set_seed, world
+from learnerkit.environment import LOOPBACK
 
 
 def test_facts_come_from_the_environment_when_asked(monkeypatch):
@@ -69,6 +74,64 @@ def test_a_local_rank_without_an_accelerator_is_told_what_there_is(monkeypatch):
         world.default_device()
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert world.default_device() == torch.device("cuda", 1)
+
+
+# Where the processes meet
+
+
+@pytest.fixture
+def second_of_two(monkeypatch):
+    """The environment of rank 1 of 2, whose rank 0 is at a port."""
+
+    def set_port(port):
+        facts = {"RANK": 1, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port}
+        for name, value in facts.items():
+            monkeypatch.setenv(name, str(value))
+
+    monkeypatch.setattr(world, "JOIN_SECONDS", 0.5)
+    return set_port
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_something_else_at_the_address_of_rank_0_is_one_error(second_of_two, capfd, name):
+    serve, answer = FOREIGN[name]
+    with serving(serve) as port:
+        second_of_two(port)
+        facts = f"RANK=1 WORLD_SIZE=2 MASTER_ADDR={LOOPBACK} MASTER_PORT={port}"
+        said = rf"does not answer like a process of this run \({answer}.*\).* others \({re.escape(facts)}\)\. Start"
+        with pytest.raises(RuntimeError, match=said) as caught:
+            world.join()
+    assert caught.value.__suppress_context__  # the message says it all
+    assert capfd.readouterr() == ("", "")
+
+
+def test_nobody_at_the_address_of_rank_0(second_of_two, capfd):
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        second_of_two(listener.getsockname()[1])
+    with pytest.raises(RuntimeError, match="the other processes of this run did not come within 0 s; the environment"):
+        world.join()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_ranks_wait_for_a_launchers_store_however_late_rank_0_imports_torch(monkeypatch, second_of_two):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    listener, stores = socket.create_server((LOOPBACK, 0)), []
+    port = listener.getsockname()[1]
+    second_of_two(port)
+
+    def serve():
+        found = torch.distributed.TCPStore(
+            LOOPBACK, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False
+        )
+        found.set("there", "now")
+        stores.append(found)
+
+    late = threading.Timer(4 * world.JOIN_SECONDS, serve)
+    late.start()
+    found = world._meet_in_store(None)
+    late.join()
+    assert stores
+    assert found.get("there") == b"now"
 
 
 def draw():
