@@ -120,9 +120,9 @@ def check_hooks(cb: Callback) -> None:
 
     Raises:
         TypeError: a name like an event's that is not an event, one of an event of fastai's earlier versions, or a hook
-            that needs arguments; or a callback that can be called, as fastai calls them.
+            that needs arguments; or a `__call__`, by which fastai calls its callbacks.
     """
-    if callable(cb):
+    if any("__call__" in vars(kind) for kind in type(cb).__mro__ if issubclass(kind, Callback)):
         raise TypeError(
             f"{type(cb).__name__} defines __call__, which fastai calls at every event; here only the hooks are called: "
             "define those of the events it is for (learn.show_training_loop() prints them), and give a function for "

@@ -41,7 +41,7 @@ from learnerkit.events import (
 )
 from learnerkit.files import File, Saved, fitted, plain_name, save_whole
 from learnerkit.losses import LossWeight, loss_name
-from learnerkit.metrics import metric_name
+from learnerkit.metrics import metric_names
 from learnerkit.snapshot import double, unchanged
 from learnerkit.utils import (
     add_note_once,
@@ -170,7 +170,7 @@ class Learner:
         lines = {
             "model": count_parameters(self.model), "data": self.dls,
             "loss": "the model's own" if self.loss_func is None else loss_name(self.loss_func),
-            "optimizer": f"{opts}, lr {self.lr}", "metrics": ", ".join(map(metric_name, self.metrics)) or "none",
+            "optimizer": f"{opts}, lr {self.lr}", "metrics": ", ".join(metric_names(self.metrics)) or "none",
             "callbacks": ", ".join(map(repr, self.cbs)) or "none",
         }  # fmt: skip
         return "\n".join([type(self).__name__, *(f"  {name:<11}{text}" for name, text in lines.items())])
@@ -625,7 +625,8 @@ class Learner:
             dl: a loader instead, read in its own order.
             with_input: put the inputs first.
             with_loss: put the loss of each sample last; needs a loss that takes `reduction`.
-            with_decoded: add the decoded predictions: argmax for a cross-entropy loss, else `loss_func.decode`.
+            with_decoded: add the decoded predictions: argmax for a cross-entropy loss, else `loss_func.decode` (or
+                fastai's `decodes`).
             act: a function of the predictions, such as `torch.sigmoid`.
             on: 'all', or 'rank0': the other ranks get `None` for each item.
             cbs: callbacks for this run alone.
@@ -993,7 +994,7 @@ class Learner:
             if with_opt and self.opt is not None:
                 one = isinstance(self.opt, Optimizer)
                 opt = self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()}
-                scaler = self._half.state_dict() if self._half is not None else {}
+                scaler = self._mixed_precision.state_dict() if self._mixed_precision is not None else {}
                 state = {"model": state, "opt": opt} | ({"scaler": scaler} if scaler else {})
             save_whole(state, target)
         return target
@@ -1044,11 +1045,11 @@ class Learner:
             raise ValueError(
                 f"{saved.name} does not fit: {e}; load(..., with_opt=False) takes the weights alone"
             ) from e
-        if saved.scaler is not None and self._half is not None:
-            self._half.load_state_dict(saved.scaler)
+        if saved.scaler is not None and self._mixed_precision is not None:
+            self._mixed_precision.load_state_dict(saved.scaler)
 
     @property
-    def _half(self) -> MixedPrecision | None:
+    def _mixed_precision(self) -> MixedPrecision | None:
         return next((cb for cb in self.cbs if isinstance(cb, MixedPrecision)), None)
 
     def _file(self, file: File) -> Path | BinaryIO:

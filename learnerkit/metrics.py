@@ -241,11 +241,14 @@ def _make_meter(metric: Any, name: str | None) -> "Meter":
     )
 
 
+def metric_names(metrics: Any) -> list[str]:
+    """The columns of metrics, as a Learner takes them."""
+    return list(metrics) if isinstance(metrics, Mapping) else list(map(metric_name, listify(metrics)))
+
+
 def metric_name(metric: Any) -> str:
-    """The column of a metric: its `name`, or the name of its function or class; a str is one already."""
+    """The column of a metric: its `name`, or the name of its function or class."""
     found = kernel(metric)
-    if isinstance(found, str):
-        return found
     return getattr(found, "name", None) or getattr(found, "__name__", type(found).__name__.lower())
 
 

@@ -72,6 +72,12 @@ def test_a_callback_that_can_be_called_is_refused():
     with pytest.raises(TypeError, match="Called defines __call__, which fastai calls at every event; here only the"):
         make_learner(cbs=Called)
 
+    class Both(Callback, nn.Module):  # a module's `__call__` is not meant as a hook
+        def __init__(self):
+            nn.Module.__init__(self)
+
+    make_learner(cbs=Both()).fit(1)
+
 
 def test_helper_methods_are_no_hooks():
     class Fine(Callback):

@@ -48,6 +48,7 @@ from learnerkit import (
     mae,
     mse,
     perplexity,
+    rmse,
     world,
 )
 from learnerkit.events import CancelException, Event
@@ -669,6 +670,9 @@ def test_metrics_come_in_any_collection():
     learn = make_learner(metrics=mae)
     learn.metrics.append(mse)
     assert len(learn.validate()) == 3
+    learn.metrics = rmse
+    assert len(learn.validate()) == 2
+    assert "metrics    rmse" in repr(learn)
 
 
 def test_tasks_have_names():

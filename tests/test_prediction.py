@@ -226,6 +226,21 @@ def test_in_a_fit_all_random_streams_are_given_back(monkeypatch):
     assert len(kept) == 4
 
 
+@pytest.mark.gpu
+def test_in_a_fit_the_devices_random_stream_is_given_back_and_outside_it_moves_on():
+    dls = DataLoaders(DataLoader(make_data(8), 4), DataLoader(make_data(4, seed=1), 4), device="cuda")
+    learn, states = make_learner(dls, make_model(dropout=0.5), cbs=MonteCarlo()), []
+
+    def evaluate(cb):
+        before = torch.cuda.get_rng_state()
+        cb.learn.get_preds()
+        states.append(torch.equal(before, torch.cuda.get_rng_state()))
+
+    learn.fit(1, cbs=Callback(after_step=evaluate))
+    assert states == [True, True]
+    assert not torch.equal(*(learn.get_preds()[0] for _ in range(2)))
+
+
 # Test time augmentation
 
 
