@@ -265,7 +265,8 @@ def test_decay_does_what_torch_does_with_two_groups():
     learn, model = make_learner(opt_func=AdamW, lr=0.01, wd=0.5), make_model()
     learn.fit(2)
     bare, others = [model[0].bias, model[3].bias], [model[0].weight, model[3].weight]
-    opt = AdamW([{"params": others}, {"params": bare, "weight_decay": 0.0}], lr=0.01, weight_decay=0.5)
+    groups = [{"params": others}, {"params": bare, "weight_decay": 0.0}]
+    opt = AdamW(groups, lr=0.01, weight_decay=0.5, fused=True)  # as the learner's: others round differently
     for _ in range(2):
         for x, y in DataLoader(make_data(), 4):
             F.mse_loss(model(x), y).backward()

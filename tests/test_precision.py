@@ -368,7 +368,7 @@ def test_loss_on_replicas_goes_with_mixed_precision(two_gpus):
 def by_hand(max_norm, epochs=3, batches=2, norm_type=2.0):
     """A plain float32 loop with clipping: its network and its norms."""
     model, found = make_model(), []
-    opt = torch.optim.SGD(model.parameters(), 0.1)
+    opt = torch.optim.SGD(model.parameters(), 0.1, fused=True)  # as the learner's, to be equal bit by bit
     x, y = make_data(8).tensors
     for _ in range(epochs):
         for part in torch.arange(8).chunk(batches):
