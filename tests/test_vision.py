@@ -189,7 +189,7 @@ def test_linear_layers_start_by_kaiming_normal():
 def test_pooling_by_average_alone_or_with_the_maximum():
     maps = torch.rand(2, 3, 5, 4)
     pooled = ConcatPool()(maps)
-    assert torch.equal(pooled, torch.cat([maps.mean((2, 3)), maps.amax((2, 3))], 1)[..., None, None])
+    torch.testing.assert_close(pooled, torch.cat([maps.mean((2, 3)), maps.amax((2, 3))], 1)[..., None, None])
     head = image_learner(concat_pool=False).model.head
     assert isinstance(head[0], nn.AdaptiveAvgPool2d)
     assert head[2].num_features == 512
@@ -482,7 +482,8 @@ def test_pretrained_features_are_worth_something():
         with learn.no_bar(), learn.no_logging():
             learn.fit_one_cycle(1, 4e-3)
         found[made] = learn.recorder.values[-1][-1]
-    assert found["pretrained"] > 0.45 > 0.3 > found["random"], found
+    # Of 24 seeds, with each of torch's sets of vector instructions: 0.52 +- 0.04 (0.405 the least) and 0.09 +- 0.02.
+    assert found["pretrained"] > 0.3 > 0.2 > found["random"], found
 
 
 # Several devices and processes
