@@ -29,7 +29,7 @@ def test_every_sample_once_in_dataset_order():
     for i, data in enumerate((learn.dls.train_ds, learn.dls.valid_ds)):
         preds, targets = learn.get_preds(ds_idx=i)
         assert torch.equal(targets, data.tensors[1])
-        assert torch.allclose(preds, expected(learn, data))
+        torch.testing.assert_close(preds, expected(learn, data))  # in batches, and all at once: other kernels
         assert not preds.requires_grad
 
 
@@ -40,10 +40,10 @@ def test_items_come_in_their_order():
     assert torch.equal(inputs, x)
     assert torch.equal(targets, y)
     assert torch.equal(decoded, preds.argmax(1))
-    assert torch.allclose(losses, F.cross_entropy(preds, y, reduction="none"))
+    torch.testing.assert_close(losses, F.cross_entropy(preds, y, reduction="none"))
     assert learn.loss_func.reduction == "mean"
     probabilities = learn.get_preds(act=lambda p: p.softmax(1))[0]
-    assert torch.allclose(probabilities, preds.softmax(1))
+    torch.testing.assert_close(probabilities, preds.softmax(1))
     assert len(learn.get_preds(with_loss=True)) == 3
 
 
@@ -76,7 +76,7 @@ def test_losses_of_several_elements_are_the_samples_means():
     for loss in (nn.MSELoss(), F.mse_loss):
         learn = make_learner(dls, make_model(n_out=2), loss)
         preds, targets, losses = learn.get_preds(with_loss=True)
-        assert torch.allclose(losses, ((preds - targets) ** 2).mean(1))
+        torch.testing.assert_close(losses, ((preds - targets) ** 2).mean(1))
 
 
 def make_regression(n, seed):
@@ -126,7 +126,7 @@ def test_nested_predictions():
     learn = make_learner(make_dls(8, 7, 4), Several(), lambda pred, y: pred["a"].mean())
     preds, _ = learn.get_preds()
     x = learn.dls.valid_ds.tensors[0]
-    assert torch.allclose(preds["a"], learn.model.body(x).detach())
+    torch.testing.assert_close(preds["a"], learn.model.body(x).detach())
     assert torch.equal(preds["b"][0], x[:, :1])
     assert [len(row) for row in preds["b"][1]] == [4] * 4 + [3] * 3
 
