@@ -252,6 +252,7 @@ def test_custom_callback_logs_and_stops():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("ctrl_c")  # nbclient leaves Ctrl-C heard, also where it was ignored
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_notebook_runs_and_is_committed_with_its_outputs(name, monkeypatch, script_env, tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
