@@ -580,9 +580,21 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def test_a_fit_runs_compiled_code_and_a_second_one_compiles_nothing(fresh_compiler, tmp_path):
+class OfOnesOwn(nn.Module):
+    """A network whose `forward` is not torch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("make", [make_model, OfOnesOwn])
+def test_a_fit_runs_compiled_code_and_a_second_one_compiles_nothing(make, fresh_compiler, tmp_path):
     backend, seen = Counter(), []
-    learn = make_learner(make_dls(valid=8), cbs=Compile(backend=backend), path=tmp_path)
+    learn = make_learner(make_dls(valid=8), make(), cbs=Compile(backend=backend), path=tmp_path)
     model, keys = learn.model, list(learn.model.state_dict())
     learn.fit(1, cbs=Callback(after_step=lambda cb: (seen.append(cb.model is model), cb.learn.save("inside"))))
     once = backend.graphs
@@ -597,7 +609,7 @@ def test_a_fit_runs_compiled_code_and_a_second_one_compiles_nothing(fresh_compil
     learn.get_preds()
     assert backend.graphs == once
     assert backend.calls == 4 + 8 + 2 + 2
-    plain = make_learner(make_dls(valid=8))
+    plain = make_learner(make_dls(valid=8), make())
     plain.fit(1)
     plain.fit(2)
     assert same_weights(plain.model, model)

@@ -269,9 +269,10 @@ class Compile(Callback):
     def before_fit(self):
         model = self.learn.model
         if unwrap(model) is model:
-            # The one attribute in which `compile` leaves what calls will use; torch has no public way back.
+            # The one attribute in which `model.compile` leaves what calls will use; torch has no public way back.
             self._compiled = model, model._compiled_call_impl
-            model.compile(**self.kwargs)  # torch finds again what it has compiled before for the same module
+            # torch finds again what it has compiled before for the same module.
+            model._compiled_call_impl = torch.compile(_call_of(model), **self.kwargs)
         else:
             warn_once(f"Compile leaves the model as it is: it is wrapped in {type(model).__name__}")
 
@@ -280,6 +281,14 @@ class Compile(Callback):
             model, model_call = self._compiled
             model._compiled_call_impl = model_call
             self._compiled = None
+
+
+def _call_of(model: nn.Module) -> Callable:
+    """What `model.compile` compiles. torch 2.10 passes over a `forward` of its own, as nn.Sequential's is, if nobody
+    else's code calls it."""
+    if model.forward.__module__.startswith("torch."):
+        return lambda *args, **kwargs: model._call_impl(*args, **kwargs)
+    return model._call_impl
 
 
 class _Gate:
