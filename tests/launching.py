@@ -43,8 +43,8 @@ def run_script(
 
 
 CHATTER = (
-    r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\.",  # on stdout, whenever a process group is made
-    r"\[rank\d+\]:\[W.* ProcessGroup\.hpp:\d+\] Warning: No backend of type 0 found for Process Group",  # and left
+    r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\.",  # on stdout; of ranks that share one, piece by piece
+    r"\[rank\d+\]:\[W.* ProcessGroup\.hpp:\d+\] Warning: No backend of type 0 found for Process Group",
 )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ROOT
-from launching import SCRIPTS, environment
+from launching import SCRIPTS, environment, without_chatter
 
 pytestmark = pytest.mark.timeout(400)
 LIMIT = 180  # seconds for a run that has no shorter limit of its own
@@ -233,7 +233,7 @@ def test_r07_exc_one_rank(raised):
 
 
 def test_r40_log_escape(raised):
-    logs = {path.name: path.read_text() for path in (raised.folder / "logs" / "attempt-0").iterdir()}
+    logs = {path.name: without_chatter(path.read_text()) for path in (raised.folder / "logs" / "attempt-0").iterdir()}
     assert sorted(logs) == ["rank-0.log", "rank-1.log"]
     for text in (*logs.values(), raised.out, raised.err):
         assert "\x1b" not in text, raised
@@ -454,7 +454,7 @@ def test_r21_stale_env(launch, program, agent_store):
 def test_r33_tiny_dataset(launch):
     run = launch("-m", "learnerkit.launch", "--nproc", 2, SCRIPTS / "fault_tiny.py")
     assert run.finish() == 0, run
-    trials = [json.loads(line) for line in run.out.splitlines()]
+    trials = list(map(json.loads, re.findall(r"\{.*\}", run.out)))  # torch 2.10's gloo writes among them
     assert len(trials) == 8
     for trial in trials:
         assert trial["told after"] < 5, trial

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -537,7 +538,8 @@ def test_two_jobs_at_once(launched):
     for process, size in ((two, 2), (one, 1)):
         code, out, err = process.finish()
         assert (code, says(err)) == (0, []), err
-        facts = sorted(map(json.loads, out.splitlines()), key=lambda each: each["rank"])
+        lines = re.findall(r"\{.*\}", out)  # torch 2.10's gloo writes among them
+        facts = sorted(map(json.loads, lines), key=lambda each: each["rank"])
         assert [each["rank"] for each in facts] == list(range(size))
         assert {each["size"] for each in facts} == {size}
         assert {each["total"] for each in facts} == {size * (size + 1) / 2}
@@ -564,4 +566,4 @@ def test_the_user_sees_the_error_and_not_its_echo(launched):
     (follower,) = lines[lines.index("  in batch 7") + 1 :]
     assert follower.startswith("learnerkit.launch: rank 0 then failed: RuntimeError: ")
     assert COLLECTIVE_ERROR.match(follower.partition("then failed: ")[2])
-    assert out.startswith("exit hook ran\n")  # the follower may be stopped before it comes to its own
+    assert "exit hook ran\n" in out  # the follower may be stopped before it comes to its own
