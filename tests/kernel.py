@@ -30,13 +30,13 @@ class Kernel:
         self.manager.start_kernel(env=environment() | {"IPYTHONDIR": str(folder)}, cwd=str(folder))
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=300)
 
     @property
     def process_id(self):
         return self.manager.provisioner.pid
 
-    def run(self, code, timeout=90, on_output=None):
+    def run(self, code, timeout=400, on_output=None):
         """Execute a cell to its end; `on_output(text so far)` is called as output comes."""
         shown, displays = Shown(), {}
         sent = self.client.execute(code)
@@ -89,7 +89,7 @@ def alive(process_id):
         return False
 
 
-def gone(process_ids, seconds=10.0):
+def gone(process_ids, seconds=60.0):
     """Whether all of them end within some seconds."""
     end = time.monotonic() + seconds
     while any(map(alive, process_ids)) and time.monotonic() < end:

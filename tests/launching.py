@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -23,7 +24,7 @@ def environment(gpus: bool = False) -> dict[str, str]:
 
 
 def run_script(
-    script: str, *args: object, nproc: int = 1, way: str = "launch", timeout: float = 120, gpus: bool = False
+    script: str, *args: object, nproc: int = 1, way: str = "launch", timeout: float = 600, gpus: bool = False
 ) -> str:
     """Run a script of tests/scripts to its end and return what it printed; a failure shows its output."""
     command = [*WAYS[way](nproc), str(SCRIPTS / script), *map(str, args)]
@@ -51,3 +52,15 @@ CHATTER = (
 def without_chatter(text: str) -> str:
     """What was printed without the lines that torch 2.10 prints of its own accord, and torch 2.15 does not."""
     return "".join(line for line in text.splitlines(keepends=True) if not re.match("|".join(CHATTER), line))
+
+
+def in_time(seconds: float, limit: float) -> bool:
+    """Whether that is within a limit which is meant for an idle machine: a busy one may take longer as it is slower."""
+    return seconds < limit or seconds < limit * slowness()
+
+
+def slowness() -> float:
+    """How many times slower this machine is at present, by the import of torch, for which an idle one needs 3 s."""
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import torch"], env=environment(), check=True)
+    return (time.monotonic() - start) / 3

@@ -7,18 +7,18 @@ import time
 
 import pytest
 import torch
-from launching import SCRIPTS, environment, run_script
+from launching import SCRIPTS, environment, in_time, run_script
 
 
 @pytest.mark.parametrize("part", ["cancels", "numbers", "others", "late", "errors", "alone"])
 def test_two_ranks_leave_together(part):
-    assert run_script("agreement.py", part, nproc=2, timeout=170).rstrip().endswith("all well")
+    assert run_script("agreement.py", part, nproc=2).rstrip().endswith("all well")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_three_ranks_leave_together_whatever_the_order():
-    assert run_script("agreement.py", "all", nproc=3, timeout=850).rstrip().endswith("all well")
+    assert run_script("agreement.py", "all", nproc=3, timeout=3500).rstrip().endswith("all well")
 
 
 @pytest.mark.gpu
@@ -26,7 +26,7 @@ def test_three_ranks_leave_together_whatever_the_order():
 @pytest.mark.parametrize("part", ["cancels", "late", "errors", "alone"])
 def test_two_gpus_leave_together(part):
     # NCCL: not run on a machine with two GPUs so far.
-    assert run_script("agreement.py", part, nproc=2, timeout=170, gpus=True).rstrip().endswith("all well")
+    assert run_script("agreement.py", part, nproc=2, gpus=True).rstrip().endswith("all well")
 
 
 CASES = {
@@ -66,8 +66,8 @@ def standstill(how, who):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 1, done.stderr
-    assert time.monotonic() - start < 40
+    assert in_time(time.monotonic() - start, 40)
     return done.stderr

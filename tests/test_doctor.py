@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from launching import SCRIPTS, environment
+from launching import SCRIPTS, environment, in_time
 
 from learnerkit import doctor
 from learnerkit.doctor import ALONE, HINT, NOTHING, OK, TOGETHER, WRONG, Finding
@@ -286,7 +286,7 @@ def test_lines_fit_the_terminal_and_cannot_steer_it():
 # Real runs
 
 
-def run(*command, timeout=170, cwd=None, **env):
+def run(*command, timeout=600, cwd=None, **env):
     """Exit code, standard output and error of a command; nothing may be left in `cwd`."""
     done = subprocess.run(
         [sys.executable, "-m", *map(str, command)],
@@ -315,7 +315,7 @@ def test_two_processes(tmp_path):
     assert f"torch {torch.__version__}" in out
     assert out.endswith("\nall is well\n")
     worked = now.children_user + now.children_system - used.children_user - used.children_system
-    assert min(took, worked) < 20  # the machine may be busy with other things
+    assert in_time(min(took, worked), 20)  # the machine may be busy with other things
 
 
 def test_one_process(tmp_path):
@@ -410,7 +410,7 @@ def test_its_file_goes_when_it_is_stopped(tmp_path):
         (file,) = os.listdir(tmp_path)
         assert file.startswith(".learnerkit-doctor-")
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert os.listdir(tmp_path) == []
 
 

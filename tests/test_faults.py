@@ -18,10 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import ROOT
-from launching import SCRIPTS, environment, without_chatter
+from launching import SCRIPTS, environment, in_time, without_chatter
 
-pytestmark = pytest.mark.timeout(400)
-LIMIT = 180  # seconds for a run that has no shorter limit of its own
+LIMIT = 400  # seconds for a run that has no shorter limit of its own
 EVIL = "\n\x1b[2Jlearnerkit.launch: rank 0 forged this"
 
 
@@ -165,7 +164,7 @@ def test_r01_r02_kill9_restart(faulty, uninterrupted):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("rank", "opt", "times"), [(1, "sgd", 20), (0, "sgd", 3), (1, "adamw", 3)])
 def test_r01_r02_kill9_restart_every_time(faulty, uninterrupted, rank, opt, times):
     for _ in range(times):
@@ -177,7 +176,7 @@ def test_r01_r02_kill9_restart_every_time(faulty, uninterrupted, rank, opt, time
 def test_r03_kill9_no_restart(faulty):
     run = faulty(fault="kill:1:37")
     assert run.finish() == 137, run
-    assert run.after < 10
+    assert in_time(run.after, 10)
     assert run.says[0].startswith("learnerkit.launch: rank 1 was killed by signal 9 (SIGKILL)"), run
     assert "(epoch 3, step 7)" in run.says[0]  # of 10 steps each
     assert "attempt" not in run.err
@@ -217,7 +216,7 @@ def raised(faulty):
 
 def test_r07_exc_one_rank(raised):
     assert raised.code == 1, raised
-    assert raised.after < 10
+    assert in_time(raised.after, 10)
     assert raised.err.startswith("learnerkit.launch: rank 1 failed (exit code 1) in before_batch of Faults"), raised
     first, second = raised.says
     head, traceback, *lines = map(str.strip, first.splitlines())
@@ -274,7 +273,7 @@ def hanging_and_slow(faulty):
 def test_r10_hang(hanging_and_slow):
     run = hanging_and_slow[0]
     assert run.code == 1, run
-    assert run.after < 20
+    assert in_time(run.after, 20)
     assert "not arrived: rank 1" in run.err, run
     assert "rank 1 came to a standstill in before_batch of Faults (epoch 2, step 0): it is silent" in run.err
     assert run.says[0].startswith("learnerkit.launch: rank 0 failed (exit code 1), following another rank,"), run
@@ -296,7 +295,7 @@ def test_r11_straggler(hanging_and_slow, uninterrupted):
 def test_r36_loader(faulty, kind, message):
     run = faulty("--", "--workers", 1, fault=f"loader-{kind}:1:37")
     assert run.finish() == 1, run
-    assert run.after < 10
+    assert in_time(run.after, 10)
     first, second = run.says
     assert first.startswith("learnerkit.launch: rank 1 failed (exit code 1)"), run
     assert re.search(message, first), run
@@ -312,7 +311,7 @@ def test_r13_term_launcher(faulty):
     run.wait_for("fault")
     run.process.terminate()
     assert run.finish() == 143, run
-    assert run.after < 10
+    assert in_time(run.after, 10)
     assert run.files("term-*") in (["term-37.pth"], ["term-38.pth"]), run
     assert run.says == ["learnerkit.launch: SIGTERM received, waiting for the ranks to stop (Ctrl-C kills them)"]
 
@@ -334,7 +333,7 @@ def test_r16_int(faulty):
     run.wait_for("fault")
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.finish() == 130, run
-    assert run.after < 10
+    assert in_time(run.after, 10)
     assert "Traceback" not in run.err
 
 
@@ -349,7 +348,7 @@ def test_r16_int_twice(faulty):
     again = time.monotonic()
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.finish() == 130, run
-    assert run.ended - again < 2
+    assert in_time(run.ended - again, 2)
     assert "Traceback" not in run.err
 
 
@@ -416,8 +415,8 @@ def test_r20_port_busy(launch):
         run = launch(
             "-m", "learnerkit.launch", "--nproc", 2, "--master-port", port, SCRIPTS / "launch_wait.py", "brief"
         )
-        assert run.finish(10) == 2, run
-        assert run.ended - began < 5
+        assert run.finish() == 2, run
+        assert in_time(run.ended - began, 5)
     assert (run.out, run.err.count("\n")) == ("", 1), run
     assert str(port) in run.err
     try:
@@ -442,7 +441,7 @@ def test_r21_stale_env(launch, program, agent_store):
     """Plain Python among the variables of a launcher that has gone: all of a training, or the first meeting alone."""
     stale = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     run = launch("-c", program, **stale, **({"TORCHELASTIC_USE_AGENT_STORE": "True"} if agent_store else {}))
-    assert run.finish(60) == 1, run
+    assert run.finish() == 1, run
     last = run.err.splitlines()[-1]
     for name in ("RANK", "WORLD_SIZE=2", "MASTER_ADDR", "MASTER_PORT"):
         assert name in last, run
@@ -457,7 +456,7 @@ def test_r33_tiny_dataset(launch):
     trials = list(map(json.loads, re.findall(r"\{.*\}", run.out)))  # torch 2.10's gloo writes among them
     assert len(trials) == 8
     for trial in trials:
-        assert trial["told after"] < 5, trial
+        assert in_time(trial["told after"], 5), trial
         if trial["bs"] == 4 and trial["drop_last"]:
             assert "the training loader is empty" in trial["error"], trial
             continue

@@ -4,6 +4,6 @@ from launching import run_script
 
 
 def test_options():
-    printed = run_script("options.py", nproc=2, timeout=170)
+    printed = run_script("options.py", nproc=2)
     assert printed.rstrip().endswith("all well")
     assert "find_unused_parameters=True was specified in DDP constructor" not in printed  # torch's warning, in C++

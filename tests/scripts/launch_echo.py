@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 how, rank = sys.argv[1], int(os.environ["RANK"])
-began = Path("rank 1 has begun to fail")
+waits, began = Path("rank 0 waits"), Path("rank 1 has begun to fail")
 
 
 class Follower(Exception):
@@ -16,15 +16,21 @@ class Follower(Exception):
     follows_another = True
 
 
-if rank == 0:
-    while not began.exists():
+def wait_for(path):
+    while not path.exists():
         time.sleep(0.01)
+
+
+if rank == 0:
+    waits.touch()
+    wait_for(began)
     if how == "killed":
         raise RuntimeError("Connection closed by peer")
     raise Follower("rank 1 failed in before_step\n(rank 0 left with it)")
 
 if how == "stuck":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+wait_for(waits)
 try:
     began.touch()
     if how == "raises":

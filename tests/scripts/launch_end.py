@@ -8,18 +8,28 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 how, rank = sys.argv[1], int(os.environ["RANK"])
+other_is_ready = Path("the other rank is ready")
 
 
 def wait_to_be_stopped():
     time.sleep(60)
 
 
+def wait_for_the_other():
+    while not other_is_ready.exists():
+        time.sleep(0.01)
+
+
 if how == "early":  # rank 1 is done while rank 0 goes on
-    time.sleep(0 if rank else 0.5)
+    if rank == 0:
+        wait_for_the_other()
+        time.sleep(0.5)
     os.write(1, f"rank {rank} done\n".encode())
+    other_is_ready.touch()
 elif how == "straggler":  # every rank leaves a program behind, and one a forked child which fails
     subprocess.Popen(["sleep", "60"])
     if os.fork() == 0:
@@ -28,8 +38,9 @@ elif how == "straggler":  # every rank leaves a program behind, and one a forked
 elif how == "stubborn":
     if rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        other_is_ready.touch()
         wait_to_be_stopped()
-    time.sleep(0.3)
+    wait_for_the_other()
     sys.exit(3)
 elif rank == 0:
     wait_to_be_stopped()

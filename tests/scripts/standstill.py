@@ -34,5 +34,6 @@ learn = Learner(
     nn.CrossEntropyLoss(),
     cbs=Standstill(),
 )
+learn.create_opt()  # with the first optimizer torch imports its compiler, on a busy machine for more than 4 s
 with learn.distrib_ctx(timeout=4, split_batches=True, sync_bn=False):
     learn.fit(3)
