@@ -463,10 +463,16 @@ def test_a_second_ctrl_c_kills_at_once(launched):
 
 def test_a_file_for_each_rank_and_attempt(launched, tmp_path):
     (tmp_path / "talk.py").write_text(
-        "import os, sys\n"
+        "import os, pathlib, sys, time\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "said = pathlib.Path(f'rank 0 has said it {os.getppid()} {attempt}')\n"
         "print('out of', os.environ['RANK'], flush=True)\n"
         "print('no line end', end='', file=sys.stderr, flush=True)\n"
-        "if os.environ['RANK'] > os.environ['TORCHELASTIC_RESTART_COUNT']:\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    said.touch()\n"
+        "while not said.exists():\n"
+        "    time.sleep(0.01)\n"
+        "if os.environ['RANK'] > attempt:\n"
         "    raise ValueError('\\x1b[2J')\n"
     )
     options = ["--nproc", 2, "--max-restarts", 1, "--log-dir", "logs"]
@@ -516,6 +522,8 @@ def test_nohup(launched):
         signal.signal(signal.SIGHUP, old)
     process.wait_for("ready")
     process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    Path("enough").touch()
     assert process.finish() == (0, "heard\nheard\n", "")
 
 
