@@ -330,16 +330,29 @@ def check_shapes(learn: "Learner") -> None:
         )
 
 
-UNKNOWN_COUNT = (
-    "the model makes its own loss, which is not the mean cross-entropy over the targets that are not -100: give the "
-    "Learner loss_weight=, a function of the targets that counts what the loss averages over, or 'sum'"
-)
+UNKNOWN_COUNT = "the model makes its own loss, and it is not known what that averages over: "
+
+
+def unknown_count(learn: "Learner") -> str:
+    """What is not known of a model's own loss, and what to do."""
+    if not learn.yb:
+        return (
+            f"{UNKNOWN_COUNT}there are predictions for each token, and no targets. Name them: "
+            "DataLoaders(target_keys=...), or n_inp=... where batches are tuples"
+        )
+    return (
+        f"{UNKNOWN_COUNT}it is not the mean cross-entropy over the targets that are not negative. Give the Learner "
+        "loss_weight=, a function of the targets that counts what the loss averages over, or 'sum'"
+    )
 
 
 def warn_of_unknown_count(learn: "Learner") -> None:
     """Warn where batches are weighed, of several ranks or in an accumulated step, by a count that is only a guess."""
-    if world.is_main() and learn.task == "fit" and (learn.sharded or learn.weights is not None):
-        warn_once(f"{UNKNOWN_COUNT}. Until then batches count by their samples")
+    if learn.task != "fit" or not learn.training or not (learn.sharded or learn.weights is not None):
+        return
+    if world.is_main() or not learn.loss_weighting.agreed:  # what all ranks know one of them says
+        counted = "the targets that are not negative" if learn.yb else "their samples"
+        warn_once(f"{unknown_count(learn)}. Until then batches count by {counted}")
 
 
 def no_scalar(learn: "Learner") -> ValueError:

@@ -137,7 +137,7 @@ class Learner:
         self.path, self.model_dir = Path(path), Path(model_dir)
         self.wd, self.wd_bn_bias, self.train_bn, self.moms = wd, wd_bn_bias, train_bn, moms
         self.loss_weight = loss_weight
-        LossWeight(loss_func, loss_weight)  # refuses what it cannot take, here rather than in fit
+        self._weigh_losses()  # refuses what it cannot take, here rather than in fit
         self.opt: Optimizer | dict[str, Optimizer] | None = None
         self.logger: Callable[[list], None] = TableLogger(self)
         self.cbs: list[Callback] = []
@@ -283,8 +283,9 @@ class Learner:
             table = self._dispatch.table
             if (table["after_loss"] or table["before_backward"]) and isinstance(self.loss, Tensor):
                 self.loss = self.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
-            self.loss_count = self.loss_weighting.count(self.yb, self.batch_size, self.pred, self.loss)
-            if self.loss_weighting.unknown and not self.iter:
+            weighting = self.loss_weighting
+            self.loss_count = weighting.count(self.yb, self.batch_size, self.pred, self.loss, self.xb)
+            if weighting.unknown:
                 checks.warn_of_unknown_count(self)
 
     # Seams: what a subclass may override, called inside the events above.
@@ -710,10 +711,10 @@ class Learner:
         self._loss_without_targets = self.loss_func is None or type(self)._loss is not Learner._loss
         fitting, nested = task == "fit", self._dispatch is not None
         if not nested:
+            self._weigh_losses()
             self._note_modes()
         kept = _RUN_STATE if fitting else (*_RUN_STATE, *_COUNTERS)
         outer = {name: getattr(self, name) for name in kept}
-        self.loss_weighting = LossWeight(self.loss_func, self.loss_weight)
         with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.together(self):
             self.task, self._dispatch = task, parallel.dispatch(self, fitting)
             self._in_fit = self._in_fit or task not in ("validate", "predict")
@@ -733,6 +734,15 @@ class Learner:
         sets_modes = any(isinstance(cb, TrainEvalCallback) for cb in self.cbs)
         if sets_modes and not nested and task in ("fit", "validate", "predict"):  # others leave no trace
             self.model.eval()
+
+    def _weigh_losses(self) -> None:
+        "A model's own loss may average over something else in evaluation than in training."
+        self._loss_weightings = {training: LossWeight(self.loss_func, self.loss_weight) for training in (True, False)}
+
+    @property
+    def loss_weighting(self) -> LossWeight:
+        """What the loss averages over, in training or in evaluation, whichever runs."""
+        return self._loss_weightings[self.training]
 
     def _note_modes(self) -> None:
         "A model that is in eval mode as a whole is so after a run: then what was known before it still holds."

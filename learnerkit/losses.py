@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from learnerkit.data import tensors_in
+
 IGNORED = -100
-"""The class of targets that torch's cross-entropy, and the models of transformers, leave out by default."""
+"""The class of targets that torch's cross-entropy leaves out by default."""
 
 
 def option(loss_func: Any, name: str, default: Any = None) -> Any:
@@ -56,12 +58,14 @@ class LossWeight:
     """How one value of the loss counts beside others.
 
     Args:
-        loss_func: its `reduction`, `weight` and `ignore_index` are heeded where it is one of torch's losses; `None` for
-            a model that makes its own loss, of which the first batch shows what it averages over.
+        loss_func: one of torch's losses counts as its `reduction`, `weight` and `ignore_index` say; `None` is for a
+            model that makes its own loss, of which the first batches show what it averages over.
         loss_weight: `None`, 'sum', or a function of the targets that returns the number of items averaged over.
 
     Attributes:
-        unknown: the model's own loss is not a mean that is known here, and its batches count by their samples.
+        sums: the loss is a sum.
+        unknown: the model's own loss is no mean that is known here; its targets that are not negative are counted.
+        agreed: all ranks have looked at the model's own loss together.
 
     Raises:
         ValueError: another `loss_weight`, or a loss made with reduction='none'.
@@ -81,20 +85,28 @@ class LossWeight:
         if self._count is None and not self.sums and is_cross_entropy(loss_func):
             ignored = option(loss_func, "ignore_index", IGNORED)
             self._count = partial(_count_classes, option(loss_func, "weight"), ignored)
-        self.unknown = False
-        # In how many batches to look for what the model's own loss averages over: nearly always the first one tells.
+        self.unknown = self.agreed = False
+        self._means = set(MEANS)  # those that all batches so far allow
+        # In how many batches to look. The first one tells nearly always; some later ones may contradict it.
         self._looks = 8 if loss_func is None and loss_weight is None else 0
 
-    def count(self, yb: tuple, batch_size: int, pred: Any = None, loss: Any = None) -> int | Tensor:
+    @property
+    def looks(self) -> bool:
+        """Whether the next batch is to show what the model's own loss averages over."""
+        return self._looks > 0
+
+    def count(self, yb: tuple, batch_size: int, pred: Any = None, loss: Any = None, xb: tuple = ()) -> int | Tensor:
         """The number of items behind a batch's loss; a 0-dim tensor, on every rank alike, where it is counted.
 
         Args:
             yb: the targets.
             batch_size: the number of samples.
-            pred, loss: the predictions and the loss that the model made of them, if it makes its own.
+            pred, loss, xb: the predictions, the loss and the inputs, if the model makes its own loss; without
+                predictions the batch shows nothing.
         """
-        if self._looks and batch_size:
-            self._look(yb, pred, loss)
+        if self._looks and batch_size and pred is not None:
+            self._looks -= 1
+            self._take(possible_means(yb, pred, loss, xb))
         if self._count is None or not yb:
             return batch_size
         found = self._count(*yb) if batch_size or not self._given else 0
@@ -102,33 +114,68 @@ class LossWeight:
             return batch_size
         return found if isinstance(found, Tensor) else torch.tensor(found)
 
-    def _look(self, yb: tuple, pred: Any, loss: Any) -> None:
-        """Find what the model's own loss averages over. A host-device sync, in the first batch of a run."""
-        looks, self._looks = self._looks, 0
-        target = yb[0] if len(yb) == 1 else None
-        if not isinstance(target, Tensor) or not isinstance(pred, Tensor) or not isinstance(loss, Tensor) or loss.ndim:
+    def agree(self, found: list[set[str]]) -> None:
+        """Decide by one batch of each rank; the later batches of a rank may only contradict that.
+
+        Args:
+            found: what `possible_means` has found on each of the ranks.
+        """
+        self._take(set(MEANS).intersection(*found))
+        self._means, self.agreed = {name for name in self._means if MEANS[name] is self._count}, True
+
+    def _take(self, found: set[str]) -> None:
+        left = self._means & found
+        if left:
+            self._means = left
+            self._count = next(MEANS[name] for name in MEANS if name in left)
             return
-        if target.is_floating_point() or target.is_complex() or pred.ndim != target.ndim + 1:
-            return
-        value, gaps = float(loss.detach()), []
-        all_targets = partial(_count_classes, None, IGNORED)
-        if not math.isfinite(value):  # the mean of nothing, say, which both count as nothing
-            self._count, self._looks = _count_shifted if target.ndim > 1 else all_targets, looks
-            return
-        for axis in class_axes(pred, target):
-            for shift in (0, 1) if target.ndim > 1 else (0,):
-                mean = _mean_cross_entropy(pred.detach().movedim(axis, -1), target, shift)
-                gaps.append((abs(mean - value), shift))
-        allowed = max(1e-4, 4 * torch.finfo(loss.dtype).eps) * abs(value) + 1e-6
-        close = sorted((gap, shift) for gap, shift in gaps if gap <= allowed)
-        if close:
-            shift = close[0][1]
-            self._count = _count_shifted if shift else all_targets
-            others = [gap for gap, other in close if other != shift]
-            if others and others[0] < 2 * close[0][0] + 1e-9:  # as with predictions that are all alike
-                self._looks = looks - 1
-        else:
-            self.unknown = target.ndim > 1 or bool((target == IGNORED).any())
+        self.unknown, self._looks = True, 0
+        if self._means == set(MEANS):  # else the count stays what it has been for the batches before
+            self._count = _count_targets
+
+
+def possible_means(yb: tuple, pred: Any, loss: Any, xb: tuple = ()) -> set[str]:
+    """What the loss that a model makes may be the mean over, as its value shows. A host-device sync.
+
+    Args:
+        yb, pred, loss, xb: targets, predictions, loss and inputs of a batch.
+
+    Returns:
+        Some of 'targets' (the mean cross-entropy over those that are not negative), 'shifted' (over those one place
+        later than the predictions) and 'samples'. All of them: the batch does not tell. None: another loss over tokens.
+    """
+    if not isinstance(loss, Tensor) or loss.ndim or len(yb) > 1:
+        return {"samples"}
+    if not yb:
+        return set() if _over_tokens(xb, pred) else {"samples"}
+    target = yb[0]
+    if not isinstance(target, Tensor) or not target.ndim or target.is_floating_point() or target.is_complex():
+        return {"samples"}
+    scores = [t for t in tensors_in(pred) if t.ndim == target.ndim + 1 and t.is_floating_point()]
+    by_sample = target.ndim == 1 and not (target < 0).any()
+    if not scores:
+        return {"samples"} if by_sample or isinstance(pred, Tensor) else set()
+    value = float(loss.detach())
+    if not math.isfinite(value):  # the mean over no targets, say, for which each way counts 0
+        return set(MEANS)
+    ways = [(0, "targets"), (1, "shifted")][: min(target.ndim, 2)]
+    gaps = [
+        (abs(_mean_cross_entropy(t.detach().movedim(axis, -1), target, shift) - value), name)
+        for t in scores
+        for axis in class_axes(t, target)
+        for shift, name in ways
+    ]
+    least = min((gap for gap, _ in gaps if not math.isnan(gap)), default=math.inf)
+    if least > max(1e-4, 4 * torch.finfo(loss.dtype).eps) * abs(value) + 1e-6:
+        return {"samples"} if by_sample else set()
+    # Several are as close where predictions are all alike, say.
+    return {name for gap, name in gaps if gap <= 2 * least + 1e-9} | ({"samples"} if by_sample else set())
+
+
+def _over_tokens(xb: tuple, pred: Any) -> bool:
+    """Whether predictions are scores for each of the tokens (n, t) in the inputs."""
+    tokens = {t.shape for t in tensors_in(xb) if t.ndim == 2 and not t.is_floating_point()}
+    return any(t.ndim == 3 and t.shape[:2] in tokens for t in tensors_in(pred))
 
 
 def class_axes(pred: Tensor, target: Tensor) -> list[int]:
@@ -139,7 +186,7 @@ def class_axes(pred: Tensor, target: Tensor) -> list[int]:
 
 
 def _mean_cross_entropy(scores: Tensor, target: Tensor, shift: int) -> float:
-    """The mean cross-entropy of scores (n, ..., classes) over targets (n, ...) that are not ignored.
+    """The mean cross-entropy of scores (n, ..., classes) over targets (n, ...) that are not negative.
 
     NaN where there is none, or the targets are not classes. A host-device sync.
 
@@ -149,21 +196,31 @@ def _mean_cross_entropy(scores: Tensor, target: Tensor, shift: int) -> float:
     """
     if shift:
         scores, target = scores[:, :-shift], target[:, shift:]
-    counted = target != IGNORED
-    if not (counted & (target >= 0) & (target < scores.shape[-1]) == counted).all():
-        return math.nan  # which would be the end of this process's use of a CUDA device
+    counted = target >= 0
+    # On a CUDA device larger ones would end in an assert, after which the process cannot use the device any more.
+    if (target >= scores.shape[-1]).any():
+        return math.nan
     total = 0.0
     # In pieces: the scores of a large vocabulary in float32 would fill the device's memory a second time.
     rows = max(1, 2**24 // max(1, scores[:1].numel()))
     for some, classes in zip(scores.split(rows), target.split(rows), strict=True):
         flat = some.reshape(-1, scores.shape[-1]).float()
-        total += F.cross_entropy(flat, classes.reshape(-1).long(), ignore_index=IGNORED, reduction="sum")
+        total += F.cross_entropy(flat, classes.reshape(-1).long().clamp(min=-1), ignore_index=-1, reduction="sum")
     return float(total / counted.sum())
 
 
-def _count_shifted(target: Tensor, *rest: Any) -> Tensor:
-    """How many targets are not ignored, of those that predictions shifted by one place have."""
-    return (target[:, 1:] != IGNORED).sum()
+def _count_shifted(target: Tensor) -> Tensor:
+    """How many targets are not negative, of those that predictions shifted by one place have."""
+    return _count_targets(target[:, 1:] if target.ndim > 1 else target)
+
+
+def _count_targets(target: Tensor) -> Tensor:
+    """How many targets are not negative; models leave negative ones out, mostly -100 or -1."""
+    return (target >= 0).sum()
+
+
+MEANS = {"shifted": _count_shifted, "targets": _count_targets, "samples": None}
+"""What a model's own loss may be the mean over, the most frequent first, and what counts that in a batch."""
 
 
 def _count_classes(weight: Tensor | None, ignore_index: int, target: Any, *rest: Any) -> Tensor | None:

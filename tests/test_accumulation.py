@@ -69,13 +69,48 @@ def test_another_loss_of_the_models_own_is_told_where_batches_are_weighed(monkey
     monkeypatch.setattr(utils, "_warned", set())
     learn = Learner(padded(4), OwnLoss(0.1))
     learn.fit(1)
-    with pytest.warns(
-        UserWarning, match="the model makes its own loss, which is not the mean.*give the Learner loss_w"
-    ):
+    with pytest.warns(UserWarning, match="it is not the mean.*Give the Learner loss_weight=.*count by the targets"):
         learn.fit(1, cbs=GradientAccumulation(n_batches=2))
     Learner(padded(4), OwnLoss(0.1), loss_weight=lambda y: (y != -100).sum()).fit(
         1, cbs=GradientAccumulation(n_batches=2)
     )
+
+
+def test_targets_under_another_name_are_told_where_batches_are_weighed(monkeypatch):
+    monkeypatch.setattr(utils, "_warned", set())
+    words = [{"ids": torch.randint(9, (4, 5)), "answers": torch.randint(9, (4, 5))} for _ in range(2)]
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Embedding(9, 9)
+
+        def forward(self, ids, answers):
+            logits = self.body(ids)
+            return {"logits": logits, "loss": F.cross_entropy(logits.mT, answers)}
+
+    with pytest.warns(UserWarning, match="no targets. Name them: .*target_keys=.*count by their samples"):
+        Learner(DataLoaders(words, device="cpu"), Words()).fit(1, cbs=GradientAccumulation(n_batches=2))
+    dls = DataLoaders(words, device="cpu", target_keys="answers")
+    Learner(dls, Words()).fit(1, cbs=GradientAccumulation(n_batches=2))
+
+
+def test_a_loss_that_is_another_in_training_has_counts_of_its_own():
+    class Two(OwnLoss):
+        def forward(self, x, labels):
+            found = super().forward(x, labels)
+            return (
+                found if self.training else found | {"loss": F.cross_entropy(found["logits"][:, :-1].mT, labels[:, 1:])}
+            )
+
+    batches, seen = padded(4).train, []
+    learn = Learner(DataLoaders(batches, batches, device="cpu"), Two())
+    learn.fit(1, lr=0.0)
+    assert learn.final_record[1] == pytest.approx(learn.validate()[0])
+    # What a validation in mid-training finds does not hold for the training.
+    look = Callback(after_backward=lambda cb: seen.append(int(cb.loss_count)))
+    learn.fit(1, cbs=[Callback(before_batch=lambda cb: cb.training and cb.learn.validate()), look])
+    assert seen == [int((batch["labels"] >= 0).sum()) for batch in batches]
 
 
 class Steps(Callback):

@@ -304,7 +304,7 @@ def tokens():
 
 
 HINTS = {
-    "a loss of the model's own": (tokens, "loss", "give the Learner loss_weight="),
+    "a loss of the model's own": (tokens, "loss", "Give the Learner loss_weight="),
     "pixels": (lambda: make_learner(make_dls(data=pixels), nn.Sequential(nn.Flatten(), make_model())), "inputs",
                "0 .. 255"),
     "softmax": (lambda: classes(model=nn.Sequential(make_model(n_out=3), nn.Softmax(1))), "prediction", "softmax"),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from learnerkit.losses import LossWeight, is_cross_entropy, kernel, option
+from learnerkit.losses import MEANS, LossWeight, is_cross_entropy, kernel, option, possible_means
 
 
 def split_and_join(loss_func, pred, target, sizes, loss_weight=None):
@@ -182,10 +182,70 @@ def test_scores_that_do_not_tell_are_followed_by_those_that_do():
 
 
 @pytest.mark.parametrize("loss_of", [partial(F.cross_entropy, reduction="sum"), lambda p, t: F.cross_entropy(p, t) + 1])
-def test_another_loss_over_tokens_is_unknown_and_counts_by_samples(loss_of):
+def test_another_loss_over_tokens_is_unknown_and_counts_its_targets(loss_of):
     scores, target = tokens()
     weight = LossWeight(None)
-    assert weight.count((target,), 6, scores, loss_of(scores.flatten(0, 1), target.flatten())) == 6
+    found = weight.count((target,), 6, scores, loss_of(scores.flatten(0, 1), target.flatten()))
+    assert found == (target != -100).sum()
+    assert weight.unknown
+
+
+def test_any_negative_target_is_left_out():
+    scores, target = tokens()
+    target[target == -100] = -1
+    loss = F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=-1)
+    assert possible_means((target,), scores, loss) == {"targets"}
+    assert LossWeight(None).count((target,), 6, scores, loss) == (target != -1).sum()
+
+
+def test_scores_are_found_in_any_output():
+    scores, target = tokens()
+    loss, _ = own_losses(scores, target)["shifted"]
+    assert possible_means((target,), {"loss": loss, "scores": scores, "hidden": scores[..., :1]}, loss) == {"shifted"}
+    assert possible_means((target,), {"loss": loss}, loss) == set()
+
+
+def test_a_later_batch_may_contradict_the_first_whose_count_stays():
+    scores, target = tokens()
+    weight, full = LossWeight(None), target.clamp(min=0)
+    weight.count((full,), 6, scores, own_losses(scores, full)["shifted"][0])
+    assert not weight.unknown
+    # 4 is padding for this loss, which does not show in a batch without it.
+    padded = torch.where(target < 0, 4, target)
+    loss = F.cross_entropy(scores[:, :-1].flatten(0, 1), padded[:, 1:].flatten(), ignore_index=4)
+    assert weight.count((padded,), 6, scores, loss) == padded[:, 1:].numel()
+    assert weight.unknown
+
+
+def test_ranks_decide_together():
+    scores, target = tokens()
+    loss, count = own_losses(scores, target)["shifted"]
+    for found, unknown in (
+        ([{"shifted", "targets"}, {"shifted"}], False),
+        ([set(MEANS), {"shifted"}], False),  # a rank without data
+        ([{"targets"}, {"shifted"}], True),
+        ([{"targets"}, set()], True),
+    ):
+        weight = LossWeight(None)
+        weight.agree(found)
+        assert (weight.unknown, weight.agreed) == (unknown, True)
+        expected = (target != -100).sum() if unknown else count
+        assert weight.count((target,), 6, scores, loss) == expected
+    # Where no rank can tell, none decides for itself later.
+    weight = LossWeight(None)
+    weight.agree([{"shifted", "targets"}] * 2)
+    other, other_count = own_losses(scores, target)["tokens"]
+    assert weight.count((target,), 6, scores, other) != other_count
+    assert weight.unknown
+
+
+def test_predictions_for_tokens_without_targets_are_unknown():
+    ids, scores, loss = torch.randint(5, (6, 7)), torch.randn(6, 7, 5), torch.tensor(1.5)
+    assert possible_means((), scores, loss, ({"ids": ids},)) == set()
+    assert possible_means((), scores, loss, (torch.randn(6, 7),)) == {"samples"}
+    assert possible_means((), scores[:, 0], loss, (ids,)) == {"samples"}
+    weight = LossWeight(None)
+    assert weight.count((), 6, scores, loss, (ids,)) == 6
     assert weight.unknown
 
 

@@ -190,7 +190,8 @@ class StepCheck(Callback):
     def after_loss(self):
         learn = self.learn
         if learn.training and learn.batch_size and learn.loss_grad is not None:
-            self.findings += judge_loss(learn.loss_func, learn.pred, learn.loss_grad, learn.loss_weighting.unknown)
+            unknown = checks.unknown_count(learn) if learn.loss_weighting.unknown else ""
+            self.findings += judge_loss(learn.loss_func, learn.pred, learn.loss_grad, unknown)
             self.stage = "gradients"
 
     def before_step(self):
@@ -386,18 +387,18 @@ def _sum_to_one(pred: Tensor) -> bool:
     return bool((pred >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-2)
 
 
-def judge_loss(loss_func: Any, pred: Any, loss: Tensor, unknown: bool = False) -> list[Finding]:
+def judge_loss(loss_func: Any, pred: Any, loss: Tensor, unknown: str = "") -> list[Finding]:
     """The loss before any training; that of guessing among n classes is log(n).
 
     Args:
         loss_func, pred, loss: of the step.
-        unknown: the model makes the loss, and nothing tells what it averages over.
+        unknown: what is not known of the model's own loss, if anything.
     """
     value = float(loss.detach())
     if not math.isfinite(value):
         return [Finding(WRONG, "loss", f"{value}: no finite number; look at the predictions, the targets and the loss")]
     if unknown:
-        return [Finding(HINT, "loss", f"{value:.4g}; for steps of several batches or ranks: {checks.UNKNOWN_COUNT}")]
+        return [Finding(HINT, "loss", f"{value:.4g}; for steps of several batches or ranks: {unknown}")]
     if is_cross_entropy(loss_func) and isinstance(pred, Tensor) and pred.ndim > 1 and pred.shape[1] > 1:
         guess = math.log(pred.shape[1])
         if option(loss_func, "reduction", "mean") == "mean" and value > 4 * guess + 1:

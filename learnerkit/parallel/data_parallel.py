@@ -72,8 +72,7 @@ class ParallelCallback(Callback):
         learn.model = self._split = nn.DataParallel(model, device_ids=ids)
         if _is_ours(learn._forward) and _is_ours(learn._loss):
             self._loss_func = learn.loss_func if self.loss_on_replicas and can_replicate(learn.loss_func) else None
-            replica = _Replica(model, self._loss_func, learn.loss_weighting)
-            self._replicas = nn.DataParallel(replica, device_ids=ids)
+            self._replicas = nn.DataParallel(_Replica(model, self._loss_func), device_ids=ids)
             learn._forward, learn._loss = self._forward, self._loss
 
     def cleanup_fit(self):
@@ -99,7 +98,8 @@ class ParallelCallback(Callback):
             inputs = dict(inputs[0])
         kind = learn.dls.device.type
         autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        losses, counts, output = self._replicas(inputs, learn.yb if take else (), take, keep, autocast)
+        options = take, keep, learn.loss_weighting, autocast
+        losses, counts, output = self._replicas(inputs, learn.yb if take else (), *options)
         loss = None if losses is None else _combine(losses, counts)
         if not own:
             self._taken = loss
@@ -139,15 +139,14 @@ class ParallelCallback(Callback):
 class _Replica(nn.Module):
     """What DataParallel replicates: the model and the loss, called on one part of a batch."""
 
-    def __init__(self, model: nn.Module, loss_func: Any, weighting: LossWeight):
+    def __init__(self, model: nn.Module, loss_func: Any):
         super().__init__()
         self.model = model
         # A compiled module's replicas would call the compiled original.
         self.loss_func = unwrap(loss_func) if isinstance(loss_func, nn.Module) else loss_func
-        self.weighting = weighting
 
     def forward(
-        self, inputs: tuple | dict, targets: tuple, take: bool, keep: bool, autocast: tuple
+        self, inputs: tuple | dict, targets: tuple, take: bool, keep: bool, weighting: LossWeight, autocast: tuple
     ) -> tuple[Tensor | None, Tensor | None, Any]:
         """(loss, what it counts, output): the first two of shape (1,), and `None` for what is not needed."""
         # DataParallel's threads start with autocast's default type, whatever the caller's.
@@ -159,7 +158,7 @@ class _Replica(nn.Module):
             return None, None, output
         if not isinstance(loss, Tensor) or loss.ndim:
             raise checks.no_scalar(SimpleNamespace(loss_grad=loss))
-        counts = None if self.weighting.sums else self._count(targets, batch_size(inputs), output, loss)
+        counts = None if weighting.sums else _count(weighting, inputs, targets, output, loss)
         if own and keep:
             output = _with_loss(output, None)  # the vector of the parts' losses is of no use
         return loss.reshape(1), counts, output if keep else None
@@ -176,10 +175,12 @@ class _Replica(nn.Module):
             add_note_once(e, f"{got} (on a replica; ParallelCallback(loss_on_replicas=False) computes it on one GPU)")
             raise
 
-    def _count(self, targets: tuple, size: int, output: Any, loss: Tensor) -> Tensor:
-        count = self.weighting.count(targets, size, _pred(output), loss)
-        # A product, because to copy a number to the device would make the host wait.
-        return torch.ones(1, dtype=torch.float64, device=loss.device) * count
+
+def _count(weighting: LossWeight, inputs: tuple | dict, targets: tuple, output: Any, loss: Tensor) -> Tensor:
+    """What the loss of a part of a batch counts, of shape (1,)."""
+    count = weighting.count(targets, batch_size(inputs), _pred(output), loss, inputs)
+    # A product, because to copy a number to the device would make the host wait.
+    return torch.ones(1, dtype=torch.float64, device=loss.device) * count
 
 
 def can_split(device: torch.device, ids: list[int]) -> bool:

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 from learnerkit import optim, world
 from learnerkit.callback import Callback, Dispatch
 from learnerkit.data import draws_globally, loader_len, map_batch, states_at_start, tensors_in
+from learnerkit.losses import MEANS, possible_means
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.drift import digests
 from learnerkit.parallel.loaders import RankLoader, emptied, rank_loader
@@ -364,6 +365,8 @@ class DistributedCallback(Callback):
             if not steps.takes_nothing:
                 unpacked = learn.dls.unpack(learn.dl.sample, learn.dls.device, learn.loss_func is None)
                 learn.batch, learn.xb, learn.yb, _ = unpacked
+        if first and learn.loss_weighting.looks:
+            learn.loss_weighting.agree(world.all_gather(_possible_means(learn, self._plain)))
         if first and not self.find_unused_parameters and not steps.by_bucket:
             self._find_unused()
         steps.synchronise()
@@ -488,6 +491,19 @@ def _runs_on_nothing(learn: "Learner", model: nn.Module) -> bool:
         except Exception:
             return False
     return True
+
+
+def _possible_means(learn: "Learner", model: nn.Module) -> set[str]:
+    """What the model's own loss may be the mean over, as this rank's batch shows; all of it where there is no data."""
+    with trial(learn, model), torch.no_grad():
+        if learn.batch_size:
+            try:
+                learn._forward()
+                learn._loss()
+                return possible_means(learn.yb, learn.pred, learn.loss, learn.xb)
+            except Exception:  # the loop will run into it, too, and say what is wrong
+                pass
+    return set(MEANS)
 
 
 def _unused_parameters(learn: "Learner", model: nn.Module) -> list[str]:

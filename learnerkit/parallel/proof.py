@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.callbacks.progress import ProgressCallback
-from learnerkit.checks import UNKNOWN_COUNT
+from learnerkit.checks import UNKNOWN_COUNT, unknown_count
 from learnerkit.data import in_order, map_batch, tensors_in, with_batches
 from learnerkit.events import CancelFitException
 from learnerkit.files import save_whole
@@ -266,7 +266,6 @@ def _run(
     world.set_seed_states(seeds)  # python seeds its generator anew in a fork
     start = [p.detach().clone() for p in learn.model.parameters()]
     learn.fit(1)
-    unknown = learn.loss_weighting.unknown
     if not notes.steps:
         raise RuntimeError("the fit ended before its first step was over")
     updates = [p.detach() - q for p, q in zip(learn.model.parameters(), start, strict=True)]
@@ -275,7 +274,7 @@ def _run(
     return {
         "steps": notes.steps,
         "sums": learn.loss_weighting.sums,
-        "unknown": unknown,
+        "unknown": notes.unknown,
         "draws": notes.draws,
         "weights": weights,
         "update": max(map(_largest, updates)),
@@ -350,6 +349,7 @@ class _Notes(Callback):
         super().__init__()
         self.wanted, self.steps, self.drawn, self.draws = wanted, [], [], False
         self.seeds: tuple = ()
+        self.unknown = ""  # what is not known of the model's own loss
 
     def before_train(self):
         learn = self.learn
@@ -367,6 +367,8 @@ class _Notes(Callback):
     def after_loss(self):
         torch_seeds, python_seeds, _ = world.seed_states()
         self.draws |= not torch.equal(torch_seeds, self.seeds[0]) or python_seeds != self.seeds[1]
+        if self.learn.loss_weighting.unknown:
+            self.unknown = unknown_count(self.learn)
 
     def after_batch(self):
         learn, size = self.learn, self.learn.batch_size
@@ -422,7 +424,7 @@ def _compare(one: dict, ranks: list[dict]) -> tuple[list[tuple[str, bool, str]],
             "itself: switch that off for this check"
         )
     if one["unknown"]:
-        return findings, UNKNOWN_COUNT
+        return findings, one["unknown"]
     if not torch.isclose(losses[0]["step 1"], losses[1]["step 1"], rtol=1e-6, equal_nan=True):
         return findings, (
             "the loss is not a mean over samples: give the Learner loss_weight=, a function of the targets that counts "

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from checking import all_checks, leave, run
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -275,6 +276,34 @@ def check_a_lone_last_sample():
         with learn.distrib_ctx(split_batches=split, sync_bn=False), learn.no_logging(), refused:
             learn.fit(1)
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) == lone
+
+
+class OwnTokens(nn.Module):
+    """Makes its own loss over words, of which 0 is padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Embedding(9, 9)
+
+    def forward(self, ids, labels):
+        logits = self.body(ids)
+        return {"logits": logits, "loss": F.cross_entropy(logits.mT, labels, ignore_index=0)}
+
+
+def check_a_models_own_loss():
+    """What one rank's batch shows of it holds on all ranks, and one of them says what is not known."""
+    words, counts = torch.randint(1, 9, (4 * N, 5)), []
+    words[-4:, 2:] = 0  # padding, on the last rank alone
+    data = [{"ids": row, "labels": row} for row in words]
+    torch.manual_seed(3)
+    dls = DataLoaders(DataLoader(data, 4), device="cpu")
+    learn = Learner(dls, OwnTokens(), cbs=Callback(after_loss=lambda cb: counts.append(int(cb.loss_count))))
+    with warnings.catch_warnings(record=True) as caught, learn.distrib_ctx(), learn.no_logging():
+        warnings.simplefilter("always")
+        learn.fit(1)
+    told = [str(w.message) for w in caught if "it is not known what that averages over" in str(w.message)]
+    assert len(told) == (1 if world.is_main() else 0), told
+    assert counts == [20], counts
 
 
 def check_modes():

@@ -76,7 +76,7 @@ class OwnLoss(nn.Module):
 
 
 class OwnTokens(nn.Module):
-    """Makes its own loss over the tokens that are not padding; `shift`: each predicts the next one."""
+    """Makes its own loss over the tokens that are not padding; `shift`: each predicts the next one, -1 is padding."""
 
     def __init__(self, shift: bool):
         super().__init__()
@@ -85,7 +85,8 @@ class OwnTokens(nn.Module):
     def forward(self, x, labels=None):
         logits = self.body(x)
         scores, target = (logits[:, :-1], labels[:, 1:]) if self.shift else (logits, labels)
-        return {"logits": logits, "loss": F.cross_entropy(scores.flatten(0, 1), target.flatten())}
+        loss = F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=-1 if self.shift else -100)
+        return {"logits": logits, "loss": loss}
 
 
 class Seen(Callback):
@@ -294,6 +295,8 @@ def fit_in(way: str, loss: str) -> dict:
     kwargs, tokens = dict(LOSSES[loss]), loss in ("tokens", "own tokens", "own shifted")
     make = token_data if tokens else make_data
     train, valid = make(103), make(17, seed=2)
+    if loss == "own shifted":
+        train, valid = (TensorDataset(x, y.clamp(min=-1)) for x, y in (train.tensors, valid.tensors))
     if "model" in kwargs:
         train, valid = Mapped(train), Mapped(valid)
     bs, split, accumulation = WAYS[way](world.world_size())
