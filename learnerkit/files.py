@@ -8,12 +8,13 @@ same, are read too.
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from learnerkit.utils import first_few
 
@@ -21,7 +22,7 @@ File = str | Path | BinaryIO
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict")
 _OPT_NAMES = ("opt", "optimizer", "optimizer_state_dict")
-_SCALER_NAMES = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+_SCALER_NAMES = {"scale", "_growth_tracker"}
 _WRAPPERS = ("module.", "_orig_mod.")  # DataParallel's and DDP's, torch.compile's
 
 
@@ -33,11 +34,11 @@ class Saved:
         name: of the file, for messages.
         weights: the model's.
         opt: the state of the optimizer, or of several by name; `None` where the file has none.
-        scaler: the state of the gradient scaler; `None` where the file has none.
+        scaler: the state of the gradient scaler; `None` where the file has none, or something else by that name.
     """
 
     name: str
-    weights: dict[str, Any]
+    weights: Mapping[str, Any]
     opt: dict | None = None
     scaler: dict | None = None
 
@@ -105,8 +106,11 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
         raise ValueError(f"{name} holds a {type(state).__name__}, not the weights of a model")
     weights = _entry(state, _MODEL_NAMES)
     if weights is None:
-        return Saved(name, dict(state))
-    return Saved(name, dict(weights), _entry(state, _OPT_NAMES), _entry(state, ("scaler",)))
+        return Saved(name, state)
+    scaler = _entry(state, ("scaler",))
+    if scaler is not None and not scaler.keys() >= _SCALER_NAMES:
+        scaler = None
+    return Saved(name, weights, _entry(state, _OPT_NAMES), scaler)
 
 
 def _entry(state: Mapping, names: tuple[str, ...]) -> Mapping | None:
@@ -115,6 +119,8 @@ def _entry(state: Mapping, names: tuple[str, ...]) -> Mapping | None:
 
 def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:
     """What a file holds with the model's names for its weights, so that loading them cannot fail half-way.
+
+    The versions of modules that torch notes beside weights stay there.
 
     Args:
         saved: the content.
@@ -127,7 +133,7 @@ def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:
     own, weights = model.state_dict(), saved.weights
     for prefix in _WRAPPERS * 2:  # they may be nested
         if weights and all(k.startswith(prefix) for k in weights) and not all(k.startswith(prefix) for k in own):
-            weights = {k.removeprefix(prefix): v for k, v in weights.items()}
+            consume_prefix_in_state_dict_if_present(weights, prefix)
     shapes = [
         f"{k}: {tuple(v.shape)} in the file, {tuple(own[k].shape)} in the model"
         for k, v in weights.items()
@@ -140,9 +146,7 @@ def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:
         "are not in the file": missing if strict or none_fits else [],
         "are not in the model": surplus if strict or none_fits else [],
     }
-    if saved.scaler is not None and not saved.scaler.keys() >= _SCALER_NAMES:
-        raise ValueError(f"{saved.name}: its 'scaler' has {sorted(saved.scaler)}, not the state of a GradScaler")
     if any(wrong.values()):
         found = ". These ".join(f"{what}: {first_few(names, '; ')}" for what, names in wrong.items() if names)
         raise ValueError(f"{saved.name} does not fit {type(model).__name__}: these {found}")
-    return replace(saved, weights=weights)
+    return saved

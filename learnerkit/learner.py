@@ -142,6 +142,7 @@ class Learner:
         self.logger: Callable[[list], None] = TableLogger(self)
         self.cbs: list[Callback] = []
         self._parting: list[Callback] = []
+        self._scaler_state: dict[str, Any] = {}  # of the gradient scaler (MixedPrecision), between fits
         self._told_outside = False
         self._dispatch: Dispatch | None = None
         self.together: parallel.Agreement | None = None
@@ -1004,7 +1005,7 @@ class Learner:
             if with_opt and self.opt is not None:
                 one = isinstance(self.opt, Optimizer)
                 opt = self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()}
-                scaler = self._mixed_precision.state_dict() if self._mixed_precision is not None else {}
+                scaler = next((cb.scaler.state_dict() for cb in self._running_scalers), self._scaler_state)
                 state = {"model": state, "opt": opt} | ({"scaler": scaler} if scaler else {})
             save_whole(state, target)
         return target
@@ -1055,12 +1056,15 @@ class Learner:
             raise ValueError(
                 f"{saved.name} does not fit: {e}; load(..., with_opt=False) takes the weights alone"
             ) from e
-        if saved.scaler is not None and self._mixed_precision is not None:
-            self._mixed_precision.load_state_dict(saved.scaler)
+        if saved.scaler is not None:
+            self._scaler_state = dict(saved.scaler)
+            for cb in self._running_scalers:
+                cb.take_scale()
 
     @property
-    def _mixed_precision(self) -> MixedPrecision | None:
-        return next((cb for cb in self.cbs if isinstance(cb, MixedPrecision)), None)
+    def _running_scalers(self) -> list[MixedPrecision]:
+        "The callback that scales gradients at the moment, if there is one."
+        return [cb for cb in self.cbs if isinstance(cb, MixedPrecision) and cb.scaler is not None]
 
     def _file(self, file: File) -> Path | BinaryIO:
         if not isinstance(file, str):

@@ -200,13 +200,13 @@ def fp16_learner(**kwargs):
 
 def test_the_scale_survives_a_fit_and_travels_in_files():
     learn, other = fp16_learner(), fp16_learner(model=make_model(seed=3))
-    assert learn.mixed_precision.state_dict() == {}
+    assert learn._scaler_state == {}
     learn.fit(3)
-    state = learn.mixed_precision.state_dict()
+    state = learn._scaler_state
     assert (state["scale"], state["_growth_tracker"]) == (64.0, 0)
     assert torch.load(learn.save("full"), weights_only=True)["scaler"] == state
     other.load("full")
-    assert other.mixed_precision.state_dict() == state
+    assert other._scaler_state == state
     plain = make_learner().load("full")  # a learner without a scaler has no use for the state
     plain.fit(1)
     scales = []
@@ -218,6 +218,31 @@ def test_the_scale_survives_a_fit_and_travels_in_files():
     fp16_learner().load("full", with_opt=False).fit(1, cbs=note)
     assert scales[4:] == [8.0, 8.0]
     assert set(torch.load(learn.save("bare", with_opt=False), weights_only=True)) == set(learn.model.state_dict())
+
+
+def scales_of(learn, cbs=()):
+    """The scale at each step of an epoch."""
+    scales = []
+    note = in_training(before_batch=lambda cb: scales.append(cb.mixed_precision.scaler.get_scale()), order=11)
+    learn.fit(1, cbs=[note, *cbs])
+    return scales
+
+
+def test_the_scale_belongs_to_the_learner_whichever_callback_trains():
+    saved = fp16_learner()
+    saved.fit(3)
+    saved.save("full")
+    assert scales_of(make_learner().load("full").to_fp16(growth_interval=50))[0] == 64.0
+    assert scales_of(saved.to_fp16(init_scale=2.0))[0] == 64.0
+    fresh = make_learner()
+    for scale in (8.0, 16.0, 32.0):  # two steps each
+        assert scales_of(fresh, cbs=[MixedPrecision(init_scale=8.0, growth_interval=2)])[0] == scale
+    assert torch.load(fresh.save("fresh"), weights_only=True)["scaler"]["scale"] == 64.0
+    # A file gives the scale, not how it grows; of good steps never more than the interval asks for.
+    state = torch.load("models/full.pth", weights_only=True)
+    state["scaler"] |= {"_growth_tracker": 1000, "growth_factor": 8.0}
+    torch.save(state, "models/odd.pth")
+    assert scales_of(fp16_learner().load("odd")) == [64.0, 128.0]
 
 
 def test_a_save_in_mid_fit_has_the_scale_of_the_moment():
@@ -239,14 +264,14 @@ def test_a_save_in_mid_fit_has_the_scale_of_the_moment():
 def test_what_only_tries_something_out_leaves_the_scale_alone():
     learn = fp16_learner()
     learn.fit(2)
-    state = learn.mixed_precision.state_dict()
+    state = learn._scaler_state
     learn.lr_find(num_it=10, show_plot=False, stop_div=False)
     learn.check()
     learn.validate()
-    assert learn.mixed_precision.state_dict() == state
+    assert learn._scaler_state == state
     with pytest.raises(ZeroDivisionError):
         learn.fit(1, cbs=Callback(before_validate=lambda cb: 1 / 0))
-    assert learn.mixed_precision.state_dict()["scale"] == 2 * state["scale"]
+    assert learn._scaler_state["scale"] == 2 * state["scale"]
 
 
 @pytest.mark.filterwarnings("error")

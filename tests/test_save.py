@@ -271,12 +271,45 @@ def test_open_files_are_written_and_read_where_they_stand(opened):
         other.load(file)
 
 
-def test_a_state_of_something_else_in_the_place_of_a_scaler_is_refused(tmp_path):
-    learn = trained()
-    state = {"model": learn.model.state_dict(), "opt": learn.opt.state_dict(), "scaler": {"scale": 2.0}}
+@pytest.mark.parametrize("scaler", [{}, {"mean": 1.0, "scale": 2.0}, 3.0])  # {}: of a scaler that was switched off
+def test_something_else_by_the_name_of_scaler_is_passed_over(tmp_path, scaler):
+    learn, other = trained(), make_learner(model=make_model(seed=9), opt_func=AdamW)
+    state = {"model": learn.model.state_dict(), "opt": learn.opt.state_dict(), "scaler": scaler}
     torch.save(state, tmp_path / "odd.pth")
-    with pytest.raises(ValueError, match=r"odd.pth: its 'scaler' has \['scale'\], not the state of a GradScaler"):
-        learn.load(tmp_path / "odd.pth")
+    other.load(tmp_path / "odd.pth")
+    assert same_weights(learn.model, other.model)
+    assert other._scaler_state == {}
+
+
+class Scale(nn.Module):
+    """Multiplies by weights of which its first version kept the logarithms."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x):
+        return (x * self.weight)[:, :1]
+
+    def _load_from_state_dict(self, state, prefix, metadata, *args):
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"].exp()
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+@pytest.mark.parametrize("with_opt", [True, False])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_module_learns_by_which_version_its_weights_were_saved(tmp_path, with_opt, prefix):
+    learn = make_learner(model=Scale())
+    learn.fit(1, lr=0.0)
+    file = learn.save("one", with_opt=with_opt)
+    if prefix:
+        wrapped = nn.Sequential(OrderedDict(module=learn.model)).state_dict()
+        torch.save({"model": wrapped, "opt": learn.opt.state_dict()} if with_opt else wrapped, file)
+    learn.load("one", with_opt=with_opt)
+    assert learn.model.weight.tolist() == [2.0] * 4
 
 
 # Weight decay parts the groups; a file may come from either side

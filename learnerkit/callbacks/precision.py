@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,8 @@ class MixedPrecision(Callback):
     vanish (Micikevicius et al., https://arxiv.org/abs/1710.03740). Before the step gradients are unscaled; where they
     overflow the step is skipped, by `CancelStepException`, and the scale is halved. A callback that adds to `loss_grad`
     does so before (`after_loss`), one that looks at gradients after (`before_step`, order above 10). Ranks of a
-    distributed run skip alike, because their gradients are the same. The scale goes on from one fit to the next, and
-    `Learner.save` and `Learner.load` keep it with the optimizer's state.
+    distributed run skip alike, because their gradients are the same. The scale goes on from one fit of a learner to the
+    next, whichever callback trains there, and `Learner.save` and `Learner.load` keep it with the optimizer's state.
 
     Attributes:
         scaler: the `torch.amp.GradScaler` of the present run.
@@ -61,7 +61,6 @@ class MixedPrecision(Callback):
             raise ValueError(f"GradScaler refuses {scaler_kwargs}: {e}") from None
         self.mode, self.scaler_kwargs = mode, scaler_kwargs
         self.scaler: torch.amp.GradScaler | None = None
-        self._state: dict[str, Any] = {}  # of the scaler, between fits
         self.skipped = 0
         self._open: list[ExitStack] = []  # autocast, for each batch that runs: a callback may validate inside of one
         self._gate: _Gate | None = None
@@ -84,9 +83,8 @@ class MixedPrecision(Callback):
             )
         self.scaler = torch.amp.GradScaler(kind, **self.scaler_kwargs)
         if learn.sharded:
-            self._state = world.broadcast(self._state)  # every rank must reach this
-        if self._state:
-            self.scaler.load_state_dict(self._state)
+            learn._scaler_state = world.broadcast(learn._scaler_state)  # every rank must reach this
+        self.take_scale()
         self.scaler.scale(torch.zeros((), device=learn.dls.device))  # a rank may step before it has had a loss
         self.skipped, self._gate = 0, None
 
@@ -153,20 +151,17 @@ class MixedPrecision(Callback):
         self._open.pop().close()
 
     def cleanup_fit(self):
-        if self.learn.task == "fit":  # what only tries something out leaves no trace
-            self._state = self.state_dict()
+        if self.learn.task == "fit" and self.scaler is not None:  # what only tries something out leaves no trace
+            self.learn._scaler_state = self.scaler.state_dict()  # plain numbers, for which the host waits
         self.scaler = self._gate = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the gradient scaler as plain numbers; empty before the first fit. Waits for the device."""
-        return self._state if self.scaler is None else self.scaler.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a `state_dict`; it may also be that of a `torch.amp.GradScaler`."""
-        if self.mode == "fp16":
-            self._state = dict(state)
-        if self.scaler is not None:
-            self.scaler.load_state_dict(self._state)
+    def take_scale(self) -> None:
+        """Let the scaler go on where the learner's last one, or that of a file, has come to."""
+        if last := self.learn._scaler_state:
+            state = self.scaler.state_dict()
+            # A count that has passed the interval would never reach it.
+            steps = min(last["_growth_tracker"], state["growth_interval"] - 1)
+            self.scaler.load_state_dict(state | {"scale": last["scale"], "_growth_tracker": steps})
 
 
 class GradientClip(Callback):
