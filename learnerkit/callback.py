@@ -134,7 +134,8 @@ def check_hooks(cb: Callback) -> None:
         now = _FORMER_EVENTS.get(name)
         if now is not None:
             raise TypeError(
-                f"{cb}.{name} is an event of fastai 1 or another library; here it is never called: use {now}"
+                f"{cb}.{name} is an event of an earlier fastai or of another library; here it is never called: "
+                f"use {now}"
             )
         if name not in list(Event):
             prefixed = name.startswith(("before_", "after_", "cleanup_"))

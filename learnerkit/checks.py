@@ -20,7 +20,7 @@ from learnerkit.data import DataLoaders, loader_len
 from learnerkit.environment import killed_by
 from learnerkit.losses import is_one_of, kernel, loss_name
 from learnerkit.snapshot import trial
-from learnerkit.utils import add_note_once, describe, library_of, unwrap, warn_once
+from learnerkit.utils import add_note_once, describe, library_of, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -115,7 +115,10 @@ def check_callback(learn: "Learner", cb: Any) -> None:
 
 def _advice_for(library: str) -> str:
     if library == "fastai":
-        return "one that uses events, cancels, order and the learner's attributes runs here if it derives from ours"
+        return (
+            "let its class derive from learnerkit.Callback; it then runs as it is if it uses only events, cancels, "
+            "order and attributes of the learner"
+        )
     return "write its hooks as methods named after our events (learn.show_training_loop() prints them)"
 
 
@@ -160,7 +163,7 @@ def check_closure(opts: Iterable[Optimizer], own_step: bool) -> None:
 def three(name: str, value: Any) -> tuple[float, float, float]:
     """Three numbers; anything else is refused."""
     try:
-        start, peak, end = map(float, value)
+        start, peak, end = map(float, () if isinstance(value, str) else value)
     except (TypeError, ValueError):
         raise ValueError(f"got {name}={value!r}; it is three numbers: at the start, the peak and the end") from None
     return start, peak, end
@@ -350,9 +353,9 @@ def warn_of_unknown_count(learn: "Learner") -> None:
     """Warn where batches are weighed, of several ranks or in an accumulated step, by a count that is only a guess."""
     if learn.task != "fit" or not learn.training or not (learn.sharded or learn.weights is not None):
         return
-    if world.is_main() or not learn.loss_weighting.agreed:  # what all ranks know one of them says
-        counted = "the targets that are not negative" if learn.yb else "their samples"
-        warn_once(f"{unknown_count(learn)}. Until then batches count by {counted}")
+    counted = "the targets that are not negative" if learn.yb else "their samples"
+    alone = not learn.loss_weighting.agreed
+    world.warn_once(f"{unknown_count(learn)}. Until then batches count by {counted}", on_all=alone)
 
 
 def no_scalar(learn: "Learner") -> ValueError:

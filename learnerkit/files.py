@@ -58,6 +58,17 @@ def plain_name(name: str) -> str:
     return name
 
 
+def place(file: Any) -> Path | BinaryIO:
+    """A path or an open file as it is.
+
+    Raises:
+        TypeError: something else.
+    """
+    if isinstance(file, Path) or hasattr(file, "write") or hasattr(file, "read"):
+        return file
+    raise TypeError(f"got file={file!r}; it is a name, a pathlib.Path, or a file open in binary mode")
+
+
 def save_whole(obj: Any, file: Path | BinaryIO) -> None:
     """`torch.save` that leaves either the whole new file or the old one, also when the process is killed.
 
@@ -89,12 +100,14 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is damaged, or holds something else.
+        ValueError: it is damaged, or holds something else, or is open and has been read to its end.
     """
     name = str(file) if isinstance(file, Path) else getattr(file, "name", None) or f"the {type(file).__name__}"
     if isinstance(file, Path) and not file.is_file():
         there = sorted(p.stem for p in file.parent.glob("*.pth")) if file.parent.is_dir() else []
         raise FileNotFoundError(f"there is no file {file}; saved there: {', '.join(there) or 'nothing'}")
+    if not isinstance(file, Path) and file.seekable() and _is_at_end(file):
+        raise ValueError(f"{name} stands at its end, and an open file is read from where it stands: call file.seek(0)")
     try:
         with warnings.catch_warnings(action="ignore"):  # what is odd about a damaged file is not news
             state = torch.load(file, map_location=device, weights_only=True)
@@ -111,6 +124,13 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
     if scaler is not None and not scaler.keys() >= _SCALER_NAMES:
         scaler = None
     return Saved(name, weights, _entry(state, _OPT_NAMES), scaler)
+
+
+def _is_at_end(file: BinaryIO) -> bool:
+    at = file.tell()
+    end = file.seek(0, os.SEEK_END)
+    file.seek(at)
+    return 0 < at == end
 
 
 def _entry(state: Mapping, names: tuple[str, ...]) -> Mapping | None:

@@ -135,7 +135,8 @@ class Learner:
         self.lr = optim.listed(optim.bound_rate(opt_func) if lr is None else lr)
         self.metrics = metrics if isinstance(metrics, Mapping) else listify(metrics)
         self.path, self.model_dir = Path(path), Path(model_dir)
-        self.wd, self.wd_bn_bias, self.train_bn, self.moms = wd, wd_bn_bias, train_bn, moms
+        self.wd, self.wd_bn_bias, self.train_bn = wd, wd_bn_bias, train_bn
+        self.moms = checks.three("moms", moms)
         self.loss_weight = loss_weight
         self._weigh_losses()  # refuses what it cannot take, here rather than in fit
         self.opt: Optimizer | dict[str, Optimizer] | None = None
@@ -900,7 +901,7 @@ class Learner:
         self._parting.clear()
 
     def _take_callbacks(self) -> None:
-        "Those that this learner shares with others are its own for a run."
+        "Callbacks shared with other learners belong to this one for the length of its run."
         for cb in self.cbs:
             if cb.learn is not self:
                 checks.check_free(self, cb)
@@ -1020,7 +1021,8 @@ class Learner:
         """Read what `save` wrote, on every rank, once rank 0's last save is on disk.
 
         Files of plain PyTorch are read too: {'state_dict': ..., 'optimizer': ...}, and weights whose names begin with
-        'module.' or '_orig_mod.'. If a file does not fit, nothing is changed.
+        'module.' or '_orig_mod.'. If a file does not fit, nothing is changed; nor if nothing of it fits and `strict` is
+        off.
 
         Args:
             file: as in `save`; an open file is read from where it stands.
@@ -1030,7 +1032,7 @@ class Learner:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: a damaged file, or one of another model.
+            TypeError, ValueError: no name or file; a damaged file, or one of another model.
         """
         world.follow_rank0("load")
         model = unwrap(self.model)
@@ -1038,7 +1040,7 @@ class Learner:
         self._to_device()
         if with_opt and saved.opt is not None:
             self._load_opt(saved)
-        elif with_opt:
+        elif with_opt and world.is_main():
             warn(
                 f"{saved.name} has weights and no optimizer state, so the optimizer stays as it is, or begins anew; "
                 "load(..., with_opt=False) says that this is meant"
@@ -1068,7 +1070,7 @@ class Learner:
 
     def _file(self, file: File) -> Path | BinaryIO:
         if not isinstance(file, str):
-            return file
+            return files.place(file)
         return self.path / self.model_dir / (plain_name(file).removesuffix(".pth") + ".pth")
 
     # Several devices and processes (learnerkit.parallel)

@@ -28,16 +28,29 @@ def accuracy(pred: Tensor, target: Tensor, axis: int | None = None) -> Tensor:
     Args:
         pred: scores of shape (n, classes, ...), or of a language model (n, t, vocabulary).
         target: classes of shape (n, ...) or (n, 1, ...).
-        axis: the dimension of the classes; by default 1, and the last one where only that fits the targets.
+        axis: the dimension of the classes; by default 1, or the last one, whichever fits the targets.
+
+    Raises:
+        ValueError: scores of which both dimension 1 and the last may be the classes, and no `axis`.
     """
-    if axis is None:
-        axis = -1 if class_axes(pred, target) == [-1] else 1
+    axis = _class_axis(pred, target, "accuracy") if axis is None else axis
     return _wide(pred.argmax(dim=axis).flatten() == target.flatten()).mean()
 
 
 def error_rate(pred: Tensor, target: Tensor, axis: int | None = None) -> Tensor:
     """1 - `accuracy`."""
     return 1 - accuracy(pred, target, axis)
+
+
+def _class_axis(pred: Tensor, target: Tensor, metric: str) -> int:
+    """Which dimension of scores the classes are: 1 or -1."""
+    axes = class_axes(pred, target)
+    if len(axes) > 1 and pred.shape[1] > 1:
+        raise ValueError(
+            f"{metric} got scores of shape {tuple(pred.shape)} and targets of shape {tuple(target.shape)}: the classes "
+            "may be dimension 1 or the last; say which by its argument axis, 1 or -1"
+        )
+    return axes[0] if axes else 1
 
 
 def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5) -> Tensor:
@@ -189,15 +202,8 @@ class perplexity(_MeanOf):
         Raises:
             ValueError: scores of which both dimension 1 and the last may be the classes, and no `axis`.
         """
-        axes = [self.axis] if self.axis is not None else class_axes(pred, target)
-        if len(axes) == 2 and pred.shape[1] > 1:
-            raise ValueError(
-                f"perplexity got scores of shape {tuple(pred.shape)} and targets of shape {tuple(target.shape)}: the "
-                "classes may be dimension 1 or the last; say which by perplexity(axis=1) or perplexity(axis=-1)"
-            )
-        if axes[:1] == [-1]:
-            pred = pred.movedim(-1, 1)
-        total = F.cross_entropy(pred, target, ignore_index=self.ignore_index, reduction="sum")
+        axis = _class_axis(pred, target, "perplexity") if self.axis is None else self.axis
+        total = F.cross_entropy(pred.movedim(axis, 1), target, ignore_index=self.ignore_index, reduction="sum")
         self._add(total, (target != self.ignore_index).sum())
 
     def compute(self) -> Tensor:

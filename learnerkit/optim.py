@@ -102,7 +102,8 @@ def make_optimizer(opt_func: Callable[..., Any], groups: list[dict], lr: float, 
 
 def bound_rate(opt_func: Callable[..., Any]) -> float:
     """The learning rate that is bound in an `opt_func` (`partial(SGD, lr=0.1)`), or 0.001."""
-    return _unbound(opt_func)[1].get("lr", 1e-3)
+    bound = _unbound(opt_func)[1].get("lr")
+    return 1e-3 if bound is None else bound
 
 
 def _unbound(opt_func: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -255,7 +256,7 @@ def rates(lr: float | slice | Iterable[float], count: int) -> list[float]:
     geometric row; a list or an array has one for each.
 
     Raises:
-        TypeError: another type; or a set, which has no order.
+        TypeError: another type; or a set of several, which has no order.
         ValueError: a list of another length, a slice with a step, or a rate that is no positive number.
     """
     if isinstance(lr, slice):
@@ -282,8 +283,8 @@ def rates(lr: float | slice | Iterable[float], count: int) -> list[float]:
 
 
 def is_row(lr: Any) -> bool:
-    """Whether learning rates are given one by one: in a list, a tuple, an array, a generator."""
-    if isinstance(lr, str | Mapping | Set):
+    """Whether learning rates are given one by one: in a list, a tuple, an array, a generator, or a set of one."""
+    if isinstance(lr, str | Mapping) or (isinstance(lr, Set) and len(lr) > 1):
         return False
     return lr.ndim == 1 if hasattr(lr, "ndim") else isinstance(lr, Iterable)
 
@@ -298,9 +299,10 @@ def listed(lr: Any) -> Any:
 def _rate(lr: Any) -> float:
     if isinstance(lr, Real) or getattr(lr, "ndim", None) == 0:
         return float(lr)
+    unordered = " (a set has no order)" if isinstance(lr, Set) else ""
     raise TypeError(
-        f"got lr={lr!r}; a learning rate is a number, a slice, or a list with one number per group; for several "
-        "optimizers it may be a dict of these by their names"
+        f"got lr={lr!r}; a learning rate is a number, a slice, or a list with one number per group{unordered}; for "
+        "several optimizers it may be a dict of these by their names"
     )
 
 

@@ -50,16 +50,6 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-_warned: set[str] = set()
-
-
-def warn_once(message: str) -> None:
-    """Warn as `warn` does, but only the first time in this process."""
-    if message not in _warned:
-        _warned.add(message)
-        warn(message)
-
-
 def describe(x: Any) -> str:
     """A value's type and shape in a few words, for error messages."""
     if isinstance(x, Tensor):

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learnerkit.ping import NotAStore, store_answers
+from learnerkit.utils import warn
 
 T = TypeVar("T")
 
@@ -66,6 +67,21 @@ def local_rank() -> int:
 def is_main() -> bool:
     """Whether this is rank 0, the one process that prints, plots and saves."""
     return rank() == 0
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str, on_all: bool = False) -> None:
+    """Warn on rank 0, and only the first time in this process.
+
+    Args:
+        message: what to say.
+        on_all: on any rank, for what the others may not know.
+    """
+    if (on_all or is_main()) and message not in _warned:
+        _warned.add(message)
+        warn(message)
 
 
 def default_device() -> torch.device:

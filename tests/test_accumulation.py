@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, utils
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, world
 from learnerkit.events import (
     CancelBackwardException,
     CancelBatchException,
@@ -66,7 +66,7 @@ def test_a_models_own_loss_over_tokens_is_accumulated_by_what_it_counts():
 
 
 def test_another_loss_of_the_models_own_is_told_where_batches_are_weighed(monkeypatch):
-    monkeypatch.setattr(utils, "_warned", set())
+    monkeypatch.setattr(world, "_warned", set())
     learn = Learner(padded(4), OwnLoss(0.1))
     learn.fit(1)
     with pytest.warns(UserWarning, match="it is not the mean.*Give the Learner loss_weight=.*count by the targets"):
@@ -77,7 +77,7 @@ def test_another_loss_of_the_models_own_is_told_where_batches_are_weighed(monkey
 
 
 def test_targets_under_another_name_are_told_where_batches_are_weighed(monkeypatch):
-    monkeypatch.setattr(utils, "_warned", set())
+    monkeypatch.setattr(world, "_warned", set())
     words = [{"ids": torch.randint(9, (4, 5)), "answers": torch.randint(9, (4, 5))} for _ in range(2)]
 
     class Words(nn.Module):

@@ -60,7 +60,9 @@ def test_a_refused_callback_leaves_the_learner_as_it_was():
 )  # fmt: skip
 def test_events_that_fastai_had_once_are_refused_with_their_present_name(name, now):
     cb = type("Old", (Callback,), {name: lambda self, **kwargs: None})
-    with pytest.raises(TypeError, match=f"Old.{name} is an event of fastai 1 or another library.*: use {now}"):
+    with pytest.raises(
+        TypeError, match=f"Old.{name} is an event of an earlier fastai or of another library.*: use {now}"
+    ):
         make_learner(cbs=cb())
 
 

@@ -38,15 +38,17 @@ def test_scores_of_a_language_model_have_their_classes_last():
     assert error_rate(scores, best) == 0
 
 
-def test_where_the_classes_may_be_either_dimension_perplexity_asks():
+def test_where_the_classes_may_be_either_dimension_metrics_ask():
     scores, target = torch.randn(2, 5, 5), torch.randint(5, (2, 5))
-    with pytest.raises(ValueError, match=r"scores of shape \(2, 5, 5\) and targets of shape \(2, 5\).*axis=-1"):
-        perplexity().update(scores, target)
+    for metric in (perplexity().update, accuracy, error_rate):
+        with pytest.raises(
+            ValueError, match=r"scores of shape \(2, 5, 5\) and targets of shape \(2, 5\).*axis, 1 or -1"
+        ):
+            metric(scores, target)
     for axis in (1, -1):
         expected = float(F.cross_entropy(scores.movedim(axis, 1), target).exp())
         assert evaluate(perplexity(axis=axis), (1, 1), scores, target)["perplexity"] == pytest.approx(expected)
         assert accuracy(scores, scores.argmax(axis), axis=axis) == 1
-    assert accuracy(scores, scores.argmax(1)) == 1
 
 
 def evaluate(metrics, sizes=(3, 1), pred=PRED, target=TARGET):

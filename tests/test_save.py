@@ -271,6 +271,23 @@ def test_open_files_are_written_and_read_where_they_stand(opened):
         other.load(file)
 
 
+def test_an_open_file_at_its_end_is_told_to_go_back():
+    learn, file = trained(), BytesIO()
+    learn.save(file)
+    with pytest.raises(ValueError, match=r"the BytesIO stands at its end.*call file.seek\(0\)"):
+        learn.load(file)
+    file.seek(0)
+    learn.load(file)
+
+
+@pytest.mark.parametrize("file", [None, 3, b"name"])
+def test_what_is_no_file_is_refused(file):
+    learn = make_learner()
+    for method in (learn.save, learn.load):
+        with pytest.raises(TypeError, match="it is a name, a pathlib.Path, or a file open in binary mode"):
+            method(file)
+
+
 @pytest.mark.parametrize("scaler", [{}, {"mean": 1.0, "scale": 2.0}, 3.0])  # {}: of a scaler that was switched off
 def test_something_else_by_the_name_of_scaler_is_passed_over(tmp_path, scaler):
     learn, other = trained(), make_learner(model=make_model(seed=9), opt_func=AdamW)

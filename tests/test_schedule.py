@@ -93,9 +93,12 @@ def test_one_cycle_is_fastais_formula(opt_func, options, epochs):
 
 def test_the_learners_rate_and_momenta_are_the_defaults():
     watch = Watch()
-    learner(cbs=watch, moms=(0.5, 0.4, 0.3)).fit_one_cycle(1)
-    assert watch.seen[0][0]["lr"] == pytest.approx(1e-3 / 25)
-    assert watch.seen[0][0]["betas"][0] == pytest.approx(0.5)
+    learn = learner(cbs=watch, moms=iter((0.5, 0.4, 0.3)))
+    for _ in range(2):
+        watch.seen.clear()
+        learn.fit_one_cycle(1)
+        assert watch.seen[0][0]["lr"] == pytest.approx(1e-3 / 25)
+        assert watch.seen[0][0]["betas"][0] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -446,6 +449,7 @@ def test_fine_tuning_is_fastais():
         ({"base_lr": "x"}, "unsupported operand"),
         ({"base_lr": -1.0}, "above 0|not be negative"),
         ({"pct_start": 2}, "between 0 and 1"),
+        ({"moms": "123"}, r"got moms='123'; it is three numbers"),
         ({"moms": (0.9,)}, r"got moms=\(0.9,\); it is three numbers"),
         ({"div": 0}, "got div=0"),
         ({"epochs": 1.5}, "n_epoch=1.5"),

@@ -32,7 +32,7 @@ from learnerkit import (
     ValidateEvery,
     accuracy,
     mae,
-    utils,
+    world,
 )
 from learnerkit.callbacks.recorder import format_row
 
@@ -401,7 +401,7 @@ def test_a_model_that_comes_in_eval_mode_is_trained_as_a_whole():
 
 
 def test_dropout_in_a_part_that_is_trained_in_eval_mode_is_told(monkeypatch):
-    monkeypatch.setattr(utils, "_warned", set())
+    monkeypatch.setattr(world, "_warned", set())
 
     def part(frozen=False, p=0.5, in_eval=True):
         body = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Dropout(p))).requires_grad_(not frozen)

@@ -113,12 +113,6 @@ def test_the_first_few():
     assert utils.first_few(range(7), "; ", n=2) == "0; 1 and 5 more"
 
 
-def test_a_warning_that_comes_once():
-    with pytest.warns(UserWarning, match="^said once in test_utils$"):
-        utils.warn_once("said once in test_utils")
-    utils.warn_once("said once in test_utils")  # a warning would be an error
-
-
 def test_parameters_are_counted_for_a_person():
     model = nn.Sequential(nn.Linear(99, 100), nn.Linear(100, 1))
     assert utils.count_parameters(model) == "Sequential, 10,101 parameters"

@@ -175,3 +175,15 @@ def test_streams_of_one_seed_are_far_apart():
 @pytest.mark.slow
 def test_children_forked_after_collectives_come_to_life():
     run_script("forks.py", 1000, nproc=3)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_warning_that_comes_once_and_from_rank_0(monkeypatch):
+    with pytest.warns(UserWarning, match="^said once in test_world$") as told:
+        world.warn_once("said once in test_world")
+    assert told[0].filename == __file__
+    world.warn_once("said once in test_world")
+    monkeypatch.setattr(world, "rank", lambda: 1)
+    world.warn_once("said by rank 0 alone")
+    with pytest.warns(UserWarning, match="^said on any rank$"):
+        world.warn_once("said on any rank", on_all=True)

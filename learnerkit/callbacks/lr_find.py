@@ -133,10 +133,10 @@ def _rate(found: Any) -> float:
 
 # Suggestions: functions of (rates, losses, num_it), as fastai has them
 
-Row = Tensor | np.ndarray
+Values = Tensor | np.ndarray
 
 
-def valley(lrs: Row, losses: Row, num_it: int) -> float:
+def valley(lrs: Values, losses: Values, num_it: int) -> float:
     """The rate half-way down the longest valley: the row of ever lower losses with most members.
 
     The rate is taken in the middle of the row's middle third, as in fastai, which has it from arcgis.learn.
@@ -153,8 +153,8 @@ def valley(lrs: Row, losses: Row, num_it: int) -> float:
 
 
 def slide(
-    lrs: Row,
-    losses: Row,
+    lrs: Values,
+    losses: Values,
     num_it: int,
     lr_diff: int = 15,
     thresh: float = 0.005,
@@ -180,12 +180,12 @@ def slide(
     return float(found) * adjust_value
 
 
-def minimum(lrs: Row, losses: Row, num_it: int) -> float:
+def minimum(lrs: Values, losses: Values, num_it: int) -> float:
     """A tenth of the rate with the lowest loss."""
     return float(lrs[losses.argmin()]) / 10
 
 
-def steep(lrs: Row, losses: Row, num_it: int) -> float:
+def steep(lrs: Values, losses: Values, num_it: int) -> float:
     """The rate at which the loss falls fastest, over the logarithm of the rate."""
     lrs, losses = np.asarray(lrs), np.asarray(losses)
     return float(lrs[:-1][(np.diff(losses) / np.diff(np.log(lrs))).argmin()])

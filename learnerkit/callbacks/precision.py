@@ -14,7 +14,7 @@ from learnerkit import checks, optim, world
 from learnerkit.callback import Callback
 from learnerkit.data import in_float32, map_batch
 from learnerkit.events import CancelStepException
-from learnerkit.utils import did_you_mean, unwrap, warn_once
+from learnerkit.utils import did_you_mean, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -76,8 +76,8 @@ class MixedPrecision(Callback):
                 f"the model has float16 parameters ({halves[0]} and {len(halves) - 1} more), whose gradients cannot be "
                 "unscaled; give MixedPrecision a float32 model (`model.float()`), it casts by itself"
             )
-        if kind == "cpu" and world.is_main():
-            warn_once(
+        if kind == "cpu":
+            world.warn_once(
                 "mixed precision with float16 is some 30 times slower on a CPU than float32: use bf16 there "
                 "(learn.to_bf16(), or MixedPrecision('bf16'))"
             )
@@ -195,8 +195,8 @@ class GradientClip(Callback):
             norm = torch.nn.utils.get_total_norm([p.grad for p in params], self.norm_type)
             if self.max_norm < math.inf:  # else an infinite norm would make all gradients NaN
                 torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
-            for name in self.logs:
-                self.learn.log_metric(name, norm)
+            if self.logs:
+                self.learn.log_metric("grad_norm", norm)
 
 
 class ChannelsLast(Callback):
@@ -269,7 +269,7 @@ class Compile(Callback):
             # torch finds again what it has compiled before for the same module.
             model._compiled_call_impl = torch.compile(_call_of(model), **self.kwargs)
         else:
-            warn_once(f"Compile leaves the model as it is: it is wrapped in {type(model).__name__}")
+            world.warn_once(f"Compile leaves the model as it is: it is wrapped in {type(model).__name__}")
 
     def cleanup_fit(self):
         if self._compiled is not None:
@@ -279,8 +279,10 @@ class Compile(Callback):
 
 
 def _call_of(model: nn.Module) -> Callable:
-    """What `model.compile` compiles. torch 2.10 passes over a `forward` of its own, as nn.Sequential's is, if nobody
-    else's code calls it."""
+    """What `model.compile` compiles.
+
+    torch 2.10 does not compile a `forward` of torch's own, as nn.Sequential's is, unless code outside torch calls it.
+    """
     if model.forward.__module__.startswith("torch."):
         return lambda *args, **kwargs: model._call_impl(*args, **kwargs)
     return model._call_impl

@@ -12,7 +12,7 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.tracking import TrackerCallback
 from learnerkit.data import SampleOrder, draws_globally, seeded_samplers, with_own_stream
 from learnerkit.events import CancelException, CancelTrainException
-from learnerkit.utils import unwrap, warn_once
+from learnerkit.utils import unwrap
 
 
 class TrainEvalCallback(Callback):
@@ -80,8 +80,8 @@ def _warn_of_dropout(model: nn.Module, in_eval: set[str]) -> None:
             continue  # inside of one that is named
         part = model.get_submodule(name)
         trained = any(p.requires_grad for p in part.parameters())
-        if trained and any(isinstance(m, _DropoutNd) and m.p > 0 for m in part.modules()) and world.is_main():
-            warn_once(
+        if trained and any(isinstance(m, _DropoutNd) and m.p > 0 for m in part.modules()):
+            world.warn_once(
                 f"{name} ({type(part).__name__}) is in eval mode and stays so while it is trained: its dropout is off. "
                 "Models loaded with from_pretrained of transformers are in eval mode: call .train() on the model "
                 "before the fit. If it is meant, freeze its parameters, or filter this warning"

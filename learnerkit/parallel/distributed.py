@@ -23,7 +23,7 @@ from learnerkit.parallel.drift import digests
 from learnerkit.parallel.loaders import RankLoader, emptied, rank_loader
 from learnerkit.parallel.steps import Steps
 from learnerkit.snapshot import trial
-from learnerkit.utils import did_you_mean, first_few, listify, warn, warn_once
+from learnerkit.utils import did_you_mean, first_few, listify, warn
 from learnerkit.weights import nothing_of
 
 if TYPE_CHECKING:
@@ -110,7 +110,6 @@ class DistributedCallback(Callback):
         # Sent again by a second forward pass, as in a GAN, buffers would change under the first one's graph.
         sends_buffers = "forward_sync_buffers" if "forward_sync_buffers" in allowed else "broadcast_buffers"
         self.ddp_kwargs = ({sends_buffers: False} if self.wrap_names else {}) | ddp_kwargs
-        self._warned: set[str] = set()
         self._forget()
 
     def _forget(self) -> None:
@@ -131,11 +130,6 @@ class DistributedCallback(Callback):
         vars(twin).update(vars(self))
         twin._forget()
         return twin
-
-    def _warn_once(self, message: str) -> None:
-        if world.is_main() and message not in self._warned:
-            self._warned.add(message)
-            warn(message)
 
     # A fit
 
@@ -250,13 +244,13 @@ class DistributedCallback(Callback):
         if self.sync_bn and _batch_norms(model):
             if self.learn.dls.device.type != "cpu":
                 self._undo.append(_synchronise_batch_norm(model))
-            elif world.is_main():
-                warn_once(
+            else:
+                world.warn_once(
                     "sync_bn: torch has no SyncBatchNorm on the CPU, so each rank's BatchNorm sees its own samples "
                     "alone (sync_bn=False says that this is meant)"
                 )
         if self.comm_hook is not None:
-            self._warn_once(
+            world.warn_once(
                 f"comm_hook={self.comm_hook!r} rounds the gradients: the numbers are not those of one process any more"
             )
         if not self.wrap_names:
@@ -285,7 +279,7 @@ class DistributedCallback(Callback):
         # In DDP's search for unused parameters the carrier would count as one of them.
         rides = not (steps.by_bucket or find_unused or self.comm_hook)
         steps.carrier = steps.make_carrier(module) if rides else None
-        # Where that search finds none, torch warns on each rank that it was in vain: so there always is one.
+        # If DDP's search finds no unused parameter, torch warns on each rank. This one is never used, so it finds one.
         extra = _unused_like(module, device) if find_unused else steps.carrier
         if extra is not None:
             module.register_parameter(_CARRIER, extra)
@@ -316,7 +310,7 @@ class DistributedCallback(Callback):
                 f"parameters that take no part in the loss: {shown}. DDP waits for the gradient of each: freeze them, "
                 "use them, or leave find_unused_parameters=False out"
             )
-        self._warn_once(f"find_unused_parameters=True was chosen: the loss does not depend on {shown}")
+        world.warn_once(f"find_unused_parameters=True was chosen: the loss does not depend on {shown}")
         self._wrapped = self.learn.model = self._ddp(self._plain, find_unused=True)
 
     def _share_out(self, dl: Any, training: bool) -> RankLoader:
@@ -344,7 +338,7 @@ class DistributedCallback(Callback):
     def _warn_of_few(self, dataset: Any) -> None:
         if isinstance(dataset, Sized) and len(dataset) < world.world_size():
             some = f"{len(dataset)} sample{'s' if len(dataset) > 1 else ''} for {world.world_size()} ranks"
-            self._warn_once(f"the training data has {some}: some of them have nothing to do")
+            world.warn_once(f"the training data has {some}: some of them have nothing to do")
 
     # A batch
 
