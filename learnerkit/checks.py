@@ -3,8 +3,8 @@
 import re
 import signal
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,7 @@ from learnerkit.callback import Callback, check_hooks
 from learnerkit.data import DataLoaders, loader_len
 from learnerkit.environment import killed_by
 from learnerkit.losses import is_one_of, kernel, loss_name
-from learnerkit.snapshot import trial
-from learnerkit.utils import add_note_once, describe, library_of, unwrap
+from learnerkit.utils import add_note_once, describe, library_of
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -244,53 +243,61 @@ def explain_lone_sample(learn: "Learner", error: ValueError) -> None:
         )
 
 
-def check_last_batch(learn: "Learner") -> None:
-    """Refuse a training whose last batch is one sample that the model's BatchNorm cannot take, before it begins."""
-    if not learn.training or learn.train_iter or (text := lone_last_batch(learn)) is None:
+@contextmanager
+def last_batch_checked(learn: "Learner") -> Iterator[None]:
+    """Refuse, at its first batch, a training whose last batch is one sample that the model's BatchNorm cannot take."""
+    text = lone_last_batch(learn) if learn.training and not learn.train_iter else None
+    if text is None or (learn.n_steps is not None and learn.n_steps * learn.step_batches < learn.n_iter):
+        yield
         return
-    if learn.n_steps is None or learn.n_steps * learn.step_batches >= learn.n_iter:  # else it is never read
+    statistics = [(buffer, buffer.clone()) for buffer in learn.model.buffers()]
+
+    def refuse() -> None:
+        with torch.no_grad():
+            for buffer, before in statistics:  # other norms may have taken the batch already
+                buffer.copy_(before)
         raise ValueError(text)
+
+    with watched_norms(learn, refuse):
+        yield
 
 
 def lone_last_batch(learn: "Learner") -> str | None:
-    """What is wrong with the last batch of `learn.dl`, if it is one sample that the model's BatchNorm cannot take.
+    """What is wrong with the last batch of `learn.dl`, if it is one sample and the model has a BatchNorm to train.
 
-    Loaders that do not know the sizes of their batches are passed over. Only where the last batch is a single sample
-    the model is tried on one: a BatchNorm of images takes it, as it has many values for each channel.
+    A BatchNorm of images takes it, as it has many values for each channel: `watched_norms` tells. Loaders that do not
+    know the sizes of their batches are passed over.
     """
     dl, batches = learn.dl, loader_len(learn.dl)
     size, samples = getattr(dl, "step_size", getattr(dl, "batch_size", None)), loader_len(getattr(dl, "sampler", None))
-    norms = any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules())
-    if not norms or not size or not samples or getattr(dl, "drop_last", False) or samples % size != 1 % size:
+    if not size or not samples or batches != -(-samples // size) or getattr(dl, "drop_last", False):
         return None
-    if batches != -(-samples // size) or _takes_one_sample(learn):
+    # In batches of one sample each is alone, and 1 % size is 0.
+    if samples % size != 1 % size or not any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules()):
         return None
-    each = "each of its batches has 1 sample, of which BatchNorm cannot make statistics; choose a larger batch size"
-    last = (
-        f"its last batch has 1 of its {samples} samples (batches of {size}), of which BatchNorm cannot make "
-        f"statistics; {_NOT_ALONE}"
-    )
-    return f"the training loader: {each if size == 1 else last}"
+    if size == 1:
+        rest = "each of its batches has 1 sample, of which BatchNorm cannot make statistics; choose a larger batch size"
+    else:
+        rest = (
+            f"its last batch has 1 of its {samples} samples (batches of {size}), of which BatchNorm cannot make "
+            f"statistics; {_NOT_ALONE}"
+        )
+    return f"the training loader: {rest}"
 
 
-def _takes_one_sample(learn: "Learner") -> bool:
-    """Whether each BatchNorm finds several values for a channel in one sample; also where that cannot be tried."""
-    alone: list[bool] = []
+@contextmanager
+def watched_norms(learn: "Learner", note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` before a BatchNorm in training mode that gets one value for each sample and channel."""
+
+    def look(norm: nn.Module, args: tuple) -> None:
+        if norm.training and args and learn.batch_size and args[0].numel() == args[0].shape[1] * learn.batch_size:
+            note()
+
     with ExitStack() as stack:
         for norm in learn.model.modules():
-            if isinstance(norm, _BatchNorm) and norm.training:
-                note = norm.register_forward_pre_hook(lambda _, args: alone.append(args[0].numel() == args[0].shape[1]))
-                stack.callback(note.remove)
-        stack.enter_context(trial(learn, unwrap(learn.model)))
-        stack.enter_context(torch.no_grad())
-        try:
-            batch = learn.dl.collate_fn([learn.dl.dataset[0]])
-            unpacked = learn.dls.unpack(batch, learn.dls.device, learn.loss_func is None)
-            learn.batch, learn.xb, learn.yb, learn.batch_size = unpacked
-            learn._forward()
-        except Exception:  # the one expected of a BatchNorm; others will come again
-            pass
-    return not any(alone)
+            if isinstance(norm, _BatchNorm):
+                stack.callback(norm.register_forward_pre_hook(look).remove)
+        yield
 
 
 def check_read(learn: "Learner") -> None:

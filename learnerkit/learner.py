@@ -204,10 +204,10 @@ class Learner:
 
     def _all_batches(self) -> None:
         self.n_iter, self.iter = loader_len(self.dl), -1
-        checks.check_last_batch(self)
         together = self.together
-        for self.iter, self.batch in enumerate(self.dl):
-            self._one_batch() if together is None else together.turn(self._one_batch)
+        with checks.last_batch_checked(self):
+            for self.iter, self.batch in enumerate(self.dl):
+                self._one_batch() if together is None else together.turn(self._one_batch)
         if together is not None:
             together.close()
         checks.check_read(self)

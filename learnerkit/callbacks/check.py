@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Iterable
+from contextlib import ExitStack
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -140,6 +141,7 @@ class StepCheck(Callback):
         self._moving: list[str] = []
         self._xb: Any = None
         self._running_model = False
+        self._watch = ExitStack()
 
     def check_loaders(self, learn: "Learner") -> None:
         """Refuse loaders of which the first batch could not be given back."""
@@ -160,8 +162,16 @@ class StepCheck(Callback):
     def before_train(self):
         lone = checks.lone_last_batch(self.learn)
         if lone is not None:
-            self.findings.append(Finding(WRONG, "batchnorm", lone))
+            self._watch.enter_context(checks.watched_norms(self.learn, lambda: self._find_lone(lone)))
         self.learn.dl = OneBatch(self.learn.dl)
+
+    def _find_lone(self, text: str) -> None:
+        finding = Finding(WRONG, "batchnorm", text)
+        if finding not in self.findings:  # each BatchNorm finds it
+            self.findings.append(finding)
+
+    def cleanup_train(self):
+        self._watch.close()
 
     def before_validate(self):
         self.stage = "validation"

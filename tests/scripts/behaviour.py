@@ -27,6 +27,7 @@ from learnerkit import (
     unwrap,
     world,
 )
+from learnerkit.parallel.watch import PeerError
 
 OUT = Path(sys.argv[1])
 N = world.world_size()
@@ -38,7 +39,7 @@ def raises(error, match):
             return self
 
         def __exit__(self, kind, e, tb):
-            assert kind is not None, f"nothing was raised; expected {error.__name__}: {match}"
+            assert kind is not None, f"nothing was raised; expected {error}: {match}"
             assert issubclass(kind, error), e
             assert match in str(e), str(e)
             return True
@@ -272,10 +273,12 @@ def check_a_lone_last_sample():
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
         learn = make_learner(model, n=n, bs=4)
         before = {k: v.clone() for k, v in model.state_dict().items()}
-        refused = raises(ValueError, "its last batch has 1 of its") if lone else contextlib.nullcontext()
+        # A rank that has not come as far leaves with another's error.
+        refused = raises((ValueError, PeerError), "its last batch has 1 of its") if lone else contextlib.nullcontext()
         with learn.distrib_ctx(split_batches=split, sync_bn=False), learn.no_logging(), refused:
             learn.fit(1)
-        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) == lone
+        if world.is_main():  # a rank without data may have had its forward pass
+            assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) == lone
 
 
 class OwnTokens(nn.Module):
