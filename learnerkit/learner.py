@@ -1021,8 +1021,8 @@ class Learner:
         """Read what `save` wrote, on every rank, once rank 0's last save is on disk.
 
         Files of plain PyTorch are read too: {'state_dict': ..., 'optimizer': ...}, and weights whose names begin with
-        'module.' or '_orig_mod.'. If a file does not fit, nothing is changed; nor if nothing of it fits and `strict` is
-        off.
+        'module.' or '_orig_mod.'. If a file does not fit, nothing is changed. A file of which nothing fits is refused
+        also without `strict`.
 
         Args:
             file: as in `save`; an open file is read from where it stands.

@@ -142,7 +142,8 @@ def possible_means(yb: tuple, pred: Any, loss: Any, xb: tuple = ()) -> set[str]:
 
     Returns:
         Some of 'targets' (the mean cross-entropy over those that are not negative), 'shifted' (over those one place
-        later than the predictions) and 'samples'. All of them: the batch does not tell. None: another loss over tokens.
+        later than the predictions) and 'samples'; all of them if the batch does not tell, and none if the loss is
+        another one over tokens.
     """
     if not isinstance(loss, Tensor) or loss.ndim or len(yb) > 1:
         return {"samples"}
@@ -151,7 +152,7 @@ def possible_means(yb: tuple, pred: Any, loss: Any, xb: tuple = ()) -> set[str]:
     target = yb[0]
     if not isinstance(target, Tensor) or not target.ndim or target.is_floating_point() or target.is_complex():
         return {"samples"}
-    scores = [t for t in tensors_in(pred) if t.ndim == target.ndim + 1 and t.is_floating_point()]
+    scores = [t for t in tensors_in(pred) if t.is_floating_point() and _may_be_scores(t, target)]
     by_sample = target.ndim == 1 and not (target < 0).any()
     if not scores:
         return {"samples"} if by_sample or isinstance(pred, Tensor) else set()
@@ -170,6 +171,10 @@ def possible_means(yb: tuple, pred: Any, loss: Any, xb: tuple = ()) -> set[str]:
         return {"samples"} if by_sample else set()
     # Several are as close where predictions are all alike, say.
     return {name for gap, name in gaps if gap <= 2 * least + 1e-9} | ({"samples"} if by_sample else set())
+
+
+def _may_be_scores(t: Tensor, target: Tensor) -> bool:
+    return t.device == target.device and t.ndim == target.ndim + 1 and len(t) == len(target)
 
 
 def _over_tokens(xb: tuple, pred: Any) -> bool:

@@ -203,6 +203,9 @@ def test_scores_are_found_in_any_output():
     loss, _ = own_losses(scores, target)["shifted"]
     assert possible_means((target,), {"loss": loss, "scores": scores, "hidden": scores[..., :1]}, loss) == {"shifted"}
     assert possible_means((target,), {"loss": loss}, loss) == set()
+    classes = target[:, 0].clamp(min=0)
+    output = {"scores": scores[:, 0], "pairs": torch.randn(9, 5), "elsewhere": torch.randn(6, 5, device="meta")}
+    assert possible_means((classes,), output, F.cross_entropy(scores[:, 0], classes)) == {"targets", "samples"}
 
 
 def test_a_later_batch_may_contradict_the_first_whose_count_stays():
