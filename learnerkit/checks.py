@@ -254,8 +254,8 @@ def last_batch_checked(learn: "Learner") -> Iterator[None]:
 
     def refuse() -> None:
         with torch.no_grad():
-            for buffer, before in statistics:  # other norms may have taken the batch already
-                buffer.copy_(before)
+            for buffer, before in statistics if not learn.train_iter else ():
+                buffer.copy_(before)  # other norms may have taken the batch already
         raise ValueError(text)
 
     with watched_norms(learn, refuse):
@@ -289,8 +289,11 @@ def lone_last_batch(learn: "Learner") -> str | None:
 def watched_norms(learn: "Learner", note: Callable[[], None]) -> Iterator[None]:
     """Call `note` before a BatchNorm in training mode that gets one value for each sample and channel."""
 
+    replicas = len(learn.model.device_ids) if isinstance(learn.model, nn.DataParallel) else 1
+
     def look(norm: nn.Module, args: tuple) -> None:
-        if norm.training and args and learn.batch_size and args[0].numel() == args[0].shape[1] * learn.batch_size:
+        samples = -(-learn.batch_size // replicas)
+        if norm.training and args and samples and args[0].numel() == args[0].shape[1] * samples:
             note()
 
     with ExitStack() as stack:
@@ -347,8 +350,8 @@ def unknown_count(learn: "Learner") -> str:
     """What is not known of a model's own loss, and what to do."""
     if not learn.yb:
         return (
-            f"{UNKNOWN_COUNT}there are predictions for each token, and no targets. Name them: "
-            "DataLoaders(target_keys=...), or n_inp=... where batches are tuples"
+            f"{UNKNOWN_COUNT}its predictions are one for each token, and there are no targets. "
+            "Name the targets: DataLoaders(target_keys=...), or n_inp=... where batches are tuples"
         )
     return (
         f"{UNKNOWN_COUNT}it is not the mean cross-entropy over the targets that are not negative. Give the Learner "
@@ -358,11 +361,10 @@ def unknown_count(learn: "Learner") -> str:
 
 def warn_of_unknown_count(learn: "Learner") -> None:
     """Warn where batches are weighed, of several ranks or in an accumulated step, by a count that is only a guess."""
-    if learn.task != "fit" or not learn.training or not (learn.sharded or learn.weights is not None):
-        return
-    counted = "the targets that are not negative" if learn.yb else "their samples"
-    alone = not learn.loss_weighting.agreed
-    world.warn_once(f"{unknown_count(learn)}. Until then batches count by {counted}", on_all=alone)
+    if learn.task == "fit" and (learn.sharded or learn.weights is not None):
+        exact = "Until then steps of several batches or ranks are not exactly those of one batch"
+        alone = learn.training and learn.loss_weighting.found_alone
+        world.warn_once(f"{unknown_count(learn)}. {exact}", on_all=alone)
 
 
 def no_scalar(learn: "Learner") -> ValueError:

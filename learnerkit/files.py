@@ -106,7 +106,7 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
     if isinstance(file, Path) and not file.is_file():
         there = sorted(p.stem for p in file.parent.glob("*.pth")) if file.parent.is_dir() else []
         raise FileNotFoundError(f"there is no file {file}; saved there: {', '.join(there) or 'nothing'}")
-    if not isinstance(file, Path) and file.seekable() and _is_at_end(file):
+    if not isinstance(file, Path) and getattr(file, "seekable", bool)() and _is_at_end(file):
         raise ValueError(f"{name} stands at its end, and an open file is read from where it stands: call file.seek(0)")
     try:
         with warnings.catch_warnings(action="ignore"):  # what is odd about a damaged file is not news
@@ -140,7 +140,7 @@ def _entry(state: Mapping, names: tuple[str, ...]) -> Mapping | None:
 def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:
     """What a file holds with the model's names for its weights, so that loading them cannot fail half-way.
 
-    The versions of modules that torch notes beside weights stay there.
+    Keeps torch's `_metadata`, by which modules know the version of their weights.
 
     Args:
         saved: the content.

@@ -1065,7 +1065,7 @@ class Learner:
 
     @property
     def _running_scalers(self) -> list[MixedPrecision]:
-        "The callback that scales gradients at the moment, if there is one."
+        "The callbacks that scale gradients at the moment: one of them, or none."
         return [cb for cb in self.cbs if isinstance(cb, MixedPrecision) and cb.scaler is not None]
 
     def _file(self, file: File) -> Path | BinaryIO:

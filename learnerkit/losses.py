@@ -64,8 +64,8 @@ class LossWeight:
 
     Attributes:
         sums: the loss is a sum.
-        unknown: the model's own loss is no mean that is known here; its targets that are not negative are counted.
-        agreed: all ranks have looked at the model's own loss together.
+        unknown: the model's own loss is not a mean that is known here, so that what it counts is a guess.
+        found_alone: this rank has found that out by itself; the others may not know.
 
     Raises:
         ValueError: another `loss_weight`, or a loss made with reduction='none'.
@@ -85,15 +85,21 @@ class LossWeight:
         if self._count is None and not self.sums and is_cross_entropy(loss_func):
             ignored = option(loss_func, "ignore_index", IGNORED)
             self._count = partial(_count_classes, option(loss_func, "weight"), ignored)
-        self.unknown = self.agreed = False
+        own = loss_func is None and loss_weight is None
+        if own:
+            self._count = _count_targets
+        self.unknown = self.found_alone = False
         self._means = set(MEANS)  # those that all batches so far allow
         # In how many batches to look. The first one tells nearly always; some later ones may contradict it.
-        self._looks = 8 if loss_func is None and loss_weight is None else 0
+        self._looks = self._votes = _LOOKS if own else 0
 
     @property
-    def looks(self) -> bool:
-        """Whether the next batch is to show what the model's own loss averages over."""
-        return self._looks > 0
+    def votes(self) -> bool:
+        """Whether the ranks find out together, by the next batch, what the model's own loss averages over.
+
+        It is the same on all ranks, as only `agree` changes it.
+        """
+        return self._votes > 0
 
     def count(self, yb: tuple, batch_size: int, pred: Any = None, loss: Any = None, xb: tuple = ()) -> int | Tensor:
         """The number of items behind a batch's loss; a 0-dim tensor, on every rank alike, where it is counted.
@@ -106,7 +112,7 @@ class LossWeight:
         """
         if self._looks and batch_size and pred is not None:
             self._looks -= 1
-            self._take(possible_means(yb, pred, loss, xb))
+            self._look(possible_means(yb, pred, loss, xb))
         if self._count is None or not yb:
             return batch_size
         found = self._count(*yb) if batch_size or not self._given else 0
@@ -114,27 +120,39 @@ class LossWeight:
             return batch_size
         return found if isinstance(found, Tensor) else torch.tensor(found)
 
-    def agree(self, found: list[set[str]]) -> None:
-        """Decide by one batch of each rank; the later batches of a rank may only contradict that.
+    def _look(self, found: list[str]) -> None:
+        agreed = self._votes < _LOOKS
+        if self._means.isdisjoint(found):
+            self.unknown, self.found_alone, self._looks = True, True, 0  # the count stays what it has been so far
+        elif not agreed:
+            self._allow(found)
+
+    def agree(self, found: list[list[str]]) -> None:
+        """Decide by one batch of each rank; what a rank sees in later batches may only contradict that.
 
         Args:
             found: what `possible_means` has found on each of the ranks.
         """
-        self._take(set(MEANS).intersection(*found))
-        self._means, self.agreed = {name for name in self._means if MEANS[name] is self._count}, True
-
-    def _take(self, found: set[str]) -> None:
-        left = self._means & found
-        if left:
-            self._means = left
-            self._count = next(MEANS[name] for name in MEANS if name in left)
+        together = self._means.intersection(*found)
+        self._votes -= 1
+        if not together:
+            self.unknown, self._looks, self._votes = True, 0, 0
             return
-        self.unknown, self._looks = True, 0
-        if self._means == set(MEANS):  # else the count stays what it has been for the batches before
-            self._count = _count_targets
+        self._allow([name for name in found[0] if name in together])
+        if len(together) == 1:
+            self._votes = 0
+
+    def _allow(self, found: list[str]) -> None:
+        left = [name for name in found if name in self._means]
+        self._means = set(left)
+        if len(left) < len(MEANS):
+            self._count = MEANS[left[0]]
 
 
-def possible_means(yb: tuple, pred: Any, loss: Any, xb: tuple = ()) -> set[str]:
+_LOOKS = 8
+
+
+def possible_means(yb: tuple, pred: Any, loss: Any, xb: tuple = ()) -> list[str]:
     """What the loss that a model makes may be the mean over, as its value shows. A host-device sync.
 
     Args:
@@ -142,39 +160,54 @@ def possible_means(yb: tuple, pred: Any, loss: Any, xb: tuple = ()) -> set[str]:
 
     Returns:
         Some of 'targets' (the mean cross-entropy over those that are not negative), 'shifted' (over those one place
-        later than the predictions) and 'samples'; all of them if the batch does not tell, and none if the loss is
-        another one over tokens.
+        later than the predictions) and 'samples', the likeliest first; all of them if the batch does not tell, and none
+        if the loss is another one over tokens.
     """
     if not isinstance(loss, Tensor) or loss.ndim or len(yb) > 1:
-        return {"samples"}
+        return ["samples"]
     if not yb:
-        return set() if _over_tokens(xb, pred) else {"samples"}
+        return [] if _over_tokens(xb, pred) else ["samples"]
     target = yb[0]
-    if not isinstance(target, Tensor) or not target.ndim or target.is_floating_point() or target.is_complex():
-        return {"samples"}
-    scores = [t for t in tensors_in(pred) if t.is_floating_point() and _may_be_scores(t, target)]
+    if not _are_integers(target) or not _may_be_classes(target):
+        return ["samples"]
+    scores = [t for t in tensors_in(pred) if _may_be_scores(t, target)]
     by_sample = target.ndim == 1 and not (target < 0).any()
     if not scores:
-        return {"samples"} if by_sample or isinstance(pred, Tensor) else set()
+        return ["samples"] if by_sample or isinstance(pred, Tensor) else []
     value = float(loss.detach())
-    if not math.isfinite(value):  # the mean over no targets, say, for which each way counts 0
-        return set(MEANS)
-    ways = [(0, "targets"), (1, "shifted")][: min(target.ndim, 2)]
+    if not math.isfinite(value):  # the mean over no targets, say
+        return list(MEANS)
+    ways = [(1, "shifted"), (0, "targets")][-min(target.ndim, 2) :]
     gaps = [
         (abs(_mean_cross_entropy(t.detach().movedim(axis, -1), target, shift) - value), name)
         for t in scores
         for axis in class_axes(t, target)
         for shift, name in ways
     ]
-    least = min((gap for gap, _ in gaps if not math.isnan(gap)), default=math.inf)
-    if least > max(1e-4, 4 * torch.finfo(loss.dtype).eps) * abs(value) + 1e-6:
-        return {"samples"} if by_sample else set()
-    # Several are as close where predictions are all alike, say.
-    return {name for gap, name in gaps if gap <= 2 * least + 1e-9} | ({"samples"} if by_sample else set())
+    gaps = sorted((gap, name) for gap, name in gaps if not math.isnan(gap))
+    least = gaps[0][0] if gaps else math.inf
+    rounding = torch.finfo(loss.dtype).eps * abs(value)
+    if least > max(1e-4 * abs(value), 4 * rounding) + 1e-6:
+        return ["samples"] if by_sample else []
+    # Several are as close where predictions are all alike, or the loss has few digits.
+    near = 2 * (least + rounding) + 1e-9
+    return list(dict.fromkeys(name for gap, name in gaps if gap <= near))
+
+
+def _are_integers(target: Any) -> bool:
+    return isinstance(target, Tensor) and target.ndim > 0 and not target.is_floating_point() and not target.is_complex()
+
+
+def _may_be_classes(target: Tensor) -> bool:
+    """Whether all negative targets are the same number: the one for targets that are left out. A host-device sync."""
+    negative = target[target < 0]
+    return not len(negative) or bool((negative == negative[0]).all())
 
 
 def _may_be_scores(t: Tensor, target: Tensor) -> bool:
-    return t.device == target.device and t.ndim == target.ndim + 1 and len(t) == len(target)
+    """Whether these are scores of classes for each of the targets, by what can be told without their values."""
+    fits = t.ndim == target.ndim + 1 and len(t) == len(target) and t.numel() > 0
+    return fits and t.is_floating_point() and t.layout is torch.strided and t.device == target.device
 
 
 def _over_tokens(xb: tuple, pred: Any) -> bool:
@@ -216,12 +249,15 @@ def _mean_cross_entropy(scores: Tensor, target: Tensor, shift: int) -> float:
 
 def _count_shifted(target: Tensor) -> Tensor:
     """How many targets are not negative, of those that predictions shifted by one place have."""
-    return _count_targets(target[:, 1:] if target.ndim > 1 else target)
+    return (target[:, 1:] >= 0).sum()
 
 
-def _count_targets(target: Tensor) -> Tensor:
-    """How many targets are not negative; models leave negative ones out, mostly -100 or -1."""
-    return (target >= 0).sum()
+def _count_targets(target: Any, *rest: Any) -> Tensor | None:
+    """How many targets are not negative; models leave negative ones out, mostly -100 or -1.
+
+    `None` where targets cannot be classes.
+    """
+    return None if rest or not _are_integers(target) else (target >= 0).sum()
 
 
 MEANS = {"shifted": _count_shifted, "targets": _count_targets, "samples": None}

@@ -77,7 +77,7 @@ def warn_once(message: str, on_all: bool = False) -> None:
 
     Args:
         message: what to say.
-        on_all: on any rank, for what the others may not know.
+        on_all: on other ranks than 0, too.
     """
     if (on_all or is_main()) and message not in _warned:
         _warned.add(message)

@@ -69,7 +69,7 @@ def test_another_loss_of_the_models_own_is_told_where_batches_are_weighed(monkey
     monkeypatch.setattr(world, "_warned", set())
     learn = Learner(padded(4), OwnLoss(0.1))
     learn.fit(1)
-    with pytest.warns(UserWarning, match="it is not the mean.*Give the Learner loss_weight=.*count by the targets"):
+    with pytest.warns(UserWarning, match="it is not the mean.*Give the Learner loss_weight=.*not exactly those"):
         learn.fit(1, cbs=GradientAccumulation(n_batches=2))
     Learner(padded(4), OwnLoss(0.1), loss_weight=lambda y: (y != -100).sum()).fit(
         1, cbs=GradientAccumulation(n_batches=2)
@@ -89,7 +89,7 @@ def test_targets_under_another_name_are_told_where_batches_are_weighed(monkeypat
             logits = self.body(ids)
             return {"logits": logits, "loss": F.cross_entropy(logits.mT, answers)}
 
-    with pytest.warns(UserWarning, match="no targets. Name them: .*target_keys=.*count by their samples"):
+    with pytest.warns(UserWarning, match="no targets. Name the targets: .*target_keys="):
         Learner(DataLoaders(words, device="cpu"), Words()).fit(1, cbs=GradientAccumulation(n_batches=2))
     dls = DataLoaders(words, device="cpu", target_keys="answers")
     Learner(dls, Words()).fit(1, cbs=GradientAccumulation(n_batches=2))

@@ -194,18 +194,19 @@ def test_any_negative_target_is_left_out():
     scores, target = tokens()
     target[target == -100] = -1
     loss = F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=-1)
-    assert possible_means((target,), scores, loss) == {"targets"}
+    assert possible_means((target,), scores, loss) == ["targets"]
     assert LossWeight(None).count((target,), 6, scores, loss) == (target != -1).sum()
 
 
 def test_scores_are_found_in_any_output():
     scores, target = tokens()
     loss, _ = own_losses(scores, target)["shifted"]
-    assert possible_means((target,), {"loss": loss, "scores": scores, "hidden": scores[..., :1]}, loss) == {"shifted"}
-    assert possible_means((target,), {"loss": loss}, loss) == set()
+    assert possible_means((target,), {"loss": loss, "scores": scores, "hidden": scores[..., :1]}, loss) == ["shifted"]
+    assert possible_means((target,), {"loss": loss}, loss) == []
     classes = target[:, 0].clamp(min=0)
     output = {"scores": scores[:, 0], "pairs": torch.randn(9, 5), "elsewhere": torch.randn(6, 5, device="meta")}
-    assert possible_means((classes,), output, F.cross_entropy(scores[:, 0], classes)) == {"targets", "samples"}
+    output |= {"nothing": torch.randn(6, 0), "sparse": scores[:, 0].to_sparse()}
+    assert possible_means((classes,), output, F.cross_entropy(scores[:, 0], classes)) == ["targets"]
 
 
 def test_a_later_batch_may_contradict_the_first_whose_count_stays():
@@ -224,29 +225,67 @@ def test_ranks_decide_together():
     scores, target = tokens()
     loss, count = own_losses(scores, target)["shifted"]
     for found, unknown in (
-        ([{"shifted", "targets"}, {"shifted"}], False),
-        ([set(MEANS), {"shifted"}], False),  # a rank without data
-        ([{"targets"}, {"shifted"}], True),
-        ([{"targets"}, set()], True),
+        ([["targets", "shifted"], ["shifted"]], False),
+        ([list(MEANS), ["shifted"]], False),  # a rank without data
+        ([["targets"], ["shifted"]], True),
+        ([["targets"], []], True),
     ):
         weight = LossWeight(None)
+        assert weight.votes
         weight.agree(found)
-        assert (weight.unknown, weight.agreed) == (unknown, True)
+        assert (weight.unknown, weight.found_alone, weight.votes) == (unknown, False, False)
         expected = (target != -100).sum() if unknown else count
         assert weight.count((target,), 6, scores, loss) == expected
-    # Where no rank can tell, none decides for itself later.
+        assert not weight.found_alone
+    assert not LossWeight(F.cross_entropy).votes
+
+
+def test_ranks_that_cannot_tell_vote_again_and_none_decides_by_itself():
+    scores, target = tokens()
+    (shifted, count), (_, all_targets) = own_losses(scores, target)["shifted"], own_losses(scores, target)["tokens"]
     weight = LossWeight(None)
-    weight.agree([{"shifted", "targets"}] * 2)
-    other, other_count = own_losses(scores, target)["tokens"]
-    assert weight.count((target,), 6, scores, other) != other_count
-    assert weight.unknown
+    weight.agree([list(MEANS)] * 2)
+    assert weight.count((target,), 6, scores, shifted) == all_targets
+    weight.agree([["shifted", "targets"], ["targets", "shifted"]])
+    assert weight.votes
+    assert weight.count((target,), 6, scores, own_losses(scores, target)["tokens"][0]) == count
+    weight.agree([["targets"]] * 2)
+    assert (weight.count((target,), 6), weight.votes, weight.unknown) == (all_targets, False, False)
+    # What contradicts that is known to the rank that has seen it.
+    assert weight.count((target,), 6, scores, shifted) == all_targets
+    assert (weight.unknown, weight.found_alone) == (True, True)
+    # There is an end to it.
+    weight = LossWeight(None)
+    for _ in range(8):
+        assert weight.votes
+        weight.agree([list(MEANS)] * 2)
+    assert not weight.votes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_of_few_digits_is_not_taken_for_another(dtype):
+    for seed in range(20):
+        torch.manual_seed(seed)
+        weight = LossWeight(None)
+        for _ in range(4):
+            scores, target = torch.randn(8, 16, 50) / 2, torch.randint(50, (8, 16))
+            loss = F.cross_entropy(scores.mT, target).to(dtype)
+            weight.count((target,), 8, scores.to(dtype), loss)
+        assert not weight.unknown
+
+
+def test_integers_that_are_not_classes_count_by_samples():
+    pred, ages = torch.randn(6, 1), torch.tensor([-3, 5, -1, 20, 7, 0])
+    assert possible_means((ages,), pred, F.mse_loss(pred[:, 0], ages.float())) == ["samples"]
+    assert LossWeight(None).count((ages,), 6, pred, torch.tensor(1.5)) == 6
+    assert LossWeight(None).count((torch.randn(6, 1), torch.randn(6, 3)), 6) == 6
 
 
 def test_predictions_for_tokens_without_targets_are_unknown():
     ids, scores, loss = torch.randint(5, (6, 7)), torch.randn(6, 7, 5), torch.tensor(1.5)
-    assert possible_means((), scores, loss, ({"ids": ids},)) == set()
-    assert possible_means((), scores, loss, (torch.randn(6, 7),)) == {"samples"}
-    assert possible_means((), scores[:, 0], loss, (ids,)) == {"samples"}
+    assert possible_means((), scores, loss, ({"ids": ids},)) == []
+    assert possible_means((), scores, loss, (torch.randn(6, 7),)) == ["samples"]
+    assert possible_means((), scores[:, 0], loss, (ids,)) == ["samples"]
     weight = LossWeight(None)
     assert weight.count((), 6, scores, loss, (ids,)) == 6
     assert weight.unknown

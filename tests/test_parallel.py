@@ -548,6 +548,15 @@ def test_saved_weights_have_plain_names(three_gpus, tmp_path):
     assert weights.keys() == learn.model.state_dict().keys() == make_model().state_dict().keys()
 
 
+def test_a_last_batch_too_small_for_batch_norm_is_found_on_the_replicas(three_gpus):
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    learn = make_learner(loaders(make_data(21)), model, cbs=ParallelCallback())
+    with pytest.raises(ValueError, match="its last batch has 1 of its 21 samples"):
+        learn.fit(1)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
 def test_the_first_replica_keeps_the_batch_statistics(three_gpus):
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
     learn = make_learner(loaders(make_data(18), bs=9), model, cbs=ParallelCallback())

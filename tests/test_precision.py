@@ -245,6 +245,14 @@ def test_the_scale_belongs_to_the_learner_whichever_callback_trains():
     assert scales_of(fp16_learner().load("odd")) == [64.0, 128.0]
 
 
+def test_a_scaler_that_is_switched_off_leaves_the_scale_alone():
+    learn = fp16_learner()
+    learn.fit(3)
+    state = learn._scaler_state
+    learn.to_fp16(enabled=False).fit(1)
+    assert learn._scaler_state == state
+
+
 def test_a_save_in_mid_fit_has_the_scale_of_the_moment():
     learn = fp16_learner(dls=make_dls(train=16))
     found = []

@@ -179,6 +179,7 @@ def test_children_forked_after_collectives_come_to_life():
 
 @pytest.mark.filterwarnings("error")
 def test_a_warning_that_comes_once_and_from_rank_0(monkeypatch):
+    monkeypatch.setattr(world, "_warned", set())
     with pytest.warns(UserWarning, match="^said once in test_world$") as told:
         world.warn_once("said once in test_world")
     assert told[0].filename == __file__

@@ -151,13 +151,15 @@ class MixedPrecision(Callback):
         self._open.pop().close()
 
     def cleanup_fit(self):
-        if self.learn.task == "fit" and self.scaler is not None:  # what only tries something out leaves no trace
+        # What only tries something out leaves no trace.
+        if self.learn.task == "fit" and self.scaler is not None and self.scaler.is_enabled():
             self.learn._scaler_state = self.scaler.state_dict()  # plain numbers, for which the host waits
         self.scaler = self._gate = None
 
     def take_scale(self) -> None:
         """Let the scaler go on where the learner's last one, or that of a file, has come to."""
-        if last := self.learn._scaler_state:
+        last = self.learn._scaler_state
+        if last and self.scaler.is_enabled():
             state = self.scaler.state_dict()
             # A count that has passed the interval would never reach it.
             steps = min(last["_growth_tracker"], state["growth_interval"] - 1)

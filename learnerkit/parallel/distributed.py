@@ -110,6 +110,7 @@ class DistributedCallback(Callback):
         # Sent again by a second forward pass, as in a GAN, buffers would change under the first one's graph.
         sends_buffers = "forward_sync_buffers" if "forward_sync_buffers" in allowed else "broadcast_buffers"
         self.ddp_kwargs = ({sends_buffers: False} if self.wrap_names else {}) | ddp_kwargs
+        self._warned: set[str] = set()
         self._forget()
 
     def _forget(self) -> None:
@@ -130,6 +131,12 @@ class DistributedCallback(Callback):
         vars(twin).update(vars(self))
         twin._forget()
         return twin
+
+    def _warn_once(self, message: str) -> None:
+        "Once for this learner; of another one the same may be true."
+        if world.is_main() and message not in self._warned:
+            self._warned.add(message)
+            warn(message)
 
     # A fit
 
@@ -250,7 +257,7 @@ class DistributedCallback(Callback):
                     "alone (sync_bn=False says that this is meant)"
                 )
         if self.comm_hook is not None:
-            world.warn_once(
+            self._warn_once(
                 f"comm_hook={self.comm_hook!r} rounds the gradients: the numbers are not those of one process any more"
             )
         if not self.wrap_names:
@@ -310,7 +317,7 @@ class DistributedCallback(Callback):
                 f"parameters that take no part in the loss: {shown}. DDP waits for the gradient of each: freeze them, "
                 "use them, or leave find_unused_parameters=False out"
             )
-        world.warn_once(f"find_unused_parameters=True was chosen: the loss does not depend on {shown}")
+        self._warn_once(f"find_unused_parameters=True was chosen: the loss does not depend on {shown}")
         self._wrapped = self.learn.model = self._ddp(self._plain, find_unused=True)
 
     def _share_out(self, dl: Any, training: bool) -> RankLoader:
@@ -338,7 +345,7 @@ class DistributedCallback(Callback):
     def _warn_of_few(self, dataset: Any) -> None:
         if isinstance(dataset, Sized) and len(dataset) < world.world_size():
             some = f"{len(dataset)} sample{'s' if len(dataset) > 1 else ''} for {world.world_size()} ranks"
-            world.warn_once(f"the training data has {some}: some of them have nothing to do")
+            self._warn_once(f"the training data has {some}: some of them have nothing to do")
 
     # A batch
 
@@ -359,7 +366,7 @@ class DistributedCallback(Callback):
             if not steps.takes_nothing:
                 unpacked = learn.dls.unpack(learn.dl.sample, learn.dls.device, learn.loss_func is None)
                 learn.batch, learn.xb, learn.yb, _ = unpacked
-        if first and learn.loss_weighting.looks:
+        if learn.loss_weighting.votes and not steps.by_bucket:
             learn.loss_weighting.agree(world.all_gather(_possible_means(learn, self._plain)))
         if first and not self.find_unused_parameters and not steps.by_bucket:
             self._find_unused()
@@ -487,17 +494,20 @@ def _runs_on_nothing(learn: "Learner", model: nn.Module) -> bool:
     return True
 
 
-def _possible_means(learn: "Learner", model: nn.Module) -> set[str]:
-    """What the model's own loss may be the mean over, as this rank's batch shows; all of it where there is no data."""
-    with trial(learn, model), torch.no_grad():
-        if learn.batch_size:
-            try:
-                learn._forward()
+def _possible_means(learn: "Learner", model: nn.Module) -> list[str]:
+    """What the model's own loss may be the mean over, as this rank's batch shows.
+
+    All that is possible where there are no data, or the model fails.
+    """
+    with trial(learn, model):
+        try:
+            learn._forward()  # without data, too: the model may ask other ranks, as SyncBatchNorm does
+            if learn.batch_size:
                 learn._loss()
                 return possible_means(learn.yb, learn.pred, learn.loss, learn.xb)
-            except Exception:  # the loop will run into it, too, and say what is wrong
-                pass
-    return set(MEANS)
+        except Exception:  # the loop will run into it, too, and say what is wrong
+            pass
+    return list(MEANS)
 
 
 def _unused_parameters(learn: "Learner", model: nn.Module) -> list[str]:

@@ -282,31 +282,41 @@ def check_a_lone_last_sample():
 
 
 class OwnTokens(nn.Module):
-    """Makes its own loss over words, of which 0 is padding."""
+    """Makes its own loss over words, of which 0 is padding, or -100 where there is any."""
 
     def __init__(self):
         super().__init__()
-        self.body = nn.Embedding(9, 9)
+        self.body, self.more = nn.Embedding(9, 9), nn.Parameter(torch.zeros(9))
 
     def forward(self, ids, labels):
-        logits = self.body(ids)
-        return {"logits": logits, "loss": F.cross_entropy(logits.mT, labels, ignore_index=0)}
+        logits = self.body(ids) + self.more
+        ignored = -100 if (labels < 0).any() else 0
+        return {"logits": logits, "loss": F.cross_entropy(logits.mT, labels, ignore_index=ignored)}
 
 
 def check_a_models_own_loss():
     """What one rank's batch shows of it holds on all ranks, and one of them says what is not known."""
-    words, counts = torch.randint(1, 9, (4 * N, 5)), []
-    words[-4:, 2:] = 0  # padding, on the last rank alone
-    data = [{"ids": row, "labels": row} for row in words]
-    torch.manual_seed(3)
-    dls = DataLoaders(DataLoader(data, 4), device="cpu")
-    learn = Learner(dls, OwnTokens(), cbs=Callback(after_loss=lambda cb: counts.append(int(cb.loss_count))))
-    with warnings.catch_warnings(record=True) as caught, learn.distrib_ctx(), learn.no_logging():
-        warnings.simplefilter("always")
-        learn.fit(1)
-    told = [str(w.message) for w in caught if "it is not known what that averages over" in str(w.message)]
-    assert len(told) == (1 if world.is_main() else 0), told
-    assert counts == [20], counts
+    for at, padding, ranks in ((0, 0, [0]), (1, 0, [N - 1]), (0, -100, []), (0, None, [])):
+        torch.manual_seed(3)
+        words, counts = torch.randint(1, 9, (8 * N + 1, 5)), []
+        if padding is not None:
+            words[4 * N * (at + 1) - 4 : 4 * N * (at + 1), 2:] = padding  # in one batch of the last rank
+        dls = DataLoaders(DataLoader([{"ids": row.clamp(min=0), "labels": row} for row in words], 4), device="cpu")
+        model = OwnTokens()
+        if padding is None:
+            nn.init.zeros_(model.body.weight)  # each mean is log(9) at first
+        count = Callback(after_loss=lambda cb, seen=counts: seen.append(int(cb.loss_count)))
+        # The last batch has a sample for rank 0 alone. To wrap anew, and so to begin anew, leaves the ranks together.
+        thaw = Callback(before_epoch=lambda cb: unwrap(cb.model).body.requires_grad_(cb.epoch > 0))
+        world._warned.clear()
+        learn = Learner(dls, model, cbs=[count, thaw])
+        with warnings.catch_warnings(record=True) as caught, learn.distrib_ctx(timeout=60), learn.no_logging():
+            warnings.simplefilter("always")
+            learn.fit(2)
+        told = [str(w.message) for w in caught if "it is not known what that averages over" in str(w.message)]
+        assert len(told) == (world.rank() in ranks), (at, padding, told)
+        left_out = 12 if padding == -100 and world.rank() == N - 1 else 4 if padding is None else 0
+        assert counts[:2] == [20 - left_out, 20], counts
 
 
 def check_modes():
