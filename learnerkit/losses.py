@@ -54,6 +54,10 @@ def is_cross_entropy(loss_func: Any) -> bool:
     return is_one_of(loss_func, (nn.CrossEntropyLoss, nn.NLLLoss, F.cross_entropy, F.nll_loss))
 
 
+_LOOKS = 8
+"""In how many batches to look. The first one tells nearly always; some later ones may contradict it."""
+
+
 class LossWeight:
     """How one value of the loss counts beside others.
 
@@ -85,13 +89,12 @@ class LossWeight:
         if self._count is None and not self.sums and is_cross_entropy(loss_func):
             ignored = option(loss_func, "ignore_index", IGNORED)
             self._count = partial(_count_classes, option(loss_func, "weight"), ignored)
-        own = loss_func is None and loss_weight is None
-        if own:
-            self._count = _count_targets
         self.unknown = self.found_alone = False
+        self._looks = self._votes = 0
+        if loss_func is None and loss_weight is None:
+            self._looks = self._votes = _LOOKS
+            self._count = _count_targets
         self._means = set(MEANS)  # those that all batches so far allow
-        # In how many batches to look. The first one tells nearly always; some later ones may contradict it.
-        self._looks = self._votes = _LOOKS if own else 0
 
     @property
     def votes(self) -> bool:
@@ -147,9 +150,6 @@ class LossWeight:
         self._means = set(left)
         if len(left) < len(MEANS):
             self._count = MEANS[left[0]]
-
-
-_LOOKS = 8
 
 
 def possible_means(yb: tuple, pred: Any, loss: Any, xb: tuple = ()) -> list[str]:
