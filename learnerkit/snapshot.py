@@ -55,7 +55,7 @@ def unchanged(learn: "Learner") -> Iterator[None]:
         yield
 
 
-_TRIED = ("model", "batch", "xb", "yb", "batch_size", "pred", "output", "loss", "loss_grad")
+_TRIED = ("model", "xb", "pred", "output", "loss", "loss_grad")
 
 
 @contextmanager
