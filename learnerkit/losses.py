@@ -144,12 +144,12 @@ class LossWeight:
         self._allow([name for name in found[0] if name in together])
         if len(together) == 1:
             self._votes = 0
+        elif not self._votes and len(together) == len(MEANS):
+            self.unknown = True  # none of these batches has shown anything
 
     def _allow(self, found: list[str]) -> None:
         left = [name for name in found if name in self._means]
-        self._means = set(left)
-        if len(left) < len(MEANS):
-            self._count = MEANS[left[0]]
+        self._means, self._count = set(left), MEANS[left[0]]
 
 
 def possible_means(yb: tuple, pred: Any, loss: Any, xb: tuple = ()) -> list[str]:
@@ -175,7 +175,7 @@ def possible_means(yb: tuple, pred: Any, loss: Any, xb: tuple = ()) -> list[str]
     if not scores:
         return ["samples"] if by_sample or isinstance(pred, Tensor) else []
     value = float(loss.detach())
-    if not math.isfinite(value):  # the mean over no targets, say
+    if not math.isfinite(value):  # the mean over no targets, say; then 'shifted' counts none, too
         return list(MEANS)
     ways = [(1, "shifted"), (0, "targets")][-min(target.ndim, 2) :]
     gaps = [
@@ -247,9 +247,9 @@ def _mean_cross_entropy(scores: Tensor, target: Tensor, shift: int) -> float:
     return float(total / counted.sum())
 
 
-def _count_shifted(target: Tensor) -> Tensor:
-    """How many targets are not negative, of those that predictions shifted by one place have."""
-    return (target[:, 1:] >= 0).sum()
+def _count_shifted(target: Any, *rest: Any) -> Tensor | None:
+    """As `_count_targets`, of those targets that predictions shifted by one place have."""
+    return _count_targets(target[:, 1:] if isinstance(target, Tensor) and target.ndim > 1 else target, *rest)
 
 
 def _count_targets(target: Any, *rest: Any) -> Tensor | None:

@@ -175,6 +175,8 @@ def test_scores_that_do_not_tell_are_followed_by_those_that_do():
     weight = LossWeight(None)
     nothing = torch.full_like(target, -100)
     weight.count((nothing,), 6, scores, own_losses(scores, nothing)["shifted"][0])
+    nothing[:, 0] = 1  # of which a shifted loss makes no use
+    assert weight.count((nothing,), 6, scores, own_losses(scores, nothing)["shifted"][0]) == 0
     one_class, loss = scores[..., :1], torch.tensor(0.0)  # of one class each loss is zero, whichever tokens count
     weight.count((target.clamp(max=0),), 6, one_class, loss)
     loss, count = own_losses(scores, target)["shifted"]
@@ -245,7 +247,7 @@ def test_ranks_that_cannot_tell_vote_again_and_none_decides_by_itself():
     (shifted, count), (_, all_targets) = own_losses(scores, target)["shifted"], own_losses(scores, target)["tokens"]
     weight = LossWeight(None)
     weight.agree([list(MEANS)] * 2)
-    assert weight.count((target,), 6, scores, shifted) == all_targets
+    assert weight.count((target,), 6, scores, shifted) == count
     weight.agree([["shifted", "targets"], ["targets", "shifted"]])
     assert weight.votes
     assert weight.count((target,), 6, scores, own_losses(scores, target)["tokens"][0]) == count
@@ -258,8 +260,10 @@ def test_ranks_that_cannot_tell_vote_again_and_none_decides_by_itself():
     weight = LossWeight(None)
     for _ in range(8):
         assert weight.votes
+        assert not weight.unknown
         weight.agree([list(MEANS)] * 2)
     assert not weight.votes
+    assert weight.unknown
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
