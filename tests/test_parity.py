@@ -105,7 +105,9 @@ def test_a_step_is_the_same_in_one_batch_or_several_and_on_any_number_of_ranks(f
 
 def test_all_losses_are_tried_on_tails_and_padding(found):
     whole = {loss: found[1][0][f"{loss}: whole"] for loss in LOSSES}
-    assert len({str(w["values"]) for w in whole.values()}) == len(LOSSES)
+    rounded = {loss: str([[round(v, 9) for v in row] for row in w["values"]]) for loss, w in whole.items()}
+    assert rounded.pop("own tokens") == rounded["tokens"]
+    assert len(set(rounded.values())) == len(rounded)
     assert all(torch.isfinite(torch.tensor(w["values"])).all() for w in whole.values())
 
 
