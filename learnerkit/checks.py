@@ -288,7 +288,6 @@ def lone_last_batch(learn: "Learner") -> str | None:
 @contextmanager
 def watched_norms(learn: "Learner", note: Callable[[], None]) -> Iterator[None]:
     """Call `note` before a BatchNorm in training mode that gets one value for each sample and channel."""
-
     replicas = len(learn.model.device_ids) if isinstance(learn.model, nn.DataParallel) else 1
 
     def look(norm: nn.Module, args: tuple) -> None:

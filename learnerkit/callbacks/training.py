@@ -20,8 +20,8 @@ class TrainEvalCallback(Callback):
 
     A run that ends well leaves the model in eval mode. Modules that the user has put into eval mode, inside of a model
     in train mode, stay so in training, also in later fits. To freeze modules after a fit, call `model.train()`, and
-    then `eval()` on them; to train all of them again, `model.train()` alone. A model with a `reset`
-    method, by which it forgets its hidden state, is reset as a run begins.
+    then `eval()` on them; to train all of them again, `model.train()` alone. A model with a `reset` method, by which
+    it forgets its hidden state, is reset as a run begins.
     """
 
     order = -10

@@ -305,9 +305,12 @@ class DistributedCallback(Callback):
         steps.wrappers.append(wrapper)
         return wrapper
 
-    def _find_unused(self) -> None:
-        """Wrap anew if the first batch shows that some parameters take no part in the loss of some rank."""
-        names = _unused_parameters(self.learn, self._plain)
+    def _find_unused(self, names: list[str]) -> None:
+        """Wrap anew if the first batch shows that some parameters take no part in the loss of some rank.
+
+        Args:
+            names: of this rank; every rank must reach this.
+        """
         if not world.reduce(len(names)):
             return
         found = dict.fromkeys(name for rank in world.all_gather(names) for name in rank)
@@ -366,10 +369,13 @@ class DistributedCallback(Callback):
             if not steps.takes_nothing:
                 unpacked = learn.dls.unpack(learn.dl.sample, learn.dls.device, learn.loss_func is None)
                 learn.batch, learn.xb, learn.yb, _ = unpacked
-        if learn.loss_weighting.votes and not steps.by_bucket:
-            learn.loss_weighting.agree(world.all_gather(_possible_means(learn, self._plain)))
-        if first and not self.find_unused_parameters and not steps.by_bucket:
-            self._find_unused()
+        votes, searches = learn.loss_weighting.votes, first and not self.find_unused_parameters
+        if (votes or searches) and not steps.by_bucket:  # on all ranks alike
+            unused, means = _tried(learn, self._plain)
+            if votes:
+                learn.loss_weighting.agree(world.all_gather(means))
+            if searches:
+                self._find_unused(unused)
         steps.synchronise()
 
     def after_cancel_backward(self):
@@ -494,36 +500,27 @@ def _runs_on_nothing(learn: "Learner", model: nn.Module) -> bool:
     return True
 
 
-def _possible_means(learn: "Learner", model: nn.Module) -> list[str]:
-    """What the model's own loss may be the mean over, as this rank's batch shows.
+def _tried(learn: "Learner", model: nn.Module) -> tuple[list[str], list[str]]:
+    """What the loss of this rank's batch shows.
 
-    All that is possible where there are no data, or the model fails.
+    Returns:
+        The names of the trainable parameters that the loss does not depend on; and what a loss of the model's own may
+        be the mean over, which is all that is possible where there are no data. Nothing is shown if the model fails.
     """
+    named, means = [(name, p) for name, p in model.named_parameters() if p.requires_grad], list(MEANS)
     with trial(learn, model):
         try:
             learn._forward()  # without data, too: the model may ask other ranks, as SyncBatchNorm does
             if learn.batch_size:
                 learn._loss()
-                return possible_means(learn.yb, learn.pred, learn.loss, learn.xb)
-        except Exception:  # the loop will run into it, too, and say what is wrong
-            pass
-    return list(MEANS)
-
-
-def _unused_parameters(learn: "Learner", model: nn.Module) -> list[str]:
-    """The names of the trainable parameters that this batch's loss does not depend on."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    with trial(learn, model):
-        try:
-            learn._forward()
-            if learn.batch_size:
-                learn._loss()
+                if learn.loss_weighting.votes:
+                    means = possible_means(learn.yb, learn.pred, learn.loss, learn.xb)
             else:
                 learn.loss_grad = nothing_of(learn)
             grads = torch.autograd.grad(learn.loss_grad, [p for _, p in named], allow_unused=True)
         except Exception:  # the loop will run into it, too, and say what is wrong
-            return []
-    return [name for (name, _), grad in zip(named, grads, strict=True) if grad is None]
+            return [], means
+    return [name for (name, _), grad in zip(named, grads, strict=True) if grad is None], means
 
 
 @torch.no_grad()
