@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -18,16 +19,20 @@ DEV = [
     "ipykernel>=6.29",
 ]
 
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', Path(__file__).with_name("learnerkit").joinpath("__init__.py").read_text(), re.M
+)[1]
+
 setup(
     name="learnerkit",
-    version="0.1.0",
+    version=VERSION,
     description="A small training library on PyTorch: a Learner with callbacks, right on any number of processes.",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["learnerkit", "learnerkit.*"]),
-    package_data={"learnerkit": ["assets/*"]},
+    package_data={"learnerkit": ["assets/*", "py.typed"]},
     install_requires=["torch>=2.10", "torchvision", "fastcore>=1.7", "tqdm>=4.66", "cloudpickle>=3"],
     extras_require={"examples": EXAMPLES, "dev": DEV},
 )

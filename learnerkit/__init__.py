@@ -41,9 +41,9 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.callbacks.tracking import SaveModelCallback as SaveModelCallback
     from learnerkit.callbacks.tracking import TerminateOnNaNCallback as TerminateOnNaNCallback
     from learnerkit.callbacks.tracking import TrackerCallback as TrackerCallback
+    from learnerkit.callbacks.tracking import ValidateEvery as ValidateEvery
     from learnerkit.callbacks.training import BnFreeze as BnFreeze
     from learnerkit.callbacks.training import TrainEvalCallback as TrainEvalCallback
-    from learnerkit.callbacks.training import ValidateEvery as ValidateEvery
     from learnerkit.data import DataLoaders as DataLoaders
     from learnerkit.events import CancelBackwardException as CancelBackwardException
     from learnerkit.events import CancelBatchException as CancelBatchException
@@ -87,9 +87,9 @@ _HOMES = {
     ],
     "callbacks.tracking": [
         "EarlyStoppingCallback", "ReduceLROnPlateau", "SaveModelCallback", "TerminateOnNaNCallback",
-        "TrackerCallback",
+        "TrackerCallback", "ValidateEvery",
     ],
-    "callbacks.training": ["BnFreeze", "TrainEvalCallback", "ValidateEvery"],
+    "callbacks.training": ["BnFreeze", "TrainEvalCallback"],
     "data": ["DataLoaders"],
     "events": [
         "CancelBackwardException", "CancelBatchException", "CancelEpochException", "CancelFitException",

@@ -14,7 +14,8 @@ from fastcore.basics import camel2snake
 
 from learnerkit import world
 from learnerkit.events import INNER_EVENTS, LOOP, CancelException, Event
-from learnerkit.utils import add_note_once, did_you_mean
+from learnerkit.text import did_you_mean
+from learnerkit.utils import add_note_once
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

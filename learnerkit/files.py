@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from learnerkit.utils import first_few
+from learnerkit.text import first_few
 
 File = str | Path | BinaryIO
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from learnerkit import checks, files, optim, parallel, world
+from learnerkit import arguments, files, optim, parallel, world
 from learnerkit.callback import Callback, Dispatch, describe_loop, kept_flags
-from learnerkit.callbacks.check import check
 from learnerkit.callbacks.lr_find import SUGGESTIONS, LRFinder
 from learnerkit.callbacks.precision import MixedPrecision
 from learnerkit.callbacks.prediction import Augment, GatherPredictions, averaged
@@ -21,14 +20,9 @@ from learnerkit.callbacks.progress import ProgressCallback, print_above
 from learnerkit.callbacks.recorder import EvaluationCallback, Recorder, TableLogger
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, combine_scheds, combined_cos
 from learnerkit.callbacks.training import StepBudget, TrainEvalCallback
-from learnerkit.data import (
-    DataLoaders,
-    batch_size,
-    entry,
-    in_order,
-    keep_seeds,
-    loader_len,
-)
+from learnerkit.data.batches import batch_size, get_field, loader_len
+from learnerkit.data.loaders import DataLoaders
+from learnerkit.data.order import in_order, keep_seeds
 from learnerkit.events import (
     CancelBackwardException,
     CancelBatchException,
@@ -40,8 +34,12 @@ from learnerkit.events import (
     Event,
 )
 from learnerkit.files import File, Saved, fitted, plain_name, save_whole
+from learnerkit.gradient_mean import nothing_of
 from learnerkit.losses import LossWeight, loss_name
 from learnerkit.metrics import metric_names
+from learnerkit.notebook.kernel import Workers, distrib_ctx, on_workers
+from learnerkit.preflight.ranks import check_distributed
+from learnerkit.preflight.step import check
 from learnerkit.snapshot import double, unchanged
 from learnerkit.utils import (
     add_note_once,
@@ -52,7 +50,6 @@ from learnerkit.utils import (
     unwrap,
     warn,
 )
-from learnerkit.weights import nothing_of
 
 _BATCH_STATE = {
     "dl": None, "batch": None, "batch_size": 0, "batch_index": 0, "xb": (), "yb": (), "pred": None, "output": None,
@@ -128,15 +125,15 @@ class Learner:
         loss_weight: Callable[..., Tensor] | str | None = None,
         default_cbs: bool = True,
     ):
-        checks.check_subclass(type(self), Learner)
-        checks.check_learner(dls, model, loss_func, opt_func)
+        arguments.check_subclass(type(self), Learner)
+        arguments.check_learner(dls, model, loss_func, opt_func)
         self.dls, self.model, self.loss_func = dls, model, loss_func
         self.opt_func, self.splitter = opt_func, splitter
         self.lr = optim.listed(optim.bound_rate(opt_func) if lr is None else lr)
         self.metrics = metrics if isinstance(metrics, Mapping) else listify(metrics)
         self.path, self.model_dir = Path(path), Path(model_dir)
         self.wd, self.wd_bn_bias, self.train_bn = wd, wd_bn_bias, train_bn
-        self.moms = checks.three("moms", moms)
+        self.moms = arguments.three("moms", moms)
         self.loss_weight = loss_weight
         self._weigh_losses()  # refuses what it cannot take, here rather than in fit
         self.opt: Optimizer | dict[str, Optimizer] | None = None
@@ -148,7 +145,7 @@ class Learner:
         self._dispatch: Dispatch | None = None
         self.together: parallel.Agreement | None = None
         self.around: parallel.Agreement | None = None
-        self.workers: parallel.Workers | None = None
+        self.workers: Workers | None = None
         self.task: str | None = None
         self.training = False
         self._in_fit = False  # evaluation in a fit leaves its random streams alone
@@ -205,12 +202,12 @@ class Learner:
     def _all_batches(self) -> None:
         self.n_iter, self.iter = loader_len(self.dl), -1
         together = self.together
-        with checks.last_batch_checked(self):
+        with arguments.last_batch_checked(self):
             for self.iter, self.batch in enumerate(self.dl):
                 self._one_batch() if together is None else together.turn(self._one_batch)
         if together is not None:
             together.close()
-        checks.check_read(self)
+        arguments.check_read(self)
 
     def _one_batch(self) -> None:
         unpacked = self.dls.unpack(self.batch, self._device, self.loss_func is None)
@@ -233,11 +230,11 @@ class Learner:
             self._events("step", self._step, CancelStepException)
             self._zero_grad()
         elif self.loss is None and self.task != "predict":
-            raise checks.no_loss(self)
+            raise arguments.no_loss(self)
 
     def _weighted_backward(self) -> None:
         if self.loss_grad is None:
-            raise checks.no_loss(self)
+            raise arguments.no_loss(self)
         if self.weights is None:
             self._backward()
         else:
@@ -274,21 +271,21 @@ class Learner:
                 self.loss = self.loss_grad.detach()
             else:
                 if not self.iter:
-                    checks.check_shapes(self)
+                    arguments.check_shapes(self)
                 self._loss()
         except Exception as e:
             add_note_once(e, f"the loss got predictions: {describe(self.pred)}; targets: {describe(self.yb)}")
             raise
         if self.loss_grad is not None:
             if not isinstance(self.loss_grad, Tensor) or self.loss_grad.ndim:
-                raise checks.no_scalar(self)
+                raise arguments.no_scalar(self)
             table = self._dispatch.table
             if (table["after_loss"] or table["before_backward"]) and isinstance(self.loss, Tensor):
                 self.loss = self.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
             weighting = self.loss_weighting
             self.loss_count = weighting.count(self.yb, self.batch_size, self.pred, self.loss, self.xb)
             if weighting.unknown:
-                checks.warn_of_unknown_count(self)
+                arguments.warn_of_unknown_count(self)
 
     # Seams: what a subclass may override, called inside the events above.
 
@@ -296,11 +293,11 @@ class Learner:
         "Set `output` and `pred` from the model."
         keywords = type(self.batch) not in (tuple, list) and isinstance(self.batch, Mapping)
         output = self.model(**self.xb[0]) if keywords else self.model(*self.xb)
-        self.output, self.pred = output, output if isinstance(output, Tensor) else entry(output, "logits", output)
+        self.output, self.pred = output, output if isinstance(output, Tensor) else get_field(output, "logits", output)
 
     def _loss(self) -> None:
         "Set `loss_grad`, which is differentiated, and `loss`, which is recorded."
-        loss = self.loss_func(self.pred, *self.yb) if self.loss_func is not None else entry(self.output, "loss")
+        loss = self.loss_func(self.pred, *self.yb) if self.loss_func is not None else get_field(self.output, "loss")
         self.loss_grad, self.loss = loss, loss.detach() if isinstance(loss, Tensor) else loss
 
     def _backward(self) -> None:
@@ -323,7 +320,7 @@ class Learner:
 
     # Runs
 
-    @parallel.on_workers
+    @on_workers
     def fit(
         self,
         n_epoch: int | None = None,
@@ -353,7 +350,7 @@ class Learner:
         Raises:
             ValueError: data, loss, metrics or arguments that cannot work, before anything is changed where possible.
         """
-        checks.check_fit(self, n_epoch, start_epoch, n_steps)
+        arguments.check_fit(self, n_epoch, start_epoch, n_steps)
         parallel.warn_outside_context(self)
         with self._running("fit", [*_budget(n_steps), *listify(cbs)]):
             self._prepare_opt(lr, wd, reset_opt)
@@ -396,9 +393,9 @@ class Learner:
         self, div: float = 25.0, div_final: float = 1e5, pct_start: float = 0.25, moms: tuple | None = None
     ) -> tuple[Callable[[float], Schedule], Schedule]:
         "The schedule of a rate by its peak, and that of the momentum."
-        checks.check_positive("div", div)
-        checks.check_positive("div_final", div_final)
-        momentum = combined_cos(pct_start, *checks.three("moms", self.moms if moms is None else moms))
+        arguments.check_positive("div", div)
+        arguments.check_positive("div_final", div_final)
+        momentum = combined_cos(pct_start, *arguments.three("moms", self.moms if moms is None else moms))
         return lambda peak: combined_cos(pct_start, peak / div, peak, peak / div_final), momentum
 
     def fit_flat_cos(
@@ -457,7 +454,7 @@ class Learner:
             ValueError: the training loader has no length; cycles that are no whole numbers of 1 or more.
         """
         for name, value in (("n_cycles", n_cycles), ("cycle_len", cycle_len), ("cycle_mult", cycle_mult)):
-            checks.check_count(name, value)
+            arguments.check_count(name, value)
         lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
         shares = [length / sum(lengths) for length in lengths]
 
@@ -467,7 +464,7 @@ class Learner:
         run = {"wd": wd, "cbs": cbs, "reset_opt": reset_opt, "start_epoch": start_epoch}
         self._fit_scheduled(restarts, sum(lengths), lr_max, **run)
 
-    @parallel.on_workers
+    @on_workers
     def _fit_scheduled(
         self,
         schedule: Callable[[float], Schedule],
@@ -481,7 +478,7 @@ class Learner:
         **kwargs: Any,
     ) -> None:
         "`fit` with a schedule for each group's rate, and one of the momentum for optimizers that have it."
-        checks.check_fit(self, n_epoch, start_epoch, n_steps)
+        arguments.check_fit(self, n_epoch, start_epoch, n_steps)
         lr = optim.listed(lr)
         self._make_opt(reset_opt)
         peaks = optim.group_rates(self.opt, lr, self.lr)
@@ -518,23 +515,23 @@ class Learner:
         Raises:
             TypeError, ValueError: arguments that `fit_one_cycle` does not take; nothing is frozen then.
         """
-        checks.check_positive("lr_mult", lr_mult)
+        arguments.check_positive("lr_mult", lr_mult)
         kwargs["cbs"] = listify(kwargs.get("cbs"))  # for both parts
         high = base_lr / 2
         head = dict(n_epoch=freeze_epochs, lr_max=slice(base_lr), pct_start=0.99, **kwargs)
         whole = dict(n_epoch=epochs, lr_max=slice(high / lr_mult, high), pct_start=pct_start, div=div, **kwargs)
         for part in (head, whole):
             signature(self.fit_one_cycle).bind(**part)
-            checks.check_fit(self, part["n_epoch"], part.get("start_epoch", 0), part.get("n_steps"))
+            arguments.check_fit(self, part["n_epoch"], part.get("start_epoch", 0), part.get("n_steps"))
             optim.rates(part["lr_max"], 2)
             self._one_cycle(**{name: part[name] for name in ("div", "div_final", "pct_start", "moms") if name in part})
-        checks.check_length(self.dls.train, "fine_tune")
+        arguments.check_length(self.dls.train, "fine_tune")
         self.freeze()
         self.fit_one_cycle(**head)
         self.unfreeze()
         self.fit_one_cycle(**whole)
 
-    @parallel.on_workers
+    @on_workers
     def lr_find(
         self,
         start_lr: float = 1e-7,
@@ -581,7 +578,7 @@ class Learner:
 
             with double(self, _BATCH_STATE, without=sits_out) as twin, torch.enable_grad():  # it may be in validation
                 return twin.lr_find(start_lr, end_lr, num_it, stop_div, show_plot, suggest_funcs)
-        checks.check_fit(self, n_epoch=None, n_steps=num_it, who="lr_find")
+        arguments.check_fit(self, n_epoch=None, n_steps=num_it, who="lr_find")
         parallel.warn_outside_context(self)
         with self._running("lr_find", finder), unchanged(self):
             self._prepare_opt()
@@ -589,7 +586,7 @@ class Learner:
             self._level("fit", self._fit, CancelFitException)
         return finder.suggest(show_plot)
 
-    @parallel.on_workers
+    @on_workers
     def validate(self, ds_idx: int = 1, dl: Iterable | None = None, cbs: Callbacks = None) -> list[float]:
         """The loss and each metric on a loader: `[valid_loss, *metrics]`.
 
@@ -606,7 +603,7 @@ class Learner:
             self._evaluate(self.dls[ds_idx] if dl is None else dl, nested)
         return meter.values
 
-    @parallel.on_workers
+    @on_workers
     def get_preds(
         self,
         ds_idx: int = 1,
@@ -646,7 +643,7 @@ class Learner:
             self._evaluate(dl, nested)
         return gather.items
 
-    @parallel.on_workers
+    @on_workers
     def tta(
         self,
         ds_idx: int = 1,
@@ -675,7 +672,7 @@ class Learner:
         Raises:
             ValueError: nothing that augments, no augmented reading, or predictions that are no tensors.
         """
-        checks.check_count("n", n, "a number of augmented readings")
+        arguments.check_count("n", n, "a number of augmented readings")
         if (dl is None) == (batch_tfms is None):
             raise ValueError(
                 f"got dl={dl!r} and batch_tfms={batch_tfms!r}; tta takes one of them, a loader that augments or an "
@@ -694,7 +691,7 @@ class Learner:
 
     def _evaluate(self, dl: Iterable, nested: bool) -> None:
         "Read a loader without training; inside another run without the events of its outer levels."
-        checks.check_not_empty(dl, "the loader")
+        arguments.check_not_empty(dl, "the loader")
 
         def read() -> None:
             self._read(dl, training=False)
@@ -723,7 +720,7 @@ class Learner:
             try:
                 yield nested
             except Exception as e:
-                checks.explain(self, e)
+                arguments.explain(self, e)
                 raise
             finally:
                 for name, value in outer.items():
@@ -769,7 +766,7 @@ class Learner:
     def _prepare_opt(self, lr: Any = None, wd: float | None = None, reset: bool = False) -> None:
         "An optimizer with these hyper-parameters, or the Learner's own."
         self._make_opt(reset)
-        checks.check_closure(self.opts, own_step=type(self)._step is not Learner._step)
+        arguments.check_closure(self.opts, own_step=type(self)._step is not Learner._step)
         wd = self.wd if wd is None else wd
         for opt, rates in zip(self.opts, optim.group_rates(self.opt, lr, self.lr), strict=True):
             optim.set_hyper(opt, "lr", rates)
@@ -861,7 +858,7 @@ class Learner:
                 learner.
         """
         cb = cb() if isinstance(cb, type) and issubclass(cb, Callback) else cb
-        checks.check_callback(self, cb)
+        arguments.check_callback(self, cb)
         cb.learn = self
         self.cbs.append(cb)
         setattr(self, cb.name, cb)
@@ -904,7 +901,7 @@ class Learner:
         "Callbacks shared with other learners belong to this one for the length of its run."
         for cb in self.cbs:
             if cb.learn is not self:
-                checks.check_free(self, cb)
+                arguments.check_free(self, cb)
                 cb.learn = self
 
     def _callbacks_changed(self) -> None:
@@ -967,7 +964,7 @@ class Learner:
         if self.task == "fit" and hasattr(self, "recorder"):
             self.recorder.log_metric(name, value)
 
-    @parallel.on_workers
+    @on_workers
     def check(self) -> bool:
         """Take one training step and one of validation, and print what is right and what is wrong with them.
 
@@ -1110,16 +1107,16 @@ class Learner:
         Raises:
             ValueError: `nproc` in a script, whose processes are started by `python -m learnerkit.launch`.
         """
-        return parallel.distrib_ctx(self, nproc, **kwargs)
+        return distrib_ctx(self, nproc, **kwargs)
 
     def check_distributed(self, n: int = 2, **kwargs: Any) -> bool:
         """Prove, on CPU processes, that this learner trains on `n` ranks as on one, and print a verdict.
 
         Args:
             n: how many processes.
-            kwargs: those of `parallel.check_distributed`, and of `DistributedCallback`.
+            kwargs: those of `learnerkit.preflight.ranks.check_distributed`, and of `DistributedCallback`.
 
         Returns:
             Whether everything compared was equal.
         """
-        return parallel.check_distributed(self, n, **kwargs)
+        return check_distributed(self, n, **kwargs)

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learnerkit.data import tensors_in
+from learnerkit.data.batches import tensors_in
 
 IGNORED = -100
 """The class of targets that torch's cross-entropy leaves out by default."""
 
 
-def option(loss_func: Any, name: str, default: Any = None) -> Any:
+def loss_option(loss_func: Any, name: str, default: Any = None) -> Any:
     """An option of a loss: an attribute of a module, or a keyword of a partial."""
     if isinstance(loss_func, partial):
-        return loss_func.keywords.get(name, option(loss_func.func, name, default))
+        return loss_func.keywords.get(name, loss_option(loss_func.func, name, default))
     return getattr(loss_func, name, default)
 
 
-def kernel(loss_func: Any) -> Any:
+def unwrap_partial(loss_func: Any) -> Any:
     """The function inside partials."""
     while isinstance(loss_func, partial):
         loss_func = loss_func.func
@@ -35,13 +35,13 @@ def kernel(loss_func: Any) -> Any:
 
 def is_one_of(loss_func: Any, losses: tuple) -> bool:
     """Whether a loss is one of these classes of modules, or functions."""
-    found = kernel(loss_func)
+    found = unwrap_partial(loss_func)
     return isinstance(found, tuple(x for x in losses if isinstance(x, type))) or any(found is x for x in losses)
 
 
 def loss_name(loss_func: Any) -> str:
     """What a loss is called."""
-    return name_of(kernel(loss_func))
+    return name_of(unwrap_partial(loss_func))
 
 
 def name_of(x: Any) -> str:
@@ -81,14 +81,14 @@ class LossWeight:
                 f"got loss_weight={loss_weight!r}; it takes None, 'sum', or a function of the targets that returns the "
                 "number of items the loss averages over"
             )
-        if loss_weight is None and option(loss_func, "reduction") == "none":
+        if loss_weight is None and loss_option(loss_func, "reduction") == "none":
             raise ValueError(f"{loss_func} has reduction='none', so the loss is no scalar; use 'mean' or 'sum'")
-        self.sums = loss_weight == "sum" or (loss_weight is None and option(loss_func, "reduction") == "sum")
+        self.sums = loss_weight == "sum" or (loss_weight is None and loss_option(loss_func, "reduction") == "sum")
         self._given = callable(loss_weight)
         self._count = loss_weight if self._given else None
         if self._count is None and not self.sums and is_cross_entropy(loss_func):
-            ignored = option(loss_func, "ignore_index", IGNORED)
-            self._count = partial(_count_classes, option(loss_func, "weight"), ignored)
+            ignored = loss_option(loss_func, "ignore_index", IGNORED)
+            self._count = partial(_count_classes, loss_option(loss_func, "weight"), ignored)
         self.unknown = self.found_alone = False
         self._looks = self._votes = 0
         if loss_func is None and loss_weight is None:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from learnerkit import world
-from learnerkit.data import concat, gather_batches, map_batch
-from learnerkit.losses import class_axes, kernel
-from learnerkit.scalars import HostScalars
+from learnerkit.data.batches import concat, gather_batches, map_batch
+from learnerkit.host_scalars import HostScalars
+from learnerkit.losses import class_axes, unwrap_partial
 from learnerkit.utils import describe, listify
 
 # Functions: f(pred, *targets) -> 0-dim tensor, a mean over samples
@@ -254,7 +254,7 @@ def metric_names(metrics: Any) -> list[str]:
 
 def metric_name(metric: Any) -> str:
     """The column of a metric: its `name`, or the name of its function or class."""
-    found = kernel(metric)
+    found = unwrap_partial(metric)
     return getattr(found, "name", None) or getattr(found, "__name__", type(found).__name__.lower())
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Optimizer
 
-from learnerkit.utils import did_you_mean, library_of
+from learnerkit.text import did_you_mean
+from learnerkit.utils import library_of
 
 GROUP = "splitter_group"
 COUNT = "splitter_groups"

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from learnerkit import world
 from learnerkit.callback import Callback
-from learnerkit.data import keep_seeds, samplers_of, with_batches
+from learnerkit.data.order import keep_seeds, samplers_of, with_batches
 from learnerkit.utils import training_modes, unwrap
 
 if TYPE_CHECKING:

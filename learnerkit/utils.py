@@ -1,12 +1,10 @@
 """Small pure helpers that know nothing of the rest of the library."""
 
-import difflib
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unicodedata import combining, east_asian_width
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
@@ -21,18 +19,6 @@ def listify(x: Any) -> list:
         return []
     is_item = isinstance(x, str | bytes | Mapping | Tensor) or callable(x) or not isinstance(x, Iterable)
     return [x] if is_item else list(x)
-
-
-def did_you_mean(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
-    """`; did you mean 'x'?` for the nearest allowed name, or nothing."""
-    near = difflib.get_close_matches(name, list(map(str, allowed)), n=1, cutoff=cutoff)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def first_few(names: Iterable[Any], joint: str = ", ", n: int = 5) -> str:
-    """The first few of some names, and how many more there are."""
-    names = list(map(str, names))
-    return joint.join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
 
 
 def add_note_once(error: BaseException, note: str) -> None:
@@ -82,20 +68,6 @@ def library_of(x: Any) -> str:
     modules = [kind.__module__ for kind in getattr(known, "__mro__", [known])]
     found = [module.partition(".")[0] for module in modules if module]
     return next((name for name in found if name in _OTHERS), "")
-
-
-def format_time(seconds: float) -> str:
-    """Seconds as `mm:ss`; below a minute with tenths, `00:ss.t`; from one hour on `h:mm:ss`."""
-    tenths = round(seconds * 10)
-    if tenths < 600:
-        return f"00:{tenths // 10:02d}.{tenths % 10}"
-    hours, rest = divmod(tenths // 10, 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60:02d}:{rest % 60:02d}"
-
-
-def columns(text: str) -> int:
-    """How many columns of a terminal a text takes: wide characters (Chinese, Japanese, Korean) take two."""
-    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from learnerkit import world
-from learnerkit.data import DataLoaders
+from learnerkit.data.loaders import DataLoaders
 from learnerkit.learner import Learner
-from learnerkit.utils import describe, did_you_mean, listify, training_modes, unwrap
+from learnerkit.text import did_you_mean
+from learnerkit.utils import describe, listify, training_modes, unwrap
 
 IMAGENET_STATS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation of each channel over ImageNet, for images from 0 to 1."""

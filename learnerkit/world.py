@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learnerkit.ping import NotAStore, store_answers
+from learnerkit.launch.ping import NotAStore, store_answers
 from learnerkit.utils import warn
 
 T = TypeVar("T")

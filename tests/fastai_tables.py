@@ -1,4 +1,4 @@
-"""Writes `tests/data/fastai.json`: numbers computed by fastai 2.8.12 itself, for tests that compare with it.
+"""Writes `tests/fastai_tables.json`: numbers computed by fastai 2.8.12 itself, for tests that compare with it.
 
 No test runs this script; fastai is not installed where they run. To make the file again, install fastai beside the
 torch of an environment that has learnerkit's `[dev]` extra (here `$DEV/bin/python`), as it would bring its own:
@@ -9,7 +9,7 @@ torch of an environment that has learnerkit's `[dev]` extra (here `$DEV/bin/pyth
     fa/bin/pip install --no-deps fastai==2.8.12 fastprogress fasttransform fastdownload python-fasthtml plum-dispatch \\
         beartype rich starlette anyio itsdangerous python-multipart pandas scipy scikit-learn joblib narwhals \\
         threadpoolctl requests urllib3 idna certifi pyyaml
-    fa/bin/python tests/fastai_tables.py > tests/data/fastai.json
+    fa/bin/python tests/fastai_tables.py > tests/fastai_tables.json
 
 The keys of the file:
 

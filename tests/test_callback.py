@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import EPOCH, FIT, TRAIN_BATCH, make_dls, make_learner, notes, raising, spy, weights, words
 from fastcore.foundation import L
+from helpers import EPOCH, FIT, TRAIN_BATCH, make_dls, make_learner, notes, raising, spy, weights, words
 from torch import nn
 
 from learnerkit import (

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from conftest import EVALUATION, FIT, TRAIN, VALIDATE, make_dls, make_learner, spy, words
+from helpers import EVALUATION, FIT, TRAIN, VALIDATE, make_dls, make_learner, spy, words
 
 from learnerkit import Callback, events
 from learnerkit.events import INNER_EVENTS, LOOP, CancelException, Event

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
+from fastcore.foundation import L
+from helpers import (
     EPOCH,
     FIT,
     TRAIN_BATCH,
@@ -24,7 +25,6 @@ from conftest import (
     weights,
     words,
 )
-from fastcore.foundation import L
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW

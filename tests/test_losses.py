@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from learnerkit.losses import MEANS, LossWeight, is_cross_entropy, kernel, option, possible_means
+from learnerkit.losses import MEANS, LossWeight, is_cross_entropy, loss_option, possible_means, unwrap_partial
 
 
 def split_and_join(loss_func, pred, target, sizes, loss_weight=None):
@@ -42,9 +42,9 @@ CROSS_ENTROPIES = [
 @pytest.mark.parametrize("sizes", [(4, 4, 3), (1, 10), (2, 2, 2, 2, 2, 1)])
 def test_cross_entropy_of_parts_joins_to_that_of_the_whole(loss_func, shape, sizes):
     pred, target = torch.randn(11, 3, *shape, dtype=torch.float64), torch.randint(3, (11, *shape))
-    ignored = option(loss_func, "ignore_index", -100)
+    ignored = loss_option(loss_func, "ignore_index", -100)
     target.view(-1)[::3] = ignored
-    if option(loss_func, "weight") is not None:
+    if loss_option(loss_func, "weight") is not None:
         loss_func = _double(loss_func)
     expected = float(loss_func(pred, target))
     assert split_and_join(loss_func, pred, target, sizes) == pytest.approx(expected, rel=1e-9)
@@ -120,18 +120,18 @@ def test_a_loss_without_reduction_is_refused(loss_func):
 
 
 def test_options_are_found_on_modules_and_through_partials():
-    assert option(nn.CrossEntropyLoss(ignore_index=3), "ignore_index") == 3
-    assert option(partial(F.cross_entropy, ignore_index=3), "ignore_index") == 3
-    assert option(partial(partial(F.cross_entropy, ignore_index=3), weight=None), "ignore_index") == 3
-    assert option(partial(nn.CrossEntropyLoss(ignore_index=3)), "ignore_index") == 3
-    assert option(F.mse_loss, "ignore_index", 7) == 7
-    assert option(None, "reduction") is None
+    assert loss_option(nn.CrossEntropyLoss(ignore_index=3), "ignore_index") == 3
+    assert loss_option(partial(F.cross_entropy, ignore_index=3), "ignore_index") == 3
+    assert loss_option(partial(partial(F.cross_entropy, ignore_index=3), weight=None), "ignore_index") == 3
+    assert loss_option(partial(nn.CrossEntropyLoss(ignore_index=3)), "ignore_index") == 3
+    assert loss_option(F.mse_loss, "ignore_index", 7) == 7
+    assert loss_option(None, "reduction") is None
 
 
 def test_what_is_a_cross_entropy():
     assert all(map(is_cross_entropy, (*CROSS_ENTROPIES, nn.NLLLoss(), F.nll_loss, partial(nn.NLLLoss()))))
     assert not any(map(is_cross_entropy, (nn.MSELoss(), F.mse_loss, nn.BCELoss(), None, print)))
-    assert kernel(partial(partial(F.mse_loss, a=1), b=2)) is F.mse_loss
+    assert unwrap_partial(partial(partial(F.mse_loss, a=1), b=2)) is F.mse_loss
 
 
 # Losses that a model makes itself

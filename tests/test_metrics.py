@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import make_classes, make_dls, make_learner, make_model
+from helpers import make_classes, make_dls, make_learner, make_model
 from torch.nn import functional as F
 
 from learnerkit import AccumMetric, Metric, accuracy, error_rate, mae, mse, perplexity, rmse, top_k_accuracy

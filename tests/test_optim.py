@@ -6,8 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import make_data, make_dls, make_learner, make_model, same_weights, weights
 from fastcore.foundation import L
+from helpers import make_data, make_dls, make_learner, make_model, same_weights, weights
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Rprop

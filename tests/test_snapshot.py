@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import make_classes, make_learner, same_weights, weights
+from helpers import make_classes, make_learner, same_weights, weights
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, Dataset, Sampler

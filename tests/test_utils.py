@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_model
 from fastcore.foundation import L
+from helpers import make_model
 from torch import nn
 
 from learnerkit import utils
+from learnerkit.text import columns, did_you_mean, first_few, format_time
 
 
 @pytest.mark.parametrize(
@@ -51,9 +52,9 @@ def test_listify_copies():
 
 
 def test_did_you_mean():
-    assert utils.did_you_mean("after_bach", ["before_fit", "after_batch"]) == "; did you mean 'after_batch'?"
-    assert utils.did_you_mean("zzz", ["before_fit"]) == ""
-    assert utils.did_you_mean("x", []) == ""
+    assert did_you_mean("after_bach", ["before_fit", "after_batch"]) == "; did you mean 'after_batch'?"
+    assert did_you_mean("zzz", ["before_fit"]) == ""
+    assert did_you_mean("x", []) == ""
 
 
 def test_a_note_of_a_kind_is_added_once():
@@ -96,7 +97,7 @@ def test_describe(x, expected):
     ],
 )
 def test_format_time(seconds, expected):
-    assert utils.format_time(seconds) == expected
+    assert format_time(seconds) == expected
 
 
 @pytest.mark.parametrize(
@@ -104,13 +105,13 @@ def test_format_time(seconds, expected):
     [("", 0), ("abc", 3), ("naïve", 5), ("nai\u0308ve", 5), ("准确率", 6), ("정확도", 6), ("ｆｕ", 4)],
 )
 def test_columns(text, width):
-    assert utils.columns(text) == width
+    assert columns(text) == width
 
 
 def test_the_first_few():
-    assert utils.first_few(["a"]) == "a"
-    assert utils.first_few(range(5)) == "0, 1, 2, 3, 4"
-    assert utils.first_few(range(7), "; ", n=2) == "0; 1 and 5 more"
+    assert first_few(["a"]) == "a"
+    assert first_few(range(5)) == "0, 1, 2, 3, 4"
+    assert first_few(range(7), "; ", n=2) == "0; 1 and 5 more"
 
 
 def test_parameters_are_counted_for_a_person():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Wrapped, same_weights, weights
+from helpers import Wrapped, same_weights, weights
 from launching import run_script
 from torch import nn
 from torch.nn import functional as F

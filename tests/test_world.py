@@ -14,7 +14,7 @@ from launching import run_script
 from servers import FOREIGN, serving
 
 from learnerkit import on_rank0, rank0_first, set_seed, world
-from learnerkit.environment import LOOPBACK
+from learnerkit.launch.environment import LOOPBACK
 
 
 def test_facts_come_from_the_environment_when_asked(monkeypatch):

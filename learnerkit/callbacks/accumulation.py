@@ -1,9 +1,9 @@
 """Optimizer steps of several batches."""
 
-from learnerkit import checks
+from learnerkit import arguments
 from learnerkit.callback import Callback
 from learnerkit.events import CancelBatchException, CancelStepException
-from learnerkit.weights import StepWeights
+from learnerkit.gradient_mean import GradientMean
 
 
 class GradientAccumulation(Callback):
@@ -31,14 +31,14 @@ class GradientAccumulation(Callback):
             raise TypeError(f"got n_batches={n_batches} and n_samples={n_samples}; give one of them")
         for name, value in (("n_batches", n_batches), ("n_samples", n_samples)):
             if value is not None:
-                checks.check_count(name, value)
+                arguments.check_count(name, value)
         self.n_batches, self.n_samples = n_batches, n_samples
-        self._weights: StepWeights | None = None
+        self._weights: GradientMean | None = None
 
     def before_train(self):
         learn = self.learn
         if not learn.sharded:  # with several ranks DDP's weights count those of a group as well
-            self._weights = learn.weights = StepWeights(learn)
+            self._weights = learn.weights = GradientMean(learn)
         self._batches = self._samples = self._steps = 0
         learn.step_batches = self.n_batches or 1
         self._placed = False

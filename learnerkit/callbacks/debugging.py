@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from learnerkit import checks, world
+from learnerkit import arguments, world
 from learnerkit.callback import Callback
-from learnerkit.data import loader_len, map_batch, to_device
+from learnerkit.data.batches import loader_len, map_batch, to_device
 
 # Loaders in the place of others
 
@@ -119,7 +119,7 @@ class ShortEpochCallback(_OtherLoader):
         if pct is not None and not 0 < pct <= 1:
             raise ValueError(f"got pct={pct}; it is a share of the batches, above 0 and at most 1")
         if n is not None:
-            checks.check_count("n", n, "a number of batches")
+            arguments.check_count("n", n, "a number of batches")
         self.pct, self.n, self.short_valid = pct, n, short_valid
 
     def before_train(self):
@@ -163,7 +163,7 @@ class OverfitBatch(_OtherLoader):
 
     def __init__(self, n: int = 1):
         super().__init__()
-        checks.check_count("n", n, "a number of batches")
+        arguments.check_count("n", n, "a number of batches")
         self.n = n
         self._kept: list[tuple[Any, dict]] = []
 

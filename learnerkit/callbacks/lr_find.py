@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnerkit import checks, optim, world
+from learnerkit import arguments, optim, world
 from learnerkit.callbacks.recorder import Smoother, pyplot
 from learnerkit.callbacks.schedule import SchedExp
 from learnerkit.callbacks.training import StepBudget
 from learnerkit.events import CancelEpochException, CancelFitException
-from learnerkit.losses import kernel
+from learnerkit.losses import unwrap_partial
 
 DIVERGED = 4.0
 """How many times its lowest value the smoothed loss may reach."""
@@ -38,12 +38,12 @@ class LRFinder(StepBudget):
     """
 
     def __init__(self, start_lr: float, end_lr: float, num_it: int, stop_div: bool, suggest_funcs: Sequence[Callable]):
-        checks.check_count("num_it", num_it, "a number of steps to suggest a rate by", least=2 * _LAST)
+        arguments.check_count("num_it", num_it, "a number of steps to suggest a rate by", least=2 * _LAST)
         super().__init__(num_it)
         if not 0 < start_lr < end_lr:
             raise ValueError(f"got start_lr={start_lr} and end_lr={end_lr}; the rate grows from one above 0")
         self.stop_div, self.suggest_funcs = stop_div, suggest_funcs
-        names = [getattr(kernel(function), "__name__", type(function).__name__) for function in suggest_funcs]
+        names = [getattr(unwrap_partial(function), "__name__", type(function).__name__) for function in suggest_funcs]
         try:
             self._result = namedtuple("SuggestedLRs", names)
         except ValueError as e:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from learnerkit import checks, optim, world
+from learnerkit import arguments, optim, world
 from learnerkit.callback import Callback
-from learnerkit.data import in_float32, map_batch
+from learnerkit.data.batches import in_float32, map_batch
 from learnerkit.events import CancelStepException
-from learnerkit.utils import did_you_mean, unwrap
+from learnerkit.text import did_you_mean
+from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -186,8 +187,8 @@ class GradientClip(Callback):
 
     def __init__(self, max_norm: float = 1.0, norm_type: float = 2.0, log: bool = False):
         super().__init__()
-        checks.check_positive("max_norm", max_norm)
-        checks.check_positive("norm_type", norm_type)
+        arguments.check_positive("max_norm", max_norm)
+        arguments.check_positive("norm_type", norm_type)
         self.max_norm, self.norm_type = max_norm, norm_type
         self.logs = ("grad_norm",) if log else ()
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from learnerkit.callback import Callback
-from learnerkit.data import concat, gather_batches, map_batch
-from learnerkit.losses import is_cross_entropy, kernel, option
+from learnerkit.data.batches import concat, gather_batches, map_batch
+from learnerkit.losses import is_cross_entropy, loss_option, unwrap_partial
 from learnerkit.utils import describe
 
 
@@ -139,10 +139,10 @@ def per_sample(loss_func: Any) -> Callable[..., Tensor]:
     Raises:
         ValueError: it takes no `reduction`.
     """
-    if hasattr(kernel(loss_func), "reduction"):
+    if hasattr(unwrap_partial(loss_func), "reduction"):
 
         def losses(*args: Any) -> Tensor:
-            module = kernel(loss_func)
+            module = unwrap_partial(loss_func)
             with ExitStack() as stack:
                 stack.callback(setattr, module, "reduction", module.reduction)
                 module.reduction = "none"
@@ -150,7 +150,7 @@ def per_sample(loss_func: Any) -> Callable[..., Tensor]:
 
         return losses
     try:
-        takes = "reduction" in signature(kernel(loss_func)).parameters
+        takes = "reduction" in signature(unwrap_partial(loss_func)).parameters
     except (TypeError, ValueError):
         takes = False
     if not takes:
@@ -167,7 +167,7 @@ def decoder(loss_func: Any) -> Callable[[Tensor], Tensor]:
     Raises:
         ValueError: it is not a cross-entropy, and has neither `decode` nor fastai's `decodes`.
     """
-    own = option(loss_func, "decode", option(loss_func, "decodes"))
+    own = loss_option(loss_func, "decode", loss_option(loss_func, "decodes"))
     if callable(own):
         return own
     if is_cross_entropy(loss_func):

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import TableLogger, format_row, format_value
-from learnerkit.data import loader_len
+from learnerkit.data.batches import loader_len
 from learnerkit.utils import front_end
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from learnerkit import world
 from learnerkit.callback import Callback
-from learnerkit.environment import one_line
+from learnerkit.host_scalars import HostScalars
 from learnerkit.metrics import Meter, make_meters, weighted_mean
-from learnerkit.scalars import HostScalars
-from learnerkit.utils import add_note_once, columns, describe, did_you_mean, format_time, listify
+from learnerkit.text import columns, did_you_mean, format_time, one_line
+from learnerkit.utils import add_note_once, describe, listify
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

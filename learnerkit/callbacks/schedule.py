@@ -15,11 +15,12 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchPlateau
 
-from learnerkit import checks, optim
+from learnerkit import arguments, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.snapshot import groups_put_back
-from learnerkit.utils import did_you_mean, listify
+from learnerkit.text import did_you_mean
+from learnerkit.utils import listify
 
 Schedule = Callable[[float], float]
 """A value as a function of the share of training done, from 0 to 1."""
@@ -200,7 +201,7 @@ class ParamScheduler(Callback):
     def before_fit(self):
         learn = self.learn
         if learn.n_steps is None:
-            checks.check_length(learn.dls.train, "a schedule")
+            arguments.check_length(learn.dls.train, "a schedule")
         by_name = {name: optim.for_each(learn.opt, sched) for name, sched in self.scheds.items()}
         self._by_opt = [
             {name: scheds[i] for name, scheds in by_name.items() if scheds[i] is not None}

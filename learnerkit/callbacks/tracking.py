@@ -12,17 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnerkit import checks, world
+from learnerkit import arguments, world
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.callbacks.schedule import check_nobody_schedules
-from learnerkit.events import CancelFitException
+from learnerkit.callbacks.training import StepBudget, StepCounter
+from learnerkit.events import CancelException, CancelFitException
 from learnerkit.files import plain_name
-from learnerkit.scalars import HostScalars
+from learnerkit.host_scalars import HostScalars
 from learnerkit.utils import warn
-
-# By the table's rows
-
 
 _LESS_IS_BETTER = re.compile(
     r"loss|error|perplexity|(?<![a-z0-9])(mse|rmse|mae|mape|nll|ppl|wer|cer)(?![a-z0-9])", re.IGNORECASE
@@ -235,7 +233,7 @@ class _PatientCallback(TrackerCallback):
         reset_on_fit: bool = True,
     ):
         super().__init__(monitor, comp, min_delta, reset_on_fit)
-        checks.check_count("patience", patience, "a number of rows without a new best")
+        arguments.check_count("patience", patience, "a number of rows without a new best")
         self.patience, self.wait = patience, 0
 
     def before_fit(self):
@@ -405,3 +403,47 @@ class TerminateOnNaNCallback(Callback):
 def _is_on_host(x: float | Tensor) -> bool:
     """Whether reading a number makes nobody wait."""
     return not isinstance(x, Tensor) or x.device.type == "cpu"
+
+
+class ValidateEvery(StepCounter):
+    """Validates in mid-epoch too: after every `n` optimizer steps, with a row of its own in the table.
+
+    Such a row shows the epoch with the share of it that is done, and the training loss so far in the epoch. Trackers
+    (`SaveModelCallback` and the like) heed it as they do the row of a whole epoch.
+
+    Args:
+        n: optimizer steps from one validation to the next, counted over the whole fit.
+
+    Raises:
+        ValueError: `n` below 1.
+    """
+
+    order = StepBudget.order + 1  # after the last step of a budget it is not heard: the epoch's validation follows
+    only_fit = True
+
+    def __init__(self, n: int):
+        super().__init__()
+        arguments.check_count("n", n, "a number of optimizer steps")
+        self.n = n
+
+    def before_fit(self):
+        super().before_fit()
+        if self.learn.dls.valid is None:
+            raise ValueError("ValidateEvery needs a validation loader: DataLoaders(train, valid)")
+
+    def after_batch(self):
+        super().after_batch()
+        learn = self.learn
+        at_end = learn.iter + 1 == learn.n_iter  # the epoch's validation follows
+        if not learn.step_due or self._taken % self.n or at_end:
+            return
+        found = learn.validate()  # every rank must reach this, and does: it counts steps that all take
+        if hasattr(learn, "recorder"):
+            learn.recorder.add_row(found)
+        try:
+            for cb in sorted(learn.cbs, key=lambda cb: cb.order):
+                if isinstance(cb, TrackerCallback) and cb.run:
+                    cb.take_row()
+        except CancelException as cancel:
+            cancel.agreed = True
+            raise

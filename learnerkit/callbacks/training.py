@@ -7,11 +7,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader
 
-from learnerkit import checks, world
+from learnerkit import world
 from learnerkit.callback import Callback
-from learnerkit.callbacks.tracking import TrackerCallback
-from learnerkit.data import SampleOrder, draws_globally, seeded_samplers, with_own_stream
-from learnerkit.events import CancelException, CancelTrainException
+from learnerkit.data.order import SampleOrder, draws_globally, seeded_samplers, with_own_stream
+from learnerkit.events import CancelTrainException
 from learnerkit.utils import unwrap
 
 
@@ -146,50 +145,6 @@ class StepBudget(StepCounter):
 
     def _advance(self) -> None:
         self.learn.pct_train = min(1.0, self._taken / self.n_steps)
-
-
-class ValidateEvery(StepCounter):
-    """Validates in mid-epoch too: after every `n` optimizer steps, with a row of its own in the table.
-
-    Such a row shows the epoch with the share of it that is done, and the training loss so far in the epoch. Trackers
-    (`SaveModelCallback` and the like) heed it as they do the row of a whole epoch.
-
-    Args:
-        n: optimizer steps from one validation to the next, counted over the whole fit.
-
-    Raises:
-        ValueError: `n` below 1.
-    """
-
-    order = StepBudget.order + 1  # after the last step of a budget it is not heard: the epoch's validation follows
-    only_fit = True
-
-    def __init__(self, n: int):
-        super().__init__()
-        checks.check_count("n", n, "a number of optimizer steps")
-        self.n = n
-
-    def before_fit(self):
-        super().before_fit()
-        if self.learn.dls.valid is None:
-            raise ValueError("ValidateEvery needs a validation loader: DataLoaders(train, valid)")
-
-    def after_batch(self):
-        super().after_batch()
-        learn = self.learn
-        at_end = learn.iter + 1 == learn.n_iter  # the epoch's validation follows
-        if not learn.step_due or self._taken % self.n or at_end:
-            return
-        found = learn.validate()  # every rank must reach this, and does: it counts steps that all take
-        if hasattr(learn, "recorder"):
-            learn.recorder.add_row(found)
-        try:
-            for cb in sorted(learn.cbs, key=lambda cb: cb.order):
-                if isinstance(cb, TrackerCallback) and cb.run:
-                    cb.take_row()
-        except CancelException as cancel:
-            cancel.agreed = True
-            raise
 
 
 class BnFreeze(Callback):

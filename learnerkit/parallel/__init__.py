@@ -9,11 +9,9 @@ from learnerkit.parallel.distributed import (
     warn_outside_context,
 )
 from learnerkit.parallel.drift import DriftCheck
-from learnerkit.parallel.notebook import Workers, distrib_ctx, on_workers
-from learnerkit.parallel.proof import check_distributed
 from learnerkit.parallel.watch import PeerError
 
 __all__ = [
-    "Agreement", "DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError", "Workers", "check_distributed",
-    "dispatch", "distrib_ctx", "on_workers", "together", "warn_outside_context",
+    "Agreement", "DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError", "dispatch", "together",
+    "warn_outside_context",
 ]  # fmt: skip

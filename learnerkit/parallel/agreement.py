@@ -2,8 +2,8 @@
 
 Outside the batches every event ends in a vote, a collective of a few bytes. Between them the raising rank keeps its
 peers company, with batches that weigh nothing, until the flag it puts into the gradients' reduction has reached all
-(`learnerkit.parallel.steps`); in validation it calls the others to a vote. An error that is no cancel cannot wait for
-that: `learnerkit.parallel.watch` tells the others and frees those that are blocked.
+(`learnerkit.parallel.rank_step`); in validation it calls the others to a vote. An error that is not a cancel cannot
+wait for that: `learnerkit.parallel.watch` tells the others and frees those that are blocked.
 """
 
 import itertools
@@ -140,7 +140,7 @@ class Agreement:
             return
         if self.learn.weights is not None:
             self.learn.weights.explain(error)
-        here = self.watch.pulse.read()
+        here = self.watch.heartbeat.read()
         facts = {name: here[name] for name in ("event", "callback", "epoch", "step")}
         if self.learn._dispatch is None or self.learn._dispatch.raised is not error:  # not in a callback
             facts |= {"event": f"the loop, after {here['event']}", "callback": ""}
@@ -251,7 +251,7 @@ class RankDispatch(Dispatch):
         super().__init__(cbs, fitting)
 
     def _resolve(self) -> dict[str, list]:
-        "The table, each entry with the place that the pulse shows."
+        "The table, each entry with the place that the heartbeat shows."
         table = super()._resolve()
         for event in _OUTER_EVENTS:
             # So that the event takes place on all ranks, also on those where nobody listens to it.
@@ -309,7 +309,7 @@ class RankDispatch(Dispatch):
         learn, watch = self.agreement.learn, self.agreement.watch
         for i, (cb, hook, place) in enumerate(hooks):
             self.calling = cb
-            watch.pulse.beat(learn.epoch, learn.iter, place)
+            watch.heartbeat.beat(learn.epoch, learn.iter, place)
             self.agreement.check()
             try:
                 hook()

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnerkit import checks
+from learnerkit import arguments
 from learnerkit.callback import Callback
-from learnerkit.data import batch_size, entry, in_float32, map_batch
+from learnerkit.data.batches import batch_size, get_field, in_float32, map_batch
 from learnerkit.events import INNER_EVENTS, Event
-from learnerkit.losses import LossWeight, is_cross_entropy, kernel, option
+from learnerkit.losses import LossWeight, is_cross_entropy, loss_option, unwrap_partial
 from learnerkit.utils import add_note_once, describe, unwrap, warn
 
 _AFTER_PRED = [e for e in INNER_EVENTS if e != Event.before_batch]
@@ -157,7 +157,7 @@ class _Replica(nn.Module):
         if not take or (own and loss is None):
             return None, None, output
         if not isinstance(loss, Tensor) or loss.ndim:
-            raise checks.no_scalar(SimpleNamespace(loss_grad=loss))
+            raise arguments.no_scalar(SimpleNamespace(loss_grad=loss))
         counts = None if weighting.sums else _count(weighting, inputs, targets, output, loss)
         if own and keep:
             output = _with_loss(output, None)  # the vector of the parts' losses is of no use
@@ -165,9 +165,9 @@ class _Replica(nn.Module):
 
     def _loss(self, output: Any, targets: tuple) -> Tensor | None:
         if self.loss_func is None:
-            return entry(output, "loss")
+            return get_field(output, "loss")
         pred = map_batch(in_float32, _pred(output))  # as MixedPrecision has them
-        checks.check_shapes(SimpleNamespace(loss_func=self.loss_func, pred=pred, yb=targets))
+        arguments.check_shapes(SimpleNamespace(loss_func=self.loss_func, pred=pred, yb=targets))
         try:
             return _moved(self.loss_func, targets[0].device)(pred, *targets)
         except Exception as e:
@@ -194,7 +194,7 @@ def can_replicate(loss_func: Any) -> bool:
     A module moves whole, and so do the arguments of a partial; what else a loss refers to stays where it is. A part in
     which all class weights are zero has the mean of nothing, whose gradient is NaN.
     """
-    inner = kernel(loss_func)
+    inner = unwrap_partial(loss_func)
     if isinstance(loss_func, nn.Module):
         held = chain.from_iterable(vars(module).values() for module in loss_func.modules())
     elif inspect.isfunction(inner):
@@ -202,7 +202,7 @@ def can_replicate(loss_func: Any) -> bool:
         held = [*found.nonlocals.values(), *found.globals.values()]
     else:
         return False
-    weight = option(loss_func, "weight") if is_cross_entropy(loss_func) else None
+    weight = loss_option(loss_func, "weight") if is_cross_entropy(loss_func) else None
     return not any(map(_has_tensors, held)) and not (isinstance(weight, Tensor) and (weight == 0).any())
 
 
@@ -229,7 +229,7 @@ def _reads(cb: Callback) -> bool:
 
 
 def _pred(output: Any) -> Any:
-    return output if isinstance(output, Tensor) else entry(output, "logits", output)
+    return output if isinstance(output, Tensor) else get_field(output, "logits", output)
 
 
 def _with_loss(output: Any, loss: Tensor | None) -> Any:

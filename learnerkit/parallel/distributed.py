@@ -16,15 +16,17 @@ from torch.utils.data import IterableDataset
 
 from learnerkit import optim, world
 from learnerkit.callback import Callback, Dispatch
-from learnerkit.data import draws_globally, loader_len, map_batch, states_at_start, tensors_in
+from learnerkit.data.batches import loader_len, map_batch, tensors_in
+from learnerkit.data.order import draws_globally, states_at_start
+from learnerkit.gradient_mean import nothing_of
 from learnerkit.losses import MEANS, possible_means
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.drift import digests
 from learnerkit.parallel.loaders import RankLoader, emptied, rank_loader
-from learnerkit.parallel.steps import Steps
+from learnerkit.parallel.rank_step import Steps
 from learnerkit.snapshot import trial
-from learnerkit.utils import did_you_mean, first_few, listify, warn
-from learnerkit.weights import nothing_of
+from learnerkit.text import did_you_mean, first_few
+from learnerkit.utils import listify, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

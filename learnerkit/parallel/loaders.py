@@ -18,7 +18,8 @@ from torch.utils.data import (
 from torch.utils.data._utils import worker as _worker
 
 from learnerkit import world
-from learnerkit.data import batch_size, draws_globally, loader_len, map_batch, same_stream, samplers_of, with_batches
+from learnerkit.data.batches import batch_size, loader_len, map_batch
+from learnerkit.data.order import draws_globally, same_stream, samplers_of, with_batches
 from learnerkit.utils import library_of, warn
 
 

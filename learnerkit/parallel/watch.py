@@ -4,7 +4,8 @@ A rank that waits in a collective cannot be told anything by another one, and wa
 stuck. So every rank has two threads while it trains. One reads the messages that other ranks put into the store, and
 can end the rank's waiting: on gloo by shutting down the connections between the ranks (gloo's own `abort` does
 nothing), on NCCL by aborting the group. The other looks for a rank that has come to a standstill, with the help of a
-small piece of memory that the ranks of a machine share and that can also be read when a process is stopped (`Pulse`).
+small piece of memory that the ranks of a machine share and that can also be read when a process is stopped
+(`Heartbeat`).
 """
 
 import json
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from learnerkit import world
-from learnerkit.pulse import Pulse, where
+from learnerkit.launch.heartbeat import Heartbeat, where
 
 GRACE_SECONDS = 0.5
 """How long after a failure the others may still run into the same error by themselves, and so report it as theirs."""
@@ -45,7 +46,7 @@ class Watch:
     Args:
         name: of the run, the same on every rank and of this run alone.
         timeout: seconds after which a rank that waits without anything moving counts as stuck.
-        outer: that of a run in which this one takes place; both have one pulse.
+        outer: that of a run in which this one takes place; both have one heartbeat.
 
     Attributes:
         failure: what is known of the first failure of any rank: rank, event, callback, epoch, step, cause.
@@ -70,15 +71,15 @@ class Watch:
             PeerError: some did not.
         """
         self._await_all()
-        self.pulse = Pulse.own() if self._outer is None else self._outer.pulse
+        self.heartbeat = Heartbeat.own() if self._outer is None else self._outer.heartbeat
         here = _machine()
-        everyone = world.all_gather((here, self.pulse.path, _connections()))
-        self.pulses = {self.rank: self.pulse}
+        everyone = world.all_gather((here, self.heartbeat.path, _connections()))
+        self.heartbeats = {self.rank: self.heartbeat}
         for rank, (machine, path, _) in enumerate(everyone):
             if machine != here or rank == self.rank:
                 continue
             try:
-                self.pulses[rank] = Pulse(path)
+                self.heartbeats[rank] = Heartbeat(path)
             except (OSError, ValueError):
                 continue
         others = {pair for rank, (_, _, pairs) in enumerate(everyone) if rank != self.rank for pair in pairs}
@@ -87,8 +88,8 @@ class Watch:
         self._lines = {
             pair for pair in everyone[self.rank][2] if pair[::-1] in others and store not in (pair[0][1], pair[1][1])
         }
-        self.pulse.live(waits=False)
-        self.pulse.beat(0, 0, b"before_fit/")
+        self.heartbeat.live(waits=False)
+        self.heartbeat.beat(0, 0, b"before_fit/")
         self._inbox = self.store.clone()  # a client of its own: it waits while the main thread uses the other one
         for work in (self._listen, self._look):
             self._threads.append(threading.Thread(target=work, name=f"learnerkit{work.__name__}", daemon=True))
@@ -109,9 +110,9 @@ class Watch:
             thread.join(timeout=ANSWER_SECONDS)
         # Now rather than when the garbage is collected, so that fits in a row do not gather descriptors.
         self._inbox = None
-        for pulse in self.pulses.values():
-            if self._outer is None or pulse is not self._outer.pulse:
-                pulse.close()
+        for heartbeat in self.heartbeats.values():
+            if self._outer is None or heartbeat is not self._outer.heartbeat:
+                heartbeat.close()
 
     def _await_all(self) -> None:
         # By the store, which tells who is missing; a collective would only wait.
@@ -231,9 +232,9 @@ class Watch:
         began = time.monotonic()  # of the wait that the main thread is in
         while not self._over.wait(every):
             waits = _waits(self._frame())
-            self.pulse.live(waits)
+            self.heartbeat.live(waits)
             now = time.monotonic()
-            if not waits or self.pulse.read()["since"] < now - began:  # it works, or has worked since
+            if not waits or self.heartbeat.read()["since"] < now - began:  # it works, or has worked since
                 began = now
             if self.failure is None and now - began > self.timeout:
                 self._diagnose()
@@ -246,14 +247,14 @@ class Watch:
         """Where this rank is, whether it waits for others, and its main thread's stack."""
         frame = self._frame()
         stack = "".join(traceback.format_stack(frame)[-6:]) if frame else ""
-        return self.pulse.read() | {"waits": _waits(frame), "stack": stack}
+        return self.heartbeat.read() | {"waits": _waits(frame), "stack": stack}
 
     def _diagnose(self) -> None:
         """Say who waits and who has not come, and end the run."""
         answers: dict[int, dict] = {}
         # In a thread of its own: if rank 0 is the one that is stopped, the store does not answer.
         self._aside(self._ask, answers)
-        reports = {rank: pulse.read() | {"stack": ""} for rank, pulse in self.pulses.items()}
+        reports = {rank: heartbeat.read() | {"stack": ""} for rank, heartbeat in self.heartbeats.items()}
         reports = {rank: found for rank, found in reports.items() if found["alive"] < ANSWER_SECONDS}
         reports |= answers | {self.rank: self.report() | {"waits": True}}
         waiting = [rank for rank in reports if reports[rank]["waits"]]
@@ -276,7 +277,7 @@ class Watch:
         end = time.monotonic() + ANSWER_SECONDS
         while thread.is_alive() and time.monotonic() < end:
             thread.join(0.2)
-            self.pulse.live(waits=True)
+            self.heartbeat.live(waits=True)
 
     def _standstill(self, reports: dict[int, dict]) -> dict:
         """What the ranks' errors say."""
@@ -309,8 +310,8 @@ class Watch:
     def _known(self, rank: int, reports: dict[int, dict]) -> dict:
         if rank in reports:
             return reports[rank]
-        if rank in self.pulses:
-            return self.pulses[rank].read()
+        if rank in self.heartbeats:
+            return self.heartbeats[rank].read()
         return {"event": "an unknown event", "callback": "", "epoch": -1, "step": -1, "since": float("nan")}
 
     def _describe(self, reports: dict[int, dict]) -> str:
@@ -333,7 +334,7 @@ class Watch:
 
     def peer_error(self) -> PeerError:
         """The error of a rank that leaves because another one failed."""
-        first, mine = self.failure, self.pulse.read()
+        first, mine = self.failure, self.heartbeat.read()
         verb = "came to a standstill" if first.get("standstill") else "failed"
         error = PeerError(
             f"rank {first['rank']} {verb} in {where(first)}: {first['cause']}\n"

@@ -6,21 +6,21 @@ import time
 from types import SimpleNamespace
 
 import learnerkit
-from learnerkit import doctor
+from learnerkit.preflight import machines
 
 RANK = int(os.environ["RANK"])
 
 
 def other_machine(folder):
     """Rank 1 is on a machine of its own, in `folder`, where everything differs, and the all-reduce is wrong."""
-    doctor.socket.gethostname = lambda: f"host{RANK}\x1b[2J"
+    machines.socket.gethostname = lambda: f"host{RANK}\x1b[2J"
     if RANK == 1:
         os.chdir(folder)
         learnerkit.__version__ = "0.0.9"
         os.sched_getaffinity = lambda pid: 1 / 0
         ahead = SimpleNamespace(**vars(time))
         ahead.time = lambda: time.time() + 5
-        doctor.time = ahead
+        machines.time = ahead
     import torch.distributed as dist
 
     reduce = dist.all_reduce
@@ -40,9 +40,9 @@ def no_torch():
 def silent():
     """Rank 1 does not come."""
     if RANK == 1:
-        doctor.collect = lambda rank: time.sleep(600)
+        machines.collect = lambda rank: time.sleep(600)
     else:
-        doctor.MEET_SECONDS = 3.0
+        machines.MEET_SECONDS = 3.0
 
 
 def alone_in_the_dark():
@@ -50,19 +50,19 @@ def alone_in_the_dark():
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     import torch.distributed  # noqa: F401 - it serves the store at the port that is set now
 
-    doctor.REACH_SECONDS = 2.0
+    machines.REACH_SECONDS = 2.0
     os.environ["MASTER_PORT"] = "9"
 
 
 def stuck(topic):
     """Rank 1 does not come back from `topic`."""
     if topic == "all-reduce":
-        doctor.MEET_SECONDS = 3.0
-    look, judge = doctor.TOGETHER[topic]
+        machines.MEET_SECONDS = 3.0
+    look, judge = machines.TOGETHER[topic]
     if RANK == 1:
-        doctor.TOGETHER[topic] = (lambda board: time.sleep(600), judge)
+        machines.TOGETHER[topic] = (lambda board: time.sleep(600), judge)
     elif topic == "file system":
-        doctor.Board.gather = told(doctor.Board.gather)
+        machines.Board.gather = told(machines.Board.gather)
 
 
 def told(gather):
@@ -76,11 +76,11 @@ def told(gather):
 
 def fails(topic):
     """A check of rank 1 fails."""
-    look, judge = doctor.TOGETHER[topic]
+    look, judge = machines.TOGETHER[topic]
     if RANK == 1:
-        doctor.TOGETHER[topic] = (lambda board: [][1], judge)
+        machines.TOGETHER[topic] = (lambda board: [][1], judge)
 
 
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])
-    sys.exit(doctor.examine())
+    sys.exit(machines.examine())

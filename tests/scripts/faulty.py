@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
 from learnerkit import Callback, CancelFitException, DataLoaders, Learner, mae, set_seed, unwrap, world
-from learnerkit.data import tensors_in
+from learnerkit.data.batches import tensors_in
 
 EPOCHS, STEPS, BATCH = 10, 10, 8  # a batch for each of two ranks
 OPTIMIZERS = {

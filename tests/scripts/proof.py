@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from learnerkit import Callback, DataLoaders, Learner
-from learnerkit.parallel.proof import check_distributed
+from learnerkit.preflight.ranks import check_distributed
 
 
 class Squares(Dataset):

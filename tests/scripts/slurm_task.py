@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import astuple
 
-from learnerkit.slurm import advice, current_task, expand_nodes
+from learnerkit.launch.slurm import advice, current_task, expand_nodes
 
 try:
     task = current_task(os.environ)

@@ -1,0 +1,348 @@
+"""Start one process per GPU of this machine, or of several, watch them, and say which one failed first.
+
+``python -m learnerkit.launch train.py`` needs the standard library only; torch is imported by the processes
+that it starts, and here only to meet the launchers of other machines. What happens to the processes is in
+`learnerkit.launch.supervise`, how launchers meet in `learnerkit.launch.nodes`.
+"""
+
+import argparse
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from learnerkit.launch import slurm
+from learnerkit.launch.addresses import NodeError, parse_endpoint
+from learnerkit.launch.environment import LOOPBACK
+from learnerkit.launch.gpus import choose_gpus, gpu_names
+from learnerkit.launch.nodes import Elastic, NodeGroup, SingleNode, Static
+from learnerkit.launch.report import say
+from learnerkit.launch.supervise import (
+    GRACE_SECONDS,
+    LONG_GRACE_SECONDS,
+    Interrupted,
+    Job,
+    aside,
+    received_signals,
+    run_attempt,
+)
+from learnerkit.text import signal_name
+
+__all__ = ["main"]
+PORT = 29500  # where nodes meet unless another one is given, as with torchrun
+DOCTOR = ["-m", "learnerkit.doctor", "--rank"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job on this machine, how often it may be started anew, and which other machines take part."""
+
+    job: Job
+    restarts: int = 0
+    nodes: Static | Elastic | None = None
+    port: int = 0  # on one machine; 0: any
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    try:
+        plan = parse(argv)
+        return run(plan) if isinstance(plan, Plan) else plan
+    except KeyboardInterrupt:  # only before run watches the signals
+        return 128 + signal.SIGINT
+
+
+def run(plan: Plan) -> int:
+    """Run attempts until one succeeds, or none is left, and return the exit code."""
+    job, restarts = plan.job, plan.restarts
+    if plan.nodes is None:
+        others = SingleNode(job.nproc, restarts, plan.port)
+    else:
+        others = NodeGroup(job.nproc, restarts, plan.nodes, job.command, job.timeout or 300.0, say)
+    attempt = 0
+    with received_signals() as signals:
+        try:
+            while True:
+                place = aside(lambda: others.meet(attempt), signals)  # noqa: B023 - it is over before the next one
+                if place.attempt:
+                    say(f"attempt {place.attempt + 1} of {restarts + 1}")
+                end = run_attempt(job, place, others, signals)
+                if end.kind == "joined":
+                    say(end.text)
+                    continue
+                attempt = place.attempt + 1
+                if end.kind in ("done", "stopped") or attempt > restarts:
+                    return end.code
+        except Interrupted as interrupted:
+            say(f"{signal_name(interrupted.signum)} received")
+            return 128 + interrupted.signum
+        except NodeError as error:
+            say(str(error))
+            return 1
+        finally:
+            others.close()
+
+
+# The command line
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and leave with code 2."""
+        self.exit(2, f"learnerkit.launch: error: {message}\n")
+
+
+def make_parser() -> Parser:
+    """The options."""
+    parser = Parser(
+        usage="python -m learnerkit.launch [options] script.py [arguments of the script]\n"
+        "       python -m learnerkit.launch [options] -m package.module [arguments of the module]",
+        description="Run a training script once per GPU of this machine, or of several; on a machine without GPUs, "
+        "once.",
+        epilog="examples:\n"
+        "  python -m learnerkit.launch train.py --epochs 5        every GPU\n"
+        "  python -m learnerkit.launch --gpus 0,2 train.py        two of them\n"
+        "  python -m learnerkit.launch --nproc 2 -m pkg.train     two processes, also without a GPU\n"
+        "  srun python -m learnerkit.launch train.py              every GPU of a SLURM job\n"
+        "  python -m learnerkit.launch --check                    look at the machine first\n\n"
+        "The exit code is the script's, or 128 + n if signal n ended it.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    grace = f"{GRACE_SECONDS:.0f} after a failure or Ctrl-C, {LONG_GRACE_SECONDS:.0f} after SIGTERM"
+    add = parser.add_argument
+    add("--nproc", "--nproc-per-node", type=int, metavar="N", help="number of processes (default: one per GPU)")
+    add("--gpus", metavar="0,1", help="the GPUs to use, by index, with one process each")
+    add("--max-restarts", type=int, default=0, metavar="N", help="start all processes anew after a failure, N times")
+    add("--timeout", type=float, metavar="S", help="seconds to wait for a rank or a node before giving up (300)")
+    add("--grace", type=float, metavar="S", help=f"seconds to stop in before being killed (default: {grace})")
+    add("--log-dir", type=Path, metavar="D", help="write output and whole tracebacks to D/attempt-0/rank-0.log ...")
+    add("--tee", action="store_true", help="show the output line by line with the number of its rank, logged or not")
+    add("--check", action="store_true", help="run the preflight check in place of the script")
+    add("-u", dest="unbuffered", action="store_true", help="do not buffer the output of the processes")
+    add("-m", dest="as_module", action="store_true", help="run a module, as python -m does")
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add = parser.add_argument_group(
+        "several machines", "run the same command on each; under srun nothing has to be said"
+    ).add_argument
+    add("--nnodes", metavar="N|MIN:MAX", help="number of machines (nodes), or the least and the most of them")
+    add("--node-rank", type=int, metavar="R", help="which of N nodes this is, from 0")
+    add("--master-addr", metavar="A", help="address of node 0")
+    add("--master-port", type=int, metavar="P", help=f"port at which the nodes meet (default: {PORT})")
+    add("--rdzv-endpoint", metavar="H:P", help="where nodes meet that may come and go, or have no numbers")
+    add = parser.add_argument_group(
+        "SLURM", "write a batch script that runs this command, and comes back after its time limit"
+    ).add_argument
+    add("--write-sbatch", type=Path, metavar="F", help="write the batch script to F, and run nothing")
+    add("--nodes", type=int, metavar="N", help="machines (1)")
+    add("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each, such as 4 or v100:4")
+    add("--time", metavar="T", help="time limit, such as 08:00:00")
+    add("--job-name", metavar="X", help="default: the script's name")
+    add("--cpus-per-task", type=int, metavar="N", help="CPU cores of each machine")
+    add("--mem", metavar="M", help="memory of each machine, such as 64G")
+    add("--mem-per-cpu", metavar="M", help="or memory for each of its CPU cores, such as 4G")
+    add("--partition", metavar="X", help="where to queue")
+    add("--account", metavar="X", help="who pays")
+    add("--output", metavar="F", help="file of what is printed (%%x-%%j.out: the job's name and number)")
+    add("--error", metavar="F", help="file of the error messages alone (default: they go to --output)")
+    repeated = {"action": "append"}
+    other = "any other option of sbatch, such as --exclusive; repeatable"
+    add("--sbatch", type=str.strip, **repeated, metavar='"..."', help=other)  # see shielded
+    add = parser.add_argument_group(
+        "the environment of a SLURM job",
+        "with --write-sbatch; all are repeatable. Modules and commands run in the order in which\n"
+        "they are given, once, on the first machine; if one fails, the job ends. Then the variables\n"
+        "are set. Modules that are loaded in the shell which submits the job stay loaded, unless\n"
+        '--setup "module purge" unloads them.',
+    ).add_argument
+    add("--module", dest="setup", type=module_line, metavar="NAME", **repeated, help="load a module, such as cuda/12.4")
+    setup = 'run a shell command, such as "source ~/venv/bin/activate" or "conda activate x"'
+    add("--setup", **repeated, metavar='"..."', help=setup)
+    add("--env", **repeated, metavar="NAME=VALUE", help="set a variable of the training, to this very value")
+    return parser
+
+
+def module_line(name: str) -> str:
+    """The shell command that loads a module."""
+    if not re.fullmatch(r"[\w./][\w./+:@=~-]*", name, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{name!r}: give the name of one module, such as cuda/12.4")
+    return f"module load {name}"
+
+
+SBATCH = ("nodes", "gpus_per_node", "time", "job_name", "cpus_per_task", "mem", "mem_per_cpu", "partition", "account",
+          "output", "error", "sbatch", "setup", "env")  # fmt: skip
+
+
+def parse(argv: Sequence[str] | None) -> Plan | int:
+    """Turn the command line into a Plan; what follows the script or module belongs to it, untouched.
+
+    Returns:
+        The plan, or the exit code if nothing is to be run.
+    """
+    parser = make_parser()
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = parser.parse_args(shielded(words))
+    own = words[len(words) - len(options.command) :]
+    try:
+        command = choose_command(options.as_module, own) if own or not options.check else []
+        command = DOCTOR if options.check else command
+        check_numbers(options)
+        if options.write_sbatch is not None:
+            return write_sbatch(options, command)
+        if unused := [name for name in SBATCH if getattr(options, name) is not None]:
+            name = "module or --setup" if unused[0] == "setup" else unused[0].replace("_", "-")
+            raise ValueError(f"--{name} goes with --write-sbatch, which writes a batch script")
+        nodes, one_gpu = choose_nodes(options, os.environ)
+        nproc, gpus = choose_processes(1 if one_gpu else options.nproc, options.gpus, os.environ)
+        port = 0 if nodes else free_port(options.master_port)
+    except ValueError as error:
+        parser.error(str(error))
+    job = Job(
+        command, nproc, gpus, options.grace, options.unbuffered, options.timeout, options.log_dir, options.tee,
+        speaks=options.check,
+    )  # fmt: skip
+    return Plan(job, options.max_restarts, nodes, port)
+
+
+def shielded(words: list[str]) -> list[str]:
+    """The words of a command line in which argparse does not take what follows --sbatch for an option of its own."""
+    return [f" {word}" if before == "--sbatch" else word for before, word in zip(["", *words], words, strict=False)]
+
+
+def check_numbers(options: argparse.Namespace) -> None:
+    """Refuse numbers that mean nothing."""
+    if options.grace is not None and not 0 <= options.grace < float("inf"):
+        raise ValueError(f"--grace {options.grace}: give seconds, 0 or more")
+    if options.timeout is not None and not 0 < options.timeout < float("inf"):
+        raise ValueError(f"--timeout {options.timeout}: give seconds, more than 0")
+    if options.master_port is not None and not 0 < options.master_port < 65536:
+        raise ValueError(f"--master-port {options.master_port}: give a port from 1 to 65535")
+    if options.max_restarts < 0:
+        raise ValueError(f"--max-restarts {options.max_restarts}: give a number, 0 or more")
+
+
+def choose_command(module: bool, command: list[str]) -> list[str]:
+    """Return what each process is to run: a script or ``-m`` and a module, with its arguments."""
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if not command:
+        raise ValueError("nothing to run: name a script (train.py) or a module (-m package.module)")
+    if module:
+        return ["-m", *command]
+    if not os.path.isfile(command[0]):
+        raise ValueError(f"{command[0]!r} is no file (seen from {os.getcwd()}); name a Python script, or use -m")
+    return command
+
+
+def free_port(port: int | None) -> int:
+    """Return the port asked for on one machine; 0 for any.
+
+    Raises:
+        ValueError: it is taken.
+    """
+    if port is None:
+        return 0
+    try:
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError as error:
+        raise ValueError(
+            f"--master-port {port} cannot be had ({error.strerror}); give another one, or none for a free one"
+        ) from error
+    return port
+
+
+# Several machines
+
+
+def choose_nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Static | Elastic | None, bool]:
+    """Return how the machines of the run meet, if there are several, and whether to start one process only."""
+    least, most = node_counts(options.nnodes)
+    static = [name for name in ("node_rank", "master_addr") if getattr(options, name) is not None]
+    if options.rdzv_endpoint is not None:
+        if static or options.master_port is not None:
+            raise ValueError("--rdzv-endpoint does not go with --node-rank, --master-addr or --master-port")
+        if options.nnodes is None:
+            raise ValueError("--rdzv-endpoint needs --nnodes: how many nodes, such as 2, or 1:4")
+        return Elastic(least, most, *parse_endpoint(options.rdzv_endpoint, PORT)), False
+    if options.nnodes is None and not static:
+        task = slurm.current_task(environ)
+        if task is None:
+            if hint := slurm.advice(environ):
+                say(hint)
+            return None, False
+        return Static(task.number, task.count, task.addr, task.port), task.one_gpu
+    if least < most:
+        raise ValueError(f"--nnodes {options.nnodes} needs --rdzv-endpoint host:port, where nodes come and go")
+    if most == 1:
+        return None, False
+    if len(static) < 2:
+        raise ValueError("several machines need --nnodes, --node-rank and --master-addr, or --rdzv-endpoint")
+    if not 0 <= options.node_rank < most:
+        raise ValueError(f"--node-rank {options.node_rank}: give 0 to {most - 1}, another one on each node")
+    return Static(options.node_rank, most, options.master_addr, options.master_port or PORT), False
+
+
+def node_counts(text: str | None) -> tuple[int, int]:
+    """Turn 'N' or 'MIN:MAX' into two numbers."""
+    if text is None:
+        return 1, 1
+    least, _, most = text.partition(":")
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", text) or int(most or least) < int(least):
+        raise ValueError(f"--nnodes {text}: give a number of machines, such as 2, or the least and the most, as 1:4")
+    return int(least), int(most or least)
+
+
+def write_sbatch(options: argparse.Namespace, command: list[str]) -> int:
+    """Write the batch script, say what to do with it, and return the exit code."""
+    settings = {name: getattr(options, name) for name in SBATCH}
+    settings["nodes"] = 1 if settings["nodes"] is None else settings["nodes"]
+    name = command[1] if command[0] == "-m" else Path(command[0]).stem
+    settings["job_name"] = settings["job_name"] or re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII)
+    text = slurm.batch_script(command, **settings, launcher_options=carried(options))
+    try:
+        options.write_sbatch.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--write-sbatch {options.write_sbatch}: {error.strerror}") from error
+    print(f"wrote {options.write_sbatch}; hand it in with: sbatch {options.write_sbatch}")
+    for folder in {Path(file).parent: None for file in (options.output, options.error) if file}:
+        if "%" not in str(folder) and not folder.is_dir():
+            print(f"first make the folder {folder}: SLURM does not, and without it the job fails and says nothing")
+    return 0
+
+
+def carried(options: argparse.Namespace) -> list[str]:
+    """The options of the launcher that a batch script needs, too."""
+    words, default = ["-u"] if options.unbuffered else [], make_parser().get_default
+    for name in ("nproc", "gpus", "max_restarts", "timeout", "grace", "log_dir", "tee", "check"):
+        value = getattr(options, name)
+        if value != default(name):  # a grace of 0 is one, too
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
+
+
+# GPUs, found without torch
+
+
+def choose_processes(nproc: int | None, gpus: str | None, environ: Mapping[str, str]) -> tuple[int, str | None]:
+    """Return the number of processes and, if `gpus` picks some, the CUDA_VISIBLE_DEVICES for them."""
+    if nproc is not None and gpus is not None:
+        raise ValueError("--nproc does not go with --gpus, which starts one process per GPU; leave one of them out")
+    if nproc is not None and nproc < 1:
+        raise ValueError(f"--nproc {nproc}: give the number of processes, 1 or more")
+    names = gpu_names(environ)
+    if gpus is not None:
+        chosen = choose_gpus(gpus, names)
+        return len(chosen), ",".join(chosen)
+    if nproc and nproc > len(names) > 0:
+        raise ValueError(
+            f"--nproc {nproc}: every process needs a GPU of its own, and {len(names)} can be used; "
+            "ask for fewer, or set CUDA_VISIBLE_DEVICES= (to nothing) to run on the CPU"
+        )
+    return nproc or max(len(names), 1), None

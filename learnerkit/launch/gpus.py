@@ -1,0 +1,60 @@
+"""Which GPUs this machine has, found out without importing torch."""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+
+GPU_DEVICE_FILES = ("/dev/nvidia0", "/dev/kfd")  # NVIDIA, AMD
+
+
+def choose_gpus(gpus: str, names: list[str]) -> list[str]:
+    """Return the names of the GPUs whose indices are listed in `gpus`."""
+    indices = [int(part) if part.strip().isdecimal() else -1 for part in gpus.split(",")]
+    if len(set(indices)) < len(indices) or not all(0 <= index < len(names) for index in indices):
+        allowed = f"give indices from 0 to {len(names) - 1}, each once" if names else "no GPU can be used here"
+        raise ValueError(f"--gpus {gpus}: {allowed}")
+    return [names[index] for index in indices]
+
+
+def gpu_names(environ: Mapping[str, str]) -> list[str]:
+    """Return the GPUs that a process of this environment sees, named as in CUDA_VISIBLE_DEVICES."""
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        return listed_gpus(environ["CUDA_VISIBLE_DEVICES"])
+    count = count_with_nvml()
+    if count is None:
+        count = count_with_torch() if any(map(os.path.exists, GPU_DEVICE_FILES)) else 0
+    return [str(index) for index in range(count)]
+
+
+def listed_gpus(visible: str) -> list[str]:
+    """Return the indices, GPU and MIG names in a CUDA_VISIBLE_DEVICES, up to the first bad one like CUDA."""
+    names = []
+    for name in map(str.strip, visible.split(",")):
+        if not re.fullmatch(r"\d+|(GPU|MIG)-.+", name):
+            break
+        names.append(name)
+    return names
+
+
+def count_with_nvml() -> int | None:
+    """Ask the driver's management library; None if there is none or it does not answer."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    count = ctypes.c_uint()
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    answered = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
+    nvml.nvmlShutdown()
+    return count.value if answered else None
+
+
+def count_with_torch() -> int:
+    """Ask torch, in a process of its own: slow, but it knows the GPUs of every maker."""
+    question = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    answer = subprocess.run(question, stdout=subprocess.PIPE, text=True).stdout.strip()
+    return int(answer) if answer.isdecimal() else 0

@@ -1,0 +1,117 @@
+"""Whether what listens at an address is a store of torch's, found out before torch connects to it.
+
+torch's own client waits without limit for an answer, and prints many lines about a wrong one. So the ping with which
+that client begins is sent by hand first, also because this need not import torch. The protocol of the store is not
+public and may change: what does not answer the ping counts as something else only if a store of the installed torch
+does.
+"""
+
+import functools
+import math
+import socket
+import struct
+import time
+from contextlib import suppress
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+
+from learnerkit.launch.environment import LOOPBACK
+
+ECHO = b"\r\n\r\n"  # what the store is to send back; to a server that reads lines it ends a request, which it refuses
+PING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + ECHO  # VALIDATE with its number, PING with a number to return
+TESTED = (2, 15)  # stores of torch up to this release answer the ping; one of a later release is asked first
+CONNECT_SECONDS = 2.0
+ANSWER_SECONDS = 20.0  # for what listens to answer like a store, whose machine may be busy
+PROMPT_SECONDS = 0.5  # the least to wait: a store takes milliseconds on a machine that is not busy
+OWN_SECONDS = 5.0  # for a store in this very process
+AGAIN_SECONDS = 1.0  # between two attempts at what closes the connection
+
+
+class NotAStore(Exception):
+    """Something else listens there; the message says how it answers."""
+
+
+def store_answers(host: str, port: int, patience: float) -> bool:
+    """Whether a store of torch's answers; `False`: nobody listens there.
+
+    Args:
+        host: its name or address.
+        port: where it listens.
+        patience: seconds to wait for the answer of what listens; `math.inf`: without limit.
+
+    Raises:
+        NotAStore: it does not answer, answers something else, or closes every connection for `ANSWER_SECONDS`.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
+        except OSError:
+            return False
+        with connection:
+            if connection.getsockname()[1] == port:
+                return False  # where nobody listens, the kernel may take that very port for this end, and connect both
+            answer = _answer(connection, PROMPT_SECONDS, PING)
+            if _is_echo(answer) or not ping_is_known():
+                return True
+            if answer is None:
+                answer = _answer(connection, began + patience - time.monotonic())
+        if _is_echo(answer):
+            return True
+        if answer is None:
+            raise NotAStore(f"no answer came within {time.monotonic() - began:.1f} s")
+        if answer:
+            first, *_ = answer.strip().splitlines() or [answer]
+            raise NotAStore(f"it answers {repr(first)[1:]}")
+        # So may a store on its way out, or what forwards connections to one that is to come.
+        left = began + min(patience, ANSWER_SECONDS) - time.monotonic()
+        if left <= 0:
+            raise NotAStore("it closes every connection")
+        time.sleep(min(AGAIN_SECONDS, left))
+
+
+def ping_is_known() -> bool:
+    """Whether a store of the installed torch answers the ping."""
+    return torch_is_tested() or own_store_answers()
+
+
+def torch_is_tested() -> bool:
+    """Whether the installed torch is of a release that is known to answer the ping."""
+    with suppress(PackageNotFoundError, ValueError):  # torch may run from its sources
+        return tuple(map(int, version("torch").split(".")[:2])) <= TESTED
+    return False
+
+
+@functools.cache
+def own_store_answers() -> bool:
+    """Whether a store on loopback, made for the purpose, answers the ping."""
+    from torch.distributed import TCPStore
+
+    try:
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        # The store closes the descriptor.
+        store = TCPStore(
+            LOOPBACK, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False,
+            timeout=timedelta(seconds=OWN_SECONDS),
+        )  # fmt: skip
+        with socket.create_connection((LOOPBACK, store.port), timeout=CONNECT_SECONDS) as connection:
+            return _is_echo(_answer(connection, OWN_SECONDS, PING))
+    except (RuntimeError, OSError):
+        return False
+
+
+def _answer(connection: socket.socket, seconds: float, question: bytes = b"") -> bytes | None:
+    """The first bytes that come; none: the connection is closed; `None`: none come in time."""
+    connection.settimeout(None if seconds == math.inf else max(seconds, 0.01))
+    try:
+        connection.sendall(question)
+        return connection.recv(64)
+    except TimeoutError:
+        return None
+    except OSError:
+        return b""
+
+
+def _is_echo(answer: bytes | None) -> bool:
+    return bool(answer) and ECHO.startswith(answer[: len(ECHO)])

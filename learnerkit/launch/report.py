@@ -1,0 +1,143 @@
+"""Which rank failed first, and how each has ended, in words."""
+
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from learnerkit.launch.environment import Place
+from learnerkit.launch.heartbeat import Heartbeat
+from learnerkit.launch.nodes import End
+from learnerkit.text import escaped, killed_by
+
+# What torch raises in a collective, also because another rank has gone.
+COLLECTIVE_ERROR = re.compile(
+    r"Dist(Backend|Network|Store)?Error\b|RuntimeError: .*(?i:gloo|nccl|connection (closed|reset) by peer)"
+)
+MAY_FOLLOW, FOLLOWS = 1, 2  # see echo
+
+
+@dataclass
+class Rank:
+    """One process of the run."""
+
+    number: int
+    process: subprocess.Popen
+    report_file: IO[bytes]
+    ended: float  # on the monotonic clock; while the process runs, when it was last seen alive
+    code: int | None = None  # as in Popen: minus the number of the signal that ended it
+    report: dict = field(default_factory=dict)
+    stop_signals: list[int] = field(default_factory=list)  # what the launcher sent to end it
+    heartbeat: Heartbeat | None = None
+    place: str = ""  # where in the run it ended
+    log: Path | None = None
+
+
+def failure(rank: Rank, place: Place) -> End:
+    """How a failure ends an attempt, in words for the other nodes."""
+    error = rank.report.get("error")
+    code = rank.code if rank.code >= 0 else 128 - rank.code
+    return End("failed", place.node, code, f"rank {rank.number} {fate(rank)}" + (f": {error}" if error else ""))
+
+
+def log_errors(ranks: list[Rank]) -> None:
+    """Put the traceback of each rank that failed at the end of its file, after all that it has printed."""
+    for rank in ranks:
+        if rank.log and "traceback" in rank.report:
+            with rank.log.open("a", encoding="utf-8") as file:
+                file.write(escaped(rank.report["traceback"]))
+
+
+def ending(ranks: list[Rank], reason: int | End, place: Place) -> End:
+    """How the attempt has ended: of several failures here the first cause counts, once all have ended."""
+    if isinstance(reason, int):
+        return End("stopped", place.node, 128 + reason)
+    first = first_failure(ranks)
+    return failure(first, place) if first and not elsewhere(reason, place) else reason
+
+
+def elsewhere(reason: int | End, place: Place) -> bool:
+    """Tell whether another node has ended the attempt."""
+    return isinstance(reason, End) and reason.kind != "done" and reason.node != place.node
+
+
+def report(ranks: list[Rank], reason: int | End, place: Place, began: float) -> None:
+    """Say what went wrong, the first failure first and then a line for every rank."""
+    failed, by_others = failures(ranks), elsewhere(reason, place)
+    if by_others and reason.kind != "joined":
+        say(reason.text)
+    # If all that failed only followed, one that has ended well left too early, however long it took to end.
+    follow = failed and all(echo(rank) == FOLLOWS for rank in failed)
+    early = [rank for rank in ranks if rank.code == 0 and failed and (follow or rank.ended < failed[0].ended)]
+    if failed and early and all(map(echo, failed)):
+        say(f"rank {early[0].number} left before the others: it {described(early[0], began)}")
+    for rank in failed[: 0 if by_others else 1]:
+        # One line if the user asked for the end, or the message names the cause.
+        one_line = reason == signal.SIGINT or echo(rank) == FOLLOWS
+        details = rank.report.get("error" if one_line else "brief", "")
+        say(f"rank {rank.number} {described(rank, began)}" + (f":\n{details}" if details else ""))
+    for rank in failed[0 if by_others else 1 :]:
+        error = rank.report.get("error")
+        say(f"rank {rank.number} then " + (f"failed: {error}" if error else fate(rank)))
+    for rank in ranks:
+        if rank not in failed and (failed or by_others or signal.SIGKILL in rank.stop_signals):
+            say(f"rank {rank.number} {described(rank, began)}")
+
+
+def described(rank: Rank, began: float) -> str:
+    """How, where and when a rank ended."""
+    place = f" in {rank.place}" if rank.place else ""
+    return f"{fate(rank)}{place} after {rank.ended - began:.1f} s" + (f" ({rank.log})" if rank.log else "")
+
+
+def failures(ranks: list[Rank]) -> list[Rank]:
+    """Return the ranks that ended badly, other than by being stopped: the first cause first, then its echoes."""
+    failed = [rank for rank in ranks if rank.code not in (None, 0) and not stopped(rank)]
+    return sorted(failed, key=lambda rank: (echo(rank), rank.ended))
+
+
+def first_failure(ranks: list[Rank]) -> Rank | None:
+    """Return the rank whose failure caused the others, so far as is known."""
+    return next(iter(failures(ranks)), None)
+
+
+def echo(rank: Rank) -> int:
+    """Tell whether a failure comes of another rank's: 0 (it does not), MAY_FOLLOW or FOLLOWS.
+
+    The time alone does not tell: a rank that failed first may clean up for longer than those that follow it, and
+    the peers of a killed rank see its connections close before the kernel has cleared it away.
+    """
+    if rank.report.get("follows_another"):
+        return FOLLOWS
+    aborted = rank.code == -signal.SIGABRT  # torch does so, too, when it loses its peers on NCCL
+    return MAY_FOLLOW if aborted or COLLECTIVE_ERROR.match(rank.report.get("error", "")) else 0
+
+
+def stopped(rank: Rank) -> bool:
+    """Tell whether a rank ended by a signal of the launcher, or with the exit code that stands for it."""
+    return any(rank.code in (-signum, 128 + signum) for signum in rank.stop_signals)
+
+
+def fate(rank: Rank) -> str:
+    """Say in a few words how a rank ended."""
+    if rank.code is None:
+        return f"does not die: process {rank.process.pid} hangs in the kernel"
+    if stopped(rank):
+        return "did not stop in time and was killed" if rank.code == -signal.SIGKILL else "was stopped by the launcher"
+    if rank.code < 0:
+        return killed_by(-rank.code)
+    if rank.code == 0:
+        return "ended with exit code 0"
+    return f"failed (exit code {rank.code})" + (", following another rank," if echo(rank) == FOLLOWS else "")
+
+
+def say(text: str) -> None:
+    """Print to stderr, with control characters escaped and all lines but the first indented: none can be forged."""
+    first, *rest = escaped(text.rstrip()).split("\n")
+    try:
+        print("\n".join([f"learnerkit.launch: {first}", *(f"  {line}" for line in rest)]), file=sys.stderr, flush=True)
+    except OSError:  # the terminal is gone (SIGHUP), but the ranks are still to be stopped
+        pass

@@ -1,0 +1,57 @@
+"""Words for messages: lists cut short, near matches, signals, and text that is safe to print."""
+
+import difflib
+import re
+import signal
+from collections.abc import Iterable
+from typing import Any
+from unicodedata import combining, east_asian_width
+
+
+def escaped(text: str) -> str:
+    """`text` with its control characters spelt out, but for tabs and new lines: they could steer a terminal."""
+    controls = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+    return re.sub(controls, lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def signal_name(signum: int) -> str:
+    """Return SIGTERM for 15; real-time signals have no names."""
+    return signal.Signals(signum).name if signum in iter(signal.Signals) else "real-time signal"
+
+
+def killed_by(signum: int) -> str:
+    """Say in a few words what ended a process that a signal has killed."""
+    if signum == signal.SIGKILL:
+        return "was killed by signal 9 (SIGKILL), as the kernel does when memory runs out (see dmesg),"
+    return f"was killed by signal {signum} ({signal_name(signum)})"
+
+
+def one_line(text: str) -> str:
+    """`text` as it fits in a line of a log: new lines and tabs are spelt out, too."""
+    return escaped(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def did_you_mean(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
+    """`; did you mean 'x'?` for the nearest allowed name, or nothing."""
+    near = difflib.get_close_matches(name, list(map(str, allowed)), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def first_few(names: Iterable[Any], joint: str = ", ", n: int = 5) -> str:
+    """The first few of some names, and how many more there are."""
+    names = list(map(str, names))
+    return joint.join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
+
+
+def format_time(seconds: float) -> str:
+    """Seconds as `mm:ss`; below a minute with tenths, `00:ss.t`; from one hour on `h:mm:ss`."""
+    tenths = round(seconds * 10)
+    if tenths < 600:
+        return f"00:{tenths // 10:02d}.{tenths % 10}"
+    hours, rest = divmod(tenths // 10, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60:02d}:{rest % 60:02d}"
+
+
+def columns(text: str) -> int:
+    """How many columns of a terminal a text takes: wide characters (Chinese, Japanese, Korean) take two."""
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)

@@ -1,0 +1,234 @@
+"""ShortEpochCallback and OverfitBatch: fits cut short, and batches learnt by heart."""
+
+from functools import partial
+
+import psutil
+import pytest
+import torch
+from helpers import (
+    Seen,
+    Wrapped,
+    make_classes,
+    make_data,
+    make_dls,
+    make_learner,
+    make_model,
+    raising,
+)
+from launching import run_script
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner
+from learnerkit.callbacks.debugging import OverfitBatch, ShortEpochCallback
+
+
+class Stream(IterableDataset):
+    def __init__(self, n=40):
+        self.n = n
+
+    def __iter__(self):
+        yield from zip(*make_data(self.n).tensors, strict=True)
+
+
+class Items(Dataset):
+    """Samples that workers fetch one by one."""
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, i):
+        return torch.full((4,), float(i)), torch.zeros(1)
+
+
+def fit(cbs, dls=None, epochs=1, **kwargs):
+    seen = Seen()
+    learn = make_learner(dls or make_dls(40, 20, 4), **kwargs)
+    learn.fit(epochs, cbs=[seen, *cbs])
+    return learn, seen
+
+
+# Short epochs
+
+
+@pytest.mark.parametrize(("kwargs", "train", "valid"), [
+    ({"n": 3}, 3, 3), ({"pct": 0.3}, 3, 2), ({"pct": 0.001}, 1, 1), ({"pct": 1}, 10, 5), ({"n": 99}, 10, 5),
+    ({"n": 2, "short_valid": False}, 2, 5),
+])  # fmt: skip
+def test_an_epoch_reads_its_first_batches(kwargs, train, valid):
+    whole = fit([])[1]
+    seen = fit([ShortEpochCallback(**kwargs)], epochs=2)[1]
+    assert seen.lengths == [(True, train), (False, valid)] * 2
+    assert all(map(torch.equal, seen.train, whole.train[:train] * 2))
+    assert len(seen.train) == 2 * train
+    assert all(map(torch.equal, seen.valid, whole.valid[:valid] * 2))
+    assert len(seen.valid) == 2 * valid
+    assert seen.done == pytest.approx([(i + 1) / (2 * train) for i in range(2 * train)])
+
+
+def test_schedules_and_the_last_group_fit_the_short_epoch():
+    learn, seen = make_learner(make_dls(40, 20, 4)), Seen()
+    learn.fit_one_cycle(1, cbs=[seen, ShortEpochCallback(n=5), GradientAccumulation(n_batches=3)])
+    assert seen.done[-1] == 1
+    assert seen.steps == 2
+    assert len(learn.recorder.lrs) == 5
+
+
+def test_other_readings_are_whole():
+    learn, seen = make_learner(make_dls(40, 20, 4), cbs=ShortEpochCallback(n=1)), Seen()
+    learn.validate(cbs=seen)
+    assert len(seen.valid) == 5
+    assert len(learn.get_preds()[0]) == 20
+    inner = []
+
+    def predict(cb):
+        if cb.training:
+            dl = cb.dl
+            inner.append(len(cb.learn.get_preds()[0]))
+            assert cb.dl is dl
+            assert len(dl) == 1
+
+    learn.fit(1, cbs=Callback(after_batch=predict, order=30))
+    assert inner == [20]
+    assert learn.dl is None
+
+
+def test_the_loader_is_back_after_training_and_after_errors():
+    found, dls = [], make_dls(40, 20, 4)
+    look = Callback(cleanup_train=lambda cb: found.append(cb.dl), order=11)
+    for short in (ShortEpochCallback(n=2), OverfitBatch()):
+        make_learner(dls).fit(1, cbs=[short, look])
+        with pytest.raises(KeyError):
+            make_learner(dls).fit(1, cbs=[short.__class__(**({"n": 2})), look, raising("after_loss", KeyError())])
+    assert len(found) == 4
+    assert all(dl is dls.train for dl in found)
+
+
+def test_loaders_without_length():
+    dls = DataLoaders(DataLoader(Stream(), 4), device="cpu")
+    assert len(fit([ShortEpochCallback(n=3)], dls)[1].train) == 3
+    with pytest.raises(ValueError, match=r"pct=0.5.*has no length; say how many to read by n="):
+        fit([ShortEpochCallback(0.5)], dls)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"n": 1, "pct": 0.5}])
+def test_one_of_both(kwargs):
+    with pytest.raises(TypeError, match="give one of them"):
+        ShortEpochCallback(**kwargs)
+
+
+@pytest.mark.parametrize("make", [
+    partial(ShortEpochCallback, 0), partial(ShortEpochCallback, 1.5), partial(ShortEpochCallback, n=0),
+    partial(ShortEpochCallback, n=1.5), partial(OverfitBatch, 0), partial(OverfitBatch, 0.5),
+])  # fmt: skip
+def test_numbers_out_of_range(make):
+    with pytest.raises(ValueError, match="got"):
+        make()
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("cb", [partial(ShortEpochCallback, n=2), partial(OverfitBatch, 2)])
+def test_workers_end_with_the_short_reading(cb, persistent):
+    dl = DataLoader(Items(), 4, num_workers=2, persistent_workers=persistent)
+    alive = []
+
+    def look(c):
+        alive.append(sum("resource_tracker" not in " ".join(p.cmdline()) for p in psutil.Process().children()))
+
+    _, seen = fit([cb(), Callback(after_train=look)], DataLoaders(dl, device="cpu"), epochs=2)
+    assert [x[0, 0].item() for x in seen.train[:2]] == [0, 4]
+    assert [x[0, 0].item() for x in seen.train[-2:]] == [0, 4]
+    assert alive == [2 * persistent] * 2
+    dl._iterator = None
+
+
+# One batch over and over
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_every_step_sees_the_first_batches(n):
+    torch.manual_seed(3)
+    data = make_data(40)
+    dls = DataLoaders.from_datasets(data, make_data(20), bs=4, device="cpu")
+    whole = fit([], dls)[1]
+    torch.manual_seed(3)
+    seen = fit([OverfitBatch(n)], dls, epochs=2)[1]
+    expected = (whole.train[:n] * 10)[:10] * 2
+    assert len(seen.train) == 20
+    assert all(map(torch.equal, seen.train, expected))
+    assert all(map(torch.equal, seen.valid, whole.valid * 2))
+    assert seen.lengths == [(True, 10), (False, 5)] * 2
+
+
+def test_a_healthy_model_learns_the_batch_by_heart():
+    overfit = OverfitBatch()
+    learn, _ = fit([overfit], epochs=30)
+    assert learn.recorder.values[-1][0] < 0.05 * learn.recorder.values[0][0]
+    assert overfit._kept == []
+
+
+class Noisy(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        return torch.rand(4), torch.zeros(1)
+
+
+def test_the_batch_is_kept_as_it_was_read_whatever_is_done_to_it():
+    def spoil(cb):
+        if cb.training:
+            cb.xb[0].zero_()
+
+    learn, seen = fit([OverfitBatch(), Callback(before_batch=spoil, order=30)], DataLoaders(DataLoader(Noisy(), 4)))
+    assert len(seen.train) == 3
+    assert all(torch.equal(x, seen.train[0]) for x in seen.train)
+    assert seen.train[0].any()
+
+
+def test_a_loader_without_length_is_read_to_know_its_end():
+    _, seen = fit([OverfitBatch(2)], DataLoaders(DataLoader(Stream(20), 4), device="cpu"), epochs=2)
+    a, b = seen.train[:2]
+    assert all(map(torch.equal, seen.train, [a, b, a, b, a] * 2))
+    assert len(seen.train) == 10
+
+
+def test_mapping_batches_and_both_callbacks_together():
+    batches = [{"x": torch.full((2, 4), float(i)), "labels": torch.ones(2, 1)} for i in range(6)]
+    dls = DataLoaders(batches, device="cpu")
+    learn, batches = Learner(dls, Own(), opt_func=torch.optim.SGD), []
+    note = Callback(before_batch=lambda cb: batches.append(cb.xb[0]["x"][0, 0].item()))
+    learn.fit(2, cbs=[OverfitBatch(), ShortEpochCallback(n=3), note])
+    assert batches == [0] * 6
+
+
+class Own(nn.Module):
+    """Makes its own loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 1)
+
+    def forward(self, x, labels):
+        pred = self.body(x)
+        return {"logits": pred, "loss": nn.functional.mse_loss(pred, labels)}
+
+
+def test_pretended_dataparallel(two_gpus):
+    kinds = []
+    learn = make_learner(make_dls(40, 20, 4)).to_parallel()
+    seen = Seen()
+    learn.fit(1, cbs=[seen, ShortEpochCallback(n=2), Callback(after_batch=lambda cb: kinds.append(type(cb.model)))])
+    assert len(seen.train) == 2
+    assert set(kinds) == {Wrapped}
+    assert learn.check()
+    assert type(learn.model) is nn.Sequential
+    learn = make_learner(make_dls(8, 4, 4, data=make_classes), make_model(n_out=2), nn.CrossEntropyLoss()).to_parallel()
+    assert not learn.check()
+
+
+# Several processes
+
+
+def test_two_processes_equal_one_and_find_each_others_problems():
+    assert "all well" in run_script("debugging.py", nproc=2)

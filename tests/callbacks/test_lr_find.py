@@ -1,0 +1,599 @@
+"""The rate finder: its losses and suggestions are fastai's; nothing of it stays behind."""
+
+import copy
+import gc
+import json
+import math
+import weakref
+from contextlib import nullcontext
+from threading import Lock
+
+import numpy as np
+import pytest
+import torch
+from helpers import ROOT, make_data, make_dls, make_learner, raising, same_weights, spy, weights
+from launching import run_script
+from torch import nn
+from torch.optim import LBFGS, SGD, AdamW
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from learnerkit import (
+    Callback,
+    CancelBatchException,
+    CancelFitException,
+    ChannelsLast,
+    DataLoaders,
+    EarlyStoppingCallback,
+    GradientAccumulation,
+    GradientClip,
+    Learner,
+    MixedPrecision,
+    SaveModelCallback,
+    SuggestionMethod,
+    mae,
+    minimum,
+    set_seed,
+    slide,
+    steep,
+    valley,
+)
+
+TABLES = json.loads((ROOT / "tests" / "fastai_tables.json").read_text())
+FUNCTIONS = {"valley": valley, "slide": slide, "minimum": minimum, "steep": steep}
+
+
+@pytest.fixture(autouse=True)
+def _figures_are_closed(plt):
+    pass
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("curve", TABLES["suggestions"])
+def test_a_suggestion_is_fastais(curve, name):
+    table = TABLES["suggestions"][curve]
+    lrs, losses = np.array(table["lrs"]), np.array(table["losses"])
+    found = FUNCTIONS[name](lrs, losses, 100)
+    if (curve, name) == ("diverges_early", "steep"):  # nearly straight where it begins: float32 chooses otherwise
+        slopes = np.diff(losses) / np.diff(np.log(lrs))
+        near = [slopes[np.abs(lrs - rate).argmin()] for rate in (found, table[name])]
+        assert near[0] == pytest.approx(near[1], rel=1e-5)
+    elif isinstance(table[name], dict):  # where fastai's raises an IndexError
+        assert found in table["lrs"]
+    else:
+        assert found == pytest.approx(table[name], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", TABLES["lr_find"])
+def test_a_run_is_fastais(name, plt):
+    table = TABLES["lr_find"][name]
+    model = nn.Linear(3, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor(table["weight"]))
+        model.bias.copy_(torch.tensor(table["bias"]))
+    data = TensorDataset(torch.tensor(table["x"]), torch.tensor(table["y"]))
+    dls = DataLoaders(DataLoader(data, table["bs"]), DataLoader(data, 8), device="cpu")
+    learn = make_learner(dls, model, lambda pred, y: (pred - y).square().mean(), opt_func=SGD)
+    args = {k: v for k, v in table["args"].items() if k != "method"}
+    found = learn.lr_find(**args)
+    line = plt.gca().lines[0]
+    lrs, losses = table["lrs"][10:-5], table["losses"][10:-5]
+    assert list(line.get_xdata()) == pytest.approx(lrs, rel=1e-6)
+    assert list(line.get_ydata()) == pytest.approx(losses, rel=1e-5)
+    assert list(found) == pytest.approx([table[name] for name in FUNCTIONS], rel=1e-5)
+    assert model.weight.tolist() == table["weight"]
+
+
+def learner(opt_func=AdamW, cbs=None, bs=10, n=40, **kwargs):
+    """A learner with shuffled data and dropout, that draws from every random stream."""
+    dls = DataLoaders(DataLoader(make_data(n), bs, shuffle=True), DataLoader(make_data(8, seed=1), 4), device="cpu")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 1))
+    return make_learner(dls, model, opt_func=opt_func, cbs=cbs, metrics=mae, **kwargs)
+
+
+def test_the_suggestions_have_names():
+    found = learner().lr_find(num_it=30, show_plot=False)
+    assert found._fields == ("valley", "slide", "minimum", "steep")
+    assert type(found).__name__ == "SuggestedLRs"
+    assert all(1e-8 <= rate <= 10 for rate in found)
+    assert found == learner().lr_find(num_it=30, show_plot=False)  # the random streams are what they were
+
+
+def test_suggestions_of_ones_own():
+    def first(lrs, losses, num_it):
+        return lrs[0]
+
+    def fastais(lrs, losses, num_it):
+        return lrs[1], (lrs[1], losses[1])
+
+    learn = learner()
+    assert learn.lr_find(num_it=30, suggest_funcs=SuggestionMethod.Valley)._fields == ("valley",)
+    assert learn.lr_find(num_it=30, suggest_funcs=(minimum, steep))._fields == ("minimum", "steep")
+
+    def tensors(lrs, losses, num_it):
+        return 10 ** lrs.log10()[losses.argmin().item()]
+
+    found = learn.lr_find(1e-5, 1.0, num_it=20, suggest_funcs=(f for f in [first, fastais, tensors, minimum]))
+    assert found.tensors / 10 == pytest.approx(found.minimum)
+    assert found.first == pytest.approx(1e-5 * 1e5 ** (2 / 20))
+    assert found.fastais == pytest.approx(1e-5 * 1e5 ** (3 / 20))
+
+
+class Rates(Callback):
+    """The rates of all groups at every step, and what else is seen from inside."""
+
+    order = 1000
+
+    def __init__(self):
+        super().__init__()
+        self.rates, self.losses, self.tasks = [], [], set()
+
+    def before_step(self):
+        self.rates.append([g["lr"] for opt in self.opts for g in opt.param_groups])
+        self.tasks.add(self.task)
+
+    def after_loss(self):
+        self.losses.append(self.loss.item())
+
+
+def test_the_rate_grows_by_the_same_factor_at_every_step_in_every_group():
+    watch = Rates()
+    learn = learner(cbs=watch, splitter=lambda m: [m[:2].parameters(), m[2:].parameters()], wd=0.1)
+    learn.lr_find(1e-4, 1e-2, num_it=20, stop_div=False)
+    assert watch.rates == [pytest.approx([1e-4 * 100 ** (i / 20)] * 4) for i in range(20)]
+    assert watch.tasks == {"lr_find"}
+
+
+def test_it_stops_when_the_loss_diverges_and_only_then():
+    for stop_div, count in ((True, range(20, 90)), (False, [100])):
+        watch = Rates()
+        learn = learner(SGD, cbs=watch)
+        learn.lr_find(end_lr=1e4, stop_div=stop_div)
+        assert len(watch.rates) in count
+    smooth, average = [], 0.0
+    watch = Rates()
+    learner(SGD, cbs=watch).lr_find(end_lr=1e4)
+    for i, loss in enumerate(watch.losses):
+        average = 0.98 * average + 0.02 * loss
+        smooth.append(average / (1 - 0.98 ** (i + 1)))
+    assert smooth[-1] > 4 * min(smooth)
+    assert all(value <= 4 * min(smooth[: i + 1]) for i, value in enumerate(smooth[:-1]))
+
+
+def test_a_loss_that_is_no_number_ends_it():
+    watch = Rates()
+
+    def spoil(cb):
+        if cb.train_iter == 40:
+            cb.learn.loss = cb.learn.loss * math.nan
+
+    learner(cbs=[watch, Callback(after_loss=spoil)]).lr_find()
+    assert len(watch.rates) == 41
+
+
+def test_what_cannot_work_is_refused():
+    learn = learner()
+    for start, end in ((0, 1), (-1, 1), (1, 1), (2, 1)):
+        with pytest.raises(ValueError, match="the rate grows from one above 0"):
+            learn.lr_find(start, end)
+    for num_it in (9, 1.5, 50.0):
+        with pytest.raises(
+            ValueError, match=f"got num_it={num_it}; it is a number of steps to suggest a rate by, 10 or"
+        ):
+            learn.lr_find(num_it=num_it)
+    for functions in (lambda lrs, losses, num_it: 1.0, [valley, valley]):
+        with pytest.raises(ValueError, match="got suggest_funcs named .* give each a name of its own"):
+            learn.lr_find(suggest_funcs=functions)
+    assert learn.opt is None
+    with pytest.raises(TypeError, match="LBFGS takes a closure.*override `_step`"):
+        make_learner(opt_func=LBFGS).lr_find()
+    with pytest.raises(ValueError, match="diverged after .* begin with a lower start_lr"):
+        learner(SGD).lr_find(1e6, 1e9)
+
+
+# Nothing stays behind
+
+
+def facts(learn):
+    opt = learn.opt and copy.deepcopy(learn.opt.state_dict())
+    counters = {
+        name: getattr(learn, name) for name in ("epoch", "n_epoch", "n_steps", "train_iter", "pct_train", "task")
+    }
+    modes = [m.training for m in learn.model.modules()]
+    recorded = copy.deepcopy(
+        {k: getattr(learn.recorder, k) for k in ("values", "losses", "lrs", "iters", "hps", "log")}
+    )
+    return weights(learn.model), opt, counters, modes, recorded, list(learn.cbs), len(learn.recorder.history)
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("fitted", [False, True])
+def test_everything_is_what_it_was_and_the_next_fit_too(fitted, error, tmp_path):
+    rows = []
+    for tried in (False, True):
+        set_seed(3)
+        learn = learner(path=tmp_path)
+        if fitted:
+            learn.fit_one_cycle(1, 0.1)
+        if tried:
+            before = facts(learn)
+            cbs = raising("after_backward", error("here"), lambda cb: cb.train_iter == 13) if error else None
+            with learn.added_cbs(cbs), pytest.raises(error) if error else nullcontext():
+                learn.lr_find()
+            assert equal(before, facts(learn))
+        learn.fit(2, 0.05)
+        rows.append((learn.recorder.values, weights(learn.model)))
+    assert rows[0][0] == rows[1][0]
+    assert same_weights(rows[0][1], rows[1][1])
+
+
+class Order(Callback):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def before_batch(self):
+        self.seen.append(self.x.tolist())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_order_of_the_data_is_what_it_was(workers):
+    seen = []
+    for tried in (False, True):
+        set_seed(3)
+        generator = torch.Generator().manual_seed(7)
+        loader = DataLoader(make_data(12), 4, shuffle=True, generator=generator, num_workers=workers)
+        order = Order()
+        learn = make_learner(DataLoaders(loader, device="cpu"), cbs=order)
+        if tried:
+            learn.lr_find(num_it=10, show_plot=False, stop_div=False, suggest_funcs=valley)
+            assert len(order.seen) == 10
+            order.seen.clear()
+        learn.fit(2)
+        seen.append(order.seen)
+    assert seen[0] == seen[1]
+
+
+def test_trackers_loggers_and_validation_have_no_part_in_it(tmp_path):
+    heard = []
+    cbs = [SaveModelCallback(), EarlyStoppingCallback(), Callback(before_validate=lambda cb: heard.append(1))]
+    learn = learner(cbs=cbs, path=tmp_path)
+    learn.logger = heard.append
+    learn.lr_find(num_it=30)
+    assert heard == []
+    assert list(tmp_path.iterdir()) == []
+
+
+# In mid-fit
+
+
+class Finds(Callback):
+    """Calls `lr_find` at one event, and notes what it finds and how the learner looks before it and after."""
+
+    order = 30
+
+    def __init__(self, event):
+        super().__init__()
+        self.event, self.found = event, []
+        setattr(self, event, self._find)
+
+    def _find(self):
+        names = ("dl", "batch", "xb", "yb", "pred", "loss", "iter", "training", "task", "pct_train", "model", "opt")
+        before = [getattr(self.learn, name) for name in names]
+        self.found.append(self.learn.lr_find(num_it=20, show_plot=False))
+        assert all(getattr(self.learn, name) is value for name, value in zip(names, before, strict=True))
+
+
+class Cancels(Callback):
+    """Leaves out the third batch of every run."""
+
+    def before_fit(self):
+        self.batches = 0
+
+    def before_batch(self):
+        self.batches += 1
+        if self.batches == 3:
+            raise CancelBatchException
+
+
+OTHERS = {
+    "plain": lambda: [],
+    "accumulating": lambda: [GradientAccumulation(n_batches=2)],
+    "in bfloat16": lambda: [MixedPrecision("bf16"), GradientClip(), ChannelsLast()],
+    "cancelling": lambda: [Cancels()],
+}
+
+
+@pytest.mark.parametrize("others", OTHERS)
+@pytest.mark.parametrize(
+    "event", ["before_fit", "before_batch", "after_pred", "after_step", "after_batch", "after_epoch"]
+)
+def test_in_mid_fit_it_changes_nothing(event, others):
+    rows = []
+    for finds in (None, Finds(event)):
+        set_seed(3)
+        learn = learner(cbs=[*OTHERS[others](), spy([], events=["after_loss"]), *([finds] if finds else [])])
+        with learn.no_logging():
+            learn.fit_one_cycle(2, 0.05)
+            learn.fit(n_steps=3)
+        rows.append((learn.recorder.values, learn.recorder.losses, learn.recorder.hps, len(learn.recorder.history)))
+        rows[-1] += (weights(learn.model), learn.opt.state_dict(), torch.get_rng_state())
+    assert equal(rows[0], rows[1])
+    assert len(finds.found) >= 2
+    assert all(1e-8 <= rate <= 10 for found in finds.found for rate in found)
+
+
+def test_in_mid_fit_it_finds_what_it_would_outside():
+    dls = make_dls(40, bs=4)  # in one order
+    inside = Finds("after_epoch")
+    learn = make_learner(dls, cbs=inside)
+    learn.fit(2, 0.01)
+    learn = make_learner(dls)
+    outside = []
+    for _ in range(2):
+        learn.fit(1, 0.01)
+        outside.append(learn.lr_find(num_it=20, show_plot=False))
+    assert inside.found == outside
+
+
+def test_a_callback_that_calls_it_is_not_called_by_it_and_others_are_copies():
+    class Counts(Callback):
+        def __init__(self):
+            super().__init__()
+            self.batches, self.lock = 0, Lock()  # which cannot be copied
+
+        def after_batch(self):
+            self.batches += self.training
+
+    counts = Counts()
+    finds = [Finds("before_train"), Finds("before_train")]
+    learn = learner(cbs=[counts, *finds])
+    learn.fit(1)
+    assert [len(one.found) for one in finds] == [1, 1]
+    assert counts.batches == 4
+    assert counts.learn is learn
+    assert learn.counts is counts
+
+
+def test_in_mid_fit_a_learner_that_knows_its_networks_by_name_keeps_them():
+    class Pair(Learner):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.first, self.second = self.model[0], self.model[1:]
+
+        def create_opt(self):
+            self.opt = {"first": SGD(self.first.parameters(), 0.1), "second": SGD(self.second.parameters(), 0.1)}
+
+        def _forward(self):
+            self.output = self.pred = self.second(self.first(*self.xb))
+
+    found = []
+    for finds in (None, Finds("after_batch")):
+        learn = make_learner(model=nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)), cls=Pair, cbs=finds)
+        with torch.no_grad():
+            for p in learn.model.parameters():
+                p.fill_(0.1)
+        learn.fit(2, 0.1)
+        found.append(weights(learn.model))
+    assert same_weights(*found)
+    assert finds.found
+
+
+class OwnLoss(nn.Module):
+    """A model with a loss of its own, which has a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.log_sigma = nn.Linear(4, 1), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.body(x)
+
+    def loss(self, pred, y):
+        return (pred - y).square().mean() * self.log_sigma.exp() - self.log_sigma
+
+
+class OwnParts(Learner):
+    """A learner with a parameter, and with parts of its model, of its own; its optimizer knows them."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.parts, self.scale = [self.model.body], nn.Parameter(torch.ones(()))
+
+    def create_opt(self):
+        self.opt = Twofold([*self.model.parameters(), self.scale], 0.05)
+
+    def _forward(self):
+        self.output = self.pred = self.parts[0](*self.xb) * self.scale
+
+
+class Twofold(SGD):
+    """An optimizer around another one, as SAM is."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.base = SGD(self.param_groups, lr)
+        self.param_groups = self.base.param_groups
+
+    def step(self, closure=None):
+        self.base.step()
+
+
+@pytest.mark.parametrize("how", ["a method of the model", "a closure"])
+def test_in_mid_fit_what_a_learner_knows_its_parts_by_is_not_trained(how):
+    found = []
+    for finds in (None, Finds("after_batch")):
+        set_seed(5)
+        model = OwnLoss()
+        loss_func = model.loss if how == "a method of the model" else lambda pred, y, model=model: model.loss(pred, y)
+        learn = make_learner(model=model, loss_func=loss_func, cls=OwnParts, cbs=[GradientAccumulation(n_batches=2)])
+        learn.add_cbs(finds)
+        learn.fit(3)
+        found.append(weights(learn.model) | {"scale": learn.scale.detach().clone()})
+    assert same_weights(*found)
+    assert len(finds.found) == 3 * 3
+
+
+def test_in_mid_fit_copies_do_not_stay_and_data_are_not_copied():
+    class Data(TensorDataset):
+        def __deepcopy__(self, memo):
+            raise AssertionError("the data were copied")
+
+    class Tests(Callback):
+        def __init__(self, data):
+            super().__init__()
+            self.dl, self.data, self.lock, self.heard = DataLoader(data), data, Lock(), []
+
+        def after_loss(self):
+            self.last = self.learn.pred  # not a leaf, so that it cannot be copied
+            self.heard.append(self.task)
+
+    data = Data(torch.randn(8, 4), torch.randn(8, 1))
+    tests, models = Tests(data), []
+
+    def look(cb):
+        if cb.learn is not learn:
+            models.append(weakref.ref(cb.learn.model))
+
+    hooks = Callback(after_loss=look)
+    hooks.lock = Lock()
+    dls = DataLoaders(DataLoader(data, 4), DataLoader(data, 4), device="cpu")
+    learn = make_learner(dls, cbs=[tests, hooks, Finds("after_epoch")])
+    gc.collect()
+    gc.disable()
+    try:
+        learn.fit(1)
+        assert models
+        assert all(model() is None for model in models)
+    finally:
+        gc.enable()
+    assert tests.heard == ["fit"] * 4
+
+
+def test_called_in_a_cleanup_it_leaves_its_caller_out():
+    finds = Finds("cleanup_epoch")
+    learner(cbs=finds).fit(2)
+    assert len(finds.found) == 2
+
+
+def test_in_mid_fit_a_model_that_cannot_be_copied_is_refused():
+    learn = learner(cbs=Finds("after_batch"))
+    learn.model.register_forward_hook(lambda module, args, output: setattr(module, "seen", output))
+    with pytest.raises(RuntimeError, match="tried on a copy of model and optimizer.* before the run or after it"):
+        learn.fit(1)
+
+
+# Data and callbacks of all kinds
+
+
+def test_steps_of_several_batches_are_one_loss():
+    halves, whole = make_learner(make_dls(40, bs=2)), make_learner(make_dls(40, bs=4))
+    watch = Rates()
+    with halves.added_cbs([watch, GradientAccumulation(n_batches=2)]):
+        found = halves.lr_find(num_it=20, stop_div=False)
+    assert len(watch.rates) == 20
+    assert list(found) == pytest.approx(list(whole.lr_find(num_it=20, stop_div=False)), rel=1e-4)
+
+
+def test_a_group_left_over_at_the_end_is_a_step():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(make_data(10))
+
+    watch, rates = Rates(), []
+
+    def suggestion(lrs, losses, num_it):
+        rates.extend(lrs)
+        return 1.0
+
+    learn = make_learner(DataLoaders(DataLoader(Stream(), 2), device="cpu"))  # five batches
+    with learn.added_cbs([watch, GradientAccumulation(n_batches=2)]):
+        learn.lr_find(1e-5, 1e-3, num_it=20, stop_div=False, suggest_funcs=suggestion)
+    expected = [1e-5 * 100 ** (i / 20) for i in range(20)]
+    assert [rate for (rate,) in watch.rates] == pytest.approx(expected)
+    assert rates == pytest.approx(expected[2:-5])
+
+
+def test_a_cancel_is_no_divergence():
+    stop = raising("after_batch", CancelFitException(), lambda cb: cb.train_iter == 6)
+    with pytest.raises(ValueError, match="a callback cancelled the fit, or batches of it, after . of 30 steps"):
+        learner(cbs=stop).lr_find(num_it=30)
+
+
+def test_a_cancelled_batch_counts_nothing():
+    cancel = raising("before_batch", CancelBatchException(), lambda cb: cb.train_iter == 7)
+    watch = Rates()
+    learner(cbs=[cancel, watch]).lr_find(num_it=30, stop_div=False)
+    assert len(watch.rates) == 29
+
+
+def test_a_loss_that_sums():
+    dls = make_dls(40)
+    learn = make_learner(dls, loss_func=nn.MSELoss(reduction="sum"))
+    mean = make_learner(dls)
+    run = {"num_it": 20, "suggest_funcs": minimum, "stop_div": False}
+    a = learn.lr_find(1e-6, 1e-1, **run)
+    b = mean.lr_find(4e-6, 4e-1, **run)  # four samples in each batch
+    assert a.minimum * 4 == pytest.approx(b.minimum)
+
+
+def test_an_iterable_without_length_and_without_validation():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(make_data(9))
+
+    learn = make_learner(DataLoaders(DataLoader(Stream(), 3), device="cpu"))
+    assert learn.lr_find(num_it=20).valley > 0
+
+
+def test_without_default_callbacks():
+    learn = learner(default_cbs=False)
+    assert learn.lr_find(num_it=20).valley > 0
+    assert learn.pct_train == 0.0
+
+
+# Several devices and processes
+
+
+def test_with_data_parallel(two_gpus):
+    learn = learner()
+    before = weights(learn.model)
+    with learn.parallel_ctx():
+        found = learn.lr_find(num_it=30)
+    assert found == learner().lr_find(num_it=30)
+    assert same_weights(before, learn.model)
+
+
+def test_on_two_processes_it_is_the_same():
+    """With schedules, freezing and what is counted in steps: scripts/training.py."""
+    assert "all well" in run_script("training.py", nproc=2)
+
+
+# The plot
+
+
+def test_the_plot_marks_the_suggestions(plt):
+    found = learner().lr_find()
+    ax = plt.gca()
+    assert ax.get_xscale() == "log"
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        f"{name} {rate:.1e}" for name, rate in found._asdict().items()
+    ]
+    for line, rate in zip(ax.lines[1:], found, strict=True):
+        assert list(line.get_xdata()) == [rate]
+
+
+def test_without_matplotlib_there_is_no_plot_but_suggestions(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
+    assert learner().lr_find(num_it=20).valley > 0

@@ -1,0 +1,354 @@
+"""get_preds: what comes back, and in which order."""
+
+import random
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_classes, make_data, make_dls, make_learner, make_model
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from learnerkit import Callback, DataLoaders, set_seed, world
+
+
+def classifier(loss=None, **kwargs):
+    dls = DataLoaders.from_datasets(make_classes(11), make_classes(7, seed=1), bs=4, device="cpu", drop_last=True)
+    return make_learner(dls, make_model(n_out=3), loss or nn.CrossEntropyLoss(), **kwargs)
+
+
+def expected(learn, data):
+    with torch.no_grad():
+        return learn.model.eval()(data.tensors[0])
+
+
+def test_every_sample_once_in_dataset_order():
+    learn = classifier()
+    for i, data in enumerate((learn.dls.train_ds, learn.dls.valid_ds)):
+        preds, targets = learn.get_preds(ds_idx=i)
+        assert torch.equal(targets, data.tensors[1])
+        torch.testing.assert_close(preds, expected(learn, data))  # in batches, and all at once: other kernels
+        assert not preds.requires_grad
+
+
+def test_items_come_in_their_order():
+    learn = classifier()
+    x, y = learn.dls.valid_ds.tensors
+    inputs, preds, targets, decoded, losses = learn.get_preds(with_input=True, with_loss=True, with_decoded=True)
+    assert torch.equal(inputs, x)
+    assert torch.equal(targets, y)
+    assert torch.equal(decoded, preds.argmax(1))
+    torch.testing.assert_close(losses, F.cross_entropy(preds, y, reduction="none"))
+    assert learn.loss_func.reduction == "mean"
+    probabilities = learn.get_preds(act=lambda p: p.softmax(1))[0]
+    torch.testing.assert_close(probabilities, preds.softmax(1))
+    assert len(learn.get_preds(with_loss=True)) == 3
+
+
+def test_a_loader_is_read_in_its_own_order():
+    learn = classifier()
+    data = learn.dls.valid_ds
+    dl = DataLoader(data, sampler=[5, 0, 3], batch_size=2)
+    assert torch.equal(learn.get_preds(dl=dl)[1], data.tensors[1][[5, 0, 3]])
+
+
+def test_without_targets_targets_are_none():
+    learn = classifier()
+    x = learn.dls.valid_ds.tensors[0]
+    preds, targets = learn.get_preds(dl=[x[:3], x[3:]])
+    assert len(preds) == 7
+    assert targets is None
+    with pytest.raises(ValueError, match="no targets"):
+        learn.get_preds(dl=[x], with_loss=True)
+
+
+def test_targets_that_would_not_do_for_the_loss_do_no_harm():
+    learn = classifier()
+    x = learn.dls.valid_ds.tensors[0]
+    _, targets = learn.get_preds(dl=[(x, torch.full((7,), -1))])
+    assert targets.tolist() == [-1] * 7
+
+
+def test_losses_of_several_elements_are_the_samples_means():
+    dls = make_dls(8, 7, 4, lambda n, seed=0: make_regression(n, seed))
+    for loss in (nn.MSELoss(), F.mse_loss):
+        learn = make_learner(dls, make_model(n_out=2), loss)
+        preds, targets, losses = learn.get_preds(with_loss=True)
+        torch.testing.assert_close(losses, ((preds - targets) ** 2).mean(1))
+
+
+def make_regression(n, seed):
+    g = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(n, 4, generator=g), torch.randn(n, 2, generator=g))
+
+
+def test_what_cannot_be_had_is_said_before_anything_is_read():
+    learn = classifier(lambda pred, y: F.cross_entropy(pred, y))
+    with pytest.raises(ValueError, match="takes `reduction`"):
+        learn.get_preds(with_loss=True)
+    with pytest.raises(ValueError, match="no telling how predictions"):
+        learn.get_preds(with_decoded=True)
+    with pytest.raises(ValueError, match="on='somewhere'"):
+        learn.get_preds(on="somewhere")
+    with pytest.raises(IndexError, match="no loader 5"):
+        learn.get_preds(5)
+    with pytest.raises(ValueError, match="empty"):
+        learn.get_preds(dl=[])
+
+
+def test_a_loss_may_bring_its_own_decode():
+    class Loss(nn.BCEWithLogitsLoss):
+        def decode(self, pred):
+            return pred > 0
+
+        def forward(self, pred, y):
+            return super().forward(pred, F.one_hot(y, 3).float())
+
+    learn = classifier(Loss())
+    preds, _, decoded = learn.get_preds(with_decoded=True)
+    assert torch.equal(decoded, preds > 0)
+
+
+class Several(nn.Module):
+    """Predictions as a nested structure, one of them of a length that changes from batch to batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return {"a": self.body(x), "b": (x[:, :1], x.new_ones(len(x), len(x)))}
+
+
+def test_nested_predictions():
+    learn = make_learner(make_dls(8, 7, 4), Several(), lambda pred, y: pred["a"].mean())
+    preds, _ = learn.get_preds()
+    x = learn.dls.valid_ds.tensors[0]
+    torch.testing.assert_close(preds["a"], learn.model.body(x).detach())
+    assert torch.equal(preds["b"][0], x[:, :1])
+    assert [len(row) for row in preds["b"][1]] == [4] * 4 + [3] * 3
+
+
+def test_the_model_is_in_eval_mode_and_stays_so():
+    learn = classifier()
+    seen = []
+    learn.get_preds(cbs=Callback(after_pred=lambda cb: seen.append(cb.model.training)))
+    assert set(seen) == {False}
+    assert not any(m.training for m in learn.model.modules())
+
+
+def test_an_evaluation_that_fails_gives_modules_their_modes_back():
+    learn = classifier()
+    learn.model[2].eval()
+    modes = [m.training for m in learn.model.modules()]
+    with pytest.raises(ZeroDivisionError):
+        learn.get_preds(cbs=Callback(after_pred=lambda cb: 1 / 0))
+    assert [m.training for m in learn.model.modules()] == modes
+
+
+class Own(nn.Module):
+    def forward(self, pred, y):
+        return F.mse_loss(pred, y)
+
+
+@pytest.mark.parametrize("name", ["decode", "decodes"])
+def test_a_loss_says_how_its_predictions_are_decoded(name):
+    loss = Own()
+    setattr(loss, name, lambda pred: pred > 0)
+    preds, _, decoded = make_learner(loss_func=loss).get_preds(with_decoded=True)
+    assert torch.equal(decoded, preds > 0)
+
+
+class MonteCarlo(Callback):
+    """Dropout in prediction, as callbacks for fastai have it."""
+
+    def before_validate(self):
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.train()
+
+
+def test_dropout_in_prediction_differs_from_call_to_call():
+    learn = make_learner(make_dls(4, 8), make_model(dropout=0.5), cbs=MonteCarlo())
+    preds = torch.stack([learn.get_preds()[0] for _ in range(10)])
+    assert (preds.std(0) > 0).all()
+    losses = [learn.validate()[0] for _ in range(5)]
+    assert len(set(losses)) == 5
+    torch.manual_seed(3)
+    first = learn.get_preds()[0]
+    torch.manual_seed(3)
+    assert torch.equal(first, learn.get_preds()[0])
+
+
+class Noisy(Dataset):
+    """Draws from every random stream of the host for each sample."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        return torch.full((4,), random.random() + np.random.rand()) + torch.rand(4), torch.ones(1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_an_augmenting_loader_gives_other_data_each_time(workers, generator):
+    loader = DataLoader(Noisy(), 3, num_workers=workers, generator=generator)
+    learn = make_learner(DataLoaders(DataLoader(make_data(), 4), loader, device="cpu"))
+    first, second = (learn.get_preds(with_input=True)[0] for _ in range(2))
+    assert not torch.isclose(first, second).any()
+    dl = DataLoader(Noisy(), 3, num_workers=workers, generator=generator)
+    assert not torch.isclose(*(learn.get_preds(dl=dl, with_input=True)[0] for _ in range(2))).any()
+
+
+def streams():
+    """The states of the host's random streams."""
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+def test_in_a_fit_all_random_streams_are_given_back(monkeypatch):
+    kept = []
+    monkeypatch.setattr(world, "device_streams_kept", lambda device: kept.append(device) or nullcontext())
+
+    def evaluate(cb):
+        before = streams()
+        readings = [cb.learn.get_preds(with_input=True)[0] for _ in range(2)]
+        cb.learn.validate()
+        assert torch.equal(*readings)  # each begins where the fit is
+        assert streams() == before
+
+    learn = make_learner(DataLoaders(DataLoader(make_data(4), 4), DataLoader(Noisy(), 3), device="cpu"))
+    learn.fit(1, cbs=Callback(after_step=evaluate))
+    assert kept == [torch.device("cpu")] * 4  # those of the device too, also in the epoch's own validation
+    learn.validate()
+    assert len(kept) == 4
+
+
+@pytest.mark.gpu
+def test_in_a_fit_the_devices_random_stream_is_given_back_and_outside_it_moves_on():
+    dls = DataLoaders(DataLoader(make_data(8), 4), DataLoader(make_data(4, seed=1), 4), device="cuda")
+    learn, states = make_learner(dls, make_model(dropout=0.5), cbs=MonteCarlo()), []
+
+    def evaluate(cb):
+        before = torch.cuda.get_rng_state()
+        cb.learn.get_preds()
+        states.append(torch.equal(before, torch.cuda.get_rng_state()))
+
+    learn.fit(1, cbs=Callback(after_step=evaluate))
+    assert states == [True, True]
+    assert not torch.equal(*(learn.get_preds()[0] for _ in range(2)))
+
+
+# Test time augmentation
+
+
+def flips(x):
+    """Mirrors some samples by chance, drawing from every random stream."""
+    assert random.random() + np.random.rand() >= 0
+    return torch.where(torch.rand(len(x), 1) < 0.5, -x, x)
+
+
+def test_augmented_predictions_are_averaged_with_plain_ones():
+    learn = make_learner(make_dls(8, 10))
+    seen = []
+
+    def twice(x):
+        seen.append(len(x))
+        return 2 * x
+
+    (plain, targets), (doubled, _) = learn.get_preds(), learn.get_preds(cbs=Callback(before_batch=double))
+    preds, found = learn.tta(batch_tfms=twice, n=3)
+    assert torch.equal(found, targets)
+    assert sum(seen) == 3 * 10
+    torch.testing.assert_close(preds, 0.25 * plain + 0.75 * doubled)
+    torch.testing.assert_close(learn.tta(batch_tfms=twice, beta=1.0)[0], plain)
+    assert torch.equal(learn.tta(batch_tfms=twice, use_max=True)[0], torch.maximum(plain, doubled))
+    both, found = learn.tta(batch_tfms=twice, n=2, beta=None)
+    torch.testing.assert_close(both, (doubled, plain))
+    assert torch.equal(found, targets)
+    acted = learn.tta(batch_tfms=twice, act=torch.sigmoid, beta=0.5)[0]
+    torch.testing.assert_close(acted, (plain.sigmoid() + doubled.sigmoid()) / 2)
+
+
+def double(cb):
+    cb.learn.xb = (2 * cb.learn.xb[0],)
+
+
+def test_every_augmented_reading_is_another():
+    learn = make_learner(make_dls(8, 10))
+    one, four = learn.tta(batch_tfms=flips, n=1, beta=0)[0], learn.tta(batch_tfms=flips, n=4, beta=0)[0]
+    (plain, _), (mirrored, _) = learn.get_preds(), learn.get_preds(cbs=Callback(before_batch=mirror))
+    shares = ((four - plain) / (mirrored - plain)).flatten()
+    assert len({round(share, 2) for share in shares.tolist()}) > 2  # neither none nor all of the four
+    assert not torch.equal(one, four)
+    assert not torch.equal(one, learn.tta(batch_tfms=flips, n=1, beta=0)[0])
+
+
+def test_in_a_fit_augmented_readings_differ_and_leave_the_streams_alone():
+    found = []
+
+    def ask(cb):
+        before = streams()
+        found.append(cb.learn.tta(batch_tfms=flips, n=4, beta=0)[0])
+        (plain, _), (mirrored, _) = cb.learn.get_preds(), cb.learn.get_preds(cbs=Callback(before_batch=mirror))
+        shares = ((found[-1] - plain) / (mirrored - plain)).flatten()
+        assert len({round(share, 2) for share in shares.tolist()}) > 2  # neither none nor all of the four
+        assert streams() == before
+
+    make_learner(make_dls(4, 10)).fit(1, cbs=Callback(after_step=ask))
+    assert len(found) == 1
+
+
+def mirror(cb):
+    cb.learn.xb = (-cb.learn.xb[0],)
+
+
+def test_a_loader_may_augment_by_itself():
+    class Noisy(Dataset):
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, i):
+            x, y = make_data(10, seed=1)[i]
+            return x + torch.rand(4), y
+
+    learn = make_learner(make_dls(8, 10))
+    preds = learn.tta(dl=DataLoader(Noisy(), 4), n=2)[0]
+    assert preds.shape == (10, 1)
+    assert not torch.allclose(preds, learn.get_preds()[0])
+
+
+def test_tta_needs_what_augments():
+    learn = make_learner()
+    for args in ({}, {"dl": learn.dls.valid, "batch_tfms": flips}):
+        with pytest.raises(ValueError, match="one of them, a loader that augments or an augmentation"):
+            learn.tta(**args)
+    with pytest.raises(ValueError, match="got n=0; it is a number of augmented readings, 1 or more"):
+        learn.tta(n=0, batch_tfms=flips)
+
+
+def test_tta_with_data_parallel(two_gpus):
+    learn = make_learner(make_dls(8, 10))
+    found = []
+    for context in (learn.parallel_ctx(), nullcontext()):
+        set_seed(0)
+        with context:
+            found.append(learn.tta(batch_tfms=flips)[0])
+    assert torch.equal(*found)
+
+
+def test_a_list_with_an_entry_for_each_sample_is_refused():
+    class Each(nn.Module):
+        def forward(self, x):
+            return [row.expand(3, 4) for row in x]
+
+    class Heads(nn.Module):
+        def forward(self, x):
+            return [x, 2 * x]
+
+    with pytest.raises(ValueError, match="a list of 2 tensors for 2 samples.* pad them to one length"):
+        make_learner(make_dls(6, bs=2), Each()).get_preds()
+    (one, two), _ = make_learner(make_dls(6, bs=2), Heads()).get_preds()
+    assert torch.equal(2 * one, two)

@@ -1,0 +1,526 @@
+"""The recorder: columns, losses, logged values, history, the plot, the table."""
+
+import contextlib
+import re
+from functools import partial
+
+import pytest
+import torch
+from helpers import make_classes, make_data, make_dls, make_learner, make_model, raising
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+from learnerkit import (
+    AccumMetric,
+    Callback,
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+    CancelTrainException,
+    DataLoaders,
+    Learner,
+    Recorder,
+    accuracy,
+    mae,
+    mse,
+    rmse,
+)
+
+
+def learner(metrics=(mae,), dls=None, cbs=(), recorder=None, **kwargs):
+    learn = make_learner(dls, metrics=list(metrics), cbs=cbs, **kwargs)
+    if recorder is not None:
+        learn.remove_cb(Recorder).add_cb(recorder)
+    return learn
+
+
+def train_losses(batches, epochs, model=None, loss_func=F.mse_loss, lr=0.1):
+    """The loss of every batch, by a loop written by hand."""
+    model = model or make_model()
+    opt = SGD(model.parameters(), lr=lr, fused=True)  # as the learner's
+    losses = []
+    for _ in range(epochs):
+        for x, y in batches:
+            loss = loss_func(model(x), y)
+            losses.append(loss.item())
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+    return losses
+
+
+def smoothed(losses, beta):
+    """Exponential averages, corrected for their start."""
+    found, average = [], 0.0
+    for i, loss in enumerate(losses):
+        average = beta * average + (1 - beta) * loss
+        found.append(average / (1 - beta ** (i + 1)))
+    return found
+
+
+# Columns
+
+
+@pytest.mark.parametrize("add_time", [True, False])
+@pytest.mark.parametrize("train_metrics", [True, False])
+@pytest.mark.parametrize("valid_metrics", [True, False])
+@pytest.mark.parametrize("valid", [4, None])
+@pytest.mark.parametrize("logged", [True, False])
+def test_columns_and_values_agree(add_time, train_metrics, valid_metrics, valid, logged):
+    recorder = Recorder(add_time=add_time, train_metrics=train_metrics, valid_metrics=valid_metrics)
+    log = Callback(after_batch=lambda cb: cb.learn.log_metric("extra", cb.iter))
+    learn = learner([mae, mse], make_dls(valid=valid), [log] if logged else [], recorder)
+    learn.fit(2)
+    prefix = ("train_", "valid_") if train_metrics else ("", "")
+    expected = ["epoch", "train_loss"]
+    if train_metrics:
+        expected += ["train_mae", "train_mse"]
+    if valid:
+        expected += ["valid_loss"]
+        if valid_metrics:
+            expected += [prefix[1] + "mae", prefix[1] + "mse"]
+    if logged:
+        expected += ["extra"]
+    if add_time:
+        expected += ["time"]
+    if not valid and valid_metrics:
+        expected = [name for name in expected if name not in ("valid_mae", "valid_mse")]
+    assert recorder.metric_names == expected
+    width = len(expected) - 1 - add_time
+    assert [len(row) for row in recorder.values] == [width] * 2
+    assert all(type(value) is float for row in recorder.values for value in row)
+    assert recorder.final_record == recorder.values[-1]
+    assert recorder.log[: 1 + width] == [1, *recorder.final_record]
+    assert len(recorder.log) == len(expected)
+    if add_time:
+        assert re.fullmatch(r"\d\d:\d\d\.\d", recorder.log[-1])
+
+
+def test_names_of_metrics():
+    metrics = {"a": mae, "b": AccumMetric(lambda p, t: 1.0, name="c")}
+    learn = make_learner(metrics=metrics)
+    learn.fit(1)
+    assert learn.recorder.metric_names == ["epoch", "train_loss", "valid_loss", "a", "b", "time"]
+    learn = make_learner(metrics=[rmse, partial(mse), AccumMetric(lambda p, t: 1.0, name="own")])
+    learn.fit(1)
+    assert learn.recorder.metric_names[3:] == ["rmse", "mse", "own", "time"]
+
+
+# Values
+
+
+@pytest.mark.parametrize("bs", [4, 3])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_train_loss_is_the_epochs_mean_and_losses_are_smoothed(bs, epochs):
+    data = make_data(10)
+    batches = list(DataLoader(data, bs))
+    learn = learner(dls=DataLoaders(DataLoader(data, bs), device="cpu"))
+    learn.fit(epochs)
+    raw = train_losses(batches, epochs)
+    sizes = [len(x) for x, _ in batches] * epochs
+    n = len(batches)
+    for epoch in range(epochs):
+        part = slice(epoch * n, (epoch + 1) * n)
+        mean = sum(a * b for a, b in zip(raw[part], sizes[part], strict=True)) / 10
+        assert learn.recorder.values[epoch][0] == pytest.approx(mean, rel=1e-6)
+    assert learn.recorder.losses == pytest.approx(smoothed(raw, 0.98), rel=1e-6)
+    assert learn.recorder.smooth_loss == learn.recorder.losses[-1] == learn.smooth_loss
+    assert learn.recorder.iters == [n * (e + 1) for e in range(epochs)]
+    assert learn.recorder.lrs == [0.1] * n * epochs
+
+
+def test_rates_are_those_of_the_optimizer_after_a_load_in_mid_epoch(tmp_path):
+    def load(cb):
+        if cb.training and cb.iter == 1:
+            cb.learn.load("before")
+            cb.learn.opt.param_groups[-1]["lr"] = 0.02
+
+    learn = learner(dls=make_dls(16, bs=4), path=tmp_path)
+    learn.fit(1, 0.1)
+    learn.save("before")
+    learn.fit(1, 0.1, cbs=Callback(after_batch=load, order=60))
+    assert learn.recorder.lrs == [0.1, 0.1, 0.02, 0.02]
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9])
+def test_beta_smooths(beta):
+    learn = learner(recorder=Recorder(beta=beta))
+    learn.fit(3)
+    raw = train_losses(list(DataLoader(make_data(), 4)), 3)
+    assert learn.recorder.losses == pytest.approx(smoothed(raw, beta), rel=1e-6)
+
+
+@pytest.mark.parametrize("beta", [1, -0.1, 1.5, float("nan")])
+def test_beta_is_less_than_1(beta):
+    with pytest.raises(ValueError, match="got beta="):
+        Recorder(beta=beta)
+
+
+def test_the_losses_known_in_mid_epoch_are_those_of_the_end():
+    seen = []
+    learn = learner(cbs=Callback(after_batch=lambda cb: cb.training and seen.append(cb.smooth_loss), order=99))
+    learn.fit(2)
+    assert seen == learn.recorder.losses
+
+
+def test_metrics_are_means_over_all_samples():
+    data, valid = make_data(8), make_data(7, seed=1)
+    dls = DataLoaders(DataLoader(data, 4), DataLoader(valid, 3), device="cpu")
+    learn = learner([mae, rmse, AccumMetric(lambda p, t: (p - t).max())], dls)
+    learn.fit(1)
+    x, y = valid.tensors
+    with torch.no_grad():
+        pred = learn.model(x)
+    expected = [F.mse_loss(pred, y), mae(pred, y), F.mse_loss(pred, y).sqrt(), (pred - y).max()]
+    assert learn.recorder.final_record[1:] == pytest.approx([v.item() for v in expected], rel=1e-5)
+    assert learn.validate() == pytest.approx(learn.recorder.final_record[1:], rel=1e-6)
+
+
+def test_train_metrics_are_of_the_predictions_made_in_training():
+    learn = learner([mae], recorder=Recorder(train_metrics=True))
+    seen = []
+    learn.add_cb(Callback(after_loss=lambda cb: cb.training and seen.append(mae(cb.pred, cb.y).item())))
+    learn.fit(1)
+    assert learn.recorder.values[0][1] == pytest.approx(sum(seen) / 2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_losses_that_sum_are_averaged_over_samples(reduction):
+    data = make_data(10)
+    loss_func = nn.MSELoss(reduction=reduction)
+    learn = learner(
+        dls=DataLoaders(DataLoader(data, 4), DataLoader(data, 4), device="cpu"), loss_func=loss_func, lr=0.01
+    )
+    learn.fit(1)
+    with torch.no_grad():
+        expected = F.mse_loss(learn.model(data.tensors[0]), data.tensors[1]).item()
+    assert learn.recorder.values[0][1] == pytest.approx(expected, rel=1e-5)
+    raw = train_losses(list(DataLoader(data, 4)), 1, loss_func=loss_func, lr=0.01)
+    total = sum(raw) / 10 if reduction == "sum" else sum(a * b for a, b in zip(raw, (4, 4, 2), strict=True)) / 10
+    assert learn.recorder.values[0][0] == pytest.approx(total, rel=1e-6)
+
+
+@pytest.mark.parametrize("given", ["weight", "ignore_index", "both", "partial"])
+def test_losses_that_average_over_other_items_are_weighted_by_them(given):
+    x, y = make_classes(11).tensors
+    weight = torch.tensor([0.2, 1.0, 3.0])
+    options = {} if given == "ignore_index" else {"weight": weight}
+    if given != "weight":
+        options["ignore_index"] = 1
+    loss_func = partial(F.cross_entropy, **options) if given == "partial" else nn.CrossEntropyLoss(**options)
+    dls = DataLoaders(DataLoader(TensorDataset(x, y), 4), DataLoader(TensorDataset(x, y), 4), device="cpu")
+    learn = learner([accuracy], dls, model=make_model(n_out=3), loss_func=loss_func)
+    learn.fit(1, 0.0)
+    with torch.no_grad():
+        expected = F.cross_entropy(learn.model(x), y, **options).item()
+    assert learn.recorder.values[0][:2] == pytest.approx([expected, expected], rel=1e-5)
+    assert learn.validate()[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_padded_tokens_do_not_count():
+    x = torch.randn(6, 4, 5)
+    y = torch.randint(3, (6, 5))
+    y[:2, 1:] = -100
+    y[5] = -100
+    model = nn.Conv1d(4, 3, 1)
+    dls = DataLoaders(DataLoader(TensorDataset(x, y), 2), DataLoader(TensorDataset(x, y), 4), device="cpu")
+    learn = learner([], dls, model=model, loss_func=nn.CrossEntropyLoss())
+    learn.fit(1, 0.0)
+    with torch.no_grad():
+        expected = F.cross_entropy(model(x), y).item()
+    assert learn.recorder.values[0] == pytest.approx([expected, expected], rel=1e-5)
+
+
+def test_loss_weight_counts_what_a_loss_of_ones_own_averages_over():
+    def masked(pred, y):
+        keep = y > 0
+        return (pred - y)[keep].pow(2).sum() / keep.sum()
+
+    data = make_data(10)
+    dls = DataLoaders(DataLoader(data, 4), DataLoader(data, 4), device="cpu")
+    learn = learner([], dls, loss_func=masked, loss_weight=lambda y: (y > 0).sum())
+    learn.fit(1, 0.0)
+    with torch.no_grad():
+        expected = masked(learn.model(data.tensors[0]), data.tensors[1]).item()
+    assert learn.recorder.values[0] == pytest.approx([expected, expected], rel=1e-5)
+    with pytest.raises(ValueError, match="got loss_weight='mean'; it takes None, 'sum', or a function"):
+        learner([], dls, loss_weight="mean")
+
+
+def test_a_loss_changed_in_place_for_the_gradient_is_recorded_as_it_was():
+    def penalise(cb):
+        cb.learn.loss_grad += 100 * cb.pred.pow(2).mean()
+
+    for event in ("after_loss", "before_backward"):
+        learn = learner(cbs=Callback(**{event: lambda cb: cb.training and penalise(cb)}), dls=make_dls(train=4))
+        learn.fit(1)
+        assert learn.recorder.values[0][0] == pytest.approx(train_losses([make_data(4).tensors], 1)[0])
+
+
+# Runs that end early
+
+
+def test_a_cancelled_batch_counts_for_nothing():
+    learn = learner(cbs=raising("after_pred", CancelBatchException))
+    learn.fit(1)
+    x, y = make_data().tensors
+    assert learn.recorder.values[0][0] == pytest.approx(train_losses([(x[4:], y[4:])], 1)[0])
+    assert len(learn.recorder.losses) == 1
+    assert learn.recorder.iters == [1]
+
+
+def test_a_cut_epoch_has_a_row_of_what_was_seen():
+    learn = learner(cbs=raising("before_batch", CancelTrainException, lambda cb: cb.iter == 1))
+    learn.fit(2)
+    raw = train_losses(list(DataLoader(make_data(), 4))[:1], 1)
+    assert learn.recorder.values[0][0] == pytest.approx(raw[0])
+    assert learn.recorder.iters == [1, 3]
+    assert len(learn.recorder.values) == 2
+
+
+def test_a_cancelled_epoch_without_validation_has_no_numbers_for_it():
+    learn = learner(cbs=raising("before_step", CancelEpochException))
+    learn.fit(2)
+    assert len(learn.recorder.values) == 2
+    assert str(learn.recorder.values[0][1:]) == "[nan, nan]"
+    assert str(learn.recorder.values[1][1:]) != "[nan, nan]"
+
+
+@pytest.mark.parametrize("error", [CancelFitException, KeyboardInterrupt, ValueError])
+def test_a_fit_that_ends_in_mid_epoch_keeps_its_losses(error):
+    learn = learner(cbs=raising("before_batch", error, lambda cb: cb.training and cb.train_iter == 3))
+    with contextlib.suppress(KeyboardInterrupt, ValueError):
+        learn.fit(3)
+    raw = train_losses(list(DataLoader(make_data(), 4)), 2)[:3]
+    assert learn.recorder.losses == pytest.approx(smoothed(raw, 0.98), rel=1e-6)
+    assert len(learn.recorder.values) == 1
+    assert len(learn.recorder.lrs) == 3
+    learn.plot_loss() if hasattr(learn, "plot_loss") else None
+    learn.fit(1)
+    assert len(learn.recorder.history) == 1
+    assert learn.recorder.history[0].losses == pytest.approx(smoothed(raw, 0.98), rel=1e-6)
+
+
+# Logged values
+
+
+def test_logged_values_are_means_over_the_epoch():
+    def log(cb):
+        if cb.training:
+            cb.learn.log_metric("number", 10 * cb.epoch + cb.iter)
+            cb.learn.log_metric("tensor", torch.tensor([float(cb.iter)], requires_grad=True))
+        else:
+            cb.learn.log_metric("valid", cb.loss)
+
+    learn = learner(cbs=[Callback(after_batch=log), Callback(after_train=lambda cb: cb.learn.log_metric("once", True))])
+    learn.fit(2)
+    names = learn.recorder.metric_names
+    assert names == ["epoch", "train_loss", "valid_loss", "mae", "number", "tensor", "once", "valid", "time"]
+    for epoch, row in enumerate(learn.recorder.values):
+        assert row[3:6] == [10 * epoch + 0.5, 0.5, 1.0]
+        assert row[6] == pytest.approx(row[1])
+
+
+def test_a_logged_weight_is_what_it_was_then():
+    seen = []
+
+    def log(cb):
+        if cb.training:
+            cb.learn.log_metric("weight", cb.model[0].weight[0, 0])
+            seen.append(cb.model[0].weight[0, 0].item())
+
+    learn = learner([], cbs=Callback(before_step=log))
+    learn.fit(1)
+    assert learn.recorder.values[0][-1] == pytest.approx(sum(seen) / 2)
+    assert seen[0] != seen[1]
+
+
+def test_a_column_that_comes_later_stands_in_the_rows_from_then_on(capsys):
+    learn = learner([], cbs=Callback(after_train=lambda cb: cb.epoch == 1 and cb.learn.log_metric("late", 5)))
+    learn.fit(3)
+    assert [len(row) for row in learn.recorder.values] == [2, 3, 2]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if "epoch" in line] == [
+        ["epoch", "train_loss", "valid_loss", "time"],
+        ["epoch", "train_loss", "valid_loss", "late", "time"],
+        ["epoch", "train_loss", "valid_loss", "time"],
+    ]
+
+
+@pytest.mark.parametrize("name", ["train_loss", "valid_loss", "mae", "epoch", "time"])
+def test_a_logged_name_that_is_taken_is_refused(name):
+    learn = learner(cbs=Callback(after_batch=lambda cb: cb.learn.log_metric(name, 1)))
+    with pytest.raises(ValueError, match=f"log_metric got '{name}', which is a column already"):
+        learn.fit(1)
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), torch.ones(0), torch.ones(2, 2)])
+def test_a_logged_value_is_one_number(value):
+    learn = learner(cbs=Callback(after_batch=lambda cb: cb.learn.log_metric("x", value)))
+    with pytest.raises(ValueError, match=r"log_metric\('x'\) got float32 tensor of shape"):
+        learn.fit(1)
+
+
+def test_nothing_is_logged_outside_a_fit():
+    learn = learner(cbs=Callback(after_batch=lambda cb: cb.learn.log_metric("x", 1)))
+    learn.log_metric("x", 1)
+    assert len(learn.validate()) == 2
+    learn.fit(1)
+    names = list(learn.recorder.metric_names)
+    learn.validate()
+    assert learn.recorder.metric_names == names
+
+
+# History and plot
+
+
+def test_earlier_fits_are_history():
+    learn = learner()
+    learn.fit(2)
+    first = {n: getattr(learn.recorder, n) for n in ("values", "losses", "lrs", "iters", "metric_names", "log", "hps")}
+    learn.fit(0)
+    learn.fit(1)
+    assert len(learn.recorder.history) == 1
+    kept = learn.recorder.history[0]
+    assert {name: getattr(kept, name) for name in first} == first
+    assert kept.final_record == first["values"][-1]
+    assert len(learn.recorder.values) == 1
+    assert len(learn.recorder.losses) == 2
+
+
+def curves(ax):
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines}
+
+
+def test_plot_loss_shows_both_curves(plt):
+    learn = learner(dls=make_dls(train=20))
+    learn.fit(3)
+    ax = learn.recorder.plot_loss()
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "loss")
+    assert ax.get_title()
+    found = curves(ax)
+    assert found["train (smoothed)"] == (list(range(6, 16)), learn.recorder.losses[5:])
+    assert found["valid"] == ([5, 10, 15], [row[1] for row in learn.recorder.values])
+    assert {text.get_text() for text in ax.get_legend().get_texts()} == set(found)
+    whole = learn.recorder.plot_loss(skip_start=0, with_valid=False, log=True)
+    assert curves(whole) == {"train (smoothed)": (list(range(1, 16)), learn.recorder.losses)}
+    assert whole.get_yscale() == "log"
+
+
+def test_plot_loss_can_show_all_fits_and_draw_on_given_axes(plt):
+    learn = learner()
+    learn.fit(2)
+    learn.fit(1)
+    axes = plt.subplots()[1]
+    assert learn.recorder.plot_loss(skip_start=0, all_fits=True, ax=axes) is axes
+    found = curves(axes)
+    assert found["train (smoothed)"] == (
+        [1, 2, 3, 4, 5, 6], learn.recorder.history[0].losses + learn.recorder.losses
+    )  # fmt: skip
+    rows = learn.recorder.history[0].values + learn.recorder.values
+    assert found["valid"] == ([2, 4, 6], [row[1] for row in rows])
+    last = curves(learn.recorder.plot_loss(skip_start=0))
+    assert last["train (smoothed)"] == ([1, 2], learn.recorder.losses)
+    assert last["valid"][0] == [2]
+
+
+def test_plot_loss_of_little_or_nothing(plt):
+    learn = learner(dls=make_dls(train=4, valid=None))
+    assert learn.recorder.plot_loss() is not None
+    learn.fit(1)
+    found = curves(learn.recorder.plot_loss())
+    assert found == {"train (smoothed)": ([1], learn.recorder.losses)}
+
+
+# The table
+
+
+def test_the_table_has_a_header_and_a_row_for_each_epoch(capsys):
+    learn = learner()
+    learn.fit(2)
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0].split() == ["epoch", "train_loss", "valid_loss", "mae", "time"]
+    assert len({len(line) for line in lines}) == 1
+    for epoch, line in enumerate(lines[1:]):
+        cells = line.split()
+        assert cells[0] == str(epoch)
+        assert [float(cell) for cell in cells[1:4]] == pytest.approx(learn.recorder.values[epoch], abs=1e-6)
+    learn.fit(1)
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_logger_of_ones_own_gets_the_rows():
+    rows = []
+    learn = learner()
+    learn.logger = rows.append
+    learn.fit(2)
+    assert [row[0] for row in rows] == [0, 1]
+    assert rows[1] == learn.recorder.log
+    assert learn.logger == rows.append
+
+
+# No step waits for the device
+
+
+class Lazy(Tensor):
+    "A tensor that cannot be read without being noticed."
+
+    reads = 0
+    READS = ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy", "nonzero")
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in cls.READS:
+            Lazy.reads += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "loss_func", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=torch.ones(3), ignore_index=1)]
+)
+def test_training_steps_read_nothing_from_the_device(loss_func):
+    reads = []
+    x, y = make_classes(32).tensors
+    batches = [(a.as_subclass(Lazy), b) for a, b in zip(x.split(4), y.split(4), strict=True)]
+    dls = DataLoaders(batches, batches, device="cpu")
+    learn = Learner(
+        dls,
+        make_model(n_out=3),
+        loss_func,
+        metrics=accuracy,
+        cbs=[
+            Callback(before_fit=lambda cb: setattr(Lazy, "reads", 0)),
+            Callback(after_batch=lambda cb: cb.learn.log_metric("logged", cb.loss * 2), order=49),
+            Callback(after_batch=lambda cb: reads.append((cb.training, Lazy.reads)), order=1000),
+        ],
+    )
+    learn.fit_one_cycle(1)
+    assert type(learn.model(batches[0][0])) is Lazy
+    assert len(reads) == 16
+    for phase in (True, False):
+        # What has arrived is fetched at a phase's first batch, and then every thousandth.
+        assert len({count for training, count in reads if training is phase}) == 1
+    Lazy.reads = 0
+    float(batches[0][0].sum())
+    assert Lazy.reads  # the instrument works
+
+
+def test_logged_values_do_not_pile_up_on_the_device(monkeypatch):
+    from learnerkit.host_scalars import HostScalars
+
+    polled, poll = [], HostScalars.poll
+    monkeypatch.setattr(HostScalars, "poll", lambda self: polled.append(len(self)) or poll(self))
+    seen = []
+
+    def log(cb):
+        for i in range(2500 if cb.iter == 0 else 0):
+            cb.learn.log_metric("mine", torch.tensor(float(i)))
+        seen.append(max(polled, default=0))
+
+    learn = make_learner(cbs=Callback(before_step=log))
+    learn.fit(1)
+    assert seen[0] == 2048
+    assert learn.recorder.values[0][-1] == pytest.approx(sum(range(2500)) / 2500)

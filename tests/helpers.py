@@ -1,0 +1,146 @@
+"""Small models, data and callbacks for the tests."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from learnerkit import Callback, DataLoaders, Learner
+from learnerkit.events import Event
+
+ROOT = Path(__file__).parents[1]
+
+# Data, models, learners
+
+
+def make_data(n=8, n_in=4, n_out=1, seed=0):
+    """Random inputs and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(n, n_in, generator=generator), torch.randn(n, n_out, generator=generator))
+
+
+def make_classes(n=8, n_in=4, classes=3, seed=0):
+    """Random inputs and classes."""
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(n, n_in, generator=generator), torch.randint(classes, (n,), generator=generator))
+
+
+def make_dls(train=8, valid=4, bs=4, data=make_data, **kwargs):
+    """Plain torch loaders in dataset order; `valid=None`: no validation."""
+    others = [] if valid is None else [DataLoader(data(valid, seed=1), bs)]
+    return DataLoaders(DataLoader(data(train), bs), *others, device="cpu", **kwargs)
+
+
+def make_model(n_in=4, n_out=1, dropout=0.0, seed=0):
+    """A small network, always with the same weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(n_in, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, n_out))
+
+
+def make_learner(dls=None, model=None, loss_func=None, cls=Learner, **kwargs):
+    """A learner: by default two training batches, one of validation, MSE and SGD."""
+    kwargs = {"opt_func": torch.optim.SGD, "lr": 0.1} | kwargs
+    return cls(dls or make_dls(), model or make_model(), loss_func or nn.MSELoss(), **kwargs)
+
+
+def weights(model):
+    """A copy of all weights and buffers."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same_weights(a, b):
+    """Whether two models, or copies of weights, are equal bit by bit."""
+    a, b = (x.state_dict() if isinstance(x, nn.Module) else x for x in (a, b))
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def spy(log, label=None, events=Event, **kwargs):
+    """A callback that writes every event it hears into `log`, with its label if it has one."""
+
+    def write(event):
+        return lambda cb: log.append(str(event) if label is None else (label, str(event)))
+
+    return Callback(**{event: write(event) for event in events}, **kwargs)
+
+
+class Seen(Callback):
+    """The batches of training and of validation, how many were announced, and the shares of training done."""
+
+    order = 20
+
+    def __init__(self):
+        super().__init__()
+        self.train, self.valid, self.lengths, self.done, self.steps = [], [], [], [], 0
+
+    def before_batch(self):
+        (self.train if self.training else self.valid).append(self.xb[0].clone())
+        if self.iter == 0:
+            self.lengths.append((self.training, self.n_iter))
+
+    def after_step(self):
+        self.steps += 1
+
+    def after_batch(self):
+        if self.training:
+            self.done.append(self.pct_train)
+
+
+def raising(event, error, when=lambda cb: True, **kwargs):
+    """A callback that raises `error` at an event, once; `when` says at which occurrence."""
+    done = []
+
+    def hook(cb):
+        if not done and when(cb):
+            done.append(True)
+            raise error
+
+    return Callback(**{event: hook}, **kwargs)
+
+
+def notes(error):
+    """The notes of an exception."""
+    return list(getattr(error, "__notes__", []))
+
+
+def python():
+    """The interpreter for subprocesses."""
+    return sys.executable
+
+
+# What is expected to happen
+
+
+def words(text):
+    """The words of a text."""
+    return text.split()
+
+
+TRAIN_BATCH = words("""
+    before_batch after_pred after_loss before_backward after_backward before_step after_step after_batch cleanup_batch
+""")
+VALID_BATCH = words("before_batch after_pred after_loss after_batch cleanup_batch")
+TRAIN = ["before_train", *TRAIN_BATCH * 2, "after_train", "cleanup_train"]
+VALIDATE = ["before_validate", *VALID_BATCH, "after_validate", "cleanup_validate"]
+EPOCH = ["before_epoch", *TRAIN, *VALIDATE, "after_epoch", "cleanup_epoch"]
+FIT = ["before_fit", *EPOCH, "after_fit", "cleanup_fit"]
+"""An epoch of two training batches and one of validation, as `make_learner` has it."""
+
+EVALUATION = words("before_fit before_epoch") + VALIDATE + words("after_epoch cleanup_epoch after_fit cleanup_fit")
+
+
+# Several GPUs, pretended
+
+
+class Wrapped(nn.DataParallel):
+    """DataParallel as it is without GPUs: it calls its module. Stands in for two GPUs."""
+
+    def __init__(self, module, device_ids=None):
+        nn.Module.__init__(self)
+        self.module, self.device_ids, self.used = module, device_ids, 0
+
+    def forward(self, *args, **kwargs):
+        self.used += 1
+        return self.module(*args, **kwargs)

@@ -1,0 +1,579 @@
+"""The launcher, with real processes wherever processes are the point."""
+
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from learnerkit.launch import cli, gpus, slurm
+from learnerkit.launch.cli import Plan, choose_processes, parse
+from learnerkit.launch.environment import Place, rank_environment
+from learnerkit.launch.gpus import gpu_names, listed_gpus
+from learnerkit.launch.nodes import Elastic, Static
+from learnerkit.launch.report import COLLECTIVE_ERROR
+from learnerkit.launch.slurm import Task
+from learnerkit.launch.supervise import CAUSE_SECONDS, Job
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "tests" / "scripts"
+LIMIT = 120  # seconds for any one run
+INF = float("inf")
+
+
+class Run(subprocess.Popen):
+    """A process of a test; a mark in the environment shows what it has started."""
+
+    def __init__(self, *command, mark, env, **options):
+        cleared = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        base = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "LAUNCH_TEST": mark}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.PIPE, "text": True}
+        super().__init__([sys.executable, *map(str, command)], env=cleared | base | env, **pipes | options)
+
+    def wait_for(self, line, times=2):
+        """Read the standard output until a line has come up so many times."""
+        while times:
+            times -= next(self.stdout).strip() == line
+
+    def finish(self):
+        """Wait for the end and return exit code, standard output and standard error."""
+        out, err = self.communicate(timeout=LIMIT)
+        return self.returncode, out, err
+
+
+@pytest.fixture
+def run():
+    """Start processes; at the end of the test nothing they have started may be left."""
+    mark = uuid.uuid4().hex
+    # If pytest itself runs in the background of a shell, SIGINT is ignored there, and so it would be in a child.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    runs = []
+
+    def start(*command, env=None, **options):
+        runs.append(Run(*command, mark=mark, env=env or {}, **options))
+        return runs[-1]
+
+    yield start
+    signal.signal(signal.SIGINT, before)
+    left = marked(mark)
+    for process in left:
+        process.kill()
+    for process in runs:
+        process.communicate()
+    assert not left
+
+
+@pytest.fixture
+def launched(run):
+    """Start the launcher."""
+    return lambda *arguments, **options: run("-m", "learnerkit.launch", *arguments, **options)
+
+
+def marked(mark):
+    """Return the living processes with this mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("LAUNCH_TEST") == mark:
+                found.append(process)
+        except psutil.Error:
+            pass
+    return found
+
+
+def says(err):
+    """Return what the launcher itself has printed."""
+    return [line for line in err.splitlines() if line.startswith("learnerkit.launch: ")]
+
+
+# The command line
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "nproc"), [([], 1), (["--nproc", "3"], 3), (["--nproc-per-node", "2"], 2), (["--nproc=4"], 4)]
+)
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
+    own = ["--nproc", "5", "-m", "x", "--", "--gpus", "-u", "-h", "--grace", "--np=1", ""]
+    assert parse([*options, *separator, __file__, *own]) == Plan(Job([__file__, *own], nproc))
+    assert parse([*options, "-u", "--grace", "1.5", "-m", "pkg.mod", *own]) == Plan(
+        Job(["-m", "pkg.mod", *own], nproc, grace=1.5, unbuffered=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to run"),
+        (["-m"], "nothing to run"),
+        (["no_such_script.py"], "'no_such_script.py' is no file"),
+        (["--nproc", "0", __file__], "--nproc 0: give"),
+        (["--nproc", "two", __file__], "invalid int value: 'two'"),
+        (["--nproc", "2", "--gpus", "0", __file__], "--nproc does not go with --gpus"),
+        (["--gpus", "0", __file__], "no GPU can be used here"),
+        (["--grace", "-1", __file__], "--grace -1.0: give seconds"),
+        (["--grace", "nan", __file__], "--grace nan: give seconds"),
+        (["--npro", "2", __file__], "unrecognized arguments: --npro"),
+        (["--timeout", "0", __file__], "--timeout 0.0: give seconds, more than 0"),
+        (["--max-restarts", "-1", __file__], "--max-restarts -1: give a number"),
+        (["--master-port", "0", __file__], "--master-port 0: give a port from 1 to 65535"),
+        (["--nnodes", "3:2", __file__], "--nnodes 3:2: give a number of machines"),
+        (["--nnodes", "1:4", "--node-rank", "0", "--master-addr", "a", __file__], "1:4 needs --rdzv-endpoint"),
+        (["--nnodes", "2", "--node-rank", "0", __file__], "need --nnodes, --node-rank and --master-addr"),
+        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "a", __file__], "--node-rank 2: give 0 to 1"),
+        (["--rdzv-endpoint", "a:1", __file__], "--rdzv-endpoint needs --nnodes"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a:x", __file__], "'a:x': give host:port"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a:1", "--node-rank", "0", __file__], "does not go with --node-rank"),
+        (["--nodes", "2", __file__], "--nodes goes with --write-sbatch"),
+        (["--sbatch", "--exclusive", __file__], "--sbatch goes with --write-sbatch"),
+        (["--setup", "true", __file__], "--module or --setup goes with --write-sbatch"),
+        (["--env", "A=1", __file__], "--env goes with --write-sbatch"),
+        (["--mem-per-cpu", "1G", __file__], "--mem-per-cpu goes with --write-sbatch"),
+        (["--write-sbatch", "job.sh", "--sbatch"], "argument --sbatch: expected one argument"),
+        (["--write-sbatch", "job.sh", "--sbatch", "--nodes", __file__], "--sbatch '--nodes': give --nodes by itself"),
+        *[
+            (["--module", bad, __file__], f"argument --module: {bad!r}: give the name of one module")
+            for bad in ("", "a b", "a;b", "$(x)", "a\nb")
+        ],
+        (["--write-sbatch", "/no/such/folder/job.sh", __file__], "job.sh: No such file or directory"),
+        (["--write-sbatch", "job.sh", "--nodes", "0", __file__], "--nodes 0: give a number, 1 or more"),
+    ],
+)
+def test_bad_values_are_one_line_and_code_2(no_gpu, capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    out, err = capsys.readouterr()
+    assert (caught.value.code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+# GPUs
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        ("0,2", ["0", "2"]),
+        (" 1 , 0", ["1", "0"]),
+        ("GPU-8932f937,MIG-GPU-8932f937/1/0", ["GPU-8932f937", "MIG-GPU-8932f937/1/0"]),
+        ("0,-1,2", ["0"]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+    ],
+)
+def test_listed_gpus(visible, names):
+    assert listed_gpus(visible) == names
+    assert gpu_names({"CUDA_VISIBLE_DEVICES": visible}) == names
+
+
+@pytest.mark.parametrize(
+    ("nvml", "device_file", "expected"), [(4, True, 4), (0, True, 0), (None, True, 7), (None, False, 0)]
+)
+def test_gpus_are_counted_by_nvml_then_torch(monkeypatch, tmp_path, nvml, device_file, expected):
+    device = tmp_path / "device"
+    if device_file:
+        device.touch()
+    monkeypatch.setattr(gpus, "GPU_DEVICE_FILES", ("/no/such/device", str(device)))
+    monkeypatch.setattr(gpus, "count_with_nvml", lambda: nvml)
+    monkeypatch.setattr(gpus, "count_with_torch", lambda: 7)
+    assert gpu_names({}) == [str(index) for index in range(expected)]
+
+
+@pytest.mark.parametrize(("started", "answer", "count"), [(0, 0, 3), (9, 0, None), (0, 9, None)])
+def test_nvml_is_asked_through_ctypes(monkeypatch, started, answer, count):
+    def device_count(pointer):
+        ctypes.cast(pointer, ctypes.POINTER(ctypes.c_uint))[0] = 3
+        return answer
+
+    library = SimpleNamespace(nvmlInit_v2=lambda: started, nvmlDeviceGetCount_v2=device_count, nvmlShutdown=lambda: 0)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    assert gpus.count_with_nvml() == count
+
+
+def test_no_nvml_library(monkeypatch):
+    def missing(name):
+        raise OSError
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert gpus.count_with_nvml() is None
+
+
+@pytest.mark.parametrize(("answer", "count"), [("print(2)", 2), ("import no_such_module", 0)])
+def test_torch_is_asked_in_another_process(monkeypatch, answer, count):
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: run([*command[:2], answer], stderr=-3, **options))
+    assert gpus.count_with_torch() == count
+
+
+def test_number_of_processes():
+    four, none = {"CUDA_VISIBLE_DEVICES": "4,5,GPU-a,7"}, {"CUDA_VISIBLE_DEVICES": ""}
+    assert choose_processes(None, None, four) == (4, None)
+    assert choose_processes(3, None, four) == (3, None)
+    assert choose_processes(None, "2,0", four) == (2, "GPU-a,4")
+    assert choose_processes(None, None, none) == (1, None)
+    assert choose_processes(8, None, none) == (8, None)
+    with pytest.raises(ValueError, match="--nproc 5: every process needs a GPU of its own, and 4 can be used"):
+        choose_processes(5, None, four)
+    for bad in ("4", "0,0", "x", "", "-1"):
+        with pytest.raises(ValueError, match="give indices from 0 to 3, each once"):
+            choose_processes(None, bad, four)
+
+
+# Several machines
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "nproc"),
+    [
+        ([], None, 3),
+        (["--nnodes", "1"], None, 3),
+        (["--nnodes", "2", "--node-rank", "1", "--master-addr", "a"], Static(1, 2, "a", 29500), 3),
+        (["--nnodes=2", "--node-rank=0", "--master-addr=a", "--master-port=7"], Static(0, 2, "a", 7), 3),
+        (["--nnodes", "1:4", "--rdzv-endpoint", "b:8"], Elastic(1, 4, "b", 8), 3),
+        (["--nnodes", "2", "--rdzv-endpoint", "b"], Elastic(2, 2, "b", 29500), 3),
+    ],
+)
+def test_how_machines_meet(no_gpu, options, nodes, nproc):
+    plan = parse([*options, "--nproc", "3", "--max-restarts", "2", __file__])
+    assert plan == Plan(Job([__file__], nproc), 2, nodes)
+
+
+def test_slurm_says_how_machines_meet(no_gpu, monkeypatch):
+    for task in (Task(1, 2, False, "gpu1", 21000), Task(5, 8, True, "gpu1", 21000)):
+        monkeypatch.setattr(slurm, "current_task", lambda environ, task=task: task)
+        plan = parse([__file__])
+        assert plan.nodes == Static(task.number, task.count, "gpu1", 21000)
+        assert plan.job.nproc == 1
+        options = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "a"]
+        assert parse([*options, __file__]).nodes.address == "a"  # what is said goes before what is found
+    assert parse(["--nproc", "3", __file__]).job.nproc == 1  # one GPU for each
+
+
+def test_a_batch_script_gets_the_launchers_options(no_gpu, tmp_path, capsys):
+    job = tmp_path / "job.sh"
+    options = ["--nodes", "2", "--gpus-per-node", "4", "--time", "08:00:00", "--grace", "0"]
+    options += ["--max-restarts", "1", "--tee"]
+    assert cli.main(["--write-sbatch", str(job), *options, "-m", "pkg.train", "--nodes", "9"]) == 0
+    text = job.read_text()
+    assert "#SBATCH --nodes=2\n" in text
+    assert "#SBATCH --job-name=pkg.train\n" in text
+    assert "python -m learnerkit.launch --max-restarts 1 --grace 0.0 --tee \\\n    -m pkg.train --nodes 9 &\n" in text
+    assert capsys.readouterr().out == f"wrote {job}; hand it in with: sbatch {job}\n"
+
+
+def test_a_batch_script_gets_what_it_is_told_of_the_cluster(no_gpu, tmp_path, capsys):
+    job, own = tmp_path / "job.sh", ["--sbatch", "--exclusive", "--env", "x", "--module"]
+    Path("train.py").touch()
+    Path("logs").mkdir()
+    options = ["--gpus-per-node", "v100:4", "--mem-per-cpu", "4G", "--output", "logs/%j.out", "--error", "no/%j.err"]
+    options += ["--sbatch", "--exclusive", "--sbatch=--qos=high", "--sbatch", "nice 3", "--setup", "module purge"]
+    options += ["--module", "gcc/12", "--env", "A=1", "--setup", "source it", "--module", "a@1", "--env", "B=a b"]
+    assert cli.main(["--write-sbatch", str(job), *options, "train.py", *own]) == 0
+    text = job.read_text()
+    asked = ["gpus-per-node=v100:4", "mem-per-cpu=4G", "exclusive", "qos=high", "nice 3"]
+    assert "".join(f"#SBATCH --{option}\n" for option in asked) in text
+    assert "#SBATCH --output=logs/%j.out\n#SBATCH --error=no/%j.err\n" in text
+    order = ["module purge", "module load gcc/12", "source it", "module load a@1", "export A=1", "export B='a b'"]
+    assert [line for line in text.split("\n") if line in order] == order
+    assert "\n    train.py --sbatch --exclusive --env x --module &\n" in text
+    said = capsys.readouterr().out
+    assert "first make the folder no: " in said
+    assert "folder logs" not in said
+
+
+# The processes
+
+
+def test_the_launcher_needs_the_standard_library_only(run):
+    code, out, err = run(
+        "-c",
+        "import sys; before = set(sys.modules); import learnerkit.launch\n"
+        "print({name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names))",
+    ).finish()
+    assert (code, out, err) == (0, "{'learnerkit'}\n", "")
+
+
+def test_help(launched):
+    code, out, err = launched("--help", env={"COLUMNS": "80"}).finish()
+    assert (code, err) == (0, "")
+    assert "--nproc N, --nproc-per-node N" in out
+    for option in ("--sbatch", "--module", "--setup", "--env", "--output", "--error", "--mem-per-cpu"):
+        assert f"\n  {option} " in out
+    assert "(%x-%j.out: " in out
+    assert max(map(len, out.split("\n"))) <= 100
+    assert "examples:" in out
+
+
+@pytest.mark.parametrize("form", ["script", "link", "module"])
+def test_the_script_sees_what_python_would_show_it(run, launched, tmp_path, form):
+    (tmp_path / "link.py").symlink_to(SCRIPTS / "launch_facts.py")
+    target = {
+        "script": ["scripts/launch_facts.py"],
+        "link": [tmp_path / "link.py"],
+        "module": ["-m", "scripts.launch_facts"],
+    }[form]
+    own = ["--nproc", "5", "-m", "x", "--", "--gpus", "a b", "$HOME", ""]
+    stale = {"RANK": "3", "WORLD_SIZE": "9", "MASTER_PORT": "1"}
+    plain = run(*target, *own, cwd=ROOT / "tests", stdin=subprocess.DEVNULL)
+    both = launched("--nproc", 2, *target, *own, cwd=ROOT / "tests", env=stale)
+    both.stdin.write("meant for the launcher")
+    code, out, err = both.finish()
+    assert (code, err) == (0, "")
+    expected = json.loads(plain.finish()[1])
+    seen = sorted(map(json.loads, out.splitlines()), key=lambda facts: facts["env"]["RANK"])
+    port = seen[0]["env"]["MASTER_PORT"]
+    for number, facts in enumerate(seen):
+        env = expected["env"] | stale
+        assert facts["env"].pop("LEARNERKIT_HEARTBEAT").endswith(tuple("0123456789"))
+        assert facts.pop("env") == rank_environment(env, Place(2, int(port)), number)
+        assert facts == {name: value for name, value in expected.items() if name != "env"}
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "first"),
+    [
+        ("exit", 3, "rank 1 failed (exit code 3)"),
+        ("text", 1, "rank 1 failed (exit code 1)"),
+        ("abrupt", 5, "rank 1 failed (exit code 5)"),
+        ("interrupted", 130, "rank 1 failed (exit code 130)"),
+        ("crash", 139, "rank 1 was killed by signal 11 (SIGSEGV)"),
+        ("killed", 137, "rank 1 was killed by signal 9 (SIGKILL)"),
+        ("syntax", 1, "rank 1 failed (exit code 1)"),
+    ],
+)
+def test_the_exit_code_is_the_scripts(launched, tmp_path, how, code, first):
+    command = ["-u", "--nproc", 2, SCRIPTS / "launch_end.py", how]
+    ended, out, err = launched(*command, cwd=tmp_path, env={"TMPDIR": str(tmp_path)}).finish()
+    lines = says(err)
+    assert ended == code
+    assert lines[0].startswith(f"learnerkit.launch: {first}")
+    assert lines[1].startswith("learnerkit.launch: rank 0 was stopped by the launcher after ")
+    assert len(lines) == 2
+    assert [file.read_text() for file in tmp_path.iterdir()] == (["last line"] if how == "exit" else [])
+    extra = {"text": "a last word\n", "crash": "Current thread", "syntax": "SyntaxError: invalid syntax"}
+    assert extra.get(how, "") in err
+    assert ("Traceback" in err) == (how == "syntax")
+    assert out == {"exit": "exit hook ran after exit\n", "abrupt": "printed before the end\n"}.get(how, "")
+
+
+def test_a_thread_without_end_does_not_hold_up_a_failure(launched):
+    began = time.monotonic()
+    code, out, err = launched("--nproc", 2, SCRIPTS / "launch_end.py", "stuck").finish()
+    assert (code, out) == (1, "printed before the end\n")
+    assert says(err)[0].startswith("learnerkit.launch: rank 1 failed (exit code 1) after ")
+    assert "KeyError: 'stuck'" in err
+    assert "in wait_to_be_stopped" in err  # the stack of what was waited for
+    assert time.monotonic() - began < 15
+
+
+def test_a_rank_may_end_early(launched):
+    assert launched("--nproc", 2, SCRIPTS / "launch_end.py", "early").finish() == (
+        0,
+        "rank 1 done\nrank 0 done\n",
+        "",
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "cause", "last", "echo"),
+    [
+        ("raises", 1, "rank 1 failed (exit code 1)", "ValueError: the cause", "Follower: rank 1 failed in before_step"),
+        ("exits", 3, "rank 1 failed (exit code 3)", "", "Follower: rank 1 failed in before_step"),
+        ("killed", 137, "rank 1 was killed by signal 9 (SIGKILL)", "", "RuntimeError: Connection closed by peer"),
+    ],
+)
+def test_the_cause_is_shown_first_even_if_it_ends_last(launched, tmp_path, how, code, cause, last, echo):
+    ended, out, err = launched("--nproc", 2, SCRIPTS / "launch_echo.py", how, cwd=tmp_path).finish()
+    first, *traceback, follower = err.splitlines()
+    assert ended == code
+    assert first.startswith(f"learnerkit.launch: {cause}")
+    traceback = [line.removeprefix("  ") for line in traceback]
+    assert (traceback[0], traceback[-1]) == ("Traceback (most recent call last):", last) if last else traceback == []
+    assert follower == f"learnerkit.launch: rank 0 then failed: {echo}"
+
+
+def test_a_cause_that_does_not_end_is_stopped(launched, tmp_path):
+    began = time.monotonic()
+    code, out, err = launched("--nproc", 2, "--grace", 0.5, SCRIPTS / "launch_echo.py", "stuck", cwd=tmp_path).finish()
+    first, message, cause = err.splitlines()
+    assert code == 1
+    assert first.startswith("learnerkit.launch: rank 0 failed (exit code 1), following another rank, after ")
+    assert message == "  Follower: rank 1 failed in before_step"
+    assert cause.startswith("learnerkit.launch: rank 1 did not stop in time and was killed after ")
+    assert CAUSE_SECONDS < time.monotonic() - began < CAUSE_SECONDS + 5
+
+
+def test_what_a_rank_leaves_running_is_killed(launched):
+    code, out, err = launched("--nproc", 2, SCRIPTS / "launch_end.py", "straggler").finish()
+    assert code == 0  # the forked child's error is its own, and `run` sees that nothing is left
+    assert says(err) == []
+    assert err.count("RuntimeError: only a forked child") == 2
+
+
+def test_a_rank_that_does_not_stop_is_killed_after_the_grace_time(launched):
+    began = time.monotonic()
+    code, out, err = launched("--nproc", 2, "--grace", 0.5, SCRIPTS / "launch_end.py", "stubborn").finish()
+    assert code == 3
+    assert "rank 0 did not stop in time and was killed" in says(err)[1]
+    assert time.monotonic() - began < 5
+
+
+# Signals
+
+
+def test_ctrl_c(launched):
+    process = launched("--nproc", 2, SCRIPTS / "launch_wait.py", "plain")
+    process.wait_for("ready")
+    process.send_signal(signal.SIGINT)
+    code, out, err = process.finish()
+    assert code == 130
+    assert err == "learnerkit.launch: SIGINT received, waiting for the ranks to stop (Ctrl-C kills them)\n"
+
+
+def test_a_second_ctrl_c_kills_at_once(launched):
+    process = launched("--nproc", 2, SCRIPTS / "launch_wait.py", "deaf")
+    process.wait_for("ready")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    code, out, err = process.finish()
+    assert time.monotonic() - began < 2
+    assert code == 130
+    assert [line for line in says(err) if "was killed" in line] == says(err)[1:]
+    assert len(says(err)) == 3
+
+
+def test_a_file_for_each_rank_and_attempt(launched, tmp_path):
+    (tmp_path / "talk.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "said = pathlib.Path(f'rank 0 has said it {os.getppid()} {attempt}')\n"
+        "print('out of', os.environ['RANK'], flush=True)\n"
+        "print('no line end', end='', file=sys.stderr, flush=True)\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    said.touch()\n"
+        "while not said.exists():\n"
+        "    time.sleep(0.01)\n"
+        "if os.environ['RANK'] > attempt:\n"
+        "    raise ValueError('\\x1b[2J')\n"
+    )
+    options = ["--nproc", 2, "--max-restarts", 1, "--log-dir", "logs"]
+    for tee in ([], ["--tee"]):
+        code, out, err = launched(*options, *tee, "talk.py", cwd=tmp_path).finish()
+        assert code == 0
+        lines = says(err)
+        if not tee:
+            goes = [f"learnerkit.launch: output goes to {Path('logs', f'attempt-{k}', 'rank-*.log')}" for k in (0, 1)]
+            assert [lines.pop(0), lines.pop()] == goes
+        assert lines[0].endswith(f" s ({Path('logs', 'attempt-0', 'rank-1.log')}):")
+        assert lines[-1] == "learnerkit.launch: attempt 2 of 2"
+        expected = [f"[rank {n}] {line}" for n in "01" for line in (f"out of {n}", "no line end")] * 2 if tee else []
+        assert sorted(out.splitlines()) == sorted(expected)
+        logs = {str(p.relative_to(tmp_path / "logs")): p.read_text() for p in (tmp_path / "logs").glob("*/*")}
+        assert logs.pop("attempt-0/rank-1.log").endswith("ValueError: \\x1b[2J\n")
+        expected = {f"attempt-{k}/rank-{n}.log": f"out of {n}\nno line end" for k, n in ((0, 0), (1, 0), (1, 1))}
+        assert logs == expected
+
+
+def test_usr1_is_passed_on_and_term_lets_the_script_save(launched):
+    process = launched("--nproc", 2, SCRIPTS / "launch_wait.py", "save")
+    process.wait_for("ready")
+    process.send_signal(signal.SIGUSR1)
+    process.wait_for("saved, going on")
+    process.send_signal(signal.SIGTERM)
+    process.wait_for("heard SIGUSR1 saved SIGTERM")
+    code, out, err = process.finish()
+    assert code == 143
+    assert len(says(err)) == 1
+
+
+def test_usr1_without_a_handler_is_a_failure_of_the_script(launched):
+    process = launched("--nproc", 2, SCRIPTS / "launch_wait.py", "plain")
+    process.wait_for("ready")
+    process.send_signal(signal.SIGUSR1)
+    code, out, err = process.finish()
+    assert code == 128 + signal.SIGUSR1
+    assert "was killed by signal 10 (SIGUSR1)" in says(err)[0]
+
+
+def test_nohup(launched):
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = launched("--nproc", 2, SCRIPTS / "launch_wait.py", "brief")
+    finally:
+        signal.signal(signal.SIGHUP, old)
+    process.wait_for("ready")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    Path("enough").touch()
+    assert process.finish() == (0, "heard\nheard\n", "")
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(launched):
+    process = launched("--nproc", 2, SCRIPTS / "launch_orphans.py")
+    process.wait_for("ready")
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) == 4  # two ranks, a forked child, a DataLoader worker
+    process.kill()
+    gone, alive = psutil.wait_procs(family, timeout=5)
+    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+
+
+# torch.distributed
+
+
+def test_two_jobs_at_once(launched):
+    two = launched("--nproc", 2, SCRIPTS / "launch_group.py", env={"MASTER_PORT": "29500"})
+    one = launched(SCRIPTS / "launch_group.py")
+    for process, size in ((two, 2), (one, 1)):
+        code, out, err = process.finish()
+        assert (code, says(err)) == (0, []), err
+        lines = re.findall(r"\{.*\}", out)  # torch 2.10's gloo writes among them
+        facts = sorted(map(json.loads, lines), key=lambda each: each["rank"])
+        assert [each["rank"] for each in facts] == list(range(size))
+        assert {each["size"] for each in facts} == {size}
+        assert {each["total"] for each in facts} == {size * (size + 1) / 2}
+        assert {each["debug"] for each in facts} == {"INFO"}
+        assert {address for each in facts for address in each["listeners"]} == {"127.0.0.1"}
+    assert facts[0]["squares"] == 0 + 1 + 4 + 9
+
+
+def test_the_user_sees_the_error_and_not_its_echo(launched):
+    began = time.monotonic()
+    code, out, err = launched("--nproc", 2, SCRIPTS / "launch_fail.py").finish()
+    lines = err[err.index("learnerkit.launch: ") :].splitlines()
+    assert code == 1
+    assert lines[0].startswith("learnerkit.launch: rank 1 failed (exit code 1) after ")
+    failed_after = float(lines[0].split()[-2])
+    assert time.monotonic() - began < failed_after + 6
+    # Indented: the second line of the script's message cannot pass for one of the launcher's.
+    first = textwrap.dedent("\n".join(lines[1 : lines.index("  in batch 7") + 1]))
+    assert first.startswith(f'Traceback (most recent call last):\n  File "{SCRIPTS}/launch_fail.py", line ')
+    assert "KeyError: 'the cause'\n\nThe above exception was the direct cause" in first
+    assert "ValueError: bad \\x1b[2J sample\nlearnerkit.launch: \\x9b31m second line" in first
+    assert "rank_main.py" not in err
+    assert "runpy" not in err
+    (follower,) = lines[lines.index("  in batch 7") + 1 :]
+    assert follower.startswith("learnerkit.launch: rank 0 then failed: RuntimeError: ")
+    assert COLLECTIVE_ERROR.match(follower.partition("then failed: ")[2])
+    assert "exit hook ran\n" in out  # the follower may be stopped before it comes to its own

@@ -1,0 +1,63 @@
+"""The environment that the launcher and a notebook's workers share."""
+
+import sys
+
+from learnerkit.launch.environment import Place, rank_environment, shared_file
+from learnerkit.text import escaped, killed_by, one_line
+
+
+def test_rank_environment():
+    given = {
+        "RANK": "7",
+        "WORLD_SIZE": "9",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "old",
+        "GROUP_RANK": "1",
+    }
+    given |= {"KEPT": "yes", "NCCL_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "3", "GROUP_NAME": "mine"}
+    copy = dict(given)
+    env = rank_environment(given, Place(2, 1234), 1, gpus="5,6")
+    assert given == copy
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    assert env == {
+        "KEPT": "yes",
+        "GROUP_NAME": "mine",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "TP_SOCKET_IFNAME": loopback,
+        "CUDA_VISIBLE_DEVICES": "5,6",
+        "OMP_NUM_THREADS": "1",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1234",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+    }
+    assert rank_environment({"OMP_NUM_THREADS": "4"}, Place(2, 1), 0)["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS" not in rank_environment({}, Place(1, 1), 0)
+    assert rank_environment(given, Place(1, 1), 0)["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_signals_have_names_where_there_are_any():
+    assert "signal 9 (SIGKILL), as the kernel does when memory runs out" in killed_by(9)
+    assert killed_by(11) == "was killed by signal 11 (SIGSEGV)"
+    assert "real-time" in killed_by(40)
+
+
+def test_what_goes_into_a_line_stays_there():
+    assert escaped("a\tb\nc\x1b[2J\r\u2028é") == "a\tb\nc\\x1b[2J\\r\\u2028é"
+    assert one_line("a\tb\nc\x1b[2J") == "a\\tb\\nc\\x1b[2J"
+
+
+def test_a_shared_file_is_found_by_its_path():
+    file, path = shared_file(8)
+    with file, open(path, "rb") as again:
+        file.write(b"abc")
+        file.flush()
+        assert again.read() == b"abc" + bytes(5)

@@ -1,0 +1,189 @@
+"""What the launcher says of its processes, without any."""
+
+import io
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from learnerkit.launch import rank_main, supervise
+from learnerkit.launch.environment import Place
+from learnerkit.launch.nodes import End
+from learnerkit.launch.report import Rank
+
+
+def says(err):
+    """Return what the launcher itself has printed."""
+    return [line for line in err.splitlines() if line.startswith("learnerkit.launch: ")]
+
+
+def report(ranks, reason, began):
+    """Print the report, and return the exit code."""
+    place = Place(len(ranks), 1)
+    reason = reason or End("failed")
+    supervise.report(ranks, reason, place, began)
+    return supervise.ending(ranks, reason, place).code
+
+
+def ended(number, code, at, error="", stop_signals=(), follows=False):
+    """Return a rank that has ended; with an error it has written a report."""
+    report = {"error": error, "brief": f"Traceback of {number}", "follows_another": follows} if error else {}
+    return Rank(number, None, None, at, code, report, list(stop_signals))
+
+
+def test_the_first_failure_comes_first(capsys):
+    ranks = [
+        ended(0, 1, 12.5, "RuntimeError: closed"),
+        ended(1, -9, 12.0),
+        ended(2, -15, 13.0, stop_signals=[15]),
+        ended(3, 0, 11.0),
+        ended(4, -9, 18.0, stop_signals=[15, 9]),
+        ended(5, 143, 13.0, stop_signals=[15]),
+        ended(6, -6, 14.0, stop_signals=[15]),
+    ]
+    assert report(ranks, None, began=10.0) == 137
+    assert says(capsys.readouterr().err) == [
+        "learnerkit.launch: rank 1 was killed by signal 9 (SIGKILL), as the kernel does when memory runs out "
+        "(see dmesg), after 2.0 s",
+        "learnerkit.launch: rank 0 then failed: RuntimeError: closed",
+        "learnerkit.launch: rank 6 then was killed by signal 6 (SIGABRT)",
+        "learnerkit.launch: rank 2 was stopped by the launcher after 3.0 s",
+        "learnerkit.launch: rank 3 ended with exit code 0 after 1.0 s",
+        "learnerkit.launch: rank 4 did not stop in time and was killed after 8.0 s",
+        "learnerkit.launch: rank 5 was stopped by the launcher after 3.0 s",
+    ]
+
+
+KILLED, ABORTED = ended(0, -9, 4.0), ended(0, -6, 4.0)
+OWN = ended(1, 1, 3.0, "ValueError: mine")
+CLOSED = ended(2, 1, 2.0, "RuntimeError: [gloo/tcp/pair.cc:598] Connection closed by peer [127.0.0.1]:1")
+FOLLOWER = ended(3, 1, 1.0, "PeerError: rank 0 failed", follows=True)
+
+
+@pytest.mark.parametrize(
+    ("in_order", "code"),
+    [
+        ([OWN, KILLED, CLOSED, FOLLOWER], 1),
+        ([KILLED, CLOSED, FOLLOWER], 137),
+        ([KILLED, ended(2, 1, 2.0, "DistNetworkError: failed to recv")], 137),
+        ([KILLED, ended(2, 1, 2.0, "RuntimeError: NCCL Error 2: unhandled system error")], 137),
+        ([OWN, ended(0, -6, 2.0)], 1),
+        ([CLOSED, ABORTED, FOLLOWER], 1),  # either may be the echo of the other: the time decides
+        ([ABORTED, ended(2, 1, 5.0, "DistBackendError: NCCL error")], 134),
+        ([ended(2, 1, 2.0, "RuntimeError: shapes differ"), KILLED], 1),
+        ([ended(2, 1, 2.0, "DistanceError: too far"), KILLED], 1),
+    ],
+)
+def test_the_cause_comes_before_its_echoes(capsys, in_order, code):
+    for ranks in (in_order, in_order[::-1]):
+        assert report(ranks, None, began=0.0) == code
+        lines = says(capsys.readouterr().err)
+        assert [int(line.split()[2]) for line in lines] == [rank.number for rank in in_order]
+
+
+@pytest.mark.parametrize(("at", "failed", "named"), [(1.0, CLOSED, True), (3.0, CLOSED, False), (3.0, FOLLOWER, True)])
+def test_a_rank_that_left_too_early_is_the_cause(capsys, at, failed, named):
+    assert report([failed, ended(1, 0, at)], None, began=0.0) == 1
+    first = says(capsys.readouterr().err)[0]
+    left = f"learnerkit.launch: rank 1 left before the others: it ended with exit code 0 after {at:.1f} s"
+    assert (first == left) is named
+
+
+def test_report_of_a_run_that_was_asked_to_end(capsys):
+    obedient = [ended(0, 143, 3.0, stop_signals=[15]), ended(1, 0, 3.0, stop_signals=[15])]
+    assert report(obedient, signal.SIGTERM, began=0.0) == 143
+    assert capsys.readouterr().err == ""
+    failing = [ended(0, 1, 3.0, "OSError: disk full", stop_signals=[15])]
+    assert report(failing, signal.SIGTERM, began=0.0) == 143
+    assert "failed (exit code 1) after 3.0 s:\n  Traceback of 0" in capsys.readouterr().err
+    assert report(failing, signal.SIGINT, began=0.0) == 130
+    assert "failed (exit code 1) after 3.0 s:\n  OSError: disk full\n" in capsys.readouterr().err
+
+
+def test_control_characters_are_escaped(capsys):
+    supervise.say("a\tb\n\x1b[2J\x00\r\x7f\x9b\u2028\u202e é 日本")
+    expected = "learnerkit.launch: a\tb\n  \\x1b[2J\\x00\\r\\x7f\\x9b\\u2028\\u202e é 日本\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_report_that_cannot_be_written_is_printed(capsys):
+    full = os.open("/dev/full", os.O_WRONLY)
+    rank_main.write_report(full, 1, ValueError("lost?"))
+    assert "ValueError: lost?" in capsys.readouterr().err
+
+
+def test_a_brief_traceback_keeps_of_this_package_the_last_frame_alone():
+    def fails():
+        raise ZeroDivisionError
+
+    package = {}
+    exec(compile("def call(f):\n    f()", supervise.__file__, "exec"), package)
+    try:
+        try:
+            package["call"](fails)
+        except ZeroDivisionError:
+            package["call"](Rank)
+    except TypeError as error:
+        found = rank_main.format_error(error)
+    assert found["error"].startswith("TypeError: Rank.__init__() missing")
+    assert found["traceback"].count(f'File "{supervise.__file__}"') == 2
+    first, _, second = found["brief"].partition("During handling of the above exception")
+    assert supervise.__file__ not in first
+    assert "in fails" in first
+    assert second.count(f'File "{supervise.__file__}", line 2, in call') == 1
+
+
+def test_a_long_chain_of_errors_has_a_brief_traceback():
+    error = None
+    for i in range(1100):
+        try:
+            raise ValueError(i) from error
+        except ValueError as e:
+            error = e
+    assert "ValueError: 0\n" in rank_main.format_error(error)["brief"]
+
+
+def test_a_broken_report_is_no_report(monkeypatch):
+    monkeypatch.setattr(supervise, "signal_group", lambda rank, signum: False)
+    rank = Rank(0, SimpleNamespace(returncode=-9), io.BytesIO(b'{"time": 1.0, "cod'), ended=5.0)
+    supervise.note_end(rank)
+    assert (rank.code, rank.ended) == (-9, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("place", "file"), [(Place(2, 1, attempt=3), "rank-*.log"), (Place(1, 1, first=5, attempt=3), "rank-5.log")]
+)
+def test_where_the_output_goes_is_said_if_it_is_not_shown(capsys, tmp_path, place, file):
+    for folder, tee, said in ((tmp_path, False, True), (tmp_path, True, False), (None, False, False)):
+        supervise.Output(folder, place, tee)
+        line = f"learnerkit.launch: output goes to {tmp_path / 'attempt-3' / file}\n" if said else ""
+        assert capsys.readouterr() == ("", line)
+
+
+class Others:
+    """The other nodes, one of which is lost, which becomes known only after a while."""
+
+    def __init__(self, after):
+        self.lost, self.known = End("lost", 1, text="node 1 gives no sign of life"), time.monotonic() + after
+
+    def news(self):
+        return self.lost if time.monotonic() >= self.known else None
+
+    def in_doubt(self):
+        return self.news() is None
+
+
+def test_other_nodes_get_time_to_tell_of_the_cause(monkeypatch):
+    monkeypatch.setattr(supervise, "CAUSE_SECONDS", 0.2)
+
+    def watched(error, alone, after):
+        others, signals = Others(after), lambda seconds: time.sleep(seconds) or []
+        return supervise.watch([ended(0, 1, time.monotonic(), error)], signals, others, alone) == others.lost
+
+    gloo = "RuntimeError: [gloo/tcp/pair.cc:598] Connection closed by peer [10.0.0.2]:1"
+    assert watched(gloo, alone=False, after=0.1)
+    assert watched(gloo, alone=False, after=0.5)  # in doubt for longer than that
+    assert not watched(gloo, alone=True, after=0.1)
+    assert not watched("ValueError: mine", alone=False, after=0.1)

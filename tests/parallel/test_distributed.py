@@ -1,0 +1,67 @@
+"""DistributedCallback with real processes, and what it is on one."""
+
+import pytest
+from helpers import make_learner
+from launching import run_script
+
+from learnerkit import DistributedCallback
+from learnerkit.parallel.loaders import rank_loader
+
+
+@pytest.mark.parametrize(("nproc", "way"), [(2, "launch"), (3, "launch"), (2, "torchrun")])
+def test_promises(nproc, way, tmp_path):
+    assert run_script("behaviour.py", tmp_path, nproc=nproc, way=way).rstrip().endswith("all well")
+
+
+def test_under_mp_spawn(tmp_path):
+    assert "spawned well" in run_script("spawned.py", tmp_path, way="python")
+
+
+def test_on_one_process_the_context_does_nothing():
+    learn = make_learner()
+    with learn.distrib_ctx(split_batches=True) as inner:
+        assert inner is learn
+        assert not any(isinstance(cb, DistributedCallback) for cb in learn.cbs)
+        learn.fit(1)
+
+
+def test_the_callback_itself_does_nothing_on_one_process():
+    alone, learn = make_learner(), make_learner()
+    alone.fit(1)
+    learn.to_distributed()
+    learn.fit(1)
+    learn.detach_distributed()
+    assert learn.recorder.values == alone.recorder.values
+
+
+def test_nproc_in_a_script_names_the_launcher():
+    with pytest.raises(ValueError, match=r"python -m learnerkit.launch --nproc 2"):
+        make_learner().distrib_ctx(nproc=2)
+
+
+def test_a_device_is_left_to_the_processes():
+    with pytest.raises(TypeError, match="got the argument 'cuda_id'.*each process takes the device of its local rank"):
+        make_learner().distrib_ctx(cuda_id=0)
+    with pytest.raises(TypeError, match="got the argument 'cuda_id'.*so leave the device out"):
+        make_learner().to_distributed(cuda_id=0)
+    with pytest.raises(ValueError, match="got nproc=0.*If a device was meant: each process takes the device"):
+        make_learner().distrib_ctx(0)
+
+
+def test_a_loader_of_fastai_under_ddp_says_what_to_do_with_its_data():
+    loader = type("TfmdDL", (), {"__module__": "fastai.data.core"})()
+    with pytest.raises(
+        TypeError, match=r"the loader is a TfmdDL of fastai; under DDP it must be a torch DataLoader.*ds"
+    ):
+        rank_loader(loader, "the loader", training=True, split=False, least=1, seed=0)
+
+
+def test_a_misspelled_argument_names_the_near_one():
+    with pytest.raises(TypeError, match="did you mean 'split_batches'"):
+        make_learner().distrib_ctx(split_batch=True)
+
+
+def test_a_learner_is_distributed_once():
+    learn = make_learner().to_distributed()
+    with pytest.raises(ValueError, match="distributed already"):
+        learn.distrib_ctx()

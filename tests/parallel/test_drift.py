@@ -1,0 +1,247 @@
+"""DriftCheck: its digest, what it compares and what it says; with real processes in scripts/drift.py."""
+
+import pytest
+import torch
+from helpers import make_learner
+from launching import run_script
+from torch import nn
+
+from learnerkit import DriftCheck, world
+from learnerkit.learner import Learner
+from learnerkit.parallel.drift import describe_drift, digests, state_table
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_ranks_that_drift_apart(nproc):
+    assert run_script("drift.py", nproc=nproc).rstrip().endswith("all well")
+
+
+def digest(t):
+    return digests([t])[0]
+
+
+# The digest
+
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, *INTEGERS, *FLOATS, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5)], ids=str)
+def test_every_single_bit_counts(dtype, shape):
+    t = torch.randint(0, 2, shape).to(dtype)
+    before = digest(t)
+    bits = t.reshape(-1).view(torch.uint8)
+    seen = set()
+    for i in range(len(bits)):
+        for bit in range(1 if dtype is torch.bool else 8):
+            bits[i] ^= 1 << bit
+            seen.add(digest(t))
+            bits[i] ^= 1 << bit
+    assert digest(t) == before
+    assert before not in seen
+    assert len(seen) == len(bits) * (1 if dtype is torch.bool else 8)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
+def test_order_counts(dtype):
+    t = torch.arange(12).to(dtype)
+    swapped = t.clone()
+    swapped[[3, 8]] = swapped[[8, 3]]
+    opposite = torch.tensor([1, 2, -1, -2]).to(dtype)
+    assert len(set(digests([t, swapped, t.flip(0), t.roll(1)]))) == 4
+    assert digest(opposite) != digest(opposite[[2, 1, 0, 3]])
+
+
+def test_changes_that_a_sum_with_rising_weights_would_miss():
+    t = torch.zeros(64, dtype=torch.int32)
+    changed = t.clone()
+    changed[10], changed[11], changed[12] = 1, -2, 1
+    signs = torch.zeros(64, dtype=torch.float64)
+    signs[[4, 6]] = -0.0
+    assert digest(changed) != digest(t)
+    assert digest(signs) != digest(torch.zeros(64, dtype=torch.float64))
+
+
+def test_nan_is_equal_to_itself_and_zeros_are_told_apart():
+    t = torch.tensor([float("nan"), 1.0])
+    assert digest(t) == digest(t.clone())
+    assert digest(t) != digest(torch.tensor([1.0, float("nan")]))
+    assert digest(torch.tensor(0.0)) != digest(torch.tensor(-0.0))
+
+
+@pytest.mark.parametrize("size", [2**16, 2**16 + 1, 3 * 2**16, 200_001])
+def test_large_tensors(size):
+    """Rows of 2**16 words are told apart, and so are places in them and in the incomplete last one."""
+    t = torch.randint(2**31, (size,), dtype=torch.int32)
+    rolled = t.roll(2**16)
+    found = {digest(t)} | ({digest(rolled)} if size > 2**16 else set())
+    for place in (0, 2**16 - 1, size // 2, size - 1):
+        changed = t.clone()
+        changed[place] ^= 1
+        found.add(digest(changed))
+    assert len(found) == (6 if size > 2**16 else 1 + len({0, 2**16 - 1, size // 2}))
+
+
+def test_the_layout_does_not_count():
+    t = torch.randn(2, 3, 4, 5)
+    assert digest(t.to(memory_format=torch.channels_last)) == digest(t)
+    assert digest(t.transpose(0, 1)) == digest(t.transpose(0, 1).contiguous())
+    assert digest(torch.zeros(1).expand(7)) == digest(torch.zeros(7))
+    z = torch.randn(3, dtype=torch.complex64)
+    assert digest(z.conj()) == digest(z.conj().resolve_conj()) != digest(z)
+
+
+def test_nothing_is_changed_and_nothing_is_drawn():
+    p, before = nn.Parameter(torch.randn(4)), torch.get_rng_state()
+    digests([p, torch.empty(0), torch.tensor(3)])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert digests([]) == []
+    assert digests([torch.empty(0), torch.empty(0, 3).bool()]) == [0, 0]
+
+
+# What is compared
+
+
+class TwoOptimizers(Learner):
+    def create_opt(self):
+        weights, biases = [self.model[0].weight, self.model[3].weight], [self.model[0].bias, self.model[3].bias]
+        outside = nn.Parameter(torch.zeros(2))
+        outside.grad = torch.ones(2)
+        return {
+            "w": torch.optim.AdamW([{"params": weights}, {"params": [outside], "lr": 0.5}], lr=0.1),
+            "b": torch.optim.SGD(biases, lr=0.2, momentum=0.9),
+        }
+
+
+def test_names():
+    learn = make_learner(opt_func=torch.optim.AdamW)
+    learn.fit(1)
+    table = state_table(learn, training=True)
+    assert table["learning rate of group 0"] == "0.1"
+    assert table["betas[1] of group 0"] == "0.999"
+    assert table["counter train_iter"] == "2"
+    assert table["parameter 0.weight"].startswith("float32 tensor of shape (6, 4) with digest ")
+    assert {f"optimizer {key} of 3.bias" for key in ("step", "exp_avg", "exp_avg_sq")} <= table.keys()
+    assert not any("params" in name or "splitter" in name for name in table)
+
+    learn = make_learner(cls=TwoOptimizers)
+    learn.fit(1, lr=0.1)
+    table = state_table(learn, training=True)
+    assert table["learning rate of group 1 of optimizer 'w'"] == "0.1"
+    assert "optimizer 'b' momentum_buffer of 3.bias" in table
+    assert "optimizer 'w' exp_avg of parameter 0 of group 1" in table
+
+
+def test_state_in_lists():
+    class Lists(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for p in self.param_groups[0]["params"]:
+                self.state[p] = {"old": [p.detach().clone(), None, {"t": 2.5}], "object": object()}
+
+    learn = make_learner(opt_func=Lists)
+    learn.fit(1)
+    table = state_table(learn, training=True)
+    assert table["optimizer old[1] of 0.bias"] == "None"
+    assert table["optimizer old[2].t of 0.bias"] == "2.5"
+    assert table["optimizer old[0] of 0.bias"] == table["parameter 0.bias"]
+    assert not any("object" in name for name in table)
+
+
+def test_statistics_of_a_rank_are_compared_only_before_validation():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)
+            self.c = nn.SyncBatchNorm(4)
+            self.register_buffer("d", torch.ones(1), persistent=False)
+
+    learn = make_learner()
+    learn.model = Model()
+    found = [
+        {name.removeprefix("buffer ").split(".")[0] for name in state_table(learn, training) if "buffer" in name}
+        for training in (True, False)
+    ]
+    assert found == [{"c", "d"}, {"a", "b", "c", "d"}]
+
+
+def test_the_table_follows_the_state():
+    learn = make_learner(opt_func=torch.optim.AdamW)
+    learn.fit(1)
+    before = state_table(learn, training=True)
+    assert state_table(learn, training=True) == before
+    state = learn.opt.state[learn.model[0].bias]
+    with torch.no_grad():
+        state["step"] += 1
+        learn.model[3].weight[0, 0] += 1
+    learn.opt.param_groups[0]["lr"] = 0.3
+    learn.epoch += 1
+    after = state_table(learn, training=True)
+    assert {name for name in before if before[name] != after[name]} == {
+        "learning rate of group 0", "counter epoch", "parameter 3.weight", "optimizer step of 0.bias",
+    }  # fmt: skip
+
+
+# What is said
+
+
+def test_the_first_difference_its_ranks_and_the_others():
+    a, b = {"x": "1", "y": "2", "z": "3"}, {"x": "1", "y": "7", "z": "8"}
+    assert describe_drift([a, b, a]) == "y is 2 on ranks 0, 2 and 7 on rank 1; 2 of 3 entries differ (z)"
+    assert describe_drift([b, b, a]).startswith("y is 7 on ranks 0, 1 and 2 on rank 2;")
+
+
+def test_what_one_rank_alone_has():
+    a, b = {"x": "1"}, {"x": "1", "extra": "2"}
+    assert describe_drift([a, b]) == "extra is missing on rank 0 and 2 on rank 1; 1 of 2 entries differ"
+    assert describe_drift([b, a]) == "extra is 2 on rank 0 and missing on rank 1; 1 of 2 entries differ"
+
+
+def test_a_long_list_is_cut():
+    text = describe_drift([{f"x{i}": str(r > 0) for i in range(20)} for r in range(30)])
+    assert text.startswith("x0 is False on rank 0 and True on ranks 1, 2, 3, 4, 5, 6, 7, 8 and 21 more; 20 of 20")
+    assert text.endswith("(x1, x2, x3, x4, x5, x6, x7, x8 and 11 more)")
+
+
+# The callback
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """The tables that are compared; no rank differs."""
+    found = []
+    monkeypatch.setattr(world, "same_everywhere", lambda table: found.append(dict(table)) or True)
+    return found
+
+
+class Sharded(Learner):
+    """Takes one process for one of several."""
+
+    sharded = property(lambda self: True, lambda self, value: None)
+
+
+@pytest.mark.parametrize(("every", "counts"), [(1, [0, 1, 2, 2, 2, 3, 4, 4]), (3, [2, 2, 2, 4, 4])])
+def test_when_it_checks(every, counts, checks):
+    """After every so many steps of the fit, after an epoch's training, and before its validation."""
+    learn = make_learner(cls=Sharded, cbs=DriftCheck(every=every))
+    for _ in range(2):
+        learn.fit(2)
+        learn.validate()
+        assert [int(table["counter train_iter"]) for table in checks] == counts  # counted after after_step
+        checks.clear()
+
+
+def test_on_one_process_it_does_nothing(checks):
+    learn, alone = make_learner(cbs=DriftCheck(every=1)), make_learner()
+    for each in (learn, alone):
+        with each.distrib_ctx():
+            each.fit(2)
+    assert checks == []
+    assert learn.recorder.losses == alone.recorder.losses
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, "2", None, True])
+def test_every_is_a_whole_number(every):
+    with pytest.raises(ValueError, match=r"got every=.*a whole number of optimizer steps, 1 or more"):
+        DriftCheck(every=every)

@@ -1,0 +1,495 @@
+"""learn.check(): wrong set-ups are named before a long run, and nothing of it stays behind."""
+
+import copy
+import random
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from helpers import (
+    Seen,
+    make_classes,
+    make_data,
+    make_dls,
+    make_learner,
+    make_model,
+    same_weights,
+    weights,
+)
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, accuracy
+from learnerkit.callbacks.debugging import OverfitBatch, ShortEpochCallback
+from learnerkit.events import CancelStepException
+from learnerkit.preflight.step import check
+
+pytestmark = pytest.mark.filterwarnings("ignore:mixed precision with float16 is some 30 times slower on a CPU")
+
+
+class Own(nn.Module):
+    """Makes its own loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 1)
+
+    def forward(self, x, labels):
+        pred = self.body(x)
+        return {"logits": pred, "loss": nn.functional.mse_loss(pred, labels)}
+
+
+class Stream(IterableDataset):
+    def __init__(self, n=40):
+        self.n = n
+
+    def __iter__(self):
+        yield from zip(*make_data(self.n).tensors, strict=True)
+
+
+def classes(n_out=3, loss=None, data=make_classes, **kwargs):
+    model = kwargs.pop("model", None) or make_model(n_out=n_out)
+    dls = kwargs.pop("dls", None) or make_dls(8, 4, 4, data=data)
+    return make_learner(dls, model, loss or nn.CrossEntropyLoss(), **kwargs)
+
+
+def mapped(change_x=lambda x: x, change_y=lambda y: y, of=make_classes):
+    def data(n, seed=0):
+        x, y = of(n, seed=seed).tensors
+        return TensorDataset(change_x(x), change_y(y))
+
+    return data
+
+
+def lines(capsys, learn, well):
+    assert learn.check() is well
+    found = capsys.readouterr().out.splitlines()
+    return {line[4:16].strip(): line for line in found[:-1]}, found[-1]
+
+
+class Half(nn.Module):
+    """A part of it takes no part in the loss."""
+
+    def __init__(self, use=False):
+        super().__init__()
+        self.used, self.spare, self.use = nn.Linear(4, 1), nn.Linear(4, 1), use
+
+    def forward(self, x):
+        return self.used(x) + (self.spare(x) if self.use else 0)
+
+
+HEALTHY = {
+    "regression": make_learner,
+    "classes": lambda: classes(metrics=accuracy),
+    "class probabilities": lambda: classes(data=mapped(change_y=lambda y: nn.functional.one_hot(y, 3).float())),
+    "ignore_index": lambda: classes(
+        loss=nn.CrossEntropyLoss(ignore_index=-1), data=mapped(change_y=lambda y: torch.where(y == 2, -1, y))
+    ),
+    "bytes as classes": lambda: classes(data=mapped(change_y=lambda y: y.byte())),
+    "log probabilities": lambda: classes(
+        loss=nn.NLLLoss(), model=nn.Sequential(make_model(n_out=3), nn.LogSoftmax(1))
+    ),
+    "binary": lambda: make_learner(make_dls(data=mapped(change_y=lambda y: (y > 0).float(), of=make_data)),
+                                   loss_func=nn.BCEWithLogitsLoss()),
+    "own loss": lambda: Learner(
+        DataLoaders([{"x": torch.randn(2, 4), "labels": torch.zeros(2, 1)}] * 2, device="cpu"), Own()
+    ),
+    "no validation": lambda: make_learner(make_dls(valid=None)),
+    "a stream": lambda: make_learner(DataLoaders(DataLoader(Stream(), 4), device="cpu")),
+    "a list": lambda: make_learner(DataLoaders([make_data(4).tensors] * 3, device="cpu")),
+    "accumulation": lambda: make_learner(cbs=GradientAccumulation(n_batches=4)),
+    "accumulation over a stream": lambda: make_learner(
+        DataLoaders(DataLoader(Stream(), 4), device="cpu"), cbs=GradientAccumulation(n_samples=100)
+    ),
+    "frozen": lambda: make_learner(model=frozen(make_model())),
+    "half precision": lambda: make_learner().to_bf16(),
+    "a gradient scaler": lambda: make_learner().to_fp16(),
+    "no default callbacks": lambda: make_learner(default_cbs=False),
+    "weight decay": lambda: make_learner(wd=0.1, lr=slice(1e-3)),
+    "a zero weight before the last": lambda: make_learner(model=zeroed()),
+    "a bias that norms undo": lambda: make_learner(
+        model=nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), dls=make_dls(64, 4, 32)
+    ),
+    "only_fit": lambda: make_learner(cbs=[ShortEpochCallback(n=1), OverfitBatch()]),
+}  # fmt: skip
+
+
+def frozen(model):
+    model[0].requires_grad_(False)
+    return model
+
+
+def zeroed():
+    model = make_model()
+    nn.init.zeros_(model[-1].weight)
+    return model
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_a_healthy_learner(kind, capsys):
+    found, last = lines(capsys, HEALTHY[kind](), True)
+    assert last == "all is well"
+    assert not any(line.startswith("!!") for line in found.values())
+    assert {"inputs", "targets", "prediction", "loss", "gradients", "optimizer", "validation"} <= found.keys()
+    assert not any("not reached" in line for line in found.values())
+
+
+def test_what_a_healthy_report_says(capsys):
+    found, _ = lines(capsys, classes(metrics=accuracy), True)
+    assert found["inputs"].startswith("ok  inputs      float32 (4, 4) on cpu, values -")
+    assert found["targets"] == "ok  targets     int64 (4,) on cpu, values 0 .. 2"
+    assert "(guessing: 1.1)" in found["loss"]
+    assert "4 of 4 trainable" in found["gradients"]
+    assert found["optimizer"].endswith("SGD, lr 0.1")
+    assert "accuracy 0" in found["metrics"]
+    found, _ = lines(capsys, HEALTHY["frozen"](), True)
+    assert "2 of 2 trainable parameters, 2 frozen" in found["gradients"]
+    found, _ = lines(capsys, HEALTHY["no validation"](), True)
+    assert found["validation"].startswith("--")
+
+
+def broken_metric(pred, target):
+    raise IndexError("no such thing")
+
+
+def nan(module, args, out):
+    return out * float("nan")
+
+
+def hooked(hook, model=None):
+    model = model or make_model()
+    model.register_forward_hook(hook)
+    return model
+
+
+class DiesInEval(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 1)
+
+    def forward(self, x):
+        if not self.training:
+            raise RuntimeError("not in eval")
+        return self.body(x)
+
+
+def short_loss(pred, target):
+    return (pred - target[:2]).sum()
+
+
+def no_scalar(pred, target):
+    return pred - target
+
+
+class Still(torch.optim.SGD):
+    def step(self, closure=None):
+        return None
+
+
+def pixels(n, seed=0):
+    return TensorDataset(
+        torch.randint(256, (n, 1, 2, 2), generator=torch.Generator().manual_seed(seed)).float(), torch.zeros(n, 1)
+    )
+
+
+def mse(change_y, **kwargs):
+    return make_learner(make_dls(data=mapped(change_y=change_y, of=make_data)), **kwargs)
+
+
+def bce(change_y, loss=None, **kwargs):
+    return mse(change_y, loss_func=loss or nn.BCEWithLogitsLoss(), **kwargs)
+
+
+PROBLEMS = {
+    "uint8": (lambda: classes(data=mapped(change_x=lambda x: x.byte())), "inputs", ["uint8", "float32", ".float()"]),
+    "float64": (lambda: classes(data=mapped(change_x=lambda x: x.double())), "inputs", ["float64", "float32"]),
+    "NaN inputs": (lambda: classes(data=mapped(change_x=lambda x: x / 0 * 0)), "inputs", ["16 of 16", "NaN"]),
+    "shape": (lambda: classes(model=make_model(n_in=5, n_out=3)), "prediction",
+              ["in 0 (Linear)", "the model got (float32 tensor of shape (4, 4))", "RuntimeError"]),
+    "too few outputs": (lambda: classes(2), "targets", ["values 0 .. 2", "classes 0 .. 1", "3 outputs"]),
+    "classes from 1": (lambda: classes(data=mapped(change_y=lambda y: y + 1)), "targets", ["1 .. 3", "subtract 1"]),
+    "negative classes": (lambda: classes(data=mapped(change_y=lambda y: y - 1)), "targets", ["values -1"]),
+    "int32 classes": (lambda: classes(data=mapped(change_y=lambda y: y.int())), "targets", ["int32", ".long()"]),
+    "float classes": (lambda: classes(data=mapped(change_y=lambda y: y.float())), "targets", ["float32", ".long()"]),
+    "a column of classes": (lambda: classes(data=mapped(change_y=lambda y: y[:, None])), "targets",
+                            ["(4, 1)", "shape (4,)", ".squeeze(1)"]),
+    "all ignored": (lambda: classes(data=mapped(change_y=lambda y: y * 0 - 100)), "targets", ["ignore_index"]),
+    "integers for MSE": (lambda: mse(lambda y: y.long()), "targets", ["int64", "MSELoss", ".float()"]),
+    "shapes for MSE": (lambda: mse(lambda y: y[:, 0]), "targets", ["(4, 1)", "(4,)", "squeeze"]),
+    "integers for BCE": (lambda: bce(lambda y: (y > 0).long()), "targets", ["int64", ".float()"]),
+    "shapes for BCE": (lambda: bce(lambda y: (y > 0).float()[:, 0]), "targets", ["(4,)", "(4, 1)"]),
+    "range for BCE": (lambda: bce(lambda y: y * 9), "targets", ["from 0 to 1"]),
+    "scores for BCE": (lambda: bce(lambda y: (y > 0).float(), nn.BCELoss()), "targets",
+                       ["BCEWithLogitsLoss", "sigmoid"]),
+    "NaN targets": (lambda: mse(lambda y: y / 0 * 0), "targets", ["NaN"]),
+    "NaN predictions": (lambda: make_learner(model=hooked(nan)), "prediction", ["4 of 4", "NaN"]),
+    "a loss that fails": (lambda: make_learner(loss_func=short_loss), "loss",
+                          ["must match", "predictions: float32 tensor of shape (4, 1); targets: (float32"]),
+    "no scalar": (lambda: make_learner(loss_func=no_scalar), "loss", ["no scalar", "(4, 1)"]),
+    "infinite loss": (lambda: make_learner(loss_func=lambda p, y: (p - y).sum() / 0), "loss", ["no finite number"]),
+    "no gradients": (lambda: make_learner(model=Half()), "gradients", ["spare.weight, spare.bias", "freeze"]),
+    "zero gradients": (lambda: make_learner(loss_func=lambda p, y: (p * 0).sum()), "gradients", ["all zero"]),
+    "NaN gradients": (lambda: make_learner(loss_func=lambda p, y: (p * 0).sum().abs().sqrt()), "gradients", ["NaN"]),
+    "detached": (lambda: make_learner(loss_func=lambda p, y: (p.detach() - y).sum()), "gradients",
+                 ["does not require grad"]),
+    "forgotten": (lambda: make_learner(splitter=lambda m: [list(m[0].parameters())]), "optimizer",
+                  ["3.weight, 3.bias", "splitter"]),
+    "stuck": (lambda: make_learner(opt_func=Still), "optimizer", ["0.weight", "did not change"]),
+    "a rate of 0": (lambda: make_learner(lr=0.0), "optimizer", ["did not change", "lr 0"]),
+    "nothing to train": (lambda: make_learner(model=make_model().requires_grad_(False)), "optimizer",
+                         ["no trainable parameters"]),
+    "validation": (lambda: make_learner(model=DiesInEval()), "validation", ["not in eval"]),
+    "classes of validation": (
+        lambda: classes(2, dls=make_dls(data=lambda n, seed=0: mapped(change_y=lambda y: y % (2 + seed))(n))),
+        "validation", ["classes 0 .. 1"],
+    ),
+    "a metric": (lambda: make_learner(metrics=[nn.functional.mse_loss, broken_metric]), "metrics",
+                 ["broken_metric", "no such thing", "(4, 1)"]),
+    "two of a name": (lambda: make_learner(metrics=[accuracy, accuracy]), "metrics", ["two metrics are named"]),
+    "no metric": (lambda: make_learner(metrics=3), "metrics", ["got the metric 3"]),
+    "a callback": (lambda: make_learner(cbs=Fails()), "callbacks", ["KeyError", "gone", "Fails.after_loss"]),
+    "the data": (lambda: make_learner(DataLoaders(DataLoader(Broken(), 2), device="cpu")), "inputs",
+                 ["OSError", "file 0"]),
+    "an iterator": (lambda: make_learner(DataLoaders(iter([make_data(4).tensors]), device="cpu")), "inputs",
+                    ["only once"]),
+    "empty": (lambda: make_learner(DataLoaders([], device="cpu")), "inputs", ["is empty"]),
+}  # fmt: skip
+
+
+class Fails(Callback):
+    def after_loss(self):
+        raise KeyError("gone")
+
+
+class Broken(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        raise OSError(f"no file {i}")
+
+
+@pytest.mark.parametrize("kind", PROBLEMS)
+def test_what_is_wrong_is_named(kind, capsys):
+    make, topic, words = PROBLEMS[kind]
+    learn = make()
+    before = weights(learn.model)
+    found, last = lines(capsys, learn, False)
+    assert found[topic].startswith("!!"), found
+    assert all(word in found[topic] for word in words), found[topic]
+    assert last.endswith("problem") or last.endswith("problems")
+    assert learn.opt is None
+    assert learn.task is None
+    assert learn.dl is None
+    same = {k: v.nan_to_num() for k, v in before.items()}
+    assert same_weights(same, {k: v.nan_to_num() for k, v in weights(learn.model).items()})
+
+
+class OwnTokens(nn.Module):
+    """Makes its own loss over tokens, which is more than their cross-entropy."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+
+    def forward(self, x, labels):
+        logits = self.body(x)
+        return {"logits": logits, "loss": nn.functional.cross_entropy(logits.mT, labels) + logits.square().mean()}
+
+
+def tokens():
+    batch = {"x": torch.randn(4, 5, 4), "labels": torch.randint(3, (4, 5))}
+    return Learner(DataLoaders([batch], device="cpu"), OwnTokens())
+
+
+HINTS = {
+    "a loss of the model's own": (tokens, "loss", "Give the Learner loss_weight="),
+    "pixels": (lambda: make_learner(make_dls(data=pixels), nn.Sequential(nn.Flatten(), make_model())), "inputs",
+               "0 .. 255"),
+    "softmax": (lambda: classes(model=nn.Sequential(make_model(n_out=3), nn.Softmax(1))), "prediction", "softmax"),
+    "no logarithms": (lambda: classes(loss=nn.NLLLoss()), "prediction", "LogSoftmax"),
+    "a large loss": (lambda: classes(model=hooked(lambda m, a, out: out * 100, make_model(n_out=3))), "loss",
+                     "far above the 1.1"),
+    "uint8 that the model takes": (
+        lambda: classes(data=mapped(change_x=lambda x: x.byte()), model=nn.Sequential(Scale(), make_model(n_out=3))),
+        "inputs", "uint8",
+    ),
+    "some zero gradients": (lambda: make_learner(model=zeroed()), "gradients", "0.weight, 0.bias: all zero"),
+    "a cancelled step": (lambda: make_learner(cbs=Callback(before_step=cancel_step)), "optimizer", "cancelled"),
+}  # fmt: skip
+
+
+class Scale(nn.Module):
+    def forward(self, x):
+        return x.float() / 255
+
+
+def cancel_step(cb):
+    raise CancelStepException
+
+
+@pytest.mark.parametrize("kind", HINTS)
+def test_what_may_be_meant_is_a_hint(kind, capsys):
+    make, topic, words = HINTS[kind]
+    found, _ = lines(capsys, make(), True)
+    assert found[topic].startswith("??"), found
+    assert words in found[topic]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_last_batch_of_one_sample_is_a_problem_of_batch_norm(drop_last, capsys):
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    dls = DataLoaders(DataLoader(make_data(9), 4, drop_last=drop_last), device="cpu")
+    found, _ = lines(capsys, make_learner(dls, model), drop_last)
+    assert ("batchnorm" in found) == (not drop_last)
+    if not drop_last:
+        assert found["batchnorm"].startswith("!!")
+        assert "its last batch has 1 of its 9 samples (batches of 4)" in found["batchnorm"]
+
+
+def test_one_class_alone(capsys):
+    found, _ = lines(capsys, classes(1, data=mapped(change_y=lambda y: y * 0)), False)
+    assert found["prediction"].startswith("??")
+    assert "BCEWithLogitsLoss" in found["prediction"]
+    assert "all zero" in found["gradients"]
+
+
+def test_several_problems_are_all_told(capsys):
+    learn = make_learner(model=Half(), splitter=lambda m: [[m.used.weight]], metrics=broken_metric)
+    found, last = lines(capsys, learn, False)
+    assert last == "3 problems"
+    assert {t for t, line in found.items() if line.startswith("!!")} == {"gradients", "optimizer", "metrics"}
+
+
+def test_called_in_mid_run():
+    def inside(cb):
+        with pytest.raises(RuntimeError, match="check was called during 'fit'"):
+            check(cb.learn)
+
+    make_learner().fit(1, cbs=Callback(after_batch=inside))
+
+
+# Nothing stays behind
+
+
+class Shuffled(Dataset):
+    """Augments by every random stream there is."""
+
+    def __init__(self, n=24):
+        self.x, self.y = make_data(n).tensors
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        noise = torch.rand(4) + random.random() + np.random.rand()
+        return self.x[i] + 0.1 * noise, self.y[i]
+
+
+class Custom(RandomSampler):
+    """Draws from python's global stream."""
+
+    def __iter__(self):
+        order = list(range(len(self.data_source)))
+        random.shuffle(order)
+        return iter(order)
+
+
+def loader(kind):
+    data = Shuffled()
+    if kind == "custom":
+        return DataLoader(data, 4, sampler=Custom(data))
+    if kind == "generator":
+        return DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(9))
+    workers = {"num_workers": 2, "persistent_workers": True} if kind == "workers" else {}
+    return DataLoader(data, 4, shuffle=True, **workers)
+
+
+def norms():
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 1))
+
+
+@pytest.mark.parametrize("kind", ["plain", "generator", "custom", "workers"])
+def test_the_fit_after_it_equals_the_fit_without(kind):
+    found = []
+    for checked in (False, True):
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        dls = DataLoaders(loader(kind), DataLoader(make_data(8, seed=1), 4), device="cpu")
+        learn = make_learner(dls, norms(), opt_func=torch.optim.AdamW, wd=0.01)
+        for _ in range(1 if kind == "workers" else 2):  # before the first fit, and between two
+            if checked:
+                before = copy.deepcopy((vars(learn.recorder), learn.train_iter, learn.pct_train, learn.n_epoch))
+                children = psutil.Process().children()
+                assert learn.check()
+                assert psutil.Process().children() == children
+                names = ("values", "lrs", "iters", "history", "final_record", "metric_names")
+                assert all(vars(learn.recorder)[name] == before[0][name] for name in names)
+                assert (learn.train_iter, learn.pct_train, learn.n_epoch) == before[1:]
+            learn.fit(2)
+        found.append((weights(learn.model), learn.recorder.values, learn.opt.state_dict()["state"]))
+        if kind == "workers":
+            dls.train._iterator = None
+    (a, values, state), (b, values_b, state_b) = found
+    assert same_weights(a, b)
+    assert values == values_b
+    assert all(torch.equal(state[i]["exp_avg"], state_b[i]["exp_avg"]) for i in state)
+
+
+def test_gradients_modes_callbacks_and_metrics_are_what_they_were():
+    class Counts:
+        def __init__(self):
+            self.seen = 0
+
+        def reset(self):
+            self.seen = 0
+
+        def update(self, pred, target):
+            self.seen += 1
+
+        def compute(self):
+            return self.seen
+
+    metric = Counts()
+    learn = make_learner(metrics=metric)
+    learn.model[0].weight.grad = torch.ones_like(learn.model[0].weight)
+    learn.model[1].eval()
+    metric.seen, cbs, logger = 7, list(learn.cbs), learn.logger
+    assert learn.check()
+    assert (learn.model[0].weight.grad == 1).all()
+    assert learn.model[3].weight.grad is None
+    assert not learn.model[1].training
+    assert learn.model[0].training
+    assert metric.seen == 7
+    assert learn.cbs == cbs
+    assert learn.logger is logger
+    assert all(cb.learn is learn for cb in cbs)
+
+
+def test_callbacks_of_ones_own_see_one_step_and_those_of_a_fit_none():
+    inner, outer = Seen(), Seen()
+    outer.only_fit = True
+    outer.__class__ = type("Other", (Seen,), {})
+    assert make_learner(make_dls(40, 20, 4), cbs=[inner, outer]).check()
+    assert (len(inner.train), inner.steps, len(inner.valid)) == (1, 1, 1)
+    assert not outer.train
+    assert not outer.valid
+
+
+# A GPU
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_classes_out_of_range_are_told_before_the_device_asserts(capsys):
+    dls = DataLoaders.from_datasets(make_classes(64), make_classes(64), bs=16)
+    learn = make_learner(dls, make_model(n_out=2), nn.CrossEntropyLoss())
+    found, _ = lines(capsys, learn, False)
+    assert "classes 0 .. 1" in found["targets"]
+    torch.cuda.synchronize()
+    learn = make_learner(dls, make_model(n_out=3), nn.CrossEntropyLoss())
+    for cbs in ([], [OverfitBatch()], [ShortEpochCallback(n=2)]):
+        assert learn.check()
+        learn.fit(1, cbs=cbs)
+    assert make_learner(dls, make_model(n_out=3), nn.CrossEntropyLoss()).to_fp16().check()

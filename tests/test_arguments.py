@@ -1,0 +1,140 @@
+"""Checks at the rim, one by one; `test_learner.py` has them as a user meets them."""
+
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import make_data, make_dls, make_learner, make_model
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from learnerkit import Callback, DataLoaders, Learner, arguments
+
+ELEMENTWISE = [nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(), nn.HuberLoss(), F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss]  # fmt: skip  # noqa: E501
+
+
+def batch(loss_func, pred, *yb):
+    return SimpleNamespace(loss_func=loss_func, pred=pred, yb=yb)
+
+
+@pytest.mark.parametrize("loss_func", ELEMENTWISE)
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(("pred", "target"), [((32, 1), (32,)), ((32,), (32, 1)), ((32, 3), (32, 1)), ((4, 2), (2, 4))])
+def test_shapes_that_an_elementwise_loss_would_broadcast(loss_func, wrapped, pred, target):
+    loss = partial(loss_func, reduction="mean") if wrapped and not isinstance(loss_func, nn.Module) else loss_func
+    with pytest.raises(ValueError, match="they must be the same") as e:
+        arguments.check_shapes(batch(loss, torch.zeros(pred), torch.zeros(target)))
+    assert str(pred) in str(e.value)
+    assert str(target) in str(e.value)
+
+
+@pytest.mark.parametrize("loss_func", [*ELEMENTWISE, nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(), torch.dist])
+def test_equal_shapes_pass_and_other_losses_are_left_alone(loss_func):
+    arguments.check_shapes(batch(loss_func, torch.zeros(4, 2), torch.zeros(4, 2)))
+    arguments.check_shapes(batch(nn.CrossEntropyLoss(), torch.zeros(4, 2), torch.zeros(4)))
+    arguments.check_shapes(batch(loss_func, torch.zeros(4, 2), torch.zeros(4), torch.zeros(3)))
+    arguments.check_shapes(batch(loss_func, {"a": 1}, torch.zeros(4)))
+
+
+def test_broadcasting_is_refused_in_validation_too():
+    dls = DataLoaders(DataLoader(make_data(4), 4), [(torch.zeros(4, 4), torch.zeros(4))], device="cpu")
+    with pytest.raises(ValueError, match=r"the targets \(4,\)"):
+        make_learner(dls).validate()
+
+
+@pytest.mark.parametrize(
+    ("loader", "said"),
+    [
+        ([], ": it has no batches"),
+        (DataLoader(make_data(3), 4, drop_last=True), ": 3 samples are less than a batch of 4, and drop_last=True"),
+        (DataLoader(make_data(0), 4), ": its dataset has 0 samples"),
+    ],
+)
+def test_why_a_loader_is_empty(loader, said):
+    with pytest.raises(ValueError, match=re.escape("the loader is empty" + said)):
+        arguments.check_not_empty(loader, "the loader")
+
+
+@pytest.mark.parametrize("loader", [[1], iter([]), (x for x in []), DataLoader(make_data(4), 4, drop_last=True)])
+def test_what_has_batches_or_does_not_say_passes(loader):
+    arguments.check_not_empty(loader, "the loader")
+
+
+def test_length_where_it_is_needed():
+    assert arguments.check_length([1, 2], "a schedule") == 2
+    with pytest.raises(
+        ValueError, match=r"a schedule needs to know .* \(list_iterator\) has no length; give it a __len__"
+    ):
+        arguments.check_length(iter([]), "a schedule")
+
+
+def test_every_message_names_what_was_got():
+    cases = [
+        (lambda: Learner("data", make_model()), "str"),
+        (lambda: Learner(make_dls(), "model"), "'model'"),
+        (lambda: Learner(make_dls(), make_model(), 7), "7"),
+        (lambda: Learner(make_dls(), make_model(), opt_func=7), "7"),
+        (lambda: make_learner(cbs=7), "7"),
+        (lambda: make_learner().fit("two"), "'two'"),
+        (lambda: make_learner().fit(1, start_epoch=-3), "-3"),
+        (lambda: make_learner().save("a/b"), "'a/b'"),
+        (lambda: make_learner().get_preds(on="rank1"), "'rank1'"),
+        (lambda: make_learner(loss_weight="mean"), "'mean'"),
+        (lambda: Callback(befor_fit=print), "'befor_fit'"),
+    ]
+    for bad, got in cases:
+        with pytest.raises((TypeError, ValueError)) as e:
+            bad()
+        assert got in str(e.value)
+        assert len(str(e.value)) > 30
+
+
+def test_a_validation_iterator_that_is_exhausted():
+    valid = iter(list(DataLoader(make_data(4), 4)))
+    learn = make_learner(DataLoaders(DataLoader(make_data(), 4), valid, device="cpu"))
+    with pytest.raises(
+        ValueError, match="the validation loader gave no batches in epoch 1; an iterator can be read only"
+    ):
+        learn.fit(2)
+
+
+def test_an_unsized_loader_without_batches_is_noticed():
+    class Nothing:
+        def __iter__(self):
+            return iter(())
+
+    with pytest.raises(ValueError, match="the training loader gave no batches in epoch 0$"):
+        make_learner(DataLoaders(Nothing(), device="cpu")).fit(1)
+
+
+def test_a_killed_loader_worker_is_explained():
+    class Late:
+        exitcodes = iter([None, None, -9])  # the news of its death may be late
+
+        @property
+        def exitcode(self):
+            return next(self.exitcodes, -9)
+
+    class Loader:
+        _workers = (SimpleNamespace(exitcode=0), Late())
+
+        def fail(self, error):
+            raise error
+
+    gone = RuntimeError("DataLoader worker (pid(s) 5) exited unexpectedly")
+    cut = ConnectionResetError(104, "Connection reset by peer")
+    for error in (cut, gone):
+        with pytest.raises(type(error)):
+            Loader().fail(error)
+    crashed = RuntimeError("DataLoader worker (pid 5) is killed by signal: Segmentation fault. ")
+    killed = "9 (SIGKILL)"
+    for error, signal in ((cut, killed), (gone, killed), (gone, killed), (crashed, "11 (SIGSEGV)")):
+        arguments.explain_lost_worker(error)
+        (note,) = error.__notes__  # one, also if runs lie within each other
+        assert note.startswith(f"the loader worker was killed by signal {signal}")
+    for other in (RuntimeError("a DataLoader worker"), FileNotFoundError(2, "No such file")):
+        arguments.explain_lost_worker(other)
+        assert not hasattr(other, "__notes__")

@@ -1,0 +1,106 @@
+"""Scalars on their way from the device to the host."""
+
+import pytest
+import torch
+
+from learnerkit.host_scalars import HostScalars
+
+
+def values(n):
+    return [float(i) for i in range(n)]
+
+
+@pytest.mark.parametrize("n", [0, 1, 5, 1023, 1024, 1025, 3000])
+@pytest.mark.parametrize("kind", [float, torch.tensor, None])
+def test_everything_comes_out_in_order(n, kind):
+    row, expected = HostScalars(), values(n)
+    for i, value in enumerate(expected):
+        row.append(value if kind is float or (kind is None and i % 3) else torch.tensor(value))
+        assert len(row) == i + 1
+    assert row.all() == expected
+    assert len(row) == n
+    assert all(type(value) is float for value in row.all())
+
+
+def test_more_can_follow_after_reading():
+    row = HostScalars()
+    for i in range(10):
+        row.append(torch.tensor(float(i)))
+        if i % 3 == 0:
+            assert row.poll() == values(i + 1)
+        if i % 4 == 0:
+            assert row.all() == values(i + 1)
+    assert row.all() == values(10)
+
+
+def test_numbers_of_all_types():
+    row = HostScalars()
+    for value in (1, True, 2.5, torch.tensor(3), torch.tensor(True), torch.tensor(4.5, dtype=torch.float64)):
+        row.append(value)
+    assert row.all() == [1.0, 1.0, 2.5, 3.0, 1.0, 4.5]
+    assert all(type(value) is float for value in row.all())
+
+
+@pytest.mark.parametrize("dtypes", [(torch.int64, torch.float32), (torch.bfloat16, torch.float64), (torch.int64,) * 2])
+def test_tensors_of_different_types_meet(dtypes):
+    row = HostScalars()
+    for dtype in dtypes:
+        row.append(torch.tensor(3, dtype=dtype))
+    assert row.all() == [3.0, 3.0]
+
+
+def test_large_counts_stay_exact():
+    row = HostScalars()
+    for value in (2**24 + 1, 2**40 + 1):
+        row.append(torch.tensor(value))
+        row.append(value)
+    assert row.all() == [2**24 + 1, 2**24 + 1, 2**40 + 1, 2**40 + 1]
+
+
+def test_appending_reads_no_tensor(monkeypatch):
+    def refuse(self, *args):
+        raise AssertionError("a tensor was read")
+
+    row, tensor = HostScalars(), torch.tensor(1.0)
+    with monkeypatch.context() as patch:
+        for name in ("item", "tolist", "__float__", "cpu", "__bool__"):
+            patch.setattr(torch.Tensor, name, refuse)
+        for _ in range(1000):
+            row.append(tensor)
+        assert len(row) == 1000
+    assert row.all() == [1.0] * 1000
+
+
+class Event:
+    "An accelerator's event that comes when told to."
+
+    arrived = False
+
+    def query(self):
+        return self.arrived
+
+    def synchronize(self):
+        self.arrived = True
+
+
+def test_poll_takes_what_has_arrived_and_waits_for_nothing():
+    row, event = HostScalars(), Event()
+    row._flying = torch.tensor([1.0, 2.0]), event
+    row.append(3.0)
+    assert row.poll() == []
+    assert len(row) == 3
+    event.arrived = True
+    assert row.poll() == [1.0, 2.0, 3.0]
+    row._flying = torch.tensor([4.0]), Event()
+    row.append(torch.tensor(5.0))
+    assert row.all() == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.gpu
+def test_values_of_an_accelerator_come_over():
+    row = HostScalars()
+    for i in range(2000):
+        row.append(torch.tensor(float(i), device="cuda"))
+        if i % 700 == 0:
+            assert row.poll() == values(len(row.poll()))
+    assert row.all() == values(2000)
