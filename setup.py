@@ -9,6 +9,7 @@ DEV = [
     "pytest>=8",
     "pytest-timeout>=2.3",
     "ruff>=0.9",
+    "mypy>=1.13",
     "psutil>=5.9",
     "torchmetrics>=1.4",
     "torcheval>=0.0.7",

@@ -54,9 +54,9 @@ class Callback:
     rank0_only: bool = False
     only_fit: bool = False
     logs: tuple[str, ...] = ()
-    learn: "Learner | None" = None
+    learn: "Learner" = None  # type: ignore[assignment]  # until it is added to one
 
-    def __init__(self, *, order: int | None = None, **hooks: Callable[["Callback"], None]):
+    def __init__(self, *, order: int | None = None, **hooks: Callable[["Callback"], None]) -> None:
         if order is not None:
             self.order = order
         for event, hook in hooks.items():
@@ -173,7 +173,7 @@ class Dispatch:
 
     calling: Callback | None = None
 
-    def __init__(self, cbs: list[Callback], fitting: bool):
+    def __init__(self, cbs: list[Callback], fitting: bool) -> None:
         self.cbs, self.fitting = cbs, fitting
         self.training = True
         self._owed: list[list] = []

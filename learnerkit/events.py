@@ -96,7 +96,7 @@ class CancelException(Exception):
             of it.
     """
 
-    def __init__(self, *args: object, agreed: bool = False):
+    def __init__(self, *args: object, agreed: bool = False) -> None:
         super().__init__(*args)
         self.agreed = agreed
 

@@ -23,7 +23,7 @@ class GradientMean:
         learn: the learner.
     """
 
-    def __init__(self, learn: "Learner"):
+    def __init__(self, learn: "Learner") -> None:
         self.learn, self.sums = learn, learn.loss_weighting.sums
         self.expected = 1.0  # what the step is expected to count
         self._counted: float | Tensor = 0.0  # what this step has counted so far

@@ -14,7 +14,7 @@ class HostScalars:
     device. `all` waits once, for everything.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._host: list[float] = []
         self._pending: list[float | Tensor] = []
         self._flying: tuple[Tensor, object] | None = None

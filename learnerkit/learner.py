@@ -124,7 +124,7 @@ class Learner:
         moms: tuple[float, float, float] = (0.95, 0.85, 0.95),
         loss_weight: Callable[..., Tensor] | str | None = None,
         default_cbs: bool = True,
-    ):
+    ) -> None:
         arguments.check_subclass(type(self), Learner)
         arguments.check_learner(dls, model, loss_func, opt_func)
         self.dls, self.model, self.loss_func = dls, model, loss_func

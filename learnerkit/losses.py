@@ -75,7 +75,7 @@ class LossWeight:
         ValueError: another `loss_weight`, or a loss made with reduction='none'.
     """
 
-    def __init__(self, loss_func: Any, loss_weight: str | Callable[..., Tensor] | None = None):
+    def __init__(self, loss_func: Any, loss_weight: str | Callable[..., Tensor] | None = None) -> None:
         if loss_weight not in (None, "sum") and not callable(loss_weight):
             raise ValueError(
                 f"got loss_weight={loss_weight!r}; it takes None, 'sum', or a function of the targets that returns the "

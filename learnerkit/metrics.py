@@ -87,7 +87,7 @@ class Metric:
 
     _REDUCTIONS = ("sum", "cat", "max", "min")
 
-    def __init__(self, name: str | None = None):
+    def __init__(self, name: str | None = None) -> None:
         self.name = name or type(self).__name__.lower()
 
     def add_state(self, name: str, default: Tensor | float | list, reduce: str = "sum") -> None:
@@ -131,7 +131,7 @@ class AccumMetric(Metric):
         name: the column; by default the function's name.
     """
 
-    def __init__(self, func: Callable[..., Any], name: str | None = None):
+    def __init__(self, func: Callable[..., Any], name: str | None = None) -> None:
         super().__init__(name or metric_name(func))
         self.func = func
         self.reset()
@@ -152,7 +152,7 @@ class AccumMetric(Metric):
 class _MeanOf(Metric):
     """A function of the mean of something over all samples."""
 
-    def __init__(self, name: str | None = None):
+    def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
         self.add_state("total", 0.0)
         self.add_state("count", 0)
@@ -188,7 +188,7 @@ class perplexity(_MeanOf):
             the one that fits the shape of the targets.
     """
 
-    def __init__(self, ignore_index: int = -100, name: str | None = None, axis: int | None = None):
+    def __init__(self, ignore_index: int = -100, name: str | None = None, axis: int | None = None) -> None:
         super().__init__(name)
         self.ignore_index, self.axis = ignore_index, axis
 
@@ -266,7 +266,7 @@ class Meter:
         name: its column; by default the metric's own name.
     """
 
-    def __init__(self, metric: Any, name: str | None = None):
+    def __init__(self, metric: Any, name: str | None = None) -> None:
         self.metric, self.name = metric, name or metric_name(metric)
 
     def reset(self) -> None:

@@ -55,3 +55,11 @@ def format_time(seconds: float) -> str:
 def columns(text: str) -> int:
     """How many columns of a terminal a text takes: wide characters (Chinese, Japanese, Korean) take two."""
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def in_one_line(error: BaseException) -> str:
+    """The class of an error and the one line of its text that says what was wrong."""
+    text = str(error)
+    if "Original Traceback" in text:  # of a loader's worker: it says last what was wrong, and of which class that is
+        return text.rstrip().rpartition("\n")[2]
+    return f"{type(error).__name__}: {text}".partition("\n")[0].removesuffix(": ")

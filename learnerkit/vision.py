@@ -112,7 +112,7 @@ class Normalize(nn.Module):
         mean, std: a number for each channel.
     """
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float]):
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
         self.register_buffer("mean", torch.tensor(mean).reshape(-1, 1, 1))
         self.register_buffer("std", torch.tensor(std).reshape(-1, 1, 1))
@@ -284,7 +284,7 @@ class MethodBody(nn.Module):
         method: the method's name.
     """
 
-    def __init__(self, network: nn.Module, method: str):
+    def __init__(self, network: nn.Module, method: str) -> None:
         super().__init__()
         self.network, self.method = network, method
 

@@ -256,7 +256,7 @@ def _refusal(where: str, what: str) -> RuntimeError:
 class _RefuseCollectives(TorchDispatchMode):
     """Refuses torch.distributed's own functions: they, too, go through torch's dispatcher."""
 
-    def __init__(self, where: str):
+    def __init__(self, where: str) -> None:
         super().__init__()
         self.where = where
 

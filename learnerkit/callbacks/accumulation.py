@@ -25,7 +25,7 @@ class GradientAccumulation(Callback):
     order = 6
     run_valid = False
 
-    def __init__(self, *, n_batches: int | None = None, n_samples: int | None = None):
+    def __init__(self, *, n_batches: int | None = None, n_samples: int | None = None) -> None:
         super().__init__()
         if (n_batches is None) == (n_samples is None):
             raise TypeError(f"got n_batches={n_batches} and n_samples={n_samples}; give one of them")
@@ -35,7 +35,7 @@ class GradientAccumulation(Callback):
         self.n_batches, self.n_samples = n_batches, n_samples
         self._weights: GradientMean | None = None
 
-    def before_train(self):
+    def before_train(self) -> None:
         learn = self.learn
         if not learn.sharded:  # with several ranks DDP's weights count those of a group as well
             self._weights = learn.weights = GradientMean(learn)
@@ -43,7 +43,7 @@ class GradientAccumulation(Callback):
         learn.step_batches = self.n_batches or 1
         self._placed = False
 
-    def before_batch(self):
+    def before_batch(self) -> None:
         learn = self.learn
         self._placed = True
         self._batches += 1
@@ -67,22 +67,22 @@ class GradientAccumulation(Callback):
             )
         return total or 0
 
-    def after_cancel_backward(self):
+    def after_cancel_backward(self) -> None:
         if self.learn.weights is self._weights:
             self._weights.backward_cancelled()
 
-    def after_backward(self):
+    def after_backward(self) -> None:
         if not self.learn.step_due:
             raise CancelBatchException
 
-    def after_cancel_batch(self):
+    def after_cancel_batch(self) -> None:
         if self._weights is None:  # the ranks' own agreement does all this
             return
         if not self._placed:  # a callback before this one cancelled the batch, which has its place in a group still
             self.before_batch()
         self._step_if_due()
 
-    def after_batch(self):
+    def after_batch(self) -> None:
         learn = self.learn
         self._placed = False
         self._steps += learn.step_due
@@ -90,11 +90,11 @@ class GradientAccumulation(Callback):
             steps = -(-learn.n_iter // learn.step_batches)
             learn.pct_train = (learn.epoch + min(1.0, self._steps / steps)) / learn.n_epoch
 
-    def after_cancel_train(self):
+    def after_cancel_train(self) -> None:
         if self._weights is not None:
             self.learn.weights = self._weights = None  # the open group is left out
 
-    def after_train(self):
+    def after_train(self) -> None:
         if self._weights is not None:
             self.learn.step_due = True  # of a loader without length: that its last batch was the last is known now
             self._step_if_due()
@@ -107,7 +107,7 @@ class GradientAccumulation(Callback):
             learn._events("step", learn._step, CancelStepException)
             learn._zero_grad()
 
-    def cleanup_train(self):
+    def cleanup_train(self) -> None:
         learn = self.learn
         learn._zero_grad()
         learn.step_batches, learn.step_due = 1, True

@@ -20,7 +20,7 @@ class LoaderView:
         dl: the loader.
     """
 
-    def __init__(self, dl: Iterable):
+    def __init__(self, dl: Iterable) -> None:
         self.dl = dl
 
     def __getattr__(self, name: str) -> Any:
@@ -30,7 +30,7 @@ class LoaderView:
 class ShortLoader(LoaderView):
     """The first `n` batches of a loader."""
 
-    def __init__(self, dl: Iterable, n: int):
+    def __init__(self, dl: Iterable, n: int) -> None:
         super().__init__(dl)
         self.n = n
 
@@ -56,7 +56,7 @@ class RepeatingLoader(LoaderView):
 
     step_size = None  # only the loader's first batches are read
 
-    def __init__(self, dl: Iterable, n: int, device: torch.device, kept: list[tuple[Any, dict]]):
+    def __init__(self, dl: Iterable, n: int, device: torch.device, kept: list[tuple[Any, dict]]) -> None:
         super().__init__(dl)
         self.n, self.device, self.kept = n, device, kept
 
@@ -112,7 +112,7 @@ class ShortEpochCallback(_OtherLoader):
             without length.
     """
 
-    def __init__(self, pct: float | None = None, n: int | None = None, short_valid: bool = True):
+    def __init__(self, pct: float | None = None, n: int | None = None, short_valid: bool = True) -> None:
         super().__init__()
         if (pct is None) == (n is None):
             raise TypeError(f"got pct={pct} and n={n}; give one of them")
@@ -122,17 +122,17 @@ class ShortEpochCallback(_OtherLoader):
             arguments.check_count("n", n, "a number of batches")
         self.pct, self.n, self.short_valid = pct, n, short_valid
 
-    def before_train(self):
+    def before_train(self) -> None:
         self._put(ShortLoader(self.learn.dl, self._batches()))
 
-    def before_validate(self):
+    def before_validate(self) -> None:
         if self.short_valid:
             self._put(ShortLoader(self.learn.dl, self._batches()))
 
-    def cleanup_train(self):
+    def cleanup_train(self) -> None:
         self._put_back()
 
-    def cleanup_validate(self):
+    def cleanup_validate(self) -> None:
         self._put_back()
 
     def _batches(self) -> int:
@@ -161,17 +161,17 @@ class OverfitBatch(_OtherLoader):
         ValueError: `n` below 1.
     """
 
-    def __init__(self, n: int = 1):
+    def __init__(self, n: int = 1) -> None:
         super().__init__()
         arguments.check_count("n", n, "a number of batches")
         self.n = n
         self._kept: list[tuple[Any, dict]] = []
 
-    def before_train(self):
+    def before_train(self) -> None:
         self._put(RepeatingLoader(self.learn.dl, self.n, self.learn.dls.device, self._kept))
 
-    def cleanup_train(self):
+    def cleanup_train(self) -> None:
         self._put_back()
 
-    def cleanup_fit(self):
+    def cleanup_fit(self) -> None:
         self._kept = []

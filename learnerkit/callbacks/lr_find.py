@@ -37,7 +37,9 @@ class LRFinder(StepBudget):
         ValueError: rates that do not grow from above 0, less than 10 steps, or functions without names of their own.
     """
 
-    def __init__(self, start_lr: float, end_lr: float, num_it: int, stop_div: bool, suggest_funcs: Sequence[Callable]):
+    def __init__(
+        self, start_lr: float, end_lr: float, num_it: int, stop_div: bool, suggest_funcs: Sequence[Callable]
+    ) -> None:
         arguments.check_count("num_it", num_it, "a number of steps to suggest a rate by", least=2 * _LAST)
         super().__init__(num_it)
         if not 0 < start_lr < end_lr:
@@ -61,16 +63,16 @@ class LRFinder(StepBudget):
     def losses(self) -> list[float]:
         return self._smooth.values
 
-    def before_train(self):
+    def before_train(self) -> None:
         super().before_train()
         self._sums = torch.zeros(2, dtype=torch.float64)  # of the step's batches: their losses, and what these count
 
-    def before_batch(self):
+    def before_batch(self) -> None:
         self._rate = self._sched(self.learn.pct_train)
         for opt in self.learn.opts:
             optim.set_hyper(opt, "lr", self._rate)
 
-    def after_batch(self):
+    def after_batch(self) -> None:
         learn = self.learn
         if learn.loss is not None and learn.loss_count:
             # Host-device syncs: to stop in time the host must know the loss of every step.
@@ -80,7 +82,7 @@ class LRFinder(StepBudget):
             self._close_step()
         super().after_batch()
 
-    def after_train(self):
+    def after_train(self) -> None:
         if self._left_over:
             self._close_step()
         super().after_train()

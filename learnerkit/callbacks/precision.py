@@ -48,7 +48,7 @@ class MixedPrecision(Callback):
 
     order = 10
 
-    def __init__(self, mode: str = "fp16", **scaler_kwargs: Any):
+    def __init__(self, mode: str = "fp16", **scaler_kwargs: Any) -> None:
         super().__init__()
         if mode not in MODES:
             near = did_you_mean(mode, MODES)
@@ -66,7 +66,7 @@ class MixedPrecision(Callback):
         self._open: list[ExitStack] = []  # autocast, for each batch that runs: a callback may validate inside of one
         self._gate: _Gate | None = None
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         learn, kind = self.learn, self.learn.dls.device.type
         _check_autocast(kind, self.mode)
         if self.mode != "fp16" or learn.task in ("validate", "predict"):
@@ -89,33 +89,33 @@ class MixedPrecision(Callback):
         self.scaler.scale(torch.zeros((), device=learn.dls.device))  # a rank may step before it has had a loss
         self.skipped, self._gate = 0, None
 
-    def before_batch(self):
+    def before_batch(self) -> None:
         self._open.append(ExitStack())
         self._open[-1].enter_context(torch.autocast(self.learn.dls.device.type, MODES[self.mode]))
 
-    def after_pred(self):
+    def after_pred(self) -> None:
         self.learn.pred = map_batch(in_float32, self.learn.pred)
 
-    def after_loss(self):
+    def after_loss(self) -> None:
         self._leave_autocast()
         learn = self.learn  # a model may make its own loss, in half precision
         learn.loss, learn.loss_grad = map_batch(in_float32, (learn.loss, learn.loss_grad))
 
-    def before_backward(self):
+    def before_backward(self) -> None:
         # With bf16 nothing is scaled, and no step waits for the device.
         if self.scaler is not None and isinstance(self.learn.loss_grad, Tensor):
             self.learn.loss_grad = self.scaler.scale(self.learn.loss_grad)
 
-    def before_step(self):
+    def before_step(self) -> None:
         self._leave_autocast()  # it is still there where a rank has left its batch and steps along with the others
         if self.scaler is not None and not self._unscale():
             self.skipped += 1
             raise CancelStepException
 
-    def after_step(self):
+    def after_step(self) -> None:
         self._close_step()
 
-    def after_batch(self):
+    def after_batch(self) -> None:
         if self.learn.training and self.learn.step_due:
             self._close_step()  # of a batch that was cancelled before after_step; else there are no gradients any more
 
@@ -148,10 +148,10 @@ class MixedPrecision(Callback):
         if self._open:
             self._open[-1].close()
 
-    def cleanup_batch(self):
+    def cleanup_batch(self) -> None:
         self._open.pop().close()
 
-    def cleanup_fit(self):
+    def cleanup_fit(self) -> None:
         # What only tries something out leaves no trace.
         if self.learn.task == "fit" and self.scaler is not None and self.scaler.is_enabled():
             self.learn._scaler_state = self.scaler.state_dict()  # plain numbers, for which the host waits
@@ -185,14 +185,14 @@ class GradientClip(Callback):
     order = MixedPrecision.order + 1
     run_valid = False
 
-    def __init__(self, max_norm: float = 1.0, norm_type: float = 2.0, log: bool = False):
+    def __init__(self, max_norm: float = 1.0, norm_type: float = 2.0, log: bool = False) -> None:
         super().__init__()
         arguments.check_positive("max_norm", max_norm)
         arguments.check_positive("norm_type", norm_type)
         self.max_norm, self.norm_type = max_norm, norm_type
         self.logs = ("grad_norm",) if log else ()
 
-    def before_step(self):
+    def before_step(self) -> None:
         params = _parameters(self.learn)
         if params:  # the norm stays on the device
             norm = torch.nn.utils.get_total_norm([p.grad for p in params], self.norm_type)
@@ -211,11 +211,11 @@ class ChannelsLast(Callback):
 
     order = -1
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self._strides: list[tuple[Tensor, tuple[int, ...]]] = []
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         model = unwrap(self.learn.model)
         for t in [*model.parameters(), *model.buffers()]:
             if _is_image(t) and not t.is_contiguous(memory_format=torch.channels_last):
@@ -223,10 +223,10 @@ class ChannelsLast(Callback):
                 t.data = _channels_last(t.data)
         self._follow()
 
-    def before_batch(self):
+    def before_batch(self) -> None:
         self.learn.xb = map_batch(_channels_last, self.learn.xb)
 
-    def cleanup_fit(self):
+    def cleanup_fit(self) -> None:
         for t, strides in self._strides:
             t.data = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t.data)
         self._follow()
@@ -258,13 +258,13 @@ class Compile(Callback):
 
     order = 1  # after DataParallel (0) has wrapped the model; DDP (11, before_train) wraps the compiled module
 
-    def __init__(self, **kwargs: Any):
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__()
         _check_arguments("torch.compile", kwargs, torch.compile, "model")
         self.kwargs = kwargs
         self._compiled: tuple[nn.Module, Callable | None] | None = None
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         model = self.learn.model
         if unwrap(model) is model:
             # The one attribute in which `model.compile` leaves what calls will use; torch has no public way back.
@@ -274,7 +274,7 @@ class Compile(Callback):
         else:
             world.warn_once(f"Compile leaves the model as it is: it is wrapped in {type(model).__name__}")
 
-    def cleanup_fit(self):
+    def cleanup_fit(self) -> None:
         if self._compiled is not None:
             model, model_call = self._compiled
             model._compiled_call_impl = model_call
@@ -294,7 +294,7 @@ def _call_of(model: nn.Module) -> Callable:
 class _Gate:
     """What GradScaler takes for one optimizer of all parameters: it notes whether it may step."""
 
-    def __init__(self, params: list[Tensor]):
+    def __init__(self, params: list[Tensor]) -> None:
         self.param_groups = [{"params": params}]
         self.opened = False
 

@@ -36,7 +36,7 @@ class GatherPredictions(Callback):
         with_decoded: bool,
         act: Callable[[Tensor], Tensor] | None,
         on: str,
-    ):
+    ) -> None:
         super().__init__()
         if on not in ("all", "rank0"):
             raise ValueError(f"got on={on!r}; predictions come on='all' ranks or on='rank0'")
@@ -45,14 +45,14 @@ class GatherPredictions(Callback):
         self.items: tuple = ()
         self._batches: list[tuple[int, dict]] = []
 
-    def before_validate(self):
+    def before_validate(self) -> None:
         # Refused before the data are read rather than after.
         if self.with_loss:
             self._loss_func = per_sample(self.learn.loss_func)
         if self.with_decoded:
             self._decode = decoder(self.learn.loss_func)
 
-    def after_batch(self):
+    def after_batch(self) -> None:
         learn = self.learn
         if not learn.batch_size:
             return
@@ -74,7 +74,7 @@ class GatherPredictions(Callback):
         # Losses of several elements of a sample are averaged to the sample's.
         return loss if loss.ndim == 1 and len(loss) == learn.batch_size else loss.reshape(learn.batch_size, -1).mean(1)
 
-    def after_validate(self):
+    def after_validate(self) -> None:
         batches = gather_batches(self._batches, self.learn.sharded, self.on)
         self._batches = []
         if batches is None:
@@ -110,11 +110,11 @@ class Augment(Callback):
 
     run_train = False
 
-    def __init__(self, batch_tfms: Callable[[Any], Any]):
+    def __init__(self, batch_tfms: Callable[[Any], Any]) -> None:
         super().__init__()
         self.batch_tfms = batch_tfms
 
-    def before_batch(self):
+    def before_batch(self) -> None:
         first, *rest = self.learn.xb
         self.learn.xb = (self.batch_tfms(first), *rest)
 

@@ -29,7 +29,7 @@ class ProgressCallback(Callback):
     order = 60
     rank0_only = True
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self._bar: tqdm | None = None
         self._page: NotebookPage | None = None
@@ -38,7 +38,7 @@ class ProgressCallback(Callback):
         self._next = 0.0
         self._skipped = 0
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         learn = self.learn
         self._task, self._skipped = learn.task, 0
         if front_end() == "notebook":
@@ -53,28 +53,28 @@ class ProgressCallback(Callback):
     def _is_live(self) -> bool:
         return self._page is not None or sys.stderr.isatty()
 
-    def before_train(self):
+    def before_train(self) -> None:
         learn = self.learn
         steps = loader_len(learn.dl)
         self._skipped = (steps or 0) * learn._start_epoch
         self._show_bar(self._where(), learn.n_steps or (steps and steps * learn.n_epoch))
 
-    def before_validate(self):
+    def before_validate(self) -> None:
         what = "predicting" if self.learn.task == "predict" else "validating"
         self._show_bar(f"{self._where()} {what}".lstrip(), loader_len(self.learn.dl))
 
-    def after_batch(self):
+    def after_batch(self) -> None:
         if self._bar is not None:
             now = time.perf_counter()
             if now >= self._next:
                 self._next = now + _REFRESH
                 self._draw()
 
-    def cleanup_validate(self):
+    def cleanup_validate(self) -> None:
         if self._bar is not None:  # back to training, if that is where a callback asked for it
             self._bar.set_description_str(self._where(), refresh=False)
 
-    def cleanup_fit(self):
+    def cleanup_fit(self) -> None:
         if self._bar is not None:
             self._bar.close()
         if self._page is not None:
@@ -135,7 +135,7 @@ class NotebookPage:
         learn: whose recorder knows the columns.
     """
 
-    def __init__(self, learn: "Learner"):
+    def __init__(self, learn: "Learner") -> None:
         self.learn = learn
         self.names: list[str] = []
         self.rows: list[dict[str, Any] | str] = []  # a line that was said stands among them

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class LossMeter:
     """The losses of a row of batches and how much each counts; nothing waits for the device until it is read."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.losses, self.counts = HostScalars(), HostScalars()
 
     def update(self, learn: "Learner") -> None:
@@ -64,7 +64,7 @@ class Evaluation:
         sharded: whether the ranks share the data.
     """
 
-    def __init__(self, meters: list[Meter], sharded: bool):
+    def __init__(self, meters: list[Meter], sharded: bool) -> None:
         self.meters, self.sharded = meters, sharded
         self.reset()
 
@@ -100,18 +100,18 @@ class EvaluationCallback(Callback):
     order = 50
     run_train = False
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.values: list[float] = []
 
-    def before_validate(self):
+    def before_validate(self) -> None:
         # Copies: in mid-fit the recorder may be using the metrics themselves.
         self._evaluation = Evaluation(make_meters(copy.deepcopy(self.learn.metrics)), self.learn.sharded)
 
-    def after_batch(self):
+    def after_batch(self) -> None:
         self._evaluation.update(self.learn)
 
-    def after_validate(self):
+    def after_validate(self) -> None:
         found = self._evaluation
         with world.one_meeting():
             self.values = [found.loss.mean(self.learn.loss_weighting.sums, found.sharded), *found.metrics()]
@@ -126,7 +126,7 @@ class Smoother:
         beta: share of the past in each value.
     """
 
-    def __init__(self, beta: float):
+    def __init__(self, beta: float) -> None:
         self.beta = beta
         self.values: list[float] = []
         self._average, self._count, self._taken = 0.0, 0, 0
@@ -182,7 +182,7 @@ class Recorder(Callback):
         train_metrics: bool = False,
         valid_metrics: bool = True,
         beta: float = 0.98,
-    ):
+    ) -> None:
         super().__init__()
         if not 0 <= beta < 1:
             raise ValueError(f"got beta={beta}; the smoothing is 0 (none) or more, and less than 1")
@@ -245,7 +245,7 @@ class Recorder(Callback):
         if not len(self._logged[name]) % 1024:  # now and then, so that they do not pile up on the device
             self._logged[name].poll()
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         if self.values or self.lrs:
             kept = ("metric_names", "values", "losses", "lrs", "iters", "hps", "final_record", "log")
             self.history.append(SimpleNamespace(**{name: getattr(self, name) for name in kept}))
@@ -263,7 +263,7 @@ class Recorder(Callback):
             train, valid = [f"train_{name}" for name in train], [f"valid_{name}" for name in valid]
         return ["train_loss", *train, *(["valid_loss", *valid] if self.learn.dls.valid is not None else [])]
 
-    def before_epoch(self):
+    def before_epoch(self) -> None:
         self._start_epoch()
         self._open = True
 
@@ -275,7 +275,7 @@ class Recorder(Callback):
         self._begun = len(self.lrs)
         self._last_opt = self.learn.opts[-1]
 
-    def after_batch(self):
+    def after_batch(self) -> None:
         learn = self.learn
         if not learn.training:
             self._valid.update(learn)
@@ -284,7 +284,7 @@ class Recorder(Callback):
             lr = self._last_opt.param_groups[-1]["lr"]
             self.lrs.append(lr if type(lr) is float else float(lr))  # a tensor's value: a sync, asked for by the user
 
-    def after_epoch(self):
+    def after_epoch(self) -> None:
         sums = self.learn.loss_weighting.sums
         with world.one_meeting():
             values = [self._train_loss(), *self._train.metrics()]
@@ -316,7 +316,7 @@ class Recorder(Callback):
         self.log = [epoch, *self.final_record, *took]
         self.learn.logger(self.log)
 
-    def after_fit(self):
+    def after_fit(self) -> None:
         # Cut short in mid-epoch; ranks may have been at different events.
         if world.reduce(int(self._open), "max") if self.learn.sharded else self._open:
             self._train_loss()
@@ -478,7 +478,7 @@ class TableLogger:
         write: prints one line.
     """
 
-    def __init__(self, learn: "Learner", write: Callable[[str], None] = print):
+    def __init__(self, learn: "Learner", write: Callable[[str], None] = print) -> None:
         self.learn, self.write = learn, write
         self._names: list[str] = []
         self._rows = 0

@@ -36,7 +36,7 @@ class SchedNo:
         TypeError: a value that is not a single number.
     """
 
-    def __init__(self, start: float, end: float):
+    def __init__(self, start: float, end: float) -> None:
         for value in (start, end):
             if not isinstance(value, Real) and getattr(value, "ndim", None) != 0:
                 raise TypeError(
@@ -85,7 +85,7 @@ class SchedExp(SchedNo):
         ValueError: one of them is 0, or they differ in sign.
     """
 
-    def __init__(self, start: float, end: float):
+    def __init__(self, start: float, end: float) -> None:
         super().__init__(start, end)
         if not start * end > 0:
             raise ValueError(f"got SchedExp({start}, {end}); both are greater than 0 (or both less)")
@@ -102,7 +102,7 @@ class SchedPoly(SchedNo):
         power: 1 is a straight line; more begins slowly, less begins fast.
     """
 
-    def __init__(self, start: float, end: float, power: float):
+    def __init__(self, start: float, end: float, power: float) -> None:
         super().__init__(start, end)
         self.power = power
 
@@ -190,7 +190,7 @@ class ParamScheduler(Callback):
     run_valid = False
     only_fit = True
 
-    def __init__(self, scheds: Mapping[str, Schedule | Sequence[Schedule] | Mapping]):
+    def __init__(self, scheds: Mapping[str, Schedule | Sequence[Schedule] | Mapping]) -> None:
         super().__init__()
         self.scheds = {name: _listed(sched) for name, sched in scheds.items()}
         self.hps: dict[str, list[float]] = {}
@@ -198,7 +198,7 @@ class ParamScheduler(Callback):
         self._before: list[list[dict]] = []
         self._bare: set[int] = set()
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         learn = self.learn
         if learn.n_steps is None:
             arguments.check_length(learn.dls.train, "a schedule")
@@ -216,7 +216,7 @@ class ParamScheduler(Callback):
         if hasattr(learn, "recorder"):
             learn.recorder.hps |= self.hps  # beside those of another scheduler
 
-    def before_batch(self):
+    def before_batch(self) -> None:
         at, last = self.learn.pct_train, {}
         for opt, scheds in zip(self.learn.opts, self._by_opt, strict=True):
             for name, sched in scheds.items():
@@ -226,7 +226,7 @@ class ParamScheduler(Callback):
         for name, value in last.items():
             self.hps[name].append(value)
 
-    def cleanup_fit(self):
+    def cleanup_fit(self) -> None:
         for opt, before in zip(self.learn.opts, self._before, strict=False):
             # By their places: a load in the meantime has put other dicts there.
             for group, values in zip(opt.param_groups, before, strict=False):
@@ -288,7 +288,7 @@ class TorchScheduler(Callback):
     run_valid = False
     only_fit = True
 
-    def __init__(self, make: Callable[[Optimizer], Any], step: str = "batch", monitor: str | None = None):
+    def __init__(self, make: Callable[[Optimizer], Any], step: str = "batch", monitor: str | None = None) -> None:
         super().__init__()
         if not callable(make):
             raise TypeError(f"got {make!r}; pass a function that makes the scheduler when a fit begins: {_EXAMPLE}")
@@ -301,7 +301,7 @@ class TorchScheduler(Callback):
         self._undo: list[Callable[[], None]] = []
         self._stepped = False
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         learn = self.learn
         check_nobody_schedules(learn, "TorchScheduler")
         if self.monitor is not None:
@@ -323,14 +323,14 @@ class TorchScheduler(Callback):
             for _ in range(learn._start_epoch):
                 self._advance()
 
-    def after_step(self):
+    def after_step(self) -> None:
         self._stepped = True
 
-    def after_batch(self):
+    def after_batch(self) -> None:
         # Only now: the recorder (order 50) notes the rate that the step was taken with.
         self._step_after_batch()
 
-    def after_train(self):
+    def after_train(self) -> None:
         self._step_after_batch()  # accumulation may have taken its last step after the last batch
 
     def _step_after_batch(self) -> None:
@@ -338,7 +338,7 @@ class TorchScheduler(Callback):
             self._advance()
         self._stepped = False
 
-    def after_epoch(self):
+    def after_epoch(self) -> None:
         if self.step == "epoch":
             self._advance()
 
@@ -352,7 +352,7 @@ class TorchScheduler(Callback):
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
                 scheduler.step(*values)
 
-    def cleanup_fit(self):
+    def cleanup_fit(self) -> None:
         for undo in self._undo:
             undo()
         self._undo, self._schedulers = [], []

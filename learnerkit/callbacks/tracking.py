@@ -63,7 +63,7 @@ class TrackerCallback(Callback):
         comp: Callable[[Any, Any], Any] | None = None,
         min_delta: float = 0.0,
         reset_on_fit: bool = True,
-    ):
+    ) -> None:
         super().__init__()
         if not isinstance(monitor, str):
             raise TypeError(f"got monitor={monitor!r}; it is the name of a column of the table, such as 'valid_loss'")
@@ -80,13 +80,13 @@ class TrackerCallback(Callback):
         self.best, self.new_best = -self._sign * math.inf, False
         self._rows = self._heeded = 0
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         check_monitor(self.learn, self.monitor)
         if self.reset_on_fit:
             self.best = -self._sign * math.inf
         self.new_best, self._rows, self._heeded = False, 0, 0
 
-    def after_epoch(self):
+    def after_epoch(self) -> None:
         self.take_row()
 
     def take_row(self) -> bool:
@@ -108,7 +108,7 @@ class TrackerCallback(Callback):
             self.best, self.new_best = value, True
         return True
 
-    def after_fit(self):
+    def after_fit(self) -> None:
         if self._rows and not self._heeded and world.is_main():
             warn(f"{self!r} had nothing to go by: none of the fit's {self._rows} rows has a column {self.monitor!r}")
 
@@ -147,7 +147,7 @@ class SaveModelCallback(TrackerCallback):
         at_end: bool = False,
         with_opt: bool = False,
         reset_on_fit: bool = True,
-    ):
+    ) -> None:
         super().__init__(monitor, comp, min_delta, reset_on_fit)
         if not isinstance(every_epoch, int) or every_epoch < 0:
             raise ValueError(f"got every_epoch={every_epoch!r}; it is True, False or a number of epochs")
@@ -156,7 +156,7 @@ class SaveModelCallback(TrackerCallback):
         self.last_saved_path: Path | None = None
         self._best_path: Path | None = None  # the file of `best`
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         if not self.every_epoch:
             super().before_fit()
         if self.reset_on_fit:
@@ -172,7 +172,7 @@ class SaveModelCallback(TrackerCallback):
         "The file that it writes more than once or at the end, if it takes part."
         return self.learn._file(self.fname) if self.run and (self.at_end or not self.every_epoch) else None
 
-    def after_epoch(self):
+    def after_epoch(self) -> None:
         if not self.every_epoch:
             self.take_row()
         elif self.learn.epoch % self.every_epoch == 0:
@@ -186,7 +186,7 @@ class SaveModelCallback(TrackerCallback):
             self._best_path = self._save(self.fname)
         return found
 
-    def after_fit(self):
+    def after_fit(self) -> None:
         super().after_fit()
         if self.at_end:
             self._save(self.fname)
@@ -231,12 +231,12 @@ class _PatientCallback(TrackerCallback):
         min_delta: float = 0.0,
         patience: int = 1,
         reset_on_fit: bool = True,
-    ):
+    ) -> None:
         super().__init__(monitor, comp, min_delta, reset_on_fit)
         arguments.check_count("patience", patience, "a number of rows without a new best")
         self.patience, self.wait = patience, 0
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         super().before_fit()
         self.wait = 0
 
@@ -296,7 +296,7 @@ class ReduceLROnPlateau(_PatientCallback):
         factor: float = 10.0,
         min_lr: float = 0.0,
         reset_on_fit: bool = True,
-    ):
+    ) -> None:
         super().__init__(monitor, comp, min_delta, patience, reset_on_fit)
         if not factor > 1:
             raise ValueError(f"got factor={factor}; rates are divided by it, so it is more than 1")
@@ -304,7 +304,7 @@ class ReduceLROnPlateau(_PatientCallback):
             raise ValueError(f"got min_lr={min_lr}; it is 0 or more")
         self.factor, self.min_lr = factor, min_lr
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         super().before_fit()
         check_nobody_schedules(self.learn, "ReduceLROnPlateau")
 
@@ -339,7 +339,7 @@ class TerminateOnNaNCallback(Callback):
     run_valid = False
     only_fit = True
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self._begin()
 
@@ -351,10 +351,10 @@ class TerminateOnNaNCallback(Callback):
         self._losses, self._looked = HostScalars(), 0
         self._places: list[tuple[int, int]] = []  # epoch and step of each loss
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         self._begin()
 
-    def before_backward(self):
+    def before_backward(self) -> None:
         learn, count = self.learn, self.learn.loss_count
         weighed, on_host = learn.weights is not None, _is_on_host(count)
         if weighed and on_host and not count:
@@ -372,11 +372,11 @@ class TerminateOnNaNCallback(Callback):
         if self._places and not learn.iter % _POLL:
             self._look(self._losses.poll())
 
-    def after_train(self):
+    def after_train(self) -> None:
         self._look(self._losses.all())  # a host-device sync, once an epoch
         self._forget()
 
-    def after_cancel_fit(self):
+    def after_cancel_fit(self) -> None:
         learn = self.learn
         # Every rank must reach this, and does: a fit that is cancelled is so on all of them.
         found = world.all_gather(self._found) if learn.sharded else [self._found]
@@ -385,7 +385,7 @@ class TerminateOnNaNCallback(Callback):
             where = f" on rank {rank}" if learn.sharded else ""
             learn.say(f"epoch {epoch}: the training loss of step {step}{where} is {loss}: stopping")
 
-    def cleanup_fit(self):
+    def cleanup_fit(self) -> None:
         self._forget()  # what is on a device cannot travel to another process
 
     def _look(self, losses: list[float]) -> None:
@@ -421,17 +421,17 @@ class ValidateEvery(StepCounter):
     order = StepBudget.order + 1  # after the last step of a budget it is not heard: the epoch's validation follows
     only_fit = True
 
-    def __init__(self, n: int):
+    def __init__(self, n: int) -> None:
         super().__init__()
         arguments.check_count("n", n, "a number of optimizer steps")
         self.n = n
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         super().before_fit()
         if self.learn.dls.valid is None:
             raise ValueError("ValidateEvery needs a validation loader: DataLoaders(train, valid)")
 
-    def after_batch(self):
+    def after_batch(self) -> None:
         super().after_batch()
         learn = self.learn
         at_end = learn.iter + 1 == learn.n_iter  # the epoch's validation follows

@@ -26,13 +26,13 @@ class TrainEvalCallback(Callback):
     order = -10
     run_valid = False
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.sample_order: SampleOrder | None = None
         self._seeded = ExitStack()
         self._twin: tuple[DataLoader, DataLoader] | None = None
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         learn = self.learn
         reset = getattr(unwrap(learn.model), "reset", None)
         if callable(reset):
@@ -42,7 +42,7 @@ class TrainEvalCallback(Callback):
             learn.train_iter, learn.pct_train = 0, 0.0
             self.sample_order, self._twin = SampleOrder(), None
 
-    def before_train(self):
+    def before_train(self) -> None:
         learn = self.learn
         learn.model.train()
         for name, module in learn._bare_model.named_modules() if learn._eval_modules else ():
@@ -57,19 +57,19 @@ class TrainEvalCallback(Callback):
                 self._twin = learn.dl, with_own_stream(learn.dl)
             learn.dl = self._twin[1]
 
-    def after_batch(self):
+    def after_batch(self) -> None:
         learn = self.learn
         learn.train_iter += 1
         if learn.n_iter and learn.n_epoch:  # a loader without length advances pct_train by whole epochs
             learn.pct_train = (learn.epoch + (learn.iter + 1) / learn.n_iter) / learn.n_epoch
 
-    def cleanup_train(self):
+    def cleanup_train(self) -> None:
         self._seeded.close()
 
-    def cleanup_fit(self):
+    def cleanup_fit(self) -> None:
         self._twin = None  # and with it workers that persist
 
-    def before_validate(self):
+    def before_validate(self) -> None:
         self.learn.model.eval()
 
 
@@ -93,24 +93,24 @@ class StepCounter(Callback):
 
     run_valid = False
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self._taken, self._left_over = 0, False
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         self._taken = 0
 
-    def before_train(self):
+    def before_train(self) -> None:
         self._left_over = False
 
-    def after_batch(self):
+    def after_batch(self) -> None:
         self._taken += self.learn.step_due
         self._left_over = not self.learn.step_due
 
-    def after_cancel_train(self):
+    def after_cancel_train(self) -> None:
         self._left_over = False  # accumulation leaves out what it has begun
 
-    def after_train(self):
+    def after_train(self) -> None:
         # A loader without length has ended in mid-group, and accumulation has taken that step too.
         self._taken += self._left_over
 
@@ -124,22 +124,22 @@ class StepBudget(StepCounter):
 
     order = 100  # the last step is everybody else's, too
 
-    def __init__(self, n_steps: int):
+    def __init__(self, n_steps: int) -> None:
         super().__init__()
         self.n_steps = n_steps
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         super().before_fit()
         if not self.n_steps:
             self.learn.pct_train = 1.0
 
-    def after_batch(self):
+    def after_batch(self) -> None:
         super().after_batch()
         self._advance()
         if self._taken >= self.n_steps:
             raise CancelTrainException(agreed=True)
 
-    def after_train(self):
+    def after_train(self) -> None:
         super().after_train()
         self._advance()
 
@@ -152,7 +152,7 @@ class BnFreeze(Callback):
 
     run_valid = False
 
-    def before_train(self):
+    def before_train(self) -> None:
         for module in self.learn.model.modules():
             if isinstance(module, _BatchNorm) and module.affine and not module.weight.requires_grad:
                 module.eval()

@@ -42,7 +42,7 @@ class DataLoaders:
         device: torch.device | str | int | None = None,
         n_inp: int | None = None,
         target_keys: tuple[str, ...] = ("labels",),
-    ):
+    ) -> None:
         self.loaders = [train, valid, *more]
         for i, dl in enumerate(self.loaders):
             _check_loader(dl, i)

@@ -29,7 +29,7 @@ class SampleOrder:
     augmentation or validation, on any number of ranks, can change it.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.generator = torch.Generator()
         self.generator.set_state(torch.get_rng_state())
         self._seeds: list[int] = []
@@ -126,7 +126,7 @@ class OwnStream:
         batches: the user's sampler or batch sampler.
     """
 
-    def __init__(self, batches: Iterable):
+    def __init__(self, batches: Iterable) -> None:
         self.batches = batches
 
     def __len__(self) -> int:

@@ -39,7 +39,7 @@ class RowsLoader(DataLoader):
     none is started. For other datasets, or a `collate_fn` of one's own, it is torch's loader unchanged.
     """
 
-    def __init__(self, dataset: Dataset, **kwargs: Any):
+    def __init__(self, dataset: Dataset, **kwargs: Any) -> None:
         super().__init__(dataset, **kwargs)
         batched = self.batch_sampler is not None and self.collate_fn is default_collate
         self._by_rows = batched and _rows(dataset) is not None

@@ -45,7 +45,7 @@ class Place:
     attempt: int = 0
     restarts: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("world_size", "local_world_size"):
             object.__setattr__(self, name, getattr(self, name) or self.nproc)
 

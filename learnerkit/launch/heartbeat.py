@@ -32,7 +32,7 @@ class Heartbeat:
     SIZE = 256
     _LOOK, _MOVE = struct.Struct("<d?"), struct.Struct("<dqq216s")  # at 0, and at 16
 
-    def __init__(self, path: str, file: Any = None):
+    def __init__(self, path: str, file: Any = None) -> None:
         self.path, self._file = path, file
         with open(path, "r+b") as shared:
             self._shared = mmap.mmap(shared.fileno(), self.SIZE)

@@ -86,7 +86,7 @@ class SingleNode:
         listener: the socket, in the launcher that starts rank 0.
     """
 
-    def __init__(self, nproc: int, restarts: int = 0, port: int = 0):
+    def __init__(self, nproc: int, restarts: int = 0, port: int = 0) -> None:
         self.nproc, self.restarts, self.port = nproc, restarts, port
         self.listener: socket.socket | None = None
 
@@ -137,7 +137,7 @@ class NodeGroup(SingleNode):
         command: list[str],
         patience: float,
         say: Callable[[str], None],
-    ):
+    ) -> None:
         super().__init__(nproc, restarts)
         self.spec, self.command, self.patience, self.say = spec, command, patience, say
         self.place: Place | None = None

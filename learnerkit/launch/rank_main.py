@@ -89,7 +89,7 @@ class StoreHost:
     Ranks that connect before the store is served wait, as the socket listens from the beginning.
     """
 
-    def __init__(self, store_fd: int):
+    def __init__(self, store_fd: int) -> None:
         self.store_fd, self.process_id, self.store = store_fd, os.getpid(), None
 
     def find_spec(self, name: str, path: object = None, target: object = None):

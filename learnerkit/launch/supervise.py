@@ -44,7 +44,7 @@ SignalQueue = Callable[[float], Sequence[int]]  # see received_signals
 class Interrupted(Exception):
     """A signal asked for the end."""
 
-    def __init__(self, signum: int):
+    def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
 
@@ -111,7 +111,7 @@ class Output:
         tee: to the terminal line by line, each with the rank's number.
     """
 
-    def __init__(self, folder: Path | None, place: Place, tee: bool):
+    def __init__(self, folder: Path | None, place: Place, tee: bool) -> None:
         self.folder = folder and folder / f"attempt-{place.attempt}"
         self.tee = tee
         self._threads: list[threading.Thread] = []

@@ -149,7 +149,7 @@ class _Process:
         line: the connection to it.
     """
 
-    def __init__(self, rank: int, process: subprocess.Popen, line: connection.Connection):
+    def __init__(self, rank: int, process: subprocess.Popen, line: connection.Connection) -> None:
         self.rank, self.process, self.line = rank, process, line
         self.state = "idle"
         self.failure: dict | None = None
@@ -209,7 +209,7 @@ class Workers:
         front: 'notebook' or 'prompt'.
     """
 
-    def __init__(self, learn: "Learner", nproc: int, options: dict, front: str):
+    def __init__(self, learn: "Learner", nproc: int, options: dict, front: str) -> None:
         self.learn, self.nproc, self.options, self.front = learn, nproc, options, front
         self._processes: list[_Process] = []
         self._store: dist.Store | None = None

@@ -59,7 +59,7 @@ class _Here:
 class _Bytes:
     """What a storage holds, for one that the reader has already."""
 
-    def __init__(self, storage: torch.UntypedStorage):
+    def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage = storage
 
 
@@ -88,7 +88,7 @@ def _pickler() -> type:
             known: list | None = None,
             cells: dict | None = None,
             left_out: Any = None,
-        ):
+        ) -> None:
             super().__init__(buffer)
             self.places, self.kept, self.known, self.cells, self.left_out = places, kept or {}, known, cells, left_out
             self.storages: list = []

@@ -55,7 +55,7 @@ class Worker:
         kernel: the connection to the kernel.
     """
 
-    def __init__(self, kernel: Connection):
+    def __init__(self, kernel: Connection) -> None:
         self.kernel = kernel
         self.shell: Any = None
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -183,7 +183,7 @@ class Worker:
 class _Stream(io.RawIOBase):
     """Bytes to the kernel; a loader's workers, which must not use its connection, write to the file descriptor."""
 
-    def __init__(self, worker: Worker, name: str):
+    def __init__(self, worker: Worker, name: str) -> None:
         self.worker, self.name, self.process = worker, name, os.getpid()
         self.number = {"stdout": 1, "stderr": 2}[name]
 

@@ -27,6 +27,7 @@ from learnerkit.events import (
     Event,
 )
 from learnerkit.parallel.watch import Watch, is_collective_error
+from learnerkit.text import in_one_line
 from learnerkit.utils import add_note_once
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Agreement:
         around: that of the run of another learner in which this one takes place.
     """
 
-    def __init__(self, learn: "Learner", timeout: float, around: "Agreement | None" = None):
+    def __init__(self, learn: "Learner", timeout: float, around: "Agreement | None" = None) -> None:
         self.learn, self.timeout, self.around = learn, timeout, around
         self.inside: Agreement | None = None
         self.pending: BaseException | None = None
@@ -145,7 +146,7 @@ class Agreement:
         if self.learn._dispatch is None or self.learn._dispatch.raised is not error:  # not in a callback
             facts |= {"event": f"the loop, after {here['event']}", "callback": ""}
         self._failing = error
-        self.watch.fail(facts | {"cause": in_a_line(error)})
+        self.watch.fail(facts | {"cause": in_one_line(error)})
 
     def check(self) -> None:
         """Leave if another rank has failed.
@@ -243,7 +244,7 @@ class RankDispatch(Dispatch):
         agreement: of the run.
     """
 
-    def __init__(self, cbs: list[Callback], fitting: bool, agreement: Agreement):
+    def __init__(self, cbs: list[Callback], fitting: bool, agreement: Agreement) -> None:
         self.agreement = agreement
         self.stopped: tuple[str, list] | None = None
         self.last: str | None = None
@@ -329,14 +330,6 @@ class RankDispatch(Dispatch):
                 if self.agreement.final(cancel):
                     raise
                 self.agreement.own(cancel)
-
-
-def in_a_line(error: BaseException) -> str:
-    """An error's class and the line that says what was wrong."""
-    text = str(error)
-    if "Original Traceback" in text:  # of a loader's worker: it says last what was wrong, and of which class that is
-        return text.rstrip().rpartition("\n")[2]
-    return f"{type(error).__name__}: {text}".partition("\n")[0].removesuffix(": ")
 
 
 def strength(error: BaseException) -> int:

@@ -44,7 +44,7 @@ class ParallelCallback(Callback):
         ValueError: a GPU that is not there, or one twice.
     """
 
-    def __init__(self, device_ids: list[int] | None = None, loss_on_replicas: bool = True):
+    def __init__(self, device_ids: list[int] | None = None, loss_on_replicas: bool = True) -> None:
         super().__init__()
         if device_ids is not None and len(set(device_ids)) < len(device_ids):
             raise ValueError(f"got device_ids={device_ids}; each GPU can be used once")
@@ -52,7 +52,7 @@ class ParallelCallback(Callback):
         self._said = False
         self._whole: nn.Module | None = None
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         learn = self.learn
         count = torch.cuda.device_count()
         ids = list(range(count)) if self.device_ids is None else list(self.device_ids)
@@ -75,7 +75,7 @@ class ParallelCallback(Callback):
             self._replicas = nn.DataParallel(_Replica(model, self._loss_func), device_ids=ids)
             learn._forward, learn._loss = self._forward, self._loss
 
-    def cleanup_fit(self):
+    def cleanup_fit(self) -> None:
         if self._whole is not None:
             learn = self.learn
             learn.model, self._whole = self._whole, None
@@ -139,7 +139,7 @@ class ParallelCallback(Callback):
 class _Replica(nn.Module):
     """What DataParallel replicates: the model and the loss, called on one part of a batch."""
 
-    def __init__(self, model: nn.Module, loss_func: Any):
+    def __init__(self, model: nn.Module, loss_func: Any) -> None:
         super().__init__()
         self.model = model
         # A compiled module's replicas would call the compiled original.

@@ -85,7 +85,7 @@ class DistributedCallback(Callback):
         uneven: str = "stop",
         comm_hook: str | None = None,
         **ddp_kwargs: Any,
-    ):
+    ) -> None:
         super().__init__()
         self.sync_bn, self.split_batches, self.find_unused_parameters = sync_bn, split_batches, find_unused_parameters
         if timeout is None:
@@ -142,7 +142,7 @@ class DistributedCallback(Callback):
 
     # A fit
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         learn = self.learn
         if world.world_size() == 1:
             return
@@ -195,7 +195,7 @@ class DistributedCallback(Callback):
         if order is not None:
             order.set_state(orders[0])
 
-    def cleanup_fit(self):
+    def cleanup_fit(self) -> None:
         if self._logger is not None:
             self.learn.logger = self._logger
         for undo in reversed(self._undo):
@@ -206,7 +206,7 @@ class DistributedCallback(Callback):
 
     # Training
 
-    def before_train(self):
+    def before_train(self) -> None:
         if world.world_size() == 1:
             return
         learn = self.learn
@@ -225,11 +225,11 @@ class DistributedCallback(Callback):
         self._steps.start()
         learn.weights = self._steps
 
-    def after_train(self):
+    def after_train(self) -> None:
         if world.world_size() > 1:
             self._send_buffers()
 
-    def cleanup_train(self):
+    def cleanup_train(self) -> None:
         self._leave()
 
     def _check_options(self) -> None:
@@ -354,7 +354,7 @@ class DistributedCallback(Callback):
 
     # A batch
 
-    def before_batch(self):
+    def before_batch(self) -> None:
         learn = self.learn
         if not learn.sharded:
             return
@@ -380,27 +380,27 @@ class DistributedCallback(Callback):
                 self._find_unused(unused)
         steps.synchronise()
 
-    def after_cancel_backward(self):
+    def after_cancel_backward(self) -> None:
         if self.learn.training and self._steps is not None:
             self._steps.backward_cancelled()
 
-    def after_cancel_step(self):
+    def after_cancel_step(self) -> None:
         if self._steps is not None:
             self._steps.step_unless_all_skip()
 
-    def after_cancel_batch(self):
+    def after_cancel_batch(self) -> None:
         if self.learn.training and self._steps is not None:
             self._steps.complete()
 
     # Evaluation: on the plain module, without collectives in its forward pass
 
-    def before_validate(self):
+    def before_validate(self) -> None:
         if world.world_size() == 1:
             return
         self._enter(self.learn.model if self._plain is None else self._plain, training=False)
         self._send_buffers()
 
-    def cleanup_validate(self):
+    def cleanup_validate(self) -> None:
         self._leave()
 
     def _send_buffers(self) -> None:

@@ -42,25 +42,25 @@ class DriftCheck(Callback):
     order = 70
     only_fit = True
 
-    def __init__(self, *, every: int = 100):
+    def __init__(self, *, every: int = 100) -> None:
         super().__init__()
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"DriftCheck got every={every!r}; it is a whole number of optimizer steps, 1 or more")
         self.every = every
         self._steps = 0
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         self._steps = 0
 
-    def after_step(self):
+    def after_step(self) -> None:
         self._steps += 1
         if self._steps % self.every == 0:
             self._check(training=True)
 
-    def after_train(self):
+    def after_train(self) -> None:
         self._check(training=True)
 
-    def before_validate(self):
+    def before_validate(self) -> None:
         self._check(training=False)
 
     def _check(self, training: bool) -> None:

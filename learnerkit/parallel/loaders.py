@@ -112,7 +112,7 @@ class RankBatches:
         training: bool = True,
         seed: int | tuple | None = None,
         opaque: bool = False,
-    ):
+    ) -> None:
         self.batches, self.rank, self.ranks = batches, rank, ranks
         self.split, self.training, self.seed, self.opaque = split, training, seed, opaque
         self.least = 1 if opaque else least  # one item is all that a rank can take of them
@@ -167,7 +167,7 @@ class RankLoader:
     ended = False
     usual_total = None
 
-    def __init__(self, loader: DataLoader, batches: RankBatches):
+    def __init__(self, loader: DataLoader, batches: RankBatches) -> None:
         self.loader, self.batches = loader, batches
         self.share: Share | None = None
         self.sample: Any = None
@@ -218,7 +218,9 @@ class RankStream(IterableDataset):
         seed: the stream is read with the host's generators seeded with it, or put into these states.
     """
 
-    def __init__(self, dataset: IterableDataset, rank: int, ranks: int, block: int, piece: range | None, seed: Any):
+    def __init__(
+        self, dataset: IterableDataset, rank: int, ranks: int, block: int, piece: range | None, seed: Any
+    ) -> None:
         self.dataset, self.rank, self.ranks = dataset, rank, ranks
         self.block, self.piece, self.seed = block, piece, seed
 
@@ -238,7 +240,7 @@ class RankStream(IterableDataset):
 class _Whole:
     """An iterable dataset as it is in the main process: one that shares itself out among workers does not do so."""
 
-    def __init__(self, dataset: IterableDataset):
+    def __init__(self, dataset: IterableDataset) -> None:
         self.dataset = dataset
 
     def __iter__(self) -> Iterator:
@@ -273,7 +275,7 @@ class RankStreamLoader(RankLoader):
         usual_total: as in `RankLoader`.
     """
 
-    def __init__(self, loader: DataLoader, steps: int | None, training: bool, join: bool, usual_total: int):
+    def __init__(self, loader: DataLoader, steps: int | None, training: bool, join: bool, usual_total: int) -> None:
         super().__init__(loader, None)
         self.steps, self.training, self.join, self.usual_total = steps, training, join, usual_total
         self._over = False

@@ -39,7 +39,7 @@ class Steps(GradientMean):
             are right as soon as they are reduced: such a learner may step in its own `_backward`.
     """
 
-    def __init__(self, learn: Any, agreement: Agreement):
+    def __init__(self, learn: Any, agreement: Agreement) -> None:
         super().__init__(learn)
         self.agreement = agreement
         self.ranks = world.world_size()

@@ -53,7 +53,7 @@ class Watch:
         called: before which vote another rank has left validation and waits for all to do so.
     """
 
-    def __init__(self, name: str, timeout: float, outer: "Watch | None" = None):
+    def __init__(self, name: str, timeout: float, outer: "Watch | None" = None) -> None:
         self.timeout, self._outer = timeout, outer
         self.rank, self.ranks = world.rank(), world.world_size()
         self.store = dist.PrefixStore(f"learnerkit/watch/{name}", world.store())

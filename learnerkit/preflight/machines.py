@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Board:
     """Notes that the ranks leave each other in the store where they meet."""
 
-    def __init__(self, store: Any, rank: int, size: int):
+    def __init__(self, store: Any, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
 
     def gather(self, topic: str, note: Any, seconds: float = MEET_SECONDS) -> list:
@@ -135,7 +135,7 @@ class Report:
         problems: how many there are.
     """
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int) -> None:
         self.rank, self.problems = rank, 0
 
     def add(self, topic: str, findings: list[Finding]) -> None:

@@ -327,7 +327,7 @@ def _norms(model: nn.Module) -> list[nn.Module]:
 class _Noted:
     """A batch sampler that notes what is drawn from it."""
 
-    def __init__(self, batches: Iterable, drawn: list):
+    def __init__(self, batches: Iterable, drawn: list) -> None:
         self.batches, self.drawn = batches, drawn
 
     def __len__(self) -> int:
@@ -346,13 +346,13 @@ class _Notes(Callback):
     run_valid = False
     only_fit = True
 
-    def __init__(self, wanted: int):
+    def __init__(self, wanted: int) -> None:
         super().__init__()
         self.wanted, self.steps, self.drawn, self.draws = wanted, [], [], False
         self.seeds: tuple = ()
         self.unknown = ""  # what is not known of the model's own loss
 
-    def before_train(self):
+    def before_train(self) -> None:
         learn = self.learn
         for norm in _norms(learn.model):
             norm.eval()
@@ -365,13 +365,13 @@ class _Notes(Callback):
             else:
                 learn.dl = noted
 
-    def after_loss(self):
+    def after_loss(self) -> None:
         torch_seeds, python_seeds, _ = world.seed_states()
         self.draws |= not torch.equal(torch_seeds, self.seeds[0]) or python_seeds != self.seeds[1]
         if self.learn.loss_weighting.unknown:
             self.unknown = unknown_count(self.learn)
 
-    def after_batch(self):
+    def after_batch(self) -> None:
         learn, size = self.learn, self.learn.batch_size
         columns = [t for t in tensors_in(learn.batch) if t.ndim and len(t) == size]
         shapes = [list(t.shape[1:]) for t in columns]

@@ -115,7 +115,7 @@ def _line(finding: Finding) -> str:
 class OneBatch(ShortLoader):
     """The first batch of a loader: a whole epoch, so that accumulation takes its step."""
 
-    def __init__(self, dl: Iterable):
+    def __init__(self, dl: Iterable) -> None:
         super().__init__(dl, 1)
 
     def __len__(self) -> int:
@@ -133,7 +133,7 @@ class StepCheck(Callback):
     order = 1000  # what it sees is what the others have made of it
     reads_predictions = True  # in training too: ParallelCallback gathers them
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.findings: list[Finding] = []
         self.stage = "inputs"
@@ -157,10 +157,10 @@ class StepCheck(Callback):
 
     # Events
 
-    def before_fit(self):
+    def before_fit(self) -> None:
         self._named = list(unwrap(self.learn.model).named_parameters())
 
-    def before_train(self):
+    def before_train(self) -> None:
         lone = arguments.lone_last_batch(self.learn)
         if lone is not None:
             self._watch.enter_context(arguments.watched_norms(self.learn, lambda: self._find_lone(lone)))
@@ -171,19 +171,19 @@ class StepCheck(Callback):
         if finding not in self.findings:  # each BatchNorm finds it
             self.findings.append(finding)
 
-    def cleanup_train(self):
+    def cleanup_train(self) -> None:
         self._watch.close()
 
-    def before_validate(self):
+    def before_validate(self) -> None:
         self.stage = "validation"
         self.learn.dl = OneBatch(self.learn.dl)
 
-    def before_batch(self):
+    def before_batch(self) -> None:
         self._xb, self._running_model = self.learn.xb, True
         if self.learn.training:
             self.stage = "prediction"
 
-    def after_pred(self):
+    def after_pred(self) -> None:
         learn, self._running_model = self.learn, False
         if not learn.batch_size:  # a rank without data
             return
@@ -198,21 +198,21 @@ class StepCheck(Callback):
         if any(f.mark == WRONG for f in targets):  # on CUDA the loss could end the process's use of the device
             raise CancelFitException if learn.training else CancelValidException
 
-    def after_loss(self):
+    def after_loss(self) -> None:
         learn = self.learn
         if learn.training and learn.batch_size and learn.loss_grad is not None:
             unknown = arguments.unknown_count(learn) if learn.loss_weighting.unknown else ""
             self.findings += judge_loss(learn.loss_func, learn.pred, learn.loss_grad, unknown)
             self.stage = "gradients"
 
-    def before_step(self):
+    def before_step(self) -> None:
         learn = self.learn
         self._look_at_gradients()
         # Copies on the host, so that the device's memory holds what it would without.
         self._before = [p.detach().to("cpu", copy=True) for _, p in self._named]
         self._moving = _should_move(self._named, learn.opts)
 
-    def after_step(self):
+    def after_step(self) -> None:
         learn = self.learn
         if not self._before:  # it was cancelled
             return
@@ -224,7 +224,7 @@ class StepCheck(Callback):
         ]
         self.findings += judge_optimizer(self._named, stuck, learn.opts)
 
-    def after_cancel_step(self):
+    def after_cancel_step(self) -> None:
         if self.stage != "optimizer":  # it was cancelled before it came here
             self._look_at_gradients()
         self._before = []
@@ -235,7 +235,7 @@ class StepCheck(Callback):
         learn, self.stage = self.learn, "optimizer"
         self.findings += judge_gradients(self._named, _has_scaler(learn.cbs), _own_loop(learn))
 
-    def after_batch(self):
+    def after_batch(self) -> None:
         learn = self.learn
         if learn.training or not learn.batch_size or learn.loss is None:
             return
