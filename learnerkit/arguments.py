@@ -134,8 +134,8 @@ def check_fit(learn: "Learner", n_epoch: Any, start_epoch: Any = 0, n_steps: Any
     """Refuse a fit, or what trains as `who`, that cannot run."""
     if learn.task is not None:
         raise RuntimeError(
-            f"{who} was called during {learn.task!r}, with whose training its own would mix; a callback may call "
-            f"validate, get_preds or lr_find, and {who} can be called before and after"
+            f"{who} was called during {learn.task!r}, with whose training its own would mix: call it before, or after; "
+            "a callback may call validate and get_preds"
         )
     if (n_epoch is None) == (n_steps is None):
         raise ValueError(f"got n_epoch={n_epoch!r} and n_steps={n_steps!r}; give one of them: how long to train")

@@ -166,12 +166,7 @@ class Dispatch:
     Args:
         cbs: the learner's own list, so that callbacks added in mid-run are found.
         fitting: whether callbacks marked `only_fit` take part.
-
-    Attributes:
-        calling: the callback whose hook runs, or ran last.
     """
-
-    calling: Callback | None = None
 
     def __init__(self, cbs: list[Callback], fitting: bool) -> None:
         self.cbs, self.fitting = cbs, fitting
@@ -235,7 +230,6 @@ class Dispatch:
     def fire(self, event: str) -> None:
         """Call everyone who listens to `event`; an exception gains a note with the callback and the event."""
         for cb, hook in self.table[event]:
-            self.calling = cb
             try:
                 hook()
             except BaseException as e:
@@ -257,7 +251,6 @@ class Dispatch:
         error = None if isinstance(error, CancelException) else error
         failed = None
         for cb, event in reversed(owed):
-            self.calling = cb
             try:
                 with world.no_collectives(f"{cb!r}.{event}"):
                     getattr(cb, event)()

@@ -40,7 +40,7 @@ from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import Workers, distrib_ctx, on_workers
 from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
-from learnerkit.snapshot import double, unchanged
+from learnerkit.snapshot import unchanged
 from learnerkit.utils import (
     add_note_once,
     count_parameters,
@@ -144,7 +144,6 @@ class Learner:
         self._told_outside = False
         self._dispatch: Dispatch | None = None
         self.together: parallel.Agreement | None = None
-        self.around: parallel.Agreement | None = None
         self.workers: Workers | None = None
         self.task: str | None = None
         self.training = False
@@ -548,10 +547,6 @@ class Learner:
         recorder. Under DDP every rank must reach this; the losses are those of the global batches, and all ranks get
         the same suggestions.
 
-        A callback may call it in mid-fit, too. It then trains a copy of model and optimizer (on the device) with copies
-        of the callbacks, except of the one that calls it and of those that are `only_fit`. Where several callbacks call
-        it, each finds the others' copies calling it, too.
-
         Args:
             start_lr: the first rate.
             end_lr: the last rate; in between it grows by the same factor at every step.
@@ -565,19 +560,10 @@ class Learner:
             A named tuple with a rate for each of the functions, under its name.
 
         Raises:
-            RuntimeError: called in mid-fit, with a model that cannot be copied.
+            RuntimeError: called during a fit; call it before.
             ValueError: arguments that cannot work, or too few losses to suggest something by.
         """
-        suggest_funcs = listify(suggest_funcs)
-        finder = LRFinder(start_lr, end_lr, num_it, stop_div, suggest_funcs)
-        if self._dispatch is not None:
-            caller = self._dispatch.calling
-
-            def sits_out(cb: Callback) -> bool:
-                return cb is caller or isinstance(cb, StepBudget | ProgressCallback)
-
-            with double(self, _BATCH_STATE, without=sits_out) as twin, torch.enable_grad():  # it may be in validation
-                return twin.lr_find(start_lr, end_lr, num_it, stop_div, show_plot, suggest_funcs)
+        finder = LRFinder(start_lr, end_lr, num_it, stop_div, listify(suggest_funcs))
         arguments.check_fit(self, n_epoch=None, n_steps=num_it, who="lr_find")
         parallel.warn_outside_context(self)
         with self._running("lr_find", finder), unchanged(self):

@@ -3,8 +3,6 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from learnerkit import world
-from learnerkit.callback import Callback
 from learnerkit.data.order import keep_seeds, samplers_of, with_batches
 from learnerkit.utils import training_modes, unwrap
 
@@ -80,82 +77,6 @@ def trial(learn: "Learner", model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, before in buffers:
                     buffer.copy_(before)
-
-
-@contextmanager
-def double(learn: "Learner", fresh: dict[str, Any], without: Callable[[Callback], bool]) -> Iterator["Learner"]:
-    """A learner that begins where this one is, with a model, optimizers and callbacks of its own, and the same data.
-
-    What else a subclass or a callback has is copied, too; what cannot be copied (a file, a lock) is shared.
-
-    Args:
-        learn: the learner, in mid-run.
-        fresh: attributes that are not copied, with their values.
-        without: which callbacks have no part in it. Nor have those that are `only_fit`.
-
-    Raises:
-        RuntimeError: the model or an optimizer cannot be copied.
-    """
-    cbs = {id(cb): copy.copy(cb) for cb in learn.cbs if not cb.only_fit and not without(cb)}
-    # Copies need none. And a loss may know the model in ways that no copy can follow: what it leaves must not count.
-    grads = [(p, p.grad) for opt in learn.opts for group in opt.param_groups for p in group["params"]]
-    try:
-        for p, _ in grads:
-            p.grad = None
-        yield _double(learn, fresh, cbs)
-    finally:
-        for p, grad in grads:
-            p.grad = grad
-        for cb in cbs.values():
-            cb.learn = None  # or the copies would stay, on the device too, until cycles are collected
-
-
-def _double(learn: "Learner", fresh: dict[str, Any], cbs: dict[int, Callback]) -> "Learner":
-    twin = copy.copy(learn)
-    kept = [learn.dls, *learn.dls.loaders, *(getattr(dl, "dataset", None) for dl in learn.dls.loaders), *learn.cbs]
-    memo: dict[int, Any] = {id(x): x for x in kept} | cbs | {id(learn): twin}  # what copies refer to
-    try:
-        for part in [*unwrap(learn.model).modules(), learn.model]:  # networks may be wrapped each by itself
-            if unwrap(part) is not part:
-                memo[id(part)] = copy.deepcopy(unwrap(part), memo)
-        model = copy.deepcopy(learn.model, memo)
-        for opt in learn.opts:
-            _copy_optimizer(opt, memo)
-    except Exception as e:
-        raise RuntimeError(
-            "what is tried out in mid-run is tried on a copy of model and optimizer, and copying them failed: "
-            f"{type(e).__name__}: {e}; do it before the run or after it"
-        ) from e
-    fresh = fresh | {
-        "model": model, "dls": learn.dls, "logger": learn.logger, "cbs": [*cbs.values()], "_parting": [],
-        "around": learn.together, "together": None, "_dispatch": None, "task": None,
-    }  # fmt: skip
-    for name, value in vars(learn).items():
-        setattr(twin, name, fresh[name] if name in fresh else _copied(value, memo))
-    for cb in cbs.values():
-        vars(cb).update({name: _copied(value, memo) for name, value in vars(cb).items()})
-    return twin
-
-
-def _copy_optimizer(opt: Optimizer, memo: dict[int, Any]) -> None:
-    """Copy an optimizer with what it has beside its state and groups, but for methods that others have patched."""
-    twin = copy.deepcopy(opt, memo)
-    for name, value in vars(opt).items():
-        if name not in vars(twin) and not isinstance(value, FunctionType | MethodType | partial):
-            setattr(twin, name, _copied(value, memo))
-
-
-def _copied(x: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy, but for data; or `x` itself if there can be none."""
-    if isinstance(x, DataLoader | Dataset):
-        return x
-    tried = dict(memo)  # what fails half-way must leave nothing in it
-    try:
-        found = copy.deepcopy(x, tried)
-    except Exception:
-        return x
-    memo.update(tried)
-    return found
 
 
 def check_shaped(modules: Iterable[nn.Module]) -> None:

@@ -53,14 +53,12 @@ class Agreement:
     Args:
         learn: the learner.
         timeout: seconds after which a rank that waits without anything moving counts as stuck.
-        around: that of the run of another learner in which this one takes place.
     """
 
-    def __init__(self, learn: "Learner", timeout: float, around: "Agreement | None" = None) -> None:
-        self.learn, self.timeout, self.around = learn, timeout, around
-        self.inside: Agreement | None = None
+    def __init__(self, learn: "Learner", timeout: float) -> None:
+        self.learn, self.timeout = learn, timeout
         self.pending: BaseException | None = None
-        self.presses = around.presses if around else 0  # of Ctrl-C
+        self.presses = 0  # of Ctrl-C
         self.between_events = True
         self.votes = 0
         self._failing: BaseException | None = None
@@ -70,10 +68,9 @@ class Agreement:
         if self.learn.dls.device.type != "cpu":  # NCCL's object collectives go by the current device
             torch.accelerator.set_device_index(self.learn.dls.device.index or 0)
         world.join(self.timeout + 60)  # a collective must not give up before the watch can tell what it waits for
-        outer = self.around and self.around.watch
-        self.watch = self._stack.enter_context(Watch(f"run-{next(_runs)}", self.timeout, outer))
+        self.watch = self._stack.enter_context(Watch(f"run-{next(_runs)}", self.timeout))
         self._stack.enter_context(world.before_meeting(self._before_meeting))
-        self._stack.enter_context(self._deferred_interrupts() if outer is None else self._passed_on_interrupts())
+        self._stack.enter_context(self._deferred_interrupts())
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
@@ -97,14 +94,10 @@ class Agreement:
         """Ctrl-C takes effect where all ranks can leave together; pressed again, at once."""
 
         def interrupt(*_: object) -> None:
-            innermost = self
-            innermost.presses += 1
-            while innermost.inside is not None:
-                innermost = innermost.inside
-                innermost.presses += 1
+            self.presses += 1
             if self.presses > 1:
                 raise KeyboardInterrupt
-            innermost.pending = KeyboardInterrupt()
+            self.pending = KeyboardInterrupt()
 
         in_main = threading.current_thread() is threading.main_thread()
         if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # the user has a handler
@@ -115,17 +108,6 @@ class Agreement:
             yield
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    @contextmanager
-    def _passed_on_interrupts(self) -> Iterator[None]:
-        """The run around this one hears of Ctrl-C, and says so here."""
-        self.around.inside = self
-        try:
-            yield
-        finally:
-            self.around.inside = None
-            if isinstance(self.pending, KeyboardInterrupt):  # too late for this run
-                self.around.pending = self.pending
 
     def final(self, error: BaseException) -> bool:
         """Whether an error ends the run here and now: all ranks raise it, or the user has pressed Ctrl-C again."""
@@ -309,7 +291,6 @@ class RankDispatch(Dispatch):
             self.last = event
         learn, watch = self.agreement.learn, self.agreement.watch
         for i, (cb, hook, place) in enumerate(hooks):
-            self.calling = cb
             watch.heartbeat.beat(learn.epoch, learn.iter, place)
             self.agreement.check()
             try:

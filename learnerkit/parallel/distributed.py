@@ -127,13 +127,6 @@ class DistributedCallback(Callback):
         self._outside: list[tuple] = []
         self._logger: Callable | None = None
 
-    def __copy__(self) -> "DistributedCallback":
-        "With the same settings, and no part in the run that this one is in."
-        twin = type(self).__new__(type(self))
-        vars(twin).update(vars(self))
-        twin._forget()
-        return twin
-
     def _warn_once(self, message: str) -> None:
         "Once for this learner; of another one the same may be true."
         if world.is_main() and message not in self._warned:
@@ -446,7 +439,7 @@ def together(learn: "Learner") -> Iterator[None]:
         yield
         return
     try:
-        with Agreement(learn, member.timeout, learn.around) as learn.together:
+        with Agreement(learn, member.timeout) as learn.together:
             yield
     finally:
         learn.together = None

@@ -46,15 +46,14 @@ class Watch:
     Args:
         name: of the run, the same on every rank and of this run alone.
         timeout: seconds after which a rank that waits without anything moving counts as stuck.
-        outer: that of a run in which this one takes place; both have one heartbeat.
 
     Attributes:
         failure: what is known of the first failure of any rank: rank, event, callback, epoch, step, cause.
         called: before which vote another rank has left validation and waits for all to do so.
     """
 
-    def __init__(self, name: str, timeout: float, outer: "Watch | None" = None) -> None:
-        self.timeout, self._outer = timeout, outer
+    def __init__(self, name: str, timeout: float) -> None:
+        self.timeout = timeout
         self.rank, self.ranks = world.rank(), world.world_size()
         self.store = dist.PrefixStore(f"learnerkit/watch/{name}", world.store())
         self.failure: dict | None = None
@@ -71,7 +70,7 @@ class Watch:
             PeerError: some did not.
         """
         self._await_all()
-        self.heartbeat = Heartbeat.own() if self._outer is None else self._outer.heartbeat
+        self.heartbeat = Heartbeat.own()
         here = _machine()
         everyone = world.all_gather((here, self.heartbeat.path, _connections()))
         self.heartbeats = {self.rank: self.heartbeat}
@@ -111,8 +110,7 @@ class Watch:
         # Now rather than when the garbage is collected, so that fits in a row do not gather descriptors.
         self._inbox = None
         for heartbeat in self.heartbeats.values():
-            if self._outer is None or heartbeat is not self._outer.heartbeat:
-                heartbeat.close()
+            heartbeat.close()
 
     def _await_all(self) -> None:
         # By the store, which tells who is missing; a collective would only wait.
