@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from learnerkit import world
@@ -20,6 +19,7 @@ from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.losses import is_one_of, loss_name, unwrap_partial
 from learnerkit.text import killed_by
+from learnerkit.torch_internals import BatchNorm, workers_of
 from learnerkit.utils import add_note_once, describe, library_of
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def explain_lost_worker(error: RuntimeError | OSError | EOFError) -> None:
     found = [s for s in signal.valid_signals() if named and signal.strsignal(s) == named[1]]
     trace = error.__traceback__
     while trace is not None and not found:  # else the loader knows
-        found = _killed(getattr(trace.tb_frame.f_locals.get("self"), "_workers", ()))
+        found = _killed(workers_of(trace.tb_frame.f_locals.get("self")))
         trace = trace.tb_next
     if found:
         add_note_once(error, f"the loader worker {killed_by(found[0]).rstrip(',')}")
@@ -248,7 +248,7 @@ def explain_lone_sample(learn: "Learner", error: ValueError) -> None:
 def last_batch_checked(learn: "Learner") -> Iterator[None]:
     """Refuse, at its first batch, a training whose last batch is one sample that the model's BatchNorm cannot take."""
     text = lone_last_batch(learn) if learn.training and not learn.train_iter else None
-    if text is None or (learn.n_steps is not None and learn.n_steps * learn.step_batches < learn.n_iter):
+    if text is None or (learn.n_steps is not None and learn.n_steps * learn._step_batches < learn.n_iter):
         yield
         return
     statistics = [(buffer, buffer.clone()) for buffer in learn.model.buffers()]
@@ -274,7 +274,7 @@ def lone_last_batch(learn: "Learner") -> str | None:
     if not size or not samples or batches != -(-samples // size) or getattr(dl, "drop_last", False):
         return None
     # In batches of one sample each is alone, and 1 % size is 0.
-    if samples % size != 1 % size or not any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules()):
+    if samples % size != 1 % size or not any(isinstance(m, BatchNorm) and m.training for m in learn.model.modules()):
         return None
     if size == 1:
         rest = "each of its batches has 1 sample, of which BatchNorm cannot make statistics; choose a larger batch size"
@@ -298,14 +298,14 @@ def watched_norms(learn: "Learner", note: Callable[[], None]) -> Iterator[None]:
 
     with ExitStack() as stack:
         for norm in learn.model.modules():
-            if isinstance(norm, _BatchNorm):
+            if isinstance(norm, BatchNorm):
                 stack.callback(norm.register_forward_pre_hook(look).remove)
         yield
 
 
 def check_read(learn: "Learner") -> None:
     """Refuse a loader that turned out to have no batches."""
-    if learn.iter < 0 and not learn.sharded:
+    if learn.iter < 0 and not learn._sharded:
         name = "training" if learn.training else "validation"
         once = "; an iterator can be read only once: pass a list, a DataLoader or a class with __iter__"
         raise ValueError(
@@ -361,9 +361,9 @@ def unknown_count(learn: "Learner") -> str:
 
 def warn_of_unknown_count(learn: "Learner") -> None:
     """Warn where batches are weighed, of several ranks or in an accumulated step, by a count that is only a guess."""
-    if learn.task == "fit" and (learn.sharded or learn.weights is not None):
+    if learn.task == "fit" and (learn._sharded or learn._gradient is not None):
         exact = "Until then steps of several batches or ranks are not exactly those of one batch"
-        alone = learn.training and learn.loss_weighting.found_alone
+        alone = learn.training and learn._loss_weighting.found_alone
         world.warn_once(f"{unknown_count(learn)}. {exact}", on_all=alone)
 
 

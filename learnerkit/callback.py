@@ -25,6 +25,9 @@ LEVELS = ("fit", "epoch", "train", "validate", "batch")
 
 _RUN_FLAGS = ("run", "run_train", "run_valid")
 
+_FREE = ("check",)
+"""Names of the learner's that a callback may give its own attributes: a common word, and nothing that a run reads."""
+
 
 class Callback:
     """Something that happens during training: subclass it, or pass functions: `Callback(after_batch=f, order=0)`.
@@ -90,7 +93,7 @@ class Callback:
     def __setattr__(self, name: str, value: Any) -> None:
         learn = self.__dict__.get("learn")
         dispatch = learn and learn._dispatch
-        if dispatch and not self._owns(name) and hasattr(learn, name):
+        if dispatch and name not in _FREE and name[0] != "_" and not self._owns(name) and hasattr(learn, name):
             raise AttributeError(
                 f"{type(self).__name__} assigned self.{name}, but {name!r} belongs to the learner: write "
                 f"`self.learn.{name} = ...`, or set self.{name} in __init__ to make it the callback's own"
@@ -198,7 +201,9 @@ class Dispatch:
         ]
 
     def _resolve(self) -> dict[str, list]:
-        table = {event: [(cb, self._hook(cb, event)) for cb in self.listeners(event)] for event in Event}
+        table: dict[str, list] = {
+            str(event): [(cb, self._hook(cb, event)) for cb in self.listeners(event)] for event in Event
+        }
         for level in LEVELS:
             entering = f"before_{level}"
             owing = self.listeners(f"cleanup_{level}")
@@ -256,10 +261,10 @@ class Dispatch:
                     getattr(cb, event)()
             except BaseException as e:
                 add_note_once(e, f"raised in {cb!r}.{event}")
-                if error is None and failed is None:
+                if (first := error or failed) is None:
                     failed = e
                 else:
-                    (error or failed).add_note(f"then {cb!r}.{event} failed too: {type(e).__name__}: {e}")
+                    first.add_note(f"then {cb!r}.{event} failed too: {type(e).__name__}: {e}")
         if failed is not None:
             raise failed
 

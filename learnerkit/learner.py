@@ -34,13 +34,14 @@ from learnerkit.events import (
     Event,
 )
 from learnerkit.files import File, Saved, fitted, plain_name, save_whole
-from learnerkit.gradient_mean import nothing_of
+from learnerkit.gradient_mean import zero_loss
 from learnerkit.losses import LossWeight, loss_name
 from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import Workers, distrib_ctx, on_workers
 from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
 from learnerkit.snapshot import unchanged
+from learnerkit.state import COUNTERS, TRANSIENT, RunState
 from learnerkit.utils import (
     add_note_once,
     count_parameters,
@@ -51,23 +52,10 @@ from learnerkit.utils import (
     warn,
 )
 
-_BATCH_STATE = {
-    "dl": None, "batch": None, "batch_size": 0, "batch_index": 0, "xb": (), "yb": (), "pred": None, "output": None,
-    "loss": None, "loss_grad": None, "loss_count": 0, "iter": 0, "n_iter": None,
-    "weights": None, "step_batches": 1, "step_due": True,
-}  # fmt: skip
-"""What a run sets batch by batch, and what it is when nothing runs."""
-
 _EVENTS = {
     level: (f"before_{level}", f"after_cancel_{level}", f"after_{level}")
     for level in ("fit", "epoch", "train", "validate", "batch", "backward", "step")
 }
-
-_RUN_STATE = (*_BATCH_STATE, "training", "task", "_dispatch", "_in_fit")
-
-_COUNTERS = ("epoch", "n_epoch", "n_steps", "train_iter", "pct_train", "_start_epoch")
-"""How far the last fit has come."""
-
 
 Rates = float | slice | Iterable[float] | dict
 """Learning rates, as `fit` takes them."""
@@ -80,7 +68,7 @@ def _budget(n_steps: int | None) -> list[Callback]:
     return [] if n_steps is None else [StepBudget(n_steps)]
 
 
-class Learner:
+class Learner(RunState):
     """Trains a model on data, with callbacks that can read and change everything on the way.
 
     Args:
@@ -125,6 +113,7 @@ class Learner:
         loss_weight: Callable[..., Tensor] | str | None = None,
         default_cbs: bool = True,
     ) -> None:
+        super().__init__()
         arguments.check_subclass(type(self), Learner)
         arguments.check_learner(dls, model, loss_func, opt_func)
         self.dls, self.model, self.loss_func = dls, model, loss_func
@@ -136,32 +125,24 @@ class Learner:
         self.moms = arguments.three("moms", moms)
         self.loss_weight = loss_weight
         self._weigh_losses()  # refuses what it cannot take, here rather than in fit
+        self._device, self._loss_without_targets = torch.device("cpu"), False  # found anew for each run
         self.opt: Optimizer | dict[str, Optimizer] | None = None
         self.logger: Callable[[list], None] = TableLogger(self)
         self.cbs: list[Callback] = []
         self._parting: list[Callback] = []
         self._scaler_state: dict[str, Any] = {}  # of the gradient scaler (MixedPrecision), between fits
         self._told_outside = False
-        self._dispatch: Dispatch | None = None
-        self.together: parallel.Agreement | None = None
-        self.workers: Workers | None = None
-        self.task: str | None = None
-        self.training = False
-        self._in_fit = False  # evaluation in a fit leaves its random streams alone
+        self._agreement: parallel.Agreement | None = None
+        self._workers: Workers | None = None
         self._bare_model: nn.Module | None = None  # the model of a run as it was before callbacks could wrap it
         self._eval_modules: set[str] = set()  # the names of its modules that the user has put into eval mode
-        self.epoch = self.train_iter = self._start_epoch = 0
-        self.n_epoch: int | None = 0
-        self.n_steps: int | None = None
-        self.pct_train = 0.0
-        self.__dict__.update(_BATCH_STATE)
         self.add_cbs([TrainEvalCallback(), Recorder(), ProgressCallback()] if default_cbs else [])
         self.add_cbs(cbs)
         self._dispatch = Dispatch(self.cbs, fitting=True)
         try:
             self._dispatch.fire(Event.after_create)
         finally:
-            self._dispatch = None
+            self._dispatch = RunState._dispatch
 
     def __repr__(self) -> str:
         opts = ", ".join(type(opt).__name__ for opt in self.opts) or loss_name(self.opt_func)
@@ -200,18 +181,18 @@ class Learner:
 
     def _all_batches(self) -> None:
         self.n_iter, self.iter = loader_len(self.dl), -1
-        together = self.together
+        agreement = self._agreement
         with arguments.last_batch_checked(self):
             for self.iter, self.batch in enumerate(self.dl):
-                self._one_batch() if together is None else together.turn(self._one_batch)
-        if together is not None:
-            together.close()
+                self._batch_index = self.iter
+                self._one_batch() if agreement is None else agreement.run_batch(self._one_batch)
+        if agreement is not None:
+            agreement.close()
         arguments.check_read(self)
 
     def _one_batch(self) -> None:
         unpacked = self.dls.unpack(self.batch, self._device, self.loss_func is None)
         self.batch, self.xb, self.yb, self.batch_size = unpacked
-        self.batch_index = self.iter
         self.pred = self.output = self.loss = self.loss_grad = None
         bracket = self._level if self._dispatch.table["batch"] else self._events
         bracket("batch", self._do_batch, CancelBatchException)
@@ -234,10 +215,10 @@ class Learner:
     def _weighted_backward(self) -> None:
         if self.loss_grad is None:
             raise arguments.no_loss(self)
-        if self.weights is None:
+        if self._gradient is None:
             self._backward()
         else:
-            self.weights.backward()
+            self._gradient.backward()
 
     def _level(self, name: str, body: Callable[[], None], cancel: type[Exception]) -> None:
         "A level of the loop that callbacks clean up after, however it ends."
@@ -266,7 +247,7 @@ class Learner:
         try:
             if self.batch_size == 0 and not batch_size(self.xb):
                 # A rank without data only keeps its peers company: gradients of zero, and no mean of nothing (a NaN).
-                self.loss_grad = nothing_of(self)
+                self.loss_grad = zero_loss(self.pred if self.output is None else self.output)
                 self.loss = self.loss_grad.detach()
             else:
                 if not self.iter:
@@ -281,8 +262,8 @@ class Learner:
             table = self._dispatch.table
             if (table["after_loss"] or table["before_backward"]) and isinstance(self.loss, Tensor):
                 self.loss = self.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
-            weighting = self.loss_weighting
-            self.loss_count = weighting.count(self.yb, self.batch_size, self.pred, self.loss, self.xb)
+            weighting = self._loss_weighting
+            self._loss_count = weighting.count(self.yb, self.batch_size, self.pred, self.loss, self.xb)
             if weighting.unknown:
                 arguments.warn_of_unknown_count(self)
 
@@ -698,9 +679,9 @@ class Learner:
         if not nested:
             self._weigh_losses()
             self._note_modes()
-        kept = _RUN_STATE if fitting else (*_RUN_STATE, *_COUNTERS)
+        kept = TRANSIENT if fitting else (*TRANSIENT, *COUNTERS)
         outer = {name: getattr(self, name) for name in kept}
-        with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.together(self):
+        with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.agreement_for(self):
             self.task, self._dispatch = task, parallel.dispatch(self, fitting)
             self._in_fit = self._in_fit or task not in ("validate", "predict")
             try:
@@ -725,7 +706,7 @@ class Learner:
         self._loss_weightings = {training: LossWeight(self.loss_func, self.loss_weight) for training in (True, False)}
 
     @property
-    def loss_weighting(self) -> LossWeight:
+    def _loss_weighting(self) -> LossWeight:
         """What the loss averages over, in training or in evaluation, whichever runs."""
         return self._loss_weightings[self.training]
 
@@ -749,6 +730,11 @@ class Learner:
             made = self.create_opt()
             self.opt = optim.as_one(self.opt if made is None else made)
 
+    @property
+    def _has_own_backward(self) -> bool:
+        "Whether a subclass computes gradients in a way of its own."
+        return type(self)._backward is not Learner._backward
+
     def _prepare_opt(self, lr: Any = None, wd: float | None = None, reset: bool = False) -> None:
         "An optimizer with these hyper-parameters, or the Learner's own."
         self._make_opt(reset)
@@ -767,9 +753,9 @@ class Learner:
         return list(self.opt.values()) if self.opt else []
 
     @property
-    def sharded(self) -> bool:
+    def _sharded(self) -> bool:
         """Whether several ranks share the data of this run."""
-        return self.together is not None
+        return self._agreement is not None
 
     @property
     def x(self) -> Any:

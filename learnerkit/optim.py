@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Optimizer
 
 from learnerkit.text import did_you_mean
+from learnerkit.torch_internals import StatisticsNorm
 from learnerkit.utils import library_of
 
 GROUP = "splitter_group"
@@ -24,7 +24,7 @@ COUNT = "splitter_groups"
 PLACES = "splitter_places"
 """In a group that was parted, where in the whole group each of its parameters stood."""
 
-_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+_NORMS = (StatisticsNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 def split(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) -> list[list[nn.Parameter]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -83,7 +83,7 @@ def check_shaped(modules: Iterable[nn.Module]) -> None:
     """Refuse parameters that get their shape from the first batch, before which nothing can be kept of them."""
     for module in modules:
         for name, t in (*module.named_parameters(), *module.named_buffers()):
-            if isinstance(t, UninitializedTensorMixin):
+            if is_lazy(t):
                 raise ValueError(
                     f"{name} of {type(module).__name__} has no shape until the model has seen a batch (a lazy module): "
                     "show it one first, with learn.validate() or learn.model(x)"

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
+
+from learnerkit.torch_internals import caller, without_compiler
 
 
 def listify(x: Any) -> list:
@@ -30,10 +32,10 @@ def add_note_once(error: BaseException, note: str) -> None:
 
 def warn(message: str) -> None:
     """Warn, and name the line outside of this package that led here rather than one of its own."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("learnerkit."):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    level = 1
+    while (frame := caller(level)).f_back is not None and frame.f_globals.get("__name__", "").startswith("learnerkit."):
+        level += 1
+    warnings.warn(message, stacklevel=level + 1)
 
 
 def describe(x: Any) -> str:
@@ -49,7 +51,7 @@ def describe(x: Any) -> str:
 
 def count_parameters(model: nn.Module) -> str:
     """A model's class and the number of its parameters, for a person."""
-    sizes = [(0 if isinstance(p, UninitializedParameter) else p.numel(), p.requires_grad) for p in model.parameters()]
+    sizes = [(0 if is_lazy(p) else p.numel(), p.requires_grad) for p in model.parameters()]
     frozen = sum(size for size, trained in sizes if not trained)
     return f"{type(model).__name__}, {sum(size for size, _ in sizes):,} parameters" + (
         f", {frozen:,} of them frozen" if frozen else ""
@@ -75,8 +77,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = model.module
-        elif hasattr(model, "_orig_mod"):  # torch.compile
-            model = model._orig_mod
+        elif (inner := without_compiler(model)) is not model:
+            model = inner
         else:
             return model
 

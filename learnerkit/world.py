@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from learnerkit.launch.ping import NotAStore, store_answers
+from learnerkit.torch_internals import CollectiveRefusal, await_thread_list_lock, default_store, default_timeout
 from learnerkit.utils import warn
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ def join(timeout: float | timedelta | None = None) -> None:
     if timeout is not None and not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
     if is_joined():
-        if _given_up:
+        if _abandoned:
             _join_again(timeout)
         return
     if world_size() == 1:
@@ -150,7 +150,7 @@ def _meet_in_store(timeout: timedelta | None) -> dist.Store:
         raise _not_met(what) from None
     except (RuntimeError, TimeoutError) as e:
         raise _not_met(f"the other processes of this run did not come within {JOIN_SECONDS:.0f} s") from e
-    found.set_timeout(timeout or dist.distributed_c10d.default_pg_timeout)
+    found.set_timeout(timeout or default_timeout())
     return found
 
 
@@ -192,26 +192,26 @@ def _let_threads_settle() -> None:
     anew (`PyOS_AfterFork_Child`; 3.12 makes it anew first).
     """
     time.sleep(0.002)  # what the last collective has left to do
-    sys._current_frames()  # takes that lock, and so waits for whoever has it
+    await_thread_list_lock()
 
 
-_given_up = False  # whether the process group is dead; the group itself is torch's global
+_abandoned = False  # whether the process group is dead; the group itself is torch's global
 
 
-def give_up() -> None:
+def abandon_group() -> None:
     """Count the process group as dead, its connections being cut; the next `join` on every rank makes another one."""
-    global _given_up
-    _given_up = True
+    global _abandoned
+    _abandoned = True
 
 
 def _join_again(timeout: timedelta | None) -> None:
-    global _given_up
+    global _abandoned
     # Keys of their own: those in the old group's place tell of its dead connections.
     fresh = dist.PrefixStore("learnerkit/next", store())
     backend, here, size = dist.get_backend_config(), rank(), world_size()
     dist.destroy_process_group()
     dist.init_process_group(backend, store=fresh, rank=here, world_size=size, timeout=timeout)
-    _given_up = False
+    _abandoned = False
 
 
 def _leave() -> None:
@@ -221,7 +221,7 @@ def _leave() -> None:
 
 def store() -> dist.Store:
     """The key-value store behind the process group, for messages that no collective should carry."""
-    return dist.distributed_c10d._get_default_store()
+    return default_store()
 
 
 def _wire(x: Tensor) -> Tensor:
@@ -232,18 +232,18 @@ def _wire(x: Tensor) -> Tensor:
 
 # Collectives: every rank must reach each of them, in the same order
 
-_silent: ContextVar[str] = ContextVar("silent", default="")
+_refused_in: ContextVar[str] = ContextVar("silent", default="")
 
 
 @contextmanager
 def no_collectives(where: str) -> Iterator[None]:
     """Refuse collectives in here, naming `where`: its peers may never come, and it would wait for ever."""
-    token = _silent.set(where)
+    token = _refused_in.set(where)
     try:
-        with _RefuseCollectives(where) if is_joined() else nullcontext():
+        with CollectiveRefusal(functools.partial(_refusal, where)) if is_joined() else nullcontext():
             yield
     finally:
-        _silent.reset(token)
+        _refused_in.reset(token)
 
 
 def _refusal(where: str, what: str) -> RuntimeError:
@@ -253,43 +253,30 @@ def _refusal(where: str, what: str) -> RuntimeError:
     )
 
 
-class _RefuseCollectives(TorchDispatchMode):
-    """Refuses torch.distributed's own functions: they, too, go through torch's dispatcher."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where = where
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            raise _refusal(self.where, f"torch.distributed ({func.__name__.partition('.')[0]})")
-        return func(*args, **(kwargs or {}))
-
-
-_before_meeting: ContextVar[Callable[[], None] | None] = ContextVar("before_meeting", default=None)
+_before_collective: ContextVar[Callable[[], None] | None] = ContextVar("before_collective", default=None)
 
 
 @contextmanager
-def before_meeting(call: Callable[[], None] | None) -> Iterator[None]:
+def before_collective(call: Callable[[], None] | None) -> Iterator[None]:
     """Have `call()` made before each collective in here; it can keep this rank from entering by an exception."""
-    token = _before_meeting.set(call)
+    token = _before_collective.set(call)
     try:
         yield
     finally:
-        _before_meeting.reset(token)
+        _before_collective.reset(token)
 
 
 @contextmanager
-def one_meeting() -> Iterator[None]:
+def grouped_collectives() -> Iterator[None]:
     """Collectives that no rank can leave half-way: whether all ranks come is asked once, for all of them."""
-    call = _before_meeting.get()
-    if call is not None and world_size() > 1 and not _silent.get():
+    call = _before_collective.get()
+    if call is not None and world_size() > 1 and not _refused_in.get():
         call()
-    with before_meeting(None):
+    with before_collective(None):
         yield
 
 
-def _meet(what: str, waits: bool = True) -> bool:
+def _has_peers(what: str, waits: bool = True) -> bool:
     """Whether there are peers to meet for collective `what`; joins them first.
 
     Args:
@@ -301,17 +288,17 @@ def _meet(what: str, waits: bool = True) -> bool:
     """
     if world_size() == 1:
         return False
-    if _silent.get():
-        raise _refusal(_silent.get(), f"world.{what}")
+    if _refused_in.get():
+        raise _refusal(_refused_in.get(), f"world.{what}")
     join()
-    if waits and (call := _before_meeting.get()) is not None:
+    if waits and (call := _before_collective.get()) is not None:
         call()
     return True
 
 
 def barrier() -> None:
     """Wait until every rank is here."""
-    if _meet("barrier"):
+    if _has_peers("barrier"):
         dist.barrier()
 
 
@@ -327,7 +314,7 @@ def reduce(x: T, op: str = "sum") -> T:
     """
     if op not in (*_OPS, "mean"):
         raise ValueError(f"reduce got op={op!r}; it takes 'sum', 'mean', 'max' or 'min'")
-    if not _meet("reduce"):
+    if not _has_peers("reduce"):
         return x
     if not isinstance(x, Tensor):
         return reduce(torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None), op).item()
@@ -338,7 +325,7 @@ def reduce(x: T, op: str = "sum") -> T:
 
 def broadcast(x: T, src: int = 0) -> T:
     """Rank `src`'s `x`, on every rank: a tensor of the same shape everywhere, or any object that can be pickled."""
-    if not _meet("broadcast"):
+    if not _has_peers("broadcast"):
         return x
     if isinstance(x, Tensor):
         copy = _wire(x.detach()).clone()
@@ -351,7 +338,7 @@ def broadcast(x: T, src: int = 0) -> T:
 
 def all_gather(x: T) -> list[T]:
     """The `x` of every rank, in rank order: tensors of one shape, or any objects that can be pickled."""
-    if not _meet("all_gather"):
+    if not _has_peers("all_gather"):
         return [x]
     if isinstance(x, Tensor):
         local = _wire(x.detach()).contiguous()
@@ -373,7 +360,7 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
         on: 'all', or 'rank0' where the other ranks need nothing: they get `None`.
     """
     pieces = sorted(pieces, key=lambda piece: piece[0])
-    if not _meet("gather_pieces"):
+    if not _has_peers("gather_pieces"):
         return [tensor for _, tensor in pieces]
     # Cloned: a row cut from a matrix may be "contiguous" with strides that cannot be viewed as bytes.
     tensors = [tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for _, tensor in pieces]
@@ -433,7 +420,7 @@ def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = 
         return lambda func: functools.wraps(func)(
             lambda *args, **kwargs: rank0_first(functools.partial(func, **kwargs), *args, per_node=per_node)
         )
-    if not _meet("rank0_first"):
+    if not _has_peers("rank0_first"):
         return f(*args)
     node = int(os.environ.get("GROUP_RANK", 0)) if per_node else 0
     key = f"learnerkit/rank0_first/{_count_call('rank0_first')}/{node}"
@@ -473,7 +460,7 @@ def follow_rank0(name: str, timeout: float = 300.0) -> None:
     Raises:
         TimeoutError: rank 0 did not come.
     """
-    if not _meet(name, waits=False):
+    if not _has_peers(name, waits=False):
         return
     key = f"learnerkit/{name}/{_count_call(name)}"
     if is_main():

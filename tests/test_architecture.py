@@ -20,9 +20,9 @@ PACKAGE = ROOT / "learnerkit"
 # A room is a folder of the package, or a file at its top. It imports rooms of lower floors only: two rooms on one floor
 # know nothing of each other.
 FLOORS = [
-    ["text", "events", "utils", "host_scalars"],
-    ["launch", "optim", "files"],
-    ["world"],
+    ["text", "events", "state", "torch_internals", "host_scalars"],
+    ["launch", "utils", "files"],
+    ["world", "optim"],
     ["callback", "data", "datasets"],
     ["losses", "gradient_mean", "snapshot"],
     ["arguments", "metrics"],

@@ -10,6 +10,7 @@ from helpers import make_data, make_dls, make_learner, make_model
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from learnerkit import Callback, DataLoaders, Learner, arguments
 
@@ -118,7 +119,13 @@ def test_a_killed_loader_worker_is_explained():
         def exitcode(self):
             return next(self.exitcodes, -9)
 
-    class Loader:
+    class Loader(_MultiProcessingDataLoaderIter):
+        def __init__(self):
+            pass
+
+        def __del__(self):
+            pass
+
         _workers = (SimpleNamespace(exitcode=0), Late())
 
         def fail(self, error):

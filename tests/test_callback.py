@@ -171,6 +171,31 @@ def test_an_unknown_attribute_names_the_callback_and_where_it_looked():
         cb.speed  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "weights",
+        "workers",
+        "together",
+        "around",
+        "check",
+        "step_due",
+        "loss_count",
+        "batch_index",
+        "_device",
+    ],
+)
+def test_a_callback_may_use_words_for_its_own_that_no_run_reads(name):
+    class Writer(Callback):
+        def after_loss(self):
+            setattr(self, name, "own")
+
+    learn = make_learner(cbs=Writer())
+    learn.fit(1)
+    assert vars(learn.writer)[name] == "own"
+    assert getattr(learn, name, None) != "own"
+
+
 @pytest.mark.parametrize("name", ["lr", "loss", "model", "opt", "xb", "pred", "epoch", "recorder", "cbs", "fit"])
 def test_assigning_a_learners_name_says_how_to_write_it(name):
     class Writer(Callback):

@@ -1,9 +1,11 @@
 """Optimizer steps of several batches."""
 
+from torch import Tensor
+
 from learnerkit import arguments
 from learnerkit.callback import Callback
 from learnerkit.events import CancelBatchException, CancelStepException
-from learnerkit.gradient_mean import GradientMean
+from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients
 
 
 class GradientAccumulation(Callback):
@@ -33,14 +35,14 @@ class GradientAccumulation(Callback):
             if value is not None:
                 arguments.check_count(name, value)
         self.n_batches, self.n_samples = n_batches, n_samples
-        self._weights: GradientMean | None = None
+        self._mean: GradientMean | None = None  # on one process; with several ranks RankStep has it
 
     def before_train(self) -> None:
         learn = self.learn
-        if not learn.sharded:  # with several ranks DDP's weights count those of a group as well
-            self._weights = learn.weights = GradientMean(learn)
+        if not learn._sharded:
+            self._mean, learn._gradient = GradientMean(learn._loss_weighting.sums), self
         self._batches = self._samples = self._steps = 0
-        learn.step_batches = self.n_batches or 1
+        learn._step_batches = self.n_batches or 1
         self._placed = False
 
     def before_batch(self) -> None:
@@ -51,13 +53,13 @@ class GradientAccumulation(Callback):
         last = learn.n_iter is not None and learn.iter + 1 == learn.n_iter
         full = self._batches == self.n_batches if self.n_batches else self._samples >= self.n_samples
         if self._batches == 1 and self.n_samples:
-            learn.step_batches = -(-self.n_samples // max(1, self._samples))
-        learn.step_due = full or last
-        if learn.step_due:
+            learn._step_batches = -(-self.n_samples // max(1, self._samples))
+        learn._step_due = full or last
+        if learn._step_due:
             self._batches = self._samples = 0
 
     def _global_size(self) -> int:
-        if not self.learn.sharded:
+        if not self.learn._sharded:
             return self.learn.batch_size
         total = self.learn.dl.share.total
         if total is None and self.n_samples:
@@ -67,16 +69,33 @@ class GradientAccumulation(Callback):
             )
         return total or 0
 
+    def backward(self) -> None:
+        """Compute the batch's gradients with their weight, and correct those of the step after its last batch."""
+        learn, mean = self.learn, self._mean
+        count = host_count(learn._loss_count)
+        if not mean.begun:  # counts on the device are not read
+            mean.begin((learn.batch_size if isinstance(count, Tensor) else count) * learn._step_batches or 1.0)
+        mean.counted = mean.counted + count
+        learn.loss_grad = mean.weigh(learn.loss_grad, count, learn.pred if learn.output is None else learn.output)
+        learn._backward()
+        self._correct_if_due()
+
+    def _correct_if_due(self) -> None:
+        "Correct the gradients once the step's last backward pass is over, or left out."
+        if self.learn._step_due and self._mean.begun:
+            self._mean.begun = False
+            scale_gradients(self.learn.model, self._mean.correction(self._mean.counted))
+
     def after_cancel_backward(self) -> None:
-        if self.learn.weights is self._weights:
-            self._weights.backward_cancelled()
+        if self._mean is not None:
+            self._correct_if_due()
 
     def after_backward(self) -> None:
-        if not self.learn.step_due:
+        if not self.learn._step_due:
             raise CancelBatchException
 
     def after_cancel_batch(self) -> None:
-        if self._weights is None:  # the ranks' own agreement does all this
+        if self._mean is None:  # the ranks' own agreement does all this
             return
         if not self._placed:  # a callback before this one cancelled the batch, which has its place in a group still
             self.before_batch()
@@ -85,31 +104,31 @@ class GradientAccumulation(Callback):
     def after_batch(self) -> None:
         learn = self.learn
         self._placed = False
-        self._steps += learn.step_due
+        self._steps += learn._step_due
         if learn.n_iter and learn.n_epoch:  # a group counts as begun only when its step is taken
-            steps = -(-learn.n_iter // learn.step_batches)
+            steps = -(-learn.n_iter // learn._step_batches)
             learn.pct_train = (learn.epoch + min(1.0, self._steps / steps)) / learn.n_epoch
 
     def after_cancel_train(self) -> None:
-        if self._weights is not None:
-            self.learn.weights = self._weights = None  # the open group is left out
+        if self._mean is not None:
+            self.learn._gradient = self._mean = None  # the open group is left out
 
     def after_train(self) -> None:
-        if self._weights is not None:
-            self.learn.step_due = True  # of a loader without length: that its last batch was the last is known now
+        if self._mean is not None:
+            self.learn._step_due = True  # of a loader without length: that its last batch was the last is known now
             self._step_if_due()
 
     def _step_if_due(self) -> None:
         "Take the step of a group whose last batch has not taken it."
         learn = self.learn
-        if learn.step_due and self._weights.begun:
-            self._weights.settle()
+        if learn._step_due and self._mean.begun:
+            self._correct_if_due()
             learn._events("step", learn._step, CancelStepException)
             learn._zero_grad()
 
     def cleanup_train(self) -> None:
         learn = self.learn
         learn._zero_grad()
-        learn.step_batches, learn.step_due = 1, True
-        if learn.weights is self._weights:
-            learn.weights = self._weights = None
+        learn._step_batches, learn._step_due = 1, True
+        if self._mean is not None:
+            learn._gradient = self._mean = None

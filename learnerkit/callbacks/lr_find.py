@@ -74,11 +74,11 @@ class LRFinder(StepBudget):
 
     def after_batch(self) -> None:
         learn = self.learn
-        if learn.loss is not None and learn.loss_count:
+        if learn.loss is not None and learn._loss_count:
             # Host-device syncs: to stop in time the host must know the loss of every step.
-            count = float(learn.loss_count)
-            self._sums += torch.tensor([float(learn.loss) * (1.0 if learn.loss_weighting.sums else count), count])
-        if learn.step_due:
+            count = float(learn._loss_count)
+            self._sums += torch.tensor([float(learn.loss) * (1.0 if learn._loss_weighting.sums else count), count])
+        if learn._step_due:
             self._close_step()
         super().after_batch()
 
@@ -92,12 +92,12 @@ class LRFinder(StepBudget):
         "Record the step's loss, and end the run if it diverges."
         learn = self.learn
         # Every rank must reach this, and does: at the end of a step all take. So all see the same loss.
-        total, count = (world.reduce(self._sums) if learn.sharded else self._sums).tolist()
+        total, count = (world.reduce(self._sums) if learn._sharded else self._sums).tolist()
         self._sums = torch.zeros(2, dtype=torch.float64)
         if not count:
             return
         self.lrs.append(self._rate)
-        self._losses.append(total if learn.loss_weighting.sums else total / count)
+        self._losses.append(total if learn._loss_weighting.sums else total / count)
         self._smooth.extend(self._losses)
         # Its first losses, of which no use is made, may be far apart by chance.
         bound = DIVERGED * min(self.losses) if len(self.losses) > self.n_steps // 10 else math.inf

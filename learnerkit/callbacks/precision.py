@@ -15,6 +15,7 @@ from learnerkit.callback import Callback
 from learnerkit.data.batches import in_float32, map_batch
 from learnerkit.events import CancelStepException
 from learnerkit.text import did_you_mean
+from learnerkit.torch_internals import compiled_call, plain_call, set_compiled_call
 from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class MixedPrecision(Callback):
                 "(learn.to_bf16(), or MixedPrecision('bf16'))"
             )
         self.scaler = torch.amp.GradScaler(kind, **self.scaler_kwargs)
-        if learn.sharded:
+        if learn._sharded:
             learn._scaler_state = world.broadcast(learn._scaler_state)  # every rank must reach this
         self.take_scale()
         self.scaler.scale(torch.zeros((), device=learn.dls.device))  # a rank may step before it has had a loss
@@ -116,12 +117,12 @@ class MixedPrecision(Callback):
         self._close_step()
 
     def after_batch(self) -> None:
-        if self.learn.training and self.learn.step_due:
+        if self.learn.training and self.learn._step_due:
             self._close_step()  # of a batch that was cancelled before after_step; else there are no gradients any more
 
     def _close_step(self) -> None:
         "Let the scale follow from the step, taken or skipped."
-        if self._gate is None and self.scaler is not None and self.learn.sharded and self._overflows():
+        if self._gate is None and self.scaler is not None and self.learn._sharded and self._overflows():
             # This rank left the step before it was unscaled, and the others skip it: scales must stay alike.
             self.skipped += 1
             self._unscale()
@@ -267,28 +268,17 @@ class Compile(Callback):
     def before_fit(self) -> None:
         model = self.learn.model
         if unwrap(model) is model:
-            # The one attribute in which `model.compile` leaves what calls will use; torch has no public way back.
-            self._compiled = model, model._compiled_call_impl
+            self._compiled = model, compiled_call(model)
             # torch finds again what it has compiled before for the same module.
-            model._compiled_call_impl = torch.compile(_call_of(model), **self.kwargs)
+            set_compiled_call(model, torch.compile(plain_call(model), **self.kwargs))
         else:
             world.warn_once(f"Compile leaves the model as it is: it is wrapped in {type(model).__name__}")
 
     def cleanup_fit(self) -> None:
         if self._compiled is not None:
             model, model_call = self._compiled
-            model._compiled_call_impl = model_call
+            set_compiled_call(model, model_call)
             self._compiled = None
-
-
-def _call_of(model: nn.Module) -> Callable:
-    """What `model.compile` compiles.
-
-    torch 2.10 does not compile a `forward` of torch's own, as nn.Sequential's is, unless code outside torch calls it.
-    """
-    if model.forward.__module__.startswith("torch."):
-        return lambda *args, **kwargs: model._call_impl(*args, **kwargs)
-    return model._call_impl
 
 
 class _Gate:

@@ -64,7 +64,7 @@ class GatherPredictions(Callback):
             found["targets"] = learn.yb
         if self.with_loss:
             found["losses"] = self._losses()
-        self._batches.append((learn.batch_index, map_batch(lambda t: t.detach().cpu(), found)))
+        self._batches.append((learn._batch_index, map_batch(lambda t: t.detach().cpu(), found)))
 
     def _losses(self) -> Tensor:
         learn = self.learn
@@ -75,7 +75,7 @@ class GatherPredictions(Callback):
         return loss if loss.ndim == 1 and len(loss) == learn.batch_size else loss.reshape(learn.batch_size, -1).mean(1)
 
     def after_validate(self) -> None:
-        batches = gather_batches(self._batches, self.learn.sharded, self.on)
+        batches = gather_batches(self._batches, self.learn._sharded, self.on)
         self._batches = []
         if batches is None:
             whole: dict[str, Any] = {}

@@ -33,7 +33,7 @@ class LossMeter:
             self.counts.append(0)
         else:
             self.losses.append(learn.loss)
-            self.counts.append(learn.loss_count)
+            self.counts.append(learn._loss_count)
         if not learn.iter % 1024:  # now and then, so that they do not pile up on the device
             self.losses.poll()
             self.counts.poll()
@@ -81,7 +81,7 @@ class Evaluation:
         for meter in self.meters:
             if learn.batch_size and learn.pred is not None:
                 try:
-                    meter.update(learn.batch_index, learn.batch_size, learn.pred, learn.yb)
+                    meter.update(learn._batch_index, learn.batch_size, learn.pred, learn.yb)
                 except Exception as e:
                     got = f"predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}"
                     add_note_once(e, f"metric {meter.name!r} got {got}")
@@ -106,15 +106,15 @@ class EvaluationCallback(Callback):
 
     def before_validate(self) -> None:
         # Copies: in mid-fit the recorder may be using the metrics themselves.
-        self._evaluation = Evaluation(make_meters(copy.deepcopy(self.learn.metrics)), self.learn.sharded)
+        self._evaluation = Evaluation(make_meters(copy.deepcopy(self.learn.metrics)), self.learn._sharded)
 
     def after_batch(self) -> None:
         self._evaluation.update(self.learn)
 
     def after_validate(self) -> None:
         found = self._evaluation
-        with world.one_meeting():
-            self.values = [found.loss.mean(self.learn.loss_weighting.sums, found.sharded), *found.metrics()]
+        with world.grouped_collectives():
+            self.values = [found.loss.mean(self.learn._loss_weighting.sums, found.sharded), *found.metrics()]
 
 
 class Smoother:
@@ -270,7 +270,7 @@ class Recorder(Callback):
     def _start_epoch(self) -> None:
         self._began = time.perf_counter()
         meters = self._train_meters, self._valid_meters
-        self._train, self._valid = (Evaluation(m, self.learn.sharded) for m in meters)
+        self._train, self._valid = (Evaluation(m, self.learn._sharded) for m in meters)
         self._logged = {}
         self._begun = len(self.lrs)
         self._last_opt = self.learn.opts[-1]
@@ -279,14 +279,14 @@ class Recorder(Callback):
         learn = self.learn
         if not learn.training:
             self._valid.update(learn)
-        elif learn.loss is not None or learn.sharded:  # ranks must agree on the number of steps
+        elif learn.loss is not None or learn._sharded:  # ranks must agree on the number of steps
             (self._train if self._train_meters else self._train.loss).update(learn)
             lr = self._last_opt.param_groups[-1]["lr"]
             self.lrs.append(lr if type(lr) is float else float(lr))  # a tensor's value: a sync, asked for by the user
 
     def after_epoch(self) -> None:
-        sums = self.learn.loss_weighting.sums
-        with world.one_meeting():
+        sums = self.learn._loss_weighting.sums
+        with world.grouped_collectives():
             values = [self._train_loss(), *self._train.metrics()]
             if self.learn.dls.valid is not None:
                 values += [self._valid.loss.mean(sums, self._valid.sharded), *self._valid.metrics()]
@@ -300,8 +300,8 @@ class Recorder(Callback):
         Args:
             validation: what `Learner.validate` returned.
         """
-        learn, sums = self.learn, self.learn.loss_weighting.sums
-        with world.one_meeting():
+        learn, sums = self.learn, self.learn._loss_weighting.sums
+        with world.grouped_collectives():
             trained = [self._train.loss.mean(sums, self._train.sharded), *self._train.metrics()]
             logged = self._logged_means()
         done = f"{learn.epoch} {(learn.iter + 1) / learn.n_iter:.0%}" if learn.n_iter else learn.epoch
@@ -318,12 +318,12 @@ class Recorder(Callback):
 
     def after_fit(self) -> None:
         # Cut short in mid-epoch; ranks may have been at different events.
-        if world.reduce(int(self._open), "max") if self.learn.sharded else self._open:
+        if world.reduce(int(self._open), "max") if self.learn._sharded else self._open:
             self._train_loss()
 
     def _train_loss(self) -> float:
         """The epoch's mean training loss over all ranks, whose steps replace this rank's own in `losses`."""
-        sums = self.learn.loss_weighting.sums
+        sums = self.learn._loss_weighting.sums
         totals, counts = self._train.loss.weighed(sums, self._train.sharded)
         steps = [(total if sums else total / n) if n else None for total, n in zip(totals, counts, strict=True)]
         self._smooth.close(steps)

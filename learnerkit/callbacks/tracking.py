@@ -198,7 +198,7 @@ class SaveModelCallback(TrackerCallback):
     def _load_best(self) -> None:
         "Every rank must reach this."
         path = self._best_path
-        seen = world.all_gather(_version(path)) if self.learn.sharded else []
+        seen = world.all_gather(_version(path)) if self.learn._sharded else []
         with ExitStack() as stack:
             if len(set(seen)) > 1:  # a machine has no such file, or one of its own
                 content = world.broadcast(path.read_bytes() if world.is_main() else b"")
@@ -355,8 +355,8 @@ class TerminateOnNaNCallback(Callback):
         self._begin()
 
     def before_backward(self) -> None:
-        learn, count = self.learn, self.learn.loss_count
-        weighed, on_host = learn.weights is not None, _is_on_host(count)
+        learn, count = self.learn, self.learn._loss_count
+        weighed, on_host = learn._gradient is not None, _is_on_host(count)
         if weighed and on_host and not count:
             return  # the mean of nothing may be a NaN, and counts nothing; unweighed it would spoil the weights
         place = learn.epoch, learn.iter
@@ -379,10 +379,10 @@ class TerminateOnNaNCallback(Callback):
     def after_cancel_fit(self) -> None:
         learn = self.learn
         # Every rank must reach this, and does: a fit that is cancelled is so on all of them.
-        found = world.all_gather(self._found) if learn.sharded else [self._found]
+        found = world.all_gather(self._found) if learn._sharded else [self._found]
         epoch, step, rank, loss = min(filter(None, found), default=(None,) * 4)
         if loss is not None:
-            where = f" on rank {rank}" if learn.sharded else ""
+            where = f" on rank {rank}" if learn._sharded else ""
             learn.say(f"epoch {epoch}: the training loss of step {step}{where} is {loss}: stopping")
 
     def cleanup_fit(self) -> None:
@@ -435,7 +435,7 @@ class ValidateEvery(StepCounter):
         super().after_batch()
         learn = self.learn
         at_end = learn.iter + 1 == learn.n_iter  # the epoch's validation follows
-        if not learn.step_due or self._taken % self.n or at_end:
+        if not learn._step_due or self._taken % self.n or at_end:
             return
         found = learn.validate()  # every rank must reach this, and does: it counts steps that all take
         if hasattr(learn, "recorder"):

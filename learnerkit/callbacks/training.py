@@ -3,14 +3,13 @@
 from contextlib import ExitStack
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader
 
 from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.data.order import SampleOrder, draws_globally, seeded_samplers, with_own_stream
 from learnerkit.events import CancelTrainException
+from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import unwrap
 
 
@@ -52,7 +51,7 @@ class TrainEvalCallback(Callback):
             learn.pct_train = learn.epoch / learn.n_epoch
         self._seeded = ExitStack()  # a new one: a copy of this callback may be in the middle of an epoch
         self._seeded.enter_context(seeded_samplers(learn.dl, self.sample_order.seed(learn.epoch)))
-        if draws_globally(learn.dl) and not learn.sharded:  # with several ranks their loaders see to it
+        if draws_globally(learn.dl) and not learn._sharded:  # with several ranks their loaders see to it
             if self._twin is None or self._twin[0] is not learn.dl:
                 self._twin = learn.dl, with_own_stream(learn.dl)
             learn.dl = self._twin[1]
@@ -80,7 +79,7 @@ def _warn_of_dropout(model: nn.Module, in_eval: set[str]) -> None:
             continue  # inside of one that is named
         part = model.get_submodule(name)
         trained = any(p.requires_grad for p in part.parameters())
-        if trained and any(isinstance(m, _DropoutNd) and m.p > 0 for m in part.modules()):
+        if trained and any(isinstance(m, Dropout) and m.p > 0 for m in part.modules()):
             world.warn_once(
                 f"{name} ({type(part).__name__}) is in eval mode and stays so while it is trained: its dropout is off. "
                 "Models loaded with from_pretrained of transformers are in eval mode: call .train() on the model "
@@ -104,8 +103,8 @@ class StepCounter(Callback):
         self._left_over = False
 
     def after_batch(self) -> None:
-        self._taken += self.learn.step_due
-        self._left_over = not self.learn.step_due
+        self._taken += self.learn._step_due
+        self._left_over = not self.learn._step_due
 
     def after_cancel_train(self) -> None:
         self._left_over = False  # accumulation leaves out what it has begun
@@ -154,5 +153,5 @@ class BnFreeze(Callback):
 
     def before_train(self) -> None:
         for module in self.learn.model.modules():
-            if isinstance(module, _BatchNorm) and module.affine and not module.weight.requires_grad:
+            if isinstance(module, BatchNorm) and module.affine and not module.weight.requires_grad:
                 module.eval()

@@ -45,7 +45,7 @@ _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, type(...), ModuleType, torch.dtype, torch.device, torch.Size
 )  # fmt: skip
 _CONTAINERS = (dict, list, set, deque, ndarray, torch.Generator)
-_NOT_SENT = ("logger", "workers", "together", "_dispatch")  # attributes of a learner
+_NOT_SENT = ("logger", "_workers", "_agreement", "_dispatch")  # attributes of a learner
 _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
 
 

@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -61,15 +61,22 @@ class Agreement:
         self.presses = 0  # of Ctrl-C
         self.between_events = True
         self.votes = 0
+        self.step: Any = None  # this rank's `RankStep` while it trains
+        self.company: Any = None  # and its `Company`
         self._failing: BaseException | None = None
         self._stack = ExitStack()
+
+    @property
+    def dispatch(self) -> "RankDispatch":
+        """That of the run, or of the evaluation inside it that goes on."""
+        return cast(RankDispatch, self.learn._dispatch)
 
     def __enter__(self) -> "Agreement":
         if self.learn.dls.device.type != "cpu":  # NCCL's object collectives go by the current device
             torch.accelerator.set_device_index(self.learn.dls.device.index or 0)
         world.join(self.timeout + 60)  # a collective must not give up before the watch can tell what it waits for
         self.watch = self._stack.enter_context(Watch(f"run-{next(_runs)}", self.timeout))
-        self._stack.enter_context(world.before_meeting(self._before_meeting))
+        self._stack.enter_context(world.before_collective(self._before_collective))
         self._stack.enter_context(self._deferred_interrupts())
         return self
 
@@ -121,11 +128,11 @@ class Agreement:
             return
         if is_collective_error(error) and self.watch.first_failure(patience=2.0):
             return
-        if self.learn.weights is not None:
-            self.learn.weights.explain(error)
+        if self.company is not None:
+            self.company.explain(error)
         here = self.watch.heartbeat.read()
         facts = {name: here[name] for name in ("event", "callback", "epoch", "step")}
-        if self.learn._dispatch is None or self.learn._dispatch.raised is not error:  # not in a callback
+        if self.learn._dispatch is None or self.dispatch.raised is not error:  # not in a callback
             facts |= {"event": f"the loop, after {here['event']}", "callback": ""}
         self._failing = error
         self.watch.fail(facts | {"cause": in_one_line(error)})
@@ -156,7 +163,7 @@ class Agreement:
         """
         mine = [max(pair) for pair in zip(flags_of(self.own(error)), flags or flags_of(None), strict=True)]
         self.votes += 1
-        with world.before_meeting(None):
+        with world.before_collective(None):
             # A rank that has left a batch early has not counted it; the counter must not stay behind the others'.
             counts = torch.tensor([*mine, self.learn.train_iter], dtype=torch.float64)
             *flags, iterations = world.reduce(counts, "max").tolist()
@@ -173,35 +180,37 @@ class Agreement:
         error.agreed = True
         raise error
 
-    def _before_meeting(self) -> None:
+    def _before_collective(self) -> None:
         # A rank that has left an event by a cancel goes to the vote at its end, and would meet this collective there.
         if self.between_events:
             self.vote()
 
     # The loop
 
-    def turn(self, one_batch: Any) -> None:
+    def run_batch(self, one_batch: Any) -> None:
         """Run a batch, and keep the others company if this rank leaves it before its end."""
-        learn = self.learn
+        learn, step = self.learn, self.step
+        learn._batch_index = learn.dl.share.place
         if not learn.training:
-            self._turn_in_validation(one_batch)
+            self._run_validation_batch(one_batch)
             return
         outer, self.between_events = self.between_events, False
         try:
-            learn.weights.begin()
+            step.begin()
             try:
                 one_batch()  # also with a reason to leave, which travels with its gradients
             except LEAVING as error:
                 if self.final(error):
                     raise
                 self.own(error)
-            learn.weights.complete()
-            if learn._dispatch.to_come("after_batch"):  # the others have it, and may meet in it
-                learn._dispatch.resume("after_batch")
+            if step.is_open():
+                self.company.finish_batch()
+            if self.dispatch.to_come("after_batch"):  # the others have it, and may meet in it
+                self.dispatch.resume("after_batch")
         finally:
             self.between_events = outer
 
-    def _turn_in_validation(self, one_batch: Any) -> None:
+    def _run_validation_batch(self, one_batch: Any) -> None:
         try:
             one_batch()
         except LEAVING as error:
@@ -215,7 +224,8 @@ class Agreement:
 
     def close(self) -> None:
         """All batches are read: the last chance to leave from among them; every rank must reach this."""
-        self.vote(flags=self.learn.weights.last_flags() if self.learn.training else None)
+        flags = self.step.carrier.last_flags() if self.learn.training else None
+        self.vote(flags=flags and flags[:-1])
 
 
 class RankDispatch(Dispatch):

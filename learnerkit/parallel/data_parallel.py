@@ -98,7 +98,7 @@ class ParallelCallback(Callback):
             inputs = dict(inputs[0])
         kind = learn.dls.device.type
         autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        options = take, keep, learn.loss_weighting, autocast
+        options = take, keep, learn._loss_weighting, autocast
         losses, counts, output = self._replicas(inputs, learn.yb if take else (), *options)
         loss = None if losses is None else _combine(losses, counts)
         if not own:

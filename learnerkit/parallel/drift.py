@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from learnerkit import optim, world
 from learnerkit.callback import Callback
+from learnerkit.torch_internals import StatisticsNorm
 from learnerkit.utils import describe, unwrap
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class DriftCheck(Callback):
 
     def _check(self, training: bool) -> None:
         learn = self.learn
-        if not learn.sharded:
+        if not learn._sharded:
             return
         table = state_table(learn, training)
         # Without an order, which a dict of optimizer state may owe to where it was loaded from.
@@ -102,7 +102,7 @@ def state_table(learn: "Learner", training: bool) -> dict[str, str]:
 
 
 def _rank_statistics(model: nn.Module) -> set[int]:
-    norms = [m for m in model.modules() if isinstance(m, _NormBase) and not isinstance(m, nn.SyncBatchNorm)]
+    norms = [m for m in model.modules() if isinstance(m, StatisticsNorm) and not isinstance(m, nn.SyncBatchNorm)]
     return {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
 
 

@@ -15,11 +15,11 @@ from torch.utils.data import (
     IterableDataset,
     get_worker_info,
 )
-from torch.utils.data._utils import worker as _worker
 
 from learnerkit import world
 from learnerkit.data.batches import batch_size, loader_len, map_batch
 from learnerkit.data.order import draws_globally, same_stream, samplers_of, with_batches
+from learnerkit.torch_internals import as_in_the_main_process
 from learnerkit.utils import library_of, warn
 
 
@@ -192,7 +192,7 @@ class RankLoader:
         if self.batches.seed is not None:
             self.batches.seed = seed
 
-    def heard(self, ended: float) -> None:
+    def note_ended(self, ended: float) -> None:
         """Take note of the share of ranks whose data have ended, as all of them know it at the same step."""
 
     def __getattr__(self, name: str) -> Any:
@@ -244,20 +244,14 @@ class _Whole:
         self.dataset = dataset
 
     def __iter__(self) -> Iterator:
-        info, _worker._worker_info = _worker._worker_info, None
-        try:
+        with as_in_the_main_process():
             found = iter(self.dataset)
-        finally:
-            _worker._worker_info = info
         while True:
-            # A generator looks for its worker only when it starts to run.
-            info, _worker._worker_info = _worker._worker_info, None
             try:
-                sample = next(found)
+                with as_in_the_main_process():  # a generator looks for its worker only when it starts to run
+                    sample = next(found)
             except StopIteration:
                 return
-            finally:
-                _worker._worker_info = info
             yield sample
 
 
@@ -325,7 +319,7 @@ class RankStreamLoader(RankLoader):
         self.ended = False
         self._tell(step, batch is not None)
 
-    def heard(self, ended: float) -> None:
+    def note_ended(self, ended: float) -> None:
         ended = round(ended * world.world_size())
         self._over = self._over or (ended == world.world_size() if self.join else ended > 0)
 

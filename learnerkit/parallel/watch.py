@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from inspect import isfunction
 from types import FrameType
 from typing import Any
 
@@ -24,7 +25,9 @@ import torch
 import torch.distributed as dist
 
 from learnerkit import world
+from learnerkit.host_scalars import HostCopy
 from learnerkit.launch.heartbeat import Heartbeat, where
+from learnerkit.torch_internals import abort_nccl, frame_of_thread, waits_for_ranks
 
 GRACE_SECONDS = 0.5
 """How long after a failure the others may still run into the same error by themselves, and so report it as theirs."""
@@ -192,7 +195,7 @@ class Watch:
 
     def hang_up(self) -> None:
         """End every wait of this process, and of its peers for it, in a collective. The process group is dead then."""
-        world.give_up()
+        world.abandon_group()
         for pair, line in _open_sockets():
             with line:
                 if pair in self._lines:
@@ -239,7 +242,7 @@ class Watch:
                 return
 
     def _frame(self) -> FrameType | None:
-        return sys._current_frames().get(self._main)
+        return frame_of_thread(self._main)
 
     def report(self) -> dict:
         """Where this rank is, whether it waits for others, and its main thread's stack."""
@@ -363,20 +366,13 @@ def is_collective_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(echo in text for echo in echoes)
 
 
+_WAITING = {f.__code__ for f in (*vars(world).values(), Watch.all_skip, HostCopy.numbers) if isfunction(f)}
+"""The code of this package's functions in which a rank may wait for others."""
+
+
 def _waits(frame: FrameType | None) -> bool:
-    """Whether a thread is inside a collective, or a backward pass, which holds one."""
-    for _ in range(4):  # the innermost frames
-        if frame is None:
-            return False
-        path = frame.f_code.co_filename
-        if any(part in path for part in (f"torch{os.sep}distributed", f"torch{os.sep}autograd")):
-            return True
-        if frame.f_code.co_name == "_distributed_broadcast_coalesced":  # DDP sends its buffers
-            return True
-        if path == world.__file__ or frame.f_code.co_name in ("all_skip", "_land") and "learnerkit" in path:
-            return True
-        frame = frame.f_back
-    return False
+    """Tell whether a thread waits for other ranks."""
+    return waits_for_ranks(frame, _WAITING)
 
 
 def _open_sockets() -> list[tuple[tuple, socket.socket]]:
@@ -420,8 +416,7 @@ def _store_port() -> int | None:
 
 
 def _abort_device_groups() -> None:
-    # Not run on two GPUs so far: NCCL's way to end the waits of a group.
     for device in dist.get_backend_config().split(","):
         kind, _, backend = device.partition(":")
         if backend == "nccl" and kind in ("cuda", "") and torch.cuda.is_available():
-            dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
+            abort_nccl()

@@ -274,7 +274,7 @@ def _run(
     values, outputs = learn.validate(dl=few), tensors_in(list(learn.get_preds(dl=few)))
     return {
         "steps": notes.steps,
-        "sums": learn.loss_weighting.sums,
+        "sums": learn._loss_weighting.sums,
         "unknown": notes.unknown,
         "draws": notes.draws,
         "weights": weights,
@@ -368,7 +368,7 @@ class _Notes(Callback):
     def after_loss(self) -> None:
         torch_seeds, python_seeds, _ = world.seed_states()
         self.draws |= not torch.equal(torch_seeds, self.seeds[0]) or python_seeds != self.seeds[1]
-        if self.learn.loss_weighting.unknown:
+        if self.learn._loss_weighting.unknown:
             self.unknown = unknown_count(self.learn)
 
     def after_batch(self) -> None:
@@ -385,7 +385,7 @@ class _Notes(Callback):
                 "shapes": shapes,
                 "data": data if len(data) == len(samples) else [[]] * len(samples),  # a collate_fn may pack samples
                 "loss": float(learn.loss) if counts else 0.0,
-                "count": float(learn.loss_count) if counts else 0.0,
+                "count": float(learn._loss_count) if counts else 0.0,
                 "state": state_table(learn, training=True),
             }
         )

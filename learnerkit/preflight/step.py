@@ -49,7 +49,7 @@ def check(learn: "Learner") -> bool:
         arguments.check_fit(learn, n_epoch=1)
         look.check_loaders(learn)
         with learn.no_bar(), learn._running("check", look), unchanged(learn):
-            sharded = learn.sharded
+            sharded = learn._sharded
             look.stage = "optimizer"
             learn._prepare_opt()
             look.stage = "inputs"
@@ -201,7 +201,7 @@ class StepCheck(Callback):
     def after_loss(self) -> None:
         learn = self.learn
         if learn.training and learn.batch_size and learn.loss_grad is not None:
-            unknown = arguments.unknown_count(learn) if learn.loss_weighting.unknown else ""
+            unknown = arguments.unknown_count(learn) if learn._loss_weighting.unknown else ""
             self.findings += judge_loss(learn.loss_func, learn.pred, learn.loss_grad, unknown)
             self.stage = "gradients"
 
@@ -503,7 +503,7 @@ def judge_metrics(learn: "Learner") -> list[Finding]:
     for meter in meters:
         try:
             meter.reset()
-            meter.update(learn.batch_index, learn.batch_size, learn.pred, learn.yb)
+            meter.update(learn._batch_index, learn.batch_size, learn.pred, learn.yb)
             values.append(f"{meter.name} {meter.result(sharded=False):.4g}")
         except Exception as e:
             got = f"predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}"

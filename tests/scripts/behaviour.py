@@ -305,7 +305,7 @@ def check_a_models_own_loss():
         model = OwnTokens()
         if padding is None:
             nn.init.zeros_(model.body.weight)  # each mean is log(9) at first
-        count = Callback(after_loss=lambda cb, seen=counts: seen.append(int(cb.loss_count)))
+        count = Callback(after_loss=lambda cb, seen=counts: seen.append(int(cb._loss_count)))
         # The last batch has a sample for rank 0 alone. To wrap anew, and so to begin anew, leaves the ranks together.
         thaw = Callback(before_epoch=lambda cb: unwrap(cb.model).body.requires_grad_(cb.epoch > 0))
         world._warned.clear()
@@ -364,9 +364,9 @@ def check_middle_of_fit():
     class Inner(Callback):
         def after_pred(self):
             if self.training and self.train_iter == 1:
-                before = (self.dl, self.batch, self.iter, self.training, self.sharded, self.model)
+                before = (self.dl, self.batch, self.iter, self.training, self._sharded, self.model)
                 found.append((self.learn.validate(), self.learn.get_preds()[0].sum().item()))
-                after = (self.dl, self.batch, self.iter, self.training, self.sharded, self.model)
+                after = (self.dl, self.batch, self.iter, self.training, self._sharded, self.model)
                 assert all(a is b for a, b in zip(before, after, strict=True))
 
     runs = []
