@@ -158,6 +158,23 @@ def check_hooks(cb: Callback) -> None:
             ) from None
 
 
+class RaisedIn(str):
+    """The note of an error that a hook raised.
+
+    Attributes:
+        callback: the callback of the hook, as it is printed.
+    """
+
+    callback: str
+
+    @classmethod
+    def hook(cls, cb: Callback, event: str) -> "RaisedIn":
+        """The note for the hook of a callback at an event."""
+        note = cls(f"raised in {cb!r}.{event}")
+        note.callback = repr(cb)
+        return note
+
+
 class Dispatch:
     """Who runs at which event: resolved once per run, so that an event nobody hears costs a look-up.
 
@@ -233,7 +250,7 @@ class Dispatch:
             try:
                 hook()
             except BaseException as e:
-                add_note_once(e, f"raised in {cb!r}.{event}")
+                add_note_once(e, RaisedIn.hook(cb, event))
                 raise
 
     def __enter__(self) -> "Dispatch":
@@ -255,7 +272,7 @@ class Dispatch:
                 with world.no_collectives(f"{cb!r}.{event}"):
                     getattr(cb, event)()
             except BaseException as e:
-                add_note_once(e, f"raised in {cb!r}.{event}")
+                add_note_once(e, RaisedIn.hook(cb, event))
                 if error is None and failed is None:
                     failed = e
                 else:
