@@ -159,11 +159,7 @@ def check_hooks(cb: Callback) -> None:
 
 
 class RaisedIn(str):
-    """The note of an error that a hook raised.
-
-    Attributes:
-        callback: the callback of the hook, as it is printed.
-    """
+    """The note of an error that a hook raised, with the hook's `callback` as it is printed."""
 
     callback: str
 

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "learnerkit"
 # A room is a folder of the package, or a file at its top. It imports rooms of lower floors only: two rooms on one floor
 # know nothing of each other.
 FLOORS = [
-    ["text", "events", "utils", "host_scalars"],
+    ["text", "events", "utils", "host_scalars", "torch_internals"],
     ["launch", "optim", "files"],
     ["world"],
     ["callback", "data", "datasets"],

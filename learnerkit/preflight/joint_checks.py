@@ -11,13 +11,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from learnerkit.preflight.board import Board
-from learnerkit.preflight.facts import Facts, Judge, in_units, places
+import torch
+import torch.distributed as dist
+
+from learnerkit import world
+from learnerkit.preflight.facts import Board, Facts, Judge, in_units, places
 from learnerkit.preflight.report import HINT, OK, WRONG, Finding
 from learnerkit.text import in_one_line
 
 GROUP_SECONDS = 60.0  # torch's own limit must come after the board's: NCCL's aborts the process
 LOOK_SECONDS = 10.0  # for all ranks to look for a file
+
+SLOW_LINK = (
+    "NCCL_DEBUG=INFO shows the way NCCL takes: set NCCL_SOCKET_IFNAME to the interface, NCCL_IB_HCA to the adapters; "
+    "NCCL_IB_DISABLE=1 and NCCL_P2P_DISABLE=1 avoid a faulty link"
+)
 
 
 def look_at_files(board: Board) -> Facts:
@@ -57,10 +65,6 @@ def judge_files(everyone: list[Facts]) -> list[Finding]:
 
 def connect(board: Board) -> Facts:
     """Make the process group as a run would."""
-    import torch.distributed as dist
-
-    from learnerkit import world
-
     world.join(timeout=GROUP_SECONDS)
     world.barrier()
     return {"config": dist.get_backend_config()}
@@ -79,9 +83,6 @@ def compare_clocks(board: Board) -> Facts:
     Half the round trip is taken off; the quickest of three counts (F. Cristian, "Probabilistic clock synchronization",
     1989).
     """
-    import torch
-    import torch.distributed as dist
-
     note, ahead = torch.zeros(1, dtype=torch.float64), [0.0]
     for other in range(1, board.size):
         trips = []
@@ -114,11 +115,6 @@ def judge_clocks(everyone: list[Facts]) -> list[Finding]:
 
 def measure_all_reduce(board: Board) -> Facts:
     """Seconds that an all-reduce takes, for three sizes in bytes (the median of five), and whether it is right."""
-    import torch
-    import torch.distributed as dist
-
-    from learnerkit import world
-
     device, found, right = world.default_device(), [], True
     wait = (lambda: None) if device.type == "cpu" else torch.accelerator.synchronize
     for n_bytes in (2**12, 2**20, 2**24 if device.type == "cpu" else 2**26):
@@ -146,24 +142,19 @@ def judge_all_reduce(everyone: list[Facts]) -> list[Finding]:
         parts.append(f"{in_units(n_bytes)} {1000 * seconds:.3g} ms, {speed:.2g} GB/s")
     text = "; ".join(parts)
     if everyone[0]["devices"].get("type") == "cuda" and speed < 1:
-        return [Finding(HINT, f"slow for GPUs: {text}", ADVICE["all-reduce"])]
+        return [Finding(HINT, f"slow for GPUs: {text}", SLOW_LINK)]
     return [Finding(OK, text)]
 
 
-JOINT: dict[str, tuple[Callable[[Board], Facts], Judge]] = {
-    "file system": (look_at_files, judge_files),
-    "backend": (connect, judge_backend),
-    "clock": (compare_clocks, judge_clocks),
-    "all-reduce": (measure_all_reduce, judge_all_reduce),
+JOINT: dict[str, tuple[Callable[[Board], Facts], Judge, str]] = {
+    "file system": (look_at_files, judge_files, "does the current directory answer on every machine (df .)?"),
+    "backend": (
+        connect,
+        judge_backend,
+        "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to the other machines; a firewall "
+        "must let the ports above through",
+    ),
+    "clock": (compare_clocks, judge_clocks, "does a firewall cut connections between the machines?"),
+    "all-reduce": (measure_all_reduce, judge_all_reduce, SLOW_LINK),
 }
-"""By topic, in the order of the report: what the ranks do together, and the judge of what all have seen."""
-
-ADVICE = {
-    "file system": "does the current directory answer on every machine (df .)?",
-    "backend": "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to the other machines; "
-    "a firewall must let the ports above through",
-    "clock": "does a firewall cut connections between the machines?",
-    "all-reduce": "NCCL_DEBUG=INFO shows the way NCCL takes: set NCCL_SOCKET_IFNAME to the interface, NCCL_IB_HCA to "
-    "the adapters; NCCL_IB_DISABLE=1 and NCCL_P2P_DISABLE=1 avoid a faulty link",
-}
-"""For a check that hangs, or that fails on some rank."""
+"""By topic, in the order of the report: what the ranks do together, the judge, and advice if it hangs or fails."""

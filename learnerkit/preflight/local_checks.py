@@ -6,7 +6,10 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from learnerkit import __version__
+import torch
+import torch.distributed as dist
+
+from learnerkit import __version__, world
 from learnerkit.launch.addresses import interface_of, own_address
 from learnerkit.launch.environment import LOOPBACK_INTERFACE
 from learnerkit.preflight.facts import Facts, Judge, by_machine, hosts, in_units, per_machine, places
@@ -16,9 +19,6 @@ from learnerkit.text import first_few
 
 def look_at_versions() -> Facts:
     """The versions that two ranks should have in common."""
-    import torch
-    import torch.distributed as dist
-
     driver = Path("/sys/module/nvidia/version")
     nccl = torch.cuda.is_available() and dist.is_nccl_available()
     return {
@@ -42,10 +42,6 @@ def judge_versions(everyone: list[Facts]) -> list[Finding]:
 
 def look_at_device() -> Facts:
     """The device that training would use here."""
-    import torch
-
-    from learnerkit import world
-
     device = world.default_device()
     if device.type != "cuda":
         return {"type": device.type, "name": device.type.upper(), "id": None}
@@ -99,8 +95,6 @@ def judge_peers(group: list[Facts], everyone: list[Facts]) -> Finding:
 
 def look_at_threads() -> Facts:
     """How many threads torch computes with, and the cores for them."""
-    import torch
-
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return {"threads": torch.get_num_threads(), "cores": list(cores)}
 
@@ -245,10 +239,8 @@ def look_at_limits() -> Facts:
     """How many files a process may have open."""
     import resource
 
-    from torch import multiprocessing
-
     soft, hard = (2**20 if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
-    return {"soft": soft, "hard": hard, "sharing": multiprocessing.get_sharing_strategy()}
+    return {"soft": soft, "hard": hard, "sharing": torch.multiprocessing.get_sharing_strategy()}
 
 
 @per_machine

@@ -20,10 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from learnerkit.launch import cli
-from learnerkit.preflight.board import Board, open_board
-from learnerkit.preflight.facts import Facts, Judge, by_machine, places
-from learnerkit.preflight.joint_checks import ADVICE, JOINT
-from learnerkit.preflight.local_checks import LOCAL
+from learnerkit.preflight.facts import Board, Facts, Judge, by_machine, open_board, places
 from learnerkit.preflight.report import NOTHING, OK, WRONG, Finding, Report
 from learnerkit.text import first_few, in_one_line
 
@@ -63,9 +60,18 @@ def examine() -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the report has the errors, without the stacks of C++
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     report = Report(shown=rank == 0)
-    import_torch(rank)  # which may take long from a slow disk
-    with time_limit(report, "ranks", rank):
-        facts = collect(rank)
+    try:
+        import torch  # noqa: F401 - first, as no check works without it; it may take long from a slow disk
+    except Exception as error:
+        sys.exit(
+            f"learnerkit.doctor: rank {rank} ({socket.gethostname()}) cannot import torch with {sys.executable}:\n"
+            f"    {in_one_line(error)}\n    install torch there, or start the launcher with the Python that has it"
+        )
+    from learnerkit.preflight.joint_checks import JOINT
+    from learnerkit.preflight.local_checks import LOCAL
+
+    with time_limit(report, rank, "ranks", "does the disk that torch is on, or the name server, answer?"):
+        facts = introduce(rank) | {topic: attempt(look) for topic, (look, _) in LOCAL.items()}
         board = open_board(rank, size)
     everyone = board.gather("facts", facts)
     missing = [number for number, found in enumerate(everyone) if found is None]
@@ -74,41 +80,27 @@ def examine() -> int:
     for topic, (_, judge) in LOCAL.items():
         report.add(topic, judged(topic, judge, everyone))
     stop = board.announce("stop", bool(missing))
-    for topic, (check, judge) in JOINT.items():
+    for topic, (check, judge, advice) in JOINT.items():
         if stop or (size == 1 and topic != "file system"):
             break
-        with time_limit(report, topic, rank, board):
+        with time_limit(report, rank, topic, advice, board):
             note = attempt(check, board)
             if "error" in note:
                 board.store.set(f"{topic} error", json.dumps(f"failed on {places([facts])}: {note['error']}"))
         for found, note in zip(everyone, board.gather(topic, note), strict=True):
             found[topic] = {"error": f"no answer in {board.seconds:.0f} s"} if note is None else note
-        report.add(topic, judged(topic, judge, everyone, WRONG))
+        report.add(topic, judged(topic, judge, everyone, advice))
         stop = board.announce(f"{topic} failed", any("error" in found[topic] for found in everyone))
     well = board.announce("well", report.close())
     board.gather("read", True, seconds=5)  # rank 0 leaves last: the store may go with it
     return 0 if well else 1
 
 
-def import_torch(rank: int) -> None:
-    """Import torch, or say why that fails: no check works without it."""
-    try:
-        import torch.distributed  # noqa: F401
-    except Exception as error:
-        sys.exit(
-            f"learnerkit.doctor: rank {rank} ({socket.gethostname()}) cannot import torch with {sys.executable}:\n"
-            f"    {in_one_line(error)}\n    install torch there, or start the launcher with the Python that has it"
-        )
-
-
-def collect(rank: int) -> Facts:
-    """The facts that a rank finds by itself."""
+def introduce(rank: int) -> Facts:
+    """The rank and its machine."""
     host = socket.gethostname()
     boot = Path("/proc/sys/kernel/random/boot_id")  # two machines may have one name
-    machine = f"{host} {boot.read_text().strip() if boot.exists() else ''}"
-    return {"rank": rank, "host": host, "machine": machine} | {
-        topic: attempt(look) for topic, (look, _) in LOCAL.items()
-    }
+    return {"rank": rank, "host": host, "machine": f"{host} {boot.read_text().strip() if boot.exists() else ''}"}
 
 
 def attempt(look: Callable[..., Facts], *args: Any) -> Facts:
@@ -120,7 +112,7 @@ def attempt(look: Callable[..., Facts], *args: Any) -> Facts:
 
 
 @contextmanager
-def time_limit(report: Report, topic: str, rank: int, board: Board | None = None) -> Iterator[None]:
+def time_limit(report: Report, rank: int, topic: str, advice: str, board: Board | None = None) -> Iterator[None]:
     """Report a problem and end the process if the body hangs: no exception can end a call of NCCL or the kernel.
 
     It may hang because another rank has failed, which leaves a note on the board.
@@ -136,7 +128,6 @@ def time_limit(report: Report, topic: str, rank: int, board: Board | None = None
             error = board.read(f"{topic} error") if board and rank == 0 else None
         if over.wait(1):
             return
-        advice = ADVICE.get(topic, "does the disk that torch is on, or the name server, answer?")
         report.add(topic, [Finding(WRONG, error or f"has not ended after {Board.seconds:.0f} s", advice)])
         report.close()
         if board and rank == 0:
@@ -160,14 +151,13 @@ def judge_ranks(everyone: list[Facts], missing: Sequence[int]) -> list[Finding]:
         text = f"{who} of {total} did not come within {Board.seconds:.0f} s; here are {where}"
         return [Finding(WRONG, text, "does every launcher run, and what have those ranks printed?")]
     if total == 1:
-        return [
-            Finding(NOTHING, f"1 on {groups[0][0]['host']}: nothing between processes could be checked (--nproc 2)")
-        ]
+        text = f"1 on {groups[0][0]['host']}: nothing between processes could be checked (--nproc 2)"
+        return [Finding(NOTHING, text)]
     return [Finding(OK, f"{total} on {len(groups)} machine{'s' * (len(groups) > 1)}: {where}")]
 
 
-def judged(topic: str, judge: Judge, everyone: list[Facts], mark: str = NOTHING) -> list[Finding]:
-    """The findings about a topic; with `mark` a finding that says why there are none."""
+def judged(topic: str, judge: Judge, everyone: list[Facts], advice: str = "") -> list[Finding]:
+    """The findings about a topic, or one that says why there are none: a problem if there is advice for it."""
     failed = [f for f in everyone if "error" in f[topic]]
     try:
         if not failed:
@@ -175,5 +165,5 @@ def judged(topic: str, judge: Judge, everyone: list[Facts], mark: str = NOTHING)
         where, error = places(failed), failed[0][topic]["error"]
     except Exception as e:
         where, error = "rank 0", in_one_line(e)
-    what = "failed" if mark == WRONG else "could not be checked"
-    return [Finding(mark, f"{what} on {where}: {error}", ADVICE[topic] if mark == WRONG else "")]
+    mark, what = (WRONG, "failed") if advice else (NOTHING, "could not be checked")
+    return [Finding(mark, f"{what} on {where}: {error}", advice)]

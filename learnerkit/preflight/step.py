@@ -3,7 +3,7 @@
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -75,7 +75,7 @@ TOPICS = (
 _ALWAYS = {*TOPICS[:6], "validation"}  # those that every check should reach
 
 
-def of_all_ranks(everyone: list[Mapping[str, list[Finding]]]) -> dict[str, list[Finding]]:
+def of_all_ranks(everyone: Sequence[Mapping[str, list[Finding]]]) -> dict[str, list[Finding]]:
     """The findings of all ranks by topic; what only some ranks have found names them."""
     merged: dict[str, list[Finding]] = {}
     for topic in TOPICS:

@@ -6,13 +6,15 @@ import sys
 import time
 from types import SimpleNamespace
 
-from learnerkit.preflight import board, joint_checks, local_checks, machines
+from learnerkit.preflight import facts, machines
 
 RANK = int(os.environ["RANK"])
 
 
 def other_machine(folder):
     """Rank 1 is on a machine of its own, in `folder`, where everything differs, and the all-reduce is wrong."""
+    from learnerkit.preflight import joint_checks, local_checks
+
     socket.gethostname = lambda: f"host{RANK}\x1b[2J"
     if RANK == 1:
         os.chdir(folder)
@@ -40,9 +42,9 @@ def no_torch():
 def silent():
     """Rank 1 does not come."""
     if RANK == 1:
-        machines.collect = lambda rank: time.sleep(600)
+        machines.introduce = lambda rank: time.sleep(600)
     else:
-        board.Board.seconds = 3.0
+        facts.Board.seconds = 3.0
 
 
 def alone_in_the_dark():
@@ -50,19 +52,20 @@ def alone_in_the_dark():
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     import torch.distributed  # noqa: F401 - it serves the store at the port that is set now
 
-    board.REACH_SECONDS = 2.0
+    facts.REACH_SECONDS = 2.0
     os.environ["MASTER_PORT"] = "9"
 
 
 def stuck(topic):
     """Rank 1 does not come back from `topic`."""
     if topic == "all-reduce":
-        board.Board.seconds = 3.0
-    look, judge = joint_checks.JOINT[topic]
+        facts.Board.seconds = 3.0
+    from learnerkit.preflight.joint_checks import JOINT
+
     if RANK == 1:
-        joint_checks.JOINT[topic] = (lambda _: time.sleep(600), judge)
+        JOINT[topic] = (lambda _: time.sleep(600), *JOINT[topic][1:])
     elif topic == "file system":
-        board.Board.gather = told(board.Board.gather)
+        facts.Board.gather = told(facts.Board.gather)
 
 
 def told(gather):
@@ -76,9 +79,10 @@ def told(gather):
 
 def fails(topic):
     """A check of rank 1 fails."""
-    look, judge = joint_checks.JOINT[topic]
+    from learnerkit.preflight.joint_checks import JOINT
+
     if RANK == 1:
-        joint_checks.JOINT[topic] = (lambda _: [][1], judge)
+        JOINT[topic] = (lambda _: [][1], *JOINT[topic][1:])
 
 
 if __name__ == "__main__":
