@@ -47,7 +47,7 @@ def look_at_files(board: Board) -> Facts:
 
 
 def judge_files(everyone: list[Facts]) -> list[Finding]:
-    """Tell one file system for all from one each."""
+    """Judge whether the ranks share a file system."""
     files = everyone[0]["file system"]
     if files["refused"]:
         advice = "start in another directory, or give what is saved a path elsewhere"
@@ -78,7 +78,7 @@ def judge_backend(everyone: list[Facts]) -> list[Finding]:
 
 
 def compare_clocks(board: Board) -> Facts:
-    """On rank 0, by how many seconds the clock of each rank is ahead of its own.
+    """Measure on rank 0 by how many seconds the clock of each rank is ahead of its own.
 
     Half the round trip is taken off; the quickest of three counts (F. Cristian, "Probabilistic clock synchronization",
     1989).
@@ -102,7 +102,7 @@ def compare_clocks(board: Board) -> Facts:
 
 
 def judge_clocks(everyone: list[Facts]) -> list[Finding]:
-    """Ask for clocks that agree within a second."""
+    """Judge whether the clocks agree within a second."""
     ahead = everyone[0]["clock"]["ahead"]
     off = [f for f, seconds in zip(everyone, ahead, strict=True) if abs(seconds) >= 1]
     if not off:
@@ -114,7 +114,7 @@ def judge_clocks(everyone: list[Facts]) -> list[Finding]:
 
 
 def measure_all_reduce(board: Board) -> Facts:
-    """Seconds that an all-reduce takes, for three sizes in bytes (the median of five), and whether it is right."""
+    """Measure the seconds of an all-reduce of three sizes in bytes (the median of five), and check its sums."""
     device, found, right = world.default_device(), [], True
     wait = (lambda: None) if device.type == "cpu" else torch.accelerator.synchronize
     for n_bytes in (2**12, 2**20, 2**24 if device.type == "cpu" else 2**26):

@@ -54,7 +54,7 @@ def look_at_device() -> Facts:
 
 
 def judge_devices(everyone: list[Facts]) -> list[Finding]:
-    """Ask for devices of one kind, one for each process, and used by no other program."""
+    """Judge the devices: of one kind, one for each process, and used by no other program."""
     found, first = [], everyone[0]["devices"]
     if unlike := [f for f in everyone if f["devices"]["name"] != first["name"]]:
         text = f"{unlike[0]['devices']['name']} on {places(unlike)}, {first['name']} on {places(everyone[:1])}"
@@ -81,7 +81,7 @@ def judge_devices(everyone: list[Facts]) -> list[Finding]:
 
 @per_machine
 def judge_peers(group: list[Facts], everyone: list[Facts]) -> Finding:
-    """Ask whether the GPUs of a machine read each other's memory directly."""
+    """Judge whether the GPUs of a machine read each other's memory directly."""
     if "peers" not in group[0]["devices"]:
         return Finding(NOTHING, "no GPUs")
     gpus = [(f["rank"], f["devices"]) for f in group]
@@ -94,14 +94,14 @@ def judge_peers(group: list[Facts], everyone: list[Facts]) -> Finding:
 
 
 def look_at_threads() -> Facts:
-    """How many threads torch computes with, and the cores for them."""
+    """The number of threads that torch computes with, and the cores for them."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return {"threads": torch.get_num_threads(), "cores": list(cores)}
 
 
 @per_machine
 def judge_threads(group: list[Facts], everyone: list[Facts]) -> Finding:
-    """Ask for a core for each thread of a machine's processes."""
+    """Judge whether a machine has a core for each thread of its processes."""
     threads = sum(f["threads"]["threads"] for f in group)
     cores = len({core for f in group for core in f["threads"]["cores"]})
     text = f"{threads} on {cores} core{'s' * (cores > 1)}"
@@ -129,7 +129,7 @@ def look_at_network() -> Facts:
 
 @per_machine
 def judge_network(group: list[Facts], everyone: list[Facts]) -> Finding:
-    """Ask whether others would find a machine at the address where it listens.
+    """Judge whether others would find a machine at the address where it listens.
 
     Gloo listens on the interface in GLOO_SOCKET_IFNAME, else at the address of the host's name if the machine has it,
     else on loopback (torch's ProcessGroupGloo.cpp). NCCL leaves loopback and docker* out unless NCCL_SOCKET_IFNAME
@@ -170,7 +170,7 @@ def look_at_infiniband() -> Facts:
 
 @per_machine
 def judge_infiniband(group: list[Facts], everyone: list[Facts]) -> Finding:
-    """Ask whether NCCL can use it between machines."""
+    """Judge whether NCCL can use InfiniBand between machines."""
     own, adapters = group[0]["infiniband"], ",".join(group[0]["infiniband"]["devices"])
     if len(by_machine(everyone)) == 1:
         return Finding(NOTHING, "not needed on one machine")
@@ -222,7 +222,7 @@ def look_at_shared_memory() -> Facts:
 
 @per_machine
 def judge_shared_memory(group: list[Facts], everyone: list[Facts]) -> Finding:
-    """Ask for 1 GB for every process, and demand 128 MB (Docker gives 64 MB to all)."""
+    """Judge the memory for each process: 1 GB is enough, less than 128 MB a problem (Docker gives 64 MB to all)."""
     memory = group[0]["/dev/shm"]
     if memory["size"] is None:
         return Finding(NOTHING, "this system has none")
@@ -236,7 +236,7 @@ def judge_shared_memory(group: list[Facts], everyone: list[Facts]) -> Finding:
 
 
 def look_at_limits() -> Facts:
-    """How many files a process may have open."""
+    """The number of files that a process may have open."""
     import resource
 
     soft, hard = (2**20 if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -245,7 +245,7 @@ def look_at_limits() -> Facts:
 
 @per_machine
 def judge_limits(group: list[Facts], everyone: list[Facts]) -> Finding:
-    """Ask for some hundred files for workers and the tensors they pass on, and some for each connection."""
+    """Judge the number: some hundreds for workers and the tensors they pass on, and some for each connection."""
     limit, needed = group[0]["open files"], 512 + 32 * len(everyone)
     if limit["soft"] >= needed:
         return Finding(OK, f"{limit['soft']} at once; tensors are shared by {limit['sharing']}")

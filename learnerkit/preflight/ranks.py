@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from learnerkit import world
-from learnerkit.arguments import UNKNOWN_COUNT, unknown_count
+from learnerkit.arguments import UNKNOWN_COUNT, check_count, unknown_count
 from learnerkit.callback import Callback
 from learnerkit.callbacks.progress import ProgressCallback
 from learnerkit.data.batches import map_batch, tensors_in
@@ -110,9 +110,8 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
 
 
 def _check_call(learn: "Learner", n: int, steps: int) -> None:
-    for name, value, least in (("n", n, 2), ("steps", steps, 1)):
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"check_distributed got {name}={value!r}; it is a whole number, {least} or more")
+    check_count("n", n, least=2)
+    check_count("steps", steps)
     if world.is_joined() or world.world_size() > 1:
         raise RuntimeError(
             f"check_distributed starts processes of its own, and this one is rank {world.rank()} of "
@@ -136,11 +135,11 @@ def _check_fork(error: str) -> None:
 
 
 def _run_in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[dict]:
-    """What each job returned in a process of its own, or its 'error' and 'when' it came; no process is left running.
+    """Run each job in a fork of this process; return their results, or the 'error' of a job and 'when' it came.
 
     Args:
         jobs: f(a temporary directory for all of them) -> what `torch.load` takes with `weights_only=True`.
-        end: when to give up, on the monotonic clock.
+        end: when to give up, on the monotonic clock. No process is left running.
     """
     processes: list[BaseProcess] = []
     running: dict[Any, BaseProcess] = {}
@@ -164,7 +163,7 @@ def _run_in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[di
             late = list(running.values())
             for process in late:
                 _kill(process)
-        return [_read(folder, number, process, process in late) for number, process in enumerate(processes)]
+        return [_read_result(folder, number, process, process in late) for number, process in enumerate(processes)]
 
 
 def _kill(process: BaseProcess) -> None:
@@ -177,7 +176,7 @@ _ENDED, _RAISED, _FOLLOWED, _LATE = range(4)
 """How a process failed: the lower, the nearer to the cause. One that ends without an exception fails the others."""
 
 
-def _read(folder: Path, number: int, process: BaseProcess, late: bool) -> dict:
+def _read_result(folder: Path, number: int, process: BaseProcess, late: bool) -> dict:
     file, log = folder / f"{number}.pt", folder / f"{number}.log"
     if file.exists():
         return torch.load(file, weights_only=True)
@@ -219,7 +218,7 @@ def _end_with_parent() -> None:
 
 
 def _on_host(learn: "Learner") -> list[tuple]:
-    """(owner, key, value on the host) of the learner's tensors: a child cannot reach a GPU that its parent has used."""
+    """(owner, key, copy on the host) of the learner's tensors: a child cannot reach a GPU that its parent has used."""
     found: list[tuple] = []
     for module in (learn.model, learn.loss_func):
         if isinstance(module, nn.Module):

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -97,9 +97,6 @@ def of_all_ranks(everyone: Sequence[Mapping[str, list[Finding]]]) -> dict[str, l
 class OneBatch(ShortLoader):
     """The first batch of a loader as a whole epoch, so that accumulation takes its step."""
 
-    def __init__(self, dl: Iterable) -> None:
-        super().__init__(dl, 1)
-
     def __len__(self) -> int:
         return 1
 
@@ -148,14 +145,14 @@ class StepCheck(Callback):
             problem = [Finding(WRONG, lone)]
             hooks = arguments.watched_norms(learn, lambda: self.found.update(batchnorm=problem))
             self._norm_hooks.enter_context(hooks)
-        learn.dl = OneBatch(learn.dl)
+        learn.dl = OneBatch(learn.dl, 1)
 
     def cleanup_train(self) -> None:
         self._norm_hooks.close()
 
     def before_validate(self) -> None:
         self.stage = "validation"
-        self.learn.dl = OneBatch(self.learn.dl)
+        self.learn.dl = OneBatch(self.learn.dl, 1)
 
     def before_batch(self) -> None:
         self._xb, self._running_model = self.learn.xb, True
@@ -216,10 +213,9 @@ class StepCheck(Callback):
         if learn.training or not learn.batch_size or learn.loss is None:
             return
         value = float(learn.loss)
-        if math.isfinite(value):
-            found = Finding(OK, f"loss {value:.4g}")
-        else:
-            found = Finding(WRONG, f"loss {value:.4g}, which is not a finite number", "look at the model in eval mode")
+        found = Finding(OK, f"loss {value:.4g}")
+        if not math.isfinite(value):
+            found = Finding(WRONG, f"loss {value}, which is not a finite number", "look at the model in eval mode")
         self.found["validation"].append(found)
         self.stage = "metrics"
         self.found["metrics"] += judge_metrics(learn)
@@ -246,13 +242,7 @@ class StepCheck(Callback):
 
 
 def judge_inputs(xb: Any, model: nn.Module, ran: bool) -> list[Finding]:
-    """Judge types, values and devices of a batch's inputs.
-
-    Args:
-        xb: the inputs.
-        model: what they go into.
-        ran: whether it could take them; an unusual type is a problem only if not.
-    """
+    """Judge types, values and devices of inputs; an unusual type is a problem unless the model `ran` on it."""
     tensors = list(tensors_in(xb))
     types = {p.dtype for p in model.parameters() if p.is_floating_point()}
     devices = {p.device for p in model.parameters()}
@@ -354,10 +344,8 @@ def judge_prediction(loss_func: Any, pred: Any) -> list[Finding]:
         if pred.shape[1] == 1:
             hint, advice = "a single class, whose loss is always 0", "for two classes use BCEWithLogitsLoss"
         elif is_nll(loss_func) and not _sum_to_one(pred.exp()):
-            hint, advice = (
-                "not logarithms of probabilities",
-                "end the model with LogSoftmax(1), or use CrossEntropyLoss",
-            )
+            hint = "not logarithms of probabilities"
+            advice = "end the model with LogSoftmax(1), or use CrossEntropyLoss"
         elif not is_nll(loss_func) and _sum_to_one(pred):
             hint = "a softmax before CrossEntropyLoss? It takes raw scores and does that itself"
             advice = "leave the softmax out"
@@ -372,11 +360,9 @@ def _sum_to_one(pred: Tensor) -> bool:
 
 
 def judge_loss(loss_func: Any, pred: Any, loss: Tensor, unknown: str = "") -> list[Finding]:
-    """Judge the loss before any training; that of guessing among n classes is log(n).
+    """Judge the loss before any training, where guessing among n classes gives log(n).
 
-    Args:
-        loss_func, pred, loss: of the step.
-        unknown: what is not known of the model's own loss, if anything.
+    `unknown` says what is not known of a model's own loss, if anything.
     """
     value = float(loss.detach())
     if not math.isfinite(value):
@@ -398,7 +384,7 @@ def judge_gradients(named: list[tuple[str, nn.Parameter]], scaled: bool, own_loo
     Args:
         named: the parameters.
         scaled: a gradient scaler takes part, whose first steps may overflow.
-        own_loop: the learner has its own backward pass or step, which may use and clear gradients by itself.
+        own_loop: the learner has its own backward pass or step, which may use and clear gradients.
     """
     trained = [(name, p) for name, p in named if p.requires_grad]
     grads = {name: p.grad for name, p in trained if p.grad is not None}
@@ -421,13 +407,7 @@ def judge_gradients(named: list[tuple[str, nn.Parameter]], scaled: bool, own_loo
 
 
 def judge_optimizer(named: list[tuple[str, nn.Parameter]], stuck: list[str], opts: list) -> list[Finding]:
-    """Judge what the optimizer holds and what it has changed.
-
-    Args:
-        named: the parameters.
-        stuck: the names of those that should have changed in the step, and have not.
-        opts: the optimizers.
-    """
+    """Judge which of the `named` parameters the optimizers hold; `stuck` ones should have changed in the step."""
     rates = _rates(opts)
     forgotten = [name for name, p in named if p.requires_grad and id(p) not in rates]
     shown = ", ".join(f"{rate:g}" for rate in sorted(set(rates.values()))) or "none"
@@ -436,9 +416,8 @@ def judge_optimizer(named: list[tuple[str, nn.Parameter]], stuck: list[str], opt
         text = f"{first_few(forgotten)}: trainable, but no optimizer holds them"
         found.append(Finding(WRONG, text, "let the splitter (or opt_func) return them"))
     if stuck:
-        found.append(
-            Finding(WRONG, f"{first_few(stuck)}: have gradients, and the step did not change them (lr {shown})")
-        )
+        text = f"{first_few(stuck)}: have gradients, and the step did not change them (lr {shown})"
+        found.append(Finding(WRONG, text))
     return found or [Finding(OK, f"{', '.join(type(opt).__name__ for opt in opts)}, lr {shown}")]
 
 
@@ -460,7 +439,7 @@ def _should_move(named: list[tuple[str, nn.Parameter]], opts: list) -> set[str]:
 
 
 def judge_metrics(learn: "Learner") -> list[Finding]:
-    """Compute each metric on the present batch; on this rank alone, so that no other rank waits for one that fails."""
+    """Compute each metric on the present batch, on this rank alone: no other rank waits for one that fails."""
     try:
         meters = make_meters(copy.deepcopy(learn.metrics))
     except Exception as e:
@@ -502,15 +481,9 @@ def _is_finite(t: Tensor) -> bool:
 
 def _not_finite(tensors: list[Tensor], source: str) -> list[Finding]:
     """A problem for each tensor with values that are not finite, which come from `source`."""
-    return [
-        Finding(
-            WRONG,
-            f"{_about(t)}; {int((~t.isfinite()).sum())} of {t.numel()} values are NaN or infinite",
-            f"look into {source}",
-        )
-        for t in tensors
-        if not _is_finite(t)
-    ]
+    found = [(_about(t), int((~t.isfinite()).sum()), t.numel()) for t in tensors if not _is_finite(t)]
+    advice = f"look into {source}"
+    return [Finding(WRONG, f"{about}; {n} of {size} values are NaN or infinite", advice) for about, n, size in found]
 
 
 def _looks_like_pixels(t: Tensor) -> bool:
