@@ -5,7 +5,7 @@ import importlib
 import pytest
 from torch import nn
 
-from learnerkit.torch_internals import is_batch_norm
+from learnerkit.torch_internals import BatchNorm
 
 NAMES = ["torch.nn.modules.batchnorm._BatchNorm"]
 
@@ -18,6 +18,6 @@ def test_the_name_is_there(name):
 
 def test_batch_norms():
     for norm in (nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm2d()):
-        assert is_batch_norm(norm)
+        assert isinstance(norm, BatchNorm)
     for other in (nn.InstanceNorm1d(2), nn.LayerNorm(2), nn.Linear(2, 2)):
-        assert not is_batch_norm(other)
+        assert not isinstance(other, BatchNorm)

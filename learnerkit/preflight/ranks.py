@@ -40,7 +40,7 @@ from learnerkit.parallel.drift import digests, state_table
 from learnerkit.parallel.loaders import RankLoader
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report
 from learnerkit.text import escaped
-from learnerkit.torch_internals import is_batch_norm
+from learnerkit.torch_internals import BatchNorm
 from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
@@ -326,7 +326,7 @@ def _make_deterministic(model: nn.Module) -> list[str]:
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if is_batch_norm(m) and m.track_running_stats]
+    return [m for m in model.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
 
 
 class _NotedBatches:
