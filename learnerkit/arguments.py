@@ -247,7 +247,7 @@ def explain_lone_sample(learn: "Learner", error: ValueError) -> None:
 @contextmanager
 def last_batch_checked(learn: "Learner") -> Iterator[None]:
     """Refuse, at its first batch, a training whose last batch is one sample that the model's BatchNorm cannot take."""
-    text = lone_last_batch(learn) if learn.training and not learn.train_iter else None
+    text = lone_last_batch(learn.dl, learn.model) if learn.training and not learn.train_iter else None
     if text is None or (learn.n_steps is not None and learn.n_steps * learn._step_batches < learn.n_iter):
         yield
         return
@@ -263,18 +263,21 @@ def last_batch_checked(learn: "Learner") -> Iterator[None]:
         yield
 
 
-def lone_last_batch(learn: "Learner") -> str | None:
-    """What is wrong with the last batch of `learn.dl`, if it is one sample and the model has a BatchNorm to train.
+def lone_last_batch(dl: Any, model: nn.Module) -> str | None:
+    """What is wrong with the last batch of `dl`, if it is one sample and the model has a BatchNorm to train.
 
     A BatchNorm of images takes it, as it has many values for each channel: `watched_norms` tells. Loaders that do not
     know the sizes of their batches are passed over.
     """
-    dl, batches = learn.dl, loader_len(learn.dl)
-    size, samples = getattr(dl, "step_size", getattr(dl, "batch_size", None)), loader_len(getattr(dl, "sampler", None))
+    batches, size, samples = (
+        loader_len(dl),
+        getattr(dl, "step_size", getattr(dl, "batch_size", None)),
+        loader_len(getattr(dl, "sampler", None)),
+    )
     if not size or not samples or batches != -(-samples // size) or getattr(dl, "drop_last", False):
         return None
     # In batches of one sample each is alone, and 1 % size is 0.
-    if samples % size != 1 % size or not any(isinstance(m, BatchNorm) and m.training for m in learn.model.modules()):
+    if samples % size != 1 % size or not any(isinstance(m, BatchNorm) and m.training for m in model.modules()):
         return None
     if size == 1:
         rest = "each of its batches has 1 sample, of which BatchNorm cannot make statistics; choose a larger batch size"
@@ -328,17 +331,15 @@ def check_length(dl: Iterable, who: str) -> int:
     return length
 
 
-def check_shapes(learn: "Learner") -> None:
-    """Refuse, on the first batch, predictions and targets that an elementwise loss would silently broadcast."""
-    if len(learn.yb) != 1:
+def check_shapes(loss_func: Any, pred: Any, yb: tuple) -> None:
+    """Refuse predictions and targets that an elementwise loss would silently broadcast."""
+    if len(yb) != 1 or not is_one_of(loss_func, ELEMENTWISE):
         return
-    loss, pred, target = learn.loss_func, learn.pred, learn.yb[0]
-    if not is_one_of(loss, ELEMENTWISE):
-        return
+    target = yb[0]
     if isinstance(pred, Tensor) and isinstance(target, Tensor) and pred.shape != target.shape:
         raise ValueError(
             f"the model's predictions have the shape {tuple(pred.shape)}, the targets {tuple(target.shape)}, and "
-            f"{loss_name(loss)} compares them element by element: "
+            f"{loss_name(loss_func)} compares them element by element: "
             "they must be the same (reshape one of them, for instance with .squeeze(1) or .unsqueeze(1))"
         )
 
@@ -346,9 +347,9 @@ def check_shapes(learn: "Learner") -> None:
 UNKNOWN_COUNT = "the model makes its own loss, and it is not known what that averages over: "
 
 
-def unknown_count(learn: "Learner") -> str:
-    """What is not known of a model's own loss, and what to do."""
-    if not learn.yb:
+def unknown_count(yb: tuple) -> str:
+    """What is not known of a model's own loss, and what to do, by the targets of a batch."""
+    if not yb:
         return (
             f"{UNKNOWN_COUNT}its predictions are one for each token, and there are no targets. "
             "Name the targets: DataLoaders(target_keys=...), or n_inp=... where batches are tuples"
@@ -364,13 +365,13 @@ def warn_of_unknown_count(learn: "Learner") -> None:
     if learn.task == "fit" and (learn._sharded or learn._gradient is not None):
         exact = "Until then steps of several batches or ranks are not exactly those of one batch"
         alone = learn.training and learn._loss_weighting.found_alone
-        world.warn_once(f"{unknown_count(learn)}. {exact}", on_all=alone)
+        world.warn_once(f"{unknown_count(learn.yb)}. {exact}", on_all=alone)
 
 
-def no_scalar(learn: "Learner") -> ValueError:
+def no_scalar(loss: Any) -> ValueError:
     """The error for a loss that cannot be differentiated."""
     return ValueError(
-        f"the loss is no scalar: loss_func returned {describe(learn.loss_grad)}; return a 0-dim tensor, for instance "
+        f"the loss is no scalar: loss_func returned {describe(loss)}; return a 0-dim tensor, for instance "
         "its .mean() (reduction='mean')"
     )
 

@@ -161,6 +161,19 @@ def check_hooks(cb: Callback) -> None:
             ) from None
 
 
+class RaisedIn(str):
+    """The note of an error that a hook raised, with the hook's `callback` as it is printed."""
+
+    callback: str
+
+    @classmethod
+    def hook(cls, cb: Callback, event: str) -> "RaisedIn":
+        """The note for the hook of a callback at an event."""
+        note = cls(f"raised in {cb!r}.{event}")
+        note.callback = repr(cb)
+        return note
+
+
 class Dispatch:
     """Who runs at which event: resolved once per run, so that an event nobody hears costs a look-up.
 
@@ -238,7 +251,7 @@ class Dispatch:
             try:
                 hook()
             except BaseException as e:
-                add_note_once(e, f"raised in {cb!r}.{event}")
+                add_note_once(e, RaisedIn.hook(cb, event))
                 raise
 
     def __enter__(self) -> "Dispatch":
@@ -260,7 +273,7 @@ class Dispatch:
                 with world.no_collectives(f"{cb!r}.{event}"):
                     getattr(cb, event)()
             except BaseException as e:
-                add_note_once(e, f"raised in {cb!r}.{event}")
+                add_note_once(e, RaisedIn.hook(cb, event))
                 if (first := error or failed) is None:
                     failed = e
                 else:

@@ -251,14 +251,14 @@ class Learner(RunState):
                 self.loss = self.loss_grad.detach()
             else:
                 if not self.iter:
-                    arguments.check_shapes(self)
+                    arguments.check_shapes(self.loss_func, self.pred, self.yb)
                 self._loss()
         except Exception as e:
             add_note_once(e, f"the loss got predictions: {describe(self.pred)}; targets: {describe(self.yb)}")
             raise
         if self.loss_grad is not None:
             if not isinstance(self.loss_grad, Tensor) or self.loss_grad.ndim:
-                raise arguments.no_scalar(self)
+                raise arguments.no_scalar(self.loss_grad)
             table = self._dispatch.table
             if (table["after_loss"] or table["before_backward"]) and isinstance(self.loss, Tensor):
                 self.loss = self.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
@@ -297,6 +297,10 @@ class Learner(RunState):
         first = float(max(self.lr if optim.is_row(self.lr) else optim.rates(self.lr, 2)))
         groups = optim.make_groups(self.model, self.splitter)
         self.opt = optim.make_optimizer(self.opt_func, groups, first, self.model)
+
+    def _overrides(self, *seams: str) -> bool:
+        "Tell whether a subclass has its own version of one of these seams."
+        return any(getattr(type(self), seam) is not getattr(Learner, seam) for seam in seams)
 
     # Runs
 
@@ -674,7 +678,7 @@ class Learner(RunState):
         self._take_callbacks()
         self._to_device()
         self._device = self.dls.device
-        self._loss_without_targets = self.loss_func is None or type(self)._loss is not Learner._loss
+        self._loss_without_targets = self.loss_func is None or self._overrides("_loss")
         fitting, nested = task == "fit", self._dispatch is not None
         if not nested:
             self._weigh_losses()
@@ -738,7 +742,7 @@ class Learner(RunState):
     def _prepare_opt(self, lr: Any = None, wd: float | None = None, reset: bool = False) -> None:
         "An optimizer with these hyper-parameters, or the Learner's own."
         self._make_opt(reset)
-        arguments.check_closure(self.opts, own_step=type(self)._step is not Learner._step)
+        arguments.check_closure(self.opts, own_step=self._overrides("_step"))
         wd = self.wd if wd is None else wd
         for opt, rates in zip(self.opts, optim.group_rates(self.opt, lr, self.lr), strict=True):
             optim.set_hyper(opt, "lr", rates)

@@ -38,7 +38,7 @@ def did_you_mean(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def first_few(names: Iterable[Any], joint: str = ", ", n: int = 5) -> str:
-    """The first few of some names, and how many more there are."""
+    """Join the first `n` names, and say how many more there are."""
     names = list(map(str, names))
     return joint.join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
 
@@ -53,13 +53,15 @@ def format_time(seconds: float) -> str:
 
 
 def columns(text: str) -> int:
-    """How many columns of a terminal a text takes: wide characters (Chinese, Japanese, Korean) take two."""
+    """The number of terminal columns that a text takes: two for a wide character (Chinese, Japanese, Korean)."""
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def in_one_line(error: BaseException) -> str:
-    """The class of an error and the one line of its text that says what was wrong."""
-    text = str(error)
-    if "Original Traceback" in text:  # of a loader's worker: it says last what was wrong, and of which class that is
-        return text.rstrip().rpartition("\n")[2]
-    return f"{type(error).__name__}: {text}".partition("\n")[0].removesuffix(": ")
+    """The class of an error and the line of its text that says what was wrong, safe to print."""
+    text = str(error).strip()
+    if "Original Traceback" in text:  # from a loader's worker: the last line has the class and the text
+        line = text.rpartition("\n")[2]
+    else:
+        line = f"{type(error).__name__}: {text}".partition("\n")[0].removesuffix(": ")
+    return escaped(line if len(line) <= 400 else f"{line[:400]} ...")

@@ -51,6 +51,17 @@ def weights(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+def read_report(text):
+    """(mark, text) of each topic in the report of a check: the lines of several findings in one, and the last line."""
+    *lines, verdict = text.splitlines()
+    found, topic = {}, ""
+    for line in lines:
+        mark, topic = (line[:2], line[4:16].strip()) if line[:2].strip() else ("", topic)
+        earlier = found.get(topic, (mark, ""))
+        found[topic] = (earlier[0], f"{earlier[1]} {line[16:].strip()}".strip())
+    return found, verdict
+
+
 def same_weights(a, b):
     """Whether two models, or copies of weights, are equal bit by bit."""
     a, b = (x.state_dict() if isinstance(x, nn.Module) else x for x in (a, b))

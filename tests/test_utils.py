@@ -10,7 +10,7 @@ from helpers import make_model
 from torch import nn
 
 from learnerkit import utils
-from learnerkit.text import columns, did_you_mean, first_few, format_time
+from learnerkit.text import columns, did_you_mean, first_few, format_time, in_one_line
 
 
 @pytest.mark.parametrize(
@@ -106,6 +106,17 @@ def test_format_time(seconds, expected):
 )
 def test_columns(text, width):
     assert columns(text) == width
+
+
+def test_an_error_in_one_line():
+    assert in_one_line(ValueError("wrong\nat length")) == "ValueError: wrong"
+    assert in_one_line(KeyError()) == "KeyError"
+    assert in_one_line(OSError("\x1b[2Jforged")) == "OSError: \\x1b[2Jforged"
+    assert in_one_line(ValueError("x" * 500)) == f"ValueError: {'x' * 388} ..."
+    of_worker = (
+        "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\nOSError: no\n"
+    )
+    assert in_one_line(OSError(of_worker)) == "OSError: no"
 
 
 def test_the_first_few():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from learnerkit import world
-from learnerkit.callback import Callback, Dispatch
+from learnerkit.callback import Callback, Dispatch, RaisedIn
 from learnerkit.events import (
     INNER_EVENTS,
     CancelEpochException,
@@ -307,7 +307,7 @@ class RankDispatch(Dispatch):
                 hook()
             except BaseException as error:
                 self.stopped, self.raised = (event, hooks[i + 1 :]), error
-                add_note_once(error, f"raised in {cb!r}.{event}")
+                add_note_once(error, RaisedIn.hook(cb, event))
                 raise
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Mapping, MutableMapping
 from functools import partial
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -157,7 +156,7 @@ class _Replica(nn.Module):
         if not take or (own and loss is None):
             return None, None, output
         if not isinstance(loss, Tensor) or loss.ndim:
-            raise arguments.no_scalar(SimpleNamespace(loss_grad=loss))
+            raise arguments.no_scalar(loss)
         counts = None if weighting.sums else _count(weighting, inputs, targets, output, loss)
         if own and keep:
             output = _with_loss(output, None)  # the vector of the parts' losses is of no use
@@ -167,7 +166,7 @@ class _Replica(nn.Module):
         if self.loss_func is None:
             return get_field(output, "loss")
         pred = map_batch(in_float32, _pred(output))  # as MixedPrecision has them
-        arguments.check_shapes(SimpleNamespace(loss_func=self.loss_func, pred=pred, yb=targets))
+        arguments.check_shapes(self.loss_func, pred, targets)
         try:
             return _moved(self.loss_func, targets[0].device)(pred, *targets)
         except Exception as e:
