@@ -93,6 +93,8 @@ class Learner(RunState):
         TypeError, ValueError: an argument that cannot work; the message says what would.
     """
 
+    recorder: Recorder  # where it has one; so has every other callback its name
+
     def __init__(
         self,
         dls: DataLoaders,
@@ -126,7 +128,7 @@ class Learner(RunState):
         self.loss_weight = loss_weight
         self._weigh_losses()  # refuses what it cannot take, here rather than in fit
         self._device, self._loss_without_targets = torch.device("cpu"), False  # found anew for each run
-        self.opt: Optimizer | dict[str, Optimizer] | None = None
+        self.opt: Any = None  # an optimizer, or a dict of several by name; made at first need
         self.logger: Callable[[list], None] = TableLogger(self)
         self.cbs: list[Callback] = []
         self._parting: list[Callback] = []
@@ -158,7 +160,7 @@ class Learner(RunState):
 
     def _fit(self) -> None:
         if self.n_steps is None:
-            epochs: Iterable[int] = range(self._start_epoch, self.n_epoch)
+            epochs: Iterable[int] = range(self._start_epoch, self.n_epoch or 0)
         else:
             epochs = takewhile(lambda _: self.pct_train < 1, count())
         for self.epoch in epochs:
@@ -292,7 +294,7 @@ class Learner(RunState):
         "Clear the gradients."
         optim.clear_gradients(self.opt)
 
-    def create_opt(self) -> None:
+    def create_opt(self) -> Any:
         """Set `opt`: by default one optimizer of the splitter's groups; a subclass may make a dict of them."""
         first = float(max(self.lr if optim.is_row(self.lr) else optim.rates(self.lr, 2)))
         groups = optim.make_groups(self.model, self.splitter)
@@ -734,11 +736,6 @@ class Learner(RunState):
             made = self.create_opt()
             self.opt = optim.as_one(self.opt if made is None else made)
 
-    @property
-    def _has_own_backward(self) -> bool:
-        "Whether a subclass computes gradients in a way of its own."
-        return type(self)._backward is not Learner._backward
-
     def _prepare_opt(self, lr: Any = None, wd: float | None = None, reset: bool = False) -> None:
         "An optimizer with these hyper-parameters, or the Learner's own."
         self._make_opt(reset)
@@ -870,7 +867,7 @@ class Learner(RunState):
         # Not in the middle of a run: a callback that was removed there may still owe a cleanup.
         for cb in self._parting:
             if cb not in self.cbs and cb.learn is self:
-                cb.learn = None
+                cb.learn = Callback.learn
         self._parting.clear()
 
     def _take_callbacks(self) -> None:
@@ -979,7 +976,8 @@ class Learner(RunState):
             if with_opt and self.opt is not None:
                 one = isinstance(self.opt, Optimizer)
                 opt = self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()}
-                scaler = next((cb.scaler.state_dict() for cb in self._running_scalers), self._scaler_state)
+                scalers = [cb.scaler.state_dict() for cb in self._running_scalers if cb.scaler is not None]
+                scaler = scalers[0] if scalers else self._scaler_state
                 state = {"model": state, "opt": opt} | ({"scaler": scaler} if scaler else {})
             save_whole(state, target)
         return target
@@ -1012,7 +1010,7 @@ class Learner(RunState):
         saved = fitted(files.read(self._file(file), "cpu" if device is None else device), model, strict)
         self._to_device()
         if with_opt and saved.opt is not None:
-            self._load_opt(saved)
+            self._load_opt(saved, saved.opt)
         elif with_opt and world.is_main():
             warn(
                 f"{saved.name} has weights and no optimizer state, so the optimizer stays as it is, or begins anew; "
@@ -1021,11 +1019,11 @@ class Learner(RunState):
         model.load_state_dict(saved.weights, strict=strict)
         return self
 
-    def _load_opt(self, saved: Saved) -> None:
+    def _load_opt(self, saved: Saved, state: dict) -> None:
         before = self.opt
         self._make_opt()
         try:
-            optim.load_state(self.opt, saved.opt, unwrap(self.model))
+            optim.load_state(self.opt, state, unwrap(self.model))
         except ValueError as e:
             self.opt = before
             raise ValueError(

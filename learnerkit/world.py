@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from datetime import timedelta
@@ -317,8 +317,9 @@ def reduce(x: T, op: str = "sum") -> T:
     if not _has_peers("reduce"):
         return x
     if not isinstance(x, Tensor):
-        return reduce(torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None), op).item()
-    total = _wire(x.detach()).clone()
+        number: Any = reduce(torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None), op).item()
+        return number
+    total: Any = _wire(x.detach()).clone()
     dist.all_reduce(total, _OPS.get(op, dist.ReduceOp.SUM))
     return (total / world_size() if op == "mean" else total).to(x.device)
 
@@ -328,7 +329,7 @@ def broadcast(x: T, src: int = 0) -> T:
     if not _has_peers("broadcast"):
         return x
     if isinstance(x, Tensor):
-        copy = _wire(x.detach()).clone()
+        copy: Any = _wire(x.detach()).clone()
         dist.broadcast(copy, src)
         return copy.to(x.device)
     box = [x]
@@ -342,7 +343,7 @@ def all_gather(x: T) -> list[T]:
         return [x]
     if isinstance(x, Tensor):
         local = _wire(x.detach()).contiguous()
-        parts = [torch.empty_like(local) for _ in range(world_size())]
+        parts: list[Any] = [torch.empty_like(local) for _ in range(world_size())]
         dist.all_gather(parts, local)
         return [p.to(x.device) for p in parts]
     everyone: list[Any] = [None] * world_size()
@@ -371,14 +372,13 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(load)] = load
     padded = _wire(padded)
-    wanted = on == "all" or is_main()
-    loads = [torch.empty_like(padded) for _ in sizes] if wanted else None
+    loads = [torch.empty_like(padded) for _ in sizes]
     if on == "all":
         dist.all_gather(loads, padded)
     else:
-        dist.gather(padded, loads, dst=0)
-    if not wanted:
-        return None
+        dist.gather(padded, loads if is_main() else None, dst=0)
+        if not is_main():
+            return None
     found = []
     for label, part in zip(labels, loads, strict=True):
         part, start = part.cpu(), 0
@@ -506,7 +506,7 @@ def seed_digest() -> str:
     return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
 
 
-def spread_seeds(digests: list[str]) -> None:
+def spread_seeds(digests: Sequence[str]) -> None:
     """Move ranks other than 0 to random streams of their own if all still share one.
 
     Args:

@@ -38,7 +38,7 @@ LEAVING = (KeyboardInterrupt, CancelFitException, CancelEpochException, CancelVa
 
 _OUTER_EVENTS = [event for event in Event if event not in INNER_EVENTS and not event.startswith("cleanup_")]
 
-_PLACES = {
+_PLACES: dict[str, int] = {
     event: i for i, event in enumerate(Event) if event in INNER_EVENTS and event.startswith(("before_", "after_"))
     and not event.startswith("after_cancel_")
 }  # fmt: skip
@@ -89,11 +89,10 @@ class Agreement:
                 error = last
         if error is not None and not agreed(error):
             self.failed(error)
-        follows = error is not None and error is not self._failing and self.watch.failure is not None
-        if follows and is_collective_error(error):
+        if error is not None and error is not self._failing and self.watch.failure and is_collective_error(error):
             error = self.watch.peer_error()
         self._stack.close()
-        if error is not own:
+        if error is not None and error is not own:
             raise error from None
 
     @contextmanager
@@ -176,7 +175,7 @@ class Agreement:
         if kind is None:
             return
         mine, self.pending = self.pending, None
-        error = mine if isinstance(mine, kind) else kind()
+        error: Any = mine if isinstance(mine, kind) else kind()
         error.agreed = True
         raise error
 
@@ -285,7 +284,7 @@ class RankDispatch(Dispatch):
     def resume(self, event: str) -> None:
         """Go on with an event after the callback that stopped it; or fire it as a whole. Cancels wait, or are over."""
         hooks = self.table[event]
-        if self.stopped_in(event):
+        if self.stopped is not None and self.stopped[0] == event:
             hooks, self.stopped = self.stopped[1], None
         try:
             self._call(event, hooks)

@@ -1,7 +1,7 @@
 """`nn.DataParallel` for as long as a fit lasts, with the loss computed where the predictions are."""
 
 import inspect
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -50,6 +50,8 @@ class ParallelCallback(Callback):
         self.device_ids, self.loss_on_replicas = device_ids, loss_on_replicas
         self._said = False
         self._whole: nn.Module | None = None
+        self._split: nn.Module | None = None
+        self._replicas: Any = None
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -69,10 +71,10 @@ class ParallelCallback(Callback):
         ids.sort(key=lambda i: i != (learn.dls.device.index or 0))
         self._whole, model = learn.model, unwrap(learn.model)
         learn.model = self._split = nn.DataParallel(model, device_ids=ids)
-        if _is_ours(learn._forward) and _is_ours(learn._loss):
+        if not learn._overrides("_forward", "_loss"):
             self._loss_func = learn.loss_func if self.loss_on_replicas and can_replicate(learn.loss_func) else None
             self._replicas = nn.DataParallel(_Replica(model, self._loss_func), device_ids=ids)
-            learn._forward, learn._loss = self._forward, self._loss
+            vars(learn).update(_forward=self._forward, _loss=self._loss)
 
     def cleanup_fit(self) -> None:
         if self._whole is not None:
@@ -92,7 +94,7 @@ class ParallelCallback(Callback):
         own = learn.loss_func is None
         take = own or self._can_take()
         keep = not (take and learn.training) or self._wanted()
-        inputs = learn.xb
+        inputs: Any = learn.xb
         if type(learn.batch) not in (tuple, list) and isinstance(learn.batch, Mapping):
             inputs = dict(inputs[0])
         kind = learn.dls.device.type
@@ -175,7 +177,7 @@ class _Replica(nn.Module):
             raise
 
 
-def _count(weighting: LossWeight, inputs: tuple | dict, targets: tuple, output: Any, loss: Tensor) -> Tensor:
+def _count(weighting: LossWeight, inputs: Any, targets: tuple, output: Any, loss: Tensor) -> Tensor:
     """What the loss of a part of a batch counts, of shape (1,)."""
     count = weighting.count(targets, batch_size(inputs), _pred(output), loss, inputs)
     # A product, because to copy a number to the device would make the host wait.
@@ -195,7 +197,7 @@ def can_replicate(loss_func: Any) -> bool:
     """
     inner = unwrap_partial(loss_func)
     if isinstance(loss_func, nn.Module):
-        held = chain.from_iterable(vars(module).values() for module in loss_func.modules())
+        held: Iterable = chain.from_iterable(vars(module).values() for module in loss_func.modules())
     elif inspect.isfunction(inner):
         found = inspect.getclosurevars(inner)
         held = [*found.nonlocals.values(), *found.globals.values()]

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -107,11 +107,11 @@ class DistributedCallback(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        self._plain: nn.Module | None = None
+        self._plain: Any = None  # the model of the fit, without DDP
         self._wrapped: nn.Module | None = None
         self._trainable: list[bool] = []
         self._parts: dict[str, nn.Module] = {}
-        self._step: RankStep | None = None
+        self._step: Any = None  # its `RankStep`
         self._company: Company | None = None
         self._loaders: dict[tuple, tuple[Any, RankLoader]] = {}
         self._undo: list[Callable[[], object]] = []
@@ -191,19 +191,20 @@ class DistributedCallback(Callback):
             return
         learn = self.learn
         if self._step is None:
-            self._start(learn._agreement)
+            self._start()
         trainable = [p.requires_grad for p in self._plain.parameters()]
         # Of several networks some may be frozen just for the moment.
         if self._wrapped is None or (trainable != self._trainable and not self.wrap_names):
-            learn._agreement.vote()  # wrapping talks to the other ranks, and one of them may have left this event
+            self._step.agreement.vote()  # wrapping talks to the other ranks, and one of them may have left this event
             self._wrapped, self._trainable, self._step.first = self._wrap(self._plain), trainable, True
         self._enter(self._wrapped, training=True)
         self._step.start()
         learn._gradient = self._step
 
-    def _start(self, agreement: Agreement) -> None:
+    def _start(self) -> None:
         learn, self._plain = self.learn, self.learn.model
-        by_bucket = bool(self.wrap_names) or learn._has_own_backward
+        agreement = cast(Agreement, learn._agreement)
+        by_bucket = bool(self.wrap_names) or learn._overrides("_backward")
         self._check_accumulation(by_bucket)
         note_unused = None if self.find_unused_parameters else self._find_unused
         step = self._step = RankStep(learn, agreement, self._plain, note_unused, by_bucket)

@@ -165,9 +165,9 @@ class RankLoader:
     """
 
     ended = False
-    usual_total = None
+    usual_total: int | None = None
 
-    def __init__(self, loader: DataLoader, batches: RankBatches) -> None:
+    def __init__(self, loader: DataLoader, batches: Any) -> None:
         self.loader, self.batches = loader, batches
         self.share: Share | None = None
         self.sample: Any = None
@@ -218,9 +218,7 @@ class RankStream(IterableDataset):
         seed: the stream is read with the host's generators seeded with it, or put into these states.
     """
 
-    def __init__(
-        self, dataset: IterableDataset, rank: int, ranks: int, block: int, piece: range | None, seed: Any
-    ) -> None:
+    def __init__(self, dataset: Any, rank: int, ranks: int, block: int, piece: range | None, seed: Any) -> None:
         self.dataset, self.rank, self.ranks = dataset, rank, ranks
         self.block, self.piece, self.seed = block, piece, seed
 

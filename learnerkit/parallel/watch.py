@@ -111,7 +111,7 @@ class Watch:
         for thread in self._threads:
             thread.join(timeout=ANSWER_SECONDS)
         # Now rather than when the garbage is collected, so that fits in a row do not gather descriptors.
-        self._inbox = None
+        del self._inbox
         for heartbeat in self.heartbeats.values():
             heartbeat.close()
 
@@ -335,7 +335,7 @@ class Watch:
 
     def peer_error(self) -> PeerError:
         """The error of a rank that leaves because another one failed."""
-        first, mine = self.failure, self.heartbeat.read()
+        first, mine = self.failure or {}, self.heartbeat.read()
         verb = "came to a standstill" if first.get("standstill") else "failed"
         error = PeerError(
             f"rank {first['rank']} {verb} in {where(first)}: {first['cause']}\n"
