@@ -70,7 +70,8 @@ def _put_back(before):
     os.environ.update({name[1:]: value for name, value in before.items() if name.startswith("$")})
     torch.set_grad_enabled(before["gradients"])
     torch.set_default_dtype(before["default type"])
-    torch.use_deterministic_algorithms(before["deterministic"])
+    if torch.are_deterministic_algorithms_enabled() != before["deterministic"]:  # it takes seconds, to import a lot
+        torch.use_deterministic_algorithms(before["deterministic"])
     if before["Ctrl-C"] is not None:
         signal.signal(signal.SIGINT, before["Ctrl-C"])
 
