@@ -5,8 +5,10 @@ processes are started when the first such test needs them and stay until the ses
 once per rank. After a failure they are ended: the next test gets fresh ones. Run as a script, this file is a rank.
 """
 
+import contextlib
 import importlib.util
 import inspect
+import io
 import os
 import pickle
 import select
@@ -82,6 +84,28 @@ class RankPools:
         """End them all."""
         while self._pools:
             self._pools.popitem()[1].end()
+
+
+class Results(dict):
+    """What a function returns on each of n ranks, by (n, name); it is called when first asked for.
+
+    On one process it runs in that of the tests, so that all world sizes can be compared.
+    """
+
+    def __init__(self, pools: RankPools, function: Callable[[str], Any]) -> None:
+        super().__init__()
+        self.pools, self.function = pools, function
+        self.printed: dict[tuple[int, str], str] = {}
+
+    def __missing__(self, key: tuple[int, str]) -> list:
+        n, name = key
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            if n == 1:
+                self[key] = [self.function(name)]
+            else:
+                self[key] = self.pools.run(Ranks(n), self.function, name=name)
+        self.printed[key] = printed.getvalue()
+        return self[key]
 
 
 class RankPool:
