@@ -21,7 +21,10 @@ from learnerkit import (
 )
 from learnerkit.utils import unwrap
 
-pytestmark = pytest.mark.ranks(2)
+pytestmark = [
+    pytest.mark.ranks(2),
+    pytest.mark.filterwarnings("ignore:mixed precision with float16 is some 30 times slower on a CPU"),
+]
 
 
 class OutsideAutocast(torch.optim.SGD):
