@@ -1,15 +1,14 @@
 """Fixtures of the tests, and the guard that no test leaves anything behind."""
 
+import inspect
 import os
-import random
 import signal
 
-import numpy as np
-import psutil
+import guards
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import ROOT, Wrapped
+from rank_pool import RankPools, Ranks
 from torch import nn
 
 
@@ -19,72 +18,60 @@ def pytest_runtest_setup(item):
         pytest.skip("needs a CUDA device")
 
 
+# Several processes
+
+
+@pytest.fixture(scope="session")
+def rank_pools():
+    """The processes in which tests marked `ranks` run."""
+    pools = RankPools()
+    yield pools
+    pools.end()
+
+
+@pytest.fixture(autouse=True)
+def ranks(request):
+    """Which processes a test marked `ranks` runs on."""
+    return getattr(request, "param", None)
+
+
+def pytest_generate_tests(metafunc):
+    """Make an item of a test marked `ranks` for each group of processes; on GPUs where there are as many."""
+    mark = metafunc.definition.get_closest_marker("ranks")
+    if mark is None:
+        return
+    found = [pytest.param(Ranks(n)) for n in mark.args]
+    found += [pytest.param(Ranks(n), marks=pytest.mark.slow) for n in mark.kwargs.get("slow", ())]
+    if n := mark.kwargs.get("torchrun"):
+        found.append(pytest.param(Ranks(n, launcher="torchrun"), marks=pytest.mark.slow))
+    if torch.cuda.device_count() >= (n := mark.kwargs.get("gpus", 0)) > 0:
+        found.append(pytest.param(Ranks(n, gpus=True), marks=pytest.mark.gpu))
+    metafunc.parametrize("ranks", found, indirect=True, ids=str)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Call a test marked `ranks` on all of them, not here."""
+    if pyfuncitem.get_closest_marker("ranks") is None:
+        return None
+    values = pyfuncitem.funcargs
+    values["rank_pools"].run(
+        values["ranks"],
+        pyfuncitem.function,
+        filters=[text for mark in pyfuncitem.iter_markers("filterwarnings") for text in mark.args],
+        **{name: values[name] for name in inspect.signature(pyfuncitem.function).parameters},
+    )
+    return True
+
+
 # The guards
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind():
+def nothing_left_behind(rank_pools):
     """Fail a test that leaves environment variables, processes, a process group or a global setting behind."""
-    before = _globals()
-    children = set(psutil.Process().children(recursive=True))
-    yield
-    left = [p for p in psutil.Process().children(recursive=True) if p not in children and _is_running(p)]
-    names = [_command(p) for p in left]
-    for process in left:
-        process.kill()
-    joined = dist.is_initialized()
-    if joined:
-        dist.destroy_process_group()
-    after = _globals()
-    _put_back(before)
-    changed = {
-        name: (before.get(name), after.get(name)) for name in before | after if before.get(name) != after.get(name)
-    }
-    assert not changed, f"the test left these changed (before, after): {changed}"
-    assert not names, f"the test left these processes: {names}"
-    assert not joined, "the test left a process group"
-
-
-# torch notes the place of its cache when a compiler is first asked for.
-_NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-
-
-def _globals():
-    env = {f"${name}": value for name, value in os.environ.items() if name not in _NOT_OURS}
-    return env | {
-        "gradients": torch.is_grad_enabled(),
-        "default type": torch.get_default_dtype(),
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "Ctrl-C": signal.getsignal(signal.SIGINT),
-    }
-
-
-def _put_back(before):
-    for name in list(os.environ):
-        if f"${name}" not in before and name not in _NOT_OURS:
-            del os.environ[name]
-    os.environ.update({name[1:]: value for name, value in before.items() if name.startswith("$")})
-    torch.set_grad_enabled(before["gradients"])
-    torch.set_default_dtype(before["default type"])
-    torch.use_deterministic_algorithms(before["deterministic"])
-    if before["Ctrl-C"] is not None:
-        signal.signal(signal.SIGINT, before["Ctrl-C"])
-
-
-def _is_running(process):
-    try:
-        # Python's own helper for shared memory lives as long as the process that made it.
-        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in _command(process)
-    except psutil.Error:
-        return False
-
-
-def _command(process):
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
+    with guards.nothing_left_behind(allowed=rank_pools.processes):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -96,9 +83,7 @@ def in_tmp_path(nothing_left_behind, tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def seeded():
     """Every test starts with the same random numbers."""
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
+    guards.seed()
 
 
 @pytest.fixture(scope="session", autouse=True)

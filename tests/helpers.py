@@ -1,8 +1,10 @@
 """Small models, data and callbacks for the tests."""
 
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -114,6 +116,15 @@ def raising(event, error, when=lambda cb: True, **kwargs):
 def notes(error):
     """The notes of an exception."""
     return list(getattr(error, "__notes__", []))
+
+
+@contextmanager
+def raises(error, *parts):
+    """Like pytest.raises: each part must be in the error's message or notes, to the letter."""
+    with pytest.raises(error) as caught:
+        yield
+    text = "\n".join([str(caught.value), *notes(caught.value)])
+    assert all(part in text for part in parts), text
 
 
 def python():

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -28,19 +30,26 @@ def run_script(
 ) -> str:
     """Run a script of tests/scripts to its end and return what it printed; a failure shows its output."""
     command = [*WAYS[way](nproc), str(SCRIPTS / script), *map(str, args)]
-    # Where the tests run in the background of a shell, SIGINT is ignored, and so it would be in the script.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        done = subprocess.run(command, env=environment(gpus), capture_output=True, text=True, timeout=timeout)
+        with hearing_ctrl_c():
+            done = subprocess.run(command, env=environment(gpus), capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired as late:
         printed = [text.decode() for text in (late.stdout, late.stderr) if text]
         raise AssertionError("\n".join([f"{script} on {nproc} processes took over {timeout} s", *printed])) from None
-    finally:
-        signal.signal(signal.SIGINT, before)
     assert done.returncode == 0, (
         f"{script} on {nproc} processes ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     )
     return without_chatter(done.stdout) + without_chatter(done.stderr)
+
+
+@contextmanager
+def hearing_ctrl_c() -> Iterator[None]:
+    """Start processes in here that do not ignore SIGINT, as they would where a shell runs the tests in background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 CHATTER = (

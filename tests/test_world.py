@@ -1,16 +1,20 @@
-"""Facts, collectives and seeds on one process; scripts/behaviour.py has them on several."""
+"""Facts, collectives and seeds on one process and on several."""
 
+import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from launching import run_script
+from helpers import raises
 from servers import FOREIGN, serving
 
 from learnerkit import on_rank0, rank0_first, set_seed, world
@@ -74,6 +78,56 @@ def test_a_local_rank_without_an_accelerator_is_told_what_there_is(monkeypatch):
         world.default_device()
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert world.default_device() == torch.device("cuda", 1)
+
+
+# On several ranks
+
+on_ranks = pytest.mark.ranks(2, slow=[3], torchrun=2)
+
+
+@on_ranks
+def test_collectives_on_several_ranks():
+    rank, n = world.rank(), world.world_size()
+    assert world.all_gather(rank) == list(range(n))
+    assert [int(t) for t in world.all_gather(torch.tensor(rank))] == list(range(n))
+    assert world.reduce(rank + 1) == n * (n + 1) // 2
+    assert world.reduce(float(rank), "mean") == (n - 1) / 2
+    assert world.reduce(torch.tensor([rank, -rank]), "max").tolist() == [n - 1, 0]
+    assert world.reduce(rank, "min") == 0
+    assert world.broadcast({"from": rank}) == {"from": 0}
+    assert world.broadcast(torch.tensor(rank)).item() == 0
+    pieces = [(i, torch.full((i % 3, 2), i)) for i in range(7) if i % n == rank]
+    whole = world.gather_pieces(pieces)
+    assert [t.shape[0] for t in whole] == [i % 3 for i in range(7)]
+    assert (world.gather_pieces(pieces, "rank0") is not None) == (rank == 0)
+    assert not world.same_everywhere(rank)
+    assert world.same_everywhere([1, 2])
+    world.barrier()
+    with world.no_collectives("the test"), raises(RuntimeError, "the test called world.reduce"):
+        world.reduce(1)
+
+
+@on_ranks
+def test_rank_0_goes_first_and_its_error_reaches_the_others():
+    file = Path("first")
+    was_there = rank0_first(lambda: (file.exists(), file.touch())[0])
+    assert was_there == (world.rank() > 0)
+
+    @rank0_first(per_node=True)
+    def second(name, suffix=""):
+        path = Path(name + suffix)
+        found = path.exists()
+        path.touch()
+        return found
+
+    assert second("second", suffix="!") == (world.rank() > 0)
+
+    def fails():
+        raise OSError("no such host")
+
+    with raises(OSError if world.is_main() else RuntimeError, "no such host"):
+        rank0_first(fails)
+    assert on_rank0(lambda: world.rank())() == (0 if world.is_main() else None)
 
 
 # Where the processes meet
@@ -172,9 +226,22 @@ def test_streams_of_one_seed_are_far_apart():
     assert all(0 <= s < 2**63 for s in seeds)
 
 
-@pytest.mark.slow
-def test_children_forked_after_collectives_come_to_life():
-    run_script("forks.py", 1000, nproc=3)
+@on_ranks
+@pytest.mark.parametrize("children", [10, pytest.param(1000, marks=pytest.mark.soak)])
+def test_children_forked_after_collectives_come_to_life(children):
+    """As the workers of a loader must."""
+    for number in range(children):
+        for _ in range(3):
+            world.all_gather({"a": number})
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        end = time.monotonic() + 10
+        while os.waitpid(child, os.WNOHANG)[0] == 0:
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+                raise AssertionError(f"child {number} did not start")
+            time.sleep(0.0002)
 
 
 @pytest.mark.filterwarnings("error")

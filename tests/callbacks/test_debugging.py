@@ -15,7 +15,6 @@ from helpers import (
     make_model,
     raising,
 )
-from launching import run_script
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -225,10 +224,3 @@ def test_pretended_dataparallel(two_gpus):
     assert type(learn.model) is nn.Sequential
     learn = make_learner(make_dls(8, 4, 4, data=make_classes), make_model(n_out=2), nn.CrossEntropyLoss()).to_parallel()
     assert not learn.check()
-
-
-# Several processes
-
-
-def test_two_processes_equal_one_and_find_each_others_problems():
-    assert "all well" in run_script("debugging.py", nproc=2)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT, make_data, make_dls, make_learner, raising, same_weights, weights
-from launching import run_script
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -359,11 +358,6 @@ def test_with_data_parallel(two_gpus):
         found = learn.lr_find(num_it=30)
     assert found == learner().lr_find(num_it=30)
     assert same_weights(before, learn.model)
-
-
-def test_on_two_processes_it_is_the_same():
-    """With schedules, freezing and what is counted in steps: scripts/training.py."""
-    assert "all well" in run_script("training.py", nproc=2)
 
 
 # The plot

@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 from helpers import make_classes, make_data, make_dls, make_learner, make_model, raising, same_weights, spy, weights
-from launching import run_script
 from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
@@ -708,13 +707,6 @@ def test_what_compile_refuses():
     with pytest.raises(RuntimeError, match="indutor"):
         learn.fit(1)
     assert learn.model._compiled_call_impl is None
-
-
-# Several processes
-
-
-def test_two_processes():
-    assert "all well" in run_script("precision.py", nproc=2)
 
 
 # With a GPU

@@ -19,7 +19,6 @@ from helpers import (
     same_weights,
     weights,
 )
-from launching import run_script
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -707,7 +706,7 @@ def test_on_an_accelerator_the_mean_of_nothing_counts_nothing(far_away):
     assert len(learn.recorder.values) == 2
 
 
-# NodeGroup with the rest
+# Together with the rest
 
 
 def test_what_is_said_stands_between_rows(capsys):
@@ -733,56 +732,6 @@ def test_with_data_parallel(two_gpus):
     with learn.parallel_ctx(), learn.no_logging():
         learn.fit(2, cbs=Spoil(epoch=0, step=0))
     assert same_weights(learn.model, before)
-
-
-@pytest.fixture(scope="module")
-def by_ranks(tmp_path_factory):
-    """What scripts/tracking.py reports, by the number of processes: of each rank, and what was printed."""
-    out = tmp_path_factory.mktemp("tracking")
-    printed = {n: run_script("tracking.py", out, nproc=n, way="python" if n == 1 else "launch") for n in (1, 2)}
-    return {n: ([torch.load(out / f"{n}-{r}.pt", weights_only=True) for r in range(n)], printed[n]) for n in (1, 2)}
-
-
-@pytest.mark.parametrize("job", ["stop", "save", "reduce", "own column", "in mid-epoch"])
-def test_ranks_decide_as_one_process(by_ranks, job):
-    (alone,), _ = by_ranks[1]
-    for rank in by_ranks[2][0]:
-        torch.testing.assert_close(rank[job], alone[job], rtol=1e-11, atol=1e-12)
-    a, b = (rank[job]["weights"] for rank in by_ranks[2][0])
-    assert same_weights(a, b)
-
-
-def test_the_best_reaches_machines_without_the_file(by_ranks):
-    """A file system for each rank: one has no such file, or an older one of the same name."""
-    ranks, _ = by_ranks[2]
-    (alone,), _ = by_ranks[1]
-    for rank in ranks:
-        torch.testing.assert_close(rank["elsewhere"], alone["elsewhere"], rtol=1e-11, atol=1e-12)
-    assert same_weights(*(rank["elsewhere"]["weights"] for rank in ranks))
-    assert same_weights(ranks[0]["elsewhere"]["weights"], ranks[0]["save"]["weights"])
-
-
-def test_what_ranks_decide_depends_on_all_of_them(by_ranks):
-    (alone,), _ = by_ranks[1]
-    assert 2 < len(alone["stop"]["values"]) < 30
-    assert len(set(alone["reduce"]["rates"])) > 2
-
-
-def test_one_ranks_nan_ends_all(by_ranks):
-    ranks, printed = by_ranks[2]
-    for rank in ranks:
-        assert rank["nan"]["at"] == (1, 6 + 2)
-        assert rank["nan"]["rows"] == 1
-    assert same_weights(ranks[0]["nan"]["weights"], ranks[1]["nan"]["weights"])
-    assert all(w.isfinite().all() for w in ranks[0]["nan"]["weights"].values())
-    assert printed.count("the training loss of step") == 1
-    assert "epoch 1: the training loss of step 2 on rank 1 is nan: stopping" in printed.splitlines()
-
-
-def test_ranks_say_it_once(by_ranks):
-    for n in (1, 2):
-        assert by_ranks[n][1].count("no better valid_loss") == by_ranks[1][1].count("no better valid_loss") > 1
-        assert by_ranks[n][1].count("loaded the best model") == 4
 
 
 # On a GPU

@@ -1,35 +1,546 @@
-"""Ranks that leave together, on real processes: cancels, errors, standstills."""
+"""Ranks that leave together, on real processes: cancels, Ctrl-C, errors, standstills; and the next fit works."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 import torch
-from launching import SCRIPTS, environment, in_time, run_script
+import torch.distributed as dist
+from launching import SCRIPTS, environment, in_time
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import learnerkit
+from learnerkit import (
+    Callback,
+    CancelBackwardException,
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+    CancelStepException,
+    CancelTrainException,
+    CancelValidException,
+    DataLoaders,
+    Event,
+    GradientAccumulation,
+    Learner,
+    PeerError,
+    world,
+)
+from learnerkit.events import INNER_EVENTS
+from learnerkit.parallel.loaders import split_evenly
+
+on_ranks = pytest.mark.ranks(2, slow=[3], gpus=2)  # two GPUs: NCCL has not been tried so far
+
+RANK, N = world.rank(), world.world_size()
+LAST = N - 1
+EVENTS = [str(e) for e in Event if e.startswith(("before_", "after_")) and "cancel" not in e and e != "after_create"]
+TRAINING_ONLY = ("before_backward", "after_backward", "before_step", "after_step")
+OPTIONS = {"split_batches": True, "timeout": 60, "sync_bn": False}
+SOON = 15  # seconds, where none waits for that timeout; a second on an idle machine
 
 
-@pytest.mark.parametrize("part", ["cancels", "numbers", "others", "late", "errors", "alone"])
-def test_two_ranks_leave_together(part):
-    assert run_script("agreement.py", part, nproc=2).rstrip().endswith("all well")
+def make_data(n):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, (x.sum(1) > 0).long())
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_three_ranks_leave_together_whatever_the_order():
-    assert run_script("agreement.py", "all", nproc=3, timeout=3500).rstrip().endswith("all well")
+def make_learner(cbs=None, norm=False, **kwargs):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 8), nn.Tanh(), *([nn.BatchNorm1d(8)] if norm else []), nn.Linear(8, 2)]
+    dls = DataLoaders.from_datasets(make_data(40), make_data(11), bs=8)
+    options = {"opt_func": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9), "lr": 0.1} | kwargs
+    return Learner(dls, nn.Sequential(*layers).double(), nn.CrossEntropyLoss(), cbs=cbs, **options)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("part", ["cancels", "late", "errors", "alone"])
-def test_two_gpus_leave_together(part):
-    # NCCL: not run on a machine with two GPUs so far.
-    assert run_script("agreement.py", part, nproc=2, gpus=True).rstrip().endswith("all well")
+class Do(Callback):
+    """Does something once, on some ranks, at an event: in the second batch of the first epoch if it is of a batch."""
+
+    def __init__(self, event, action, ranks=(LAST,), training=True, order=0):
+        super().__init__(order=order, **{event: lambda self: self.act()})
+        self.event, self.action, self.ranks, self.in_training, self.done = event, action, ranks, training, False
+
+    def act(self):
+        learn = self.learn
+        if self.done or RANK not in self.ranks:
+            return
+        if self.event in INNER_EVENTS and (learn.training, learn.epoch, learn.iter) != (self.in_training, 0, 1):
+            return
+        self.done = True
+        self.action()
 
 
-CASES = {
+def throw(error):
+    def action():
+        raise error
+
+    return action
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def weights(learn):
+    return [p.detach().clone() for p in learn.model.parameters()]
+
+
+def fit(learn, epochs=2, **options):
+    """(error or None, seconds) of a fit."""
+    start, error = time.monotonic(), None
+    try:
+        with learn.distrib_ctx(**OPTIONS | options), learn.no_logging():
+            learn.fit(epochs)
+    except (Exception, KeyboardInterrupt) as e:
+        error = e
+    return error, time.monotonic() - start
+
+
+def check_after(learn, alike=True, took=0.0):
+    """The ranks agree on everything, and can go on."""
+    assert took < SOON, took
+    assert learn._agreement is None
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if alike:
+        facts = (str(weights(learn)), learn.recorder.values, learn.recorder.losses, learn.recorder.iters)
+        assert world.same_everywhere(facts), facts
+        assert all(p.grad is None for p in learn.model.parameters())
+    learn.remove_cbs(Do)
+    error, _ = fit(learn, 1)
+    assert error is None, error
+    assert world.same_everywhere(str(weights(learn)))
+    assert len(learn.recorder.values) == 1
+
+
+# Cancels
+
+
+CANCELS = [CancelFitException, CancelEpochException, CancelTrainException, CancelValidException, KeyboardInterrupt]
+WHEN = [(event, True) for event in EVENTS] + [
+    (event, False) for event in EVENTS if event in INNER_EVENTS and event not in TRAINING_ONLY
+]
+
+
+def kinds(*classes):
+    """Parametrize by the names of exceptions."""
+    return pytest.mark.parametrize("kind", [kind.__name__ for kind in classes])
+
+
+def exception(name):
+    return KeyboardInterrupt if name == "KeyboardInterrupt" else getattr(learnerkit, name)
+
+
+def action_of(kind):
+    return interrupt if kind is KeyboardInterrupt else throw(kind())
+
+
+@on_ranks
+@kinds(*CANCELS)
+@pytest.mark.parametrize(
+    ("event", "training"), WHEN, ids=[event + ("" if training else " of validation") for event, training in WHEN]
+)
+@pytest.mark.parametrize("order", [0, pytest.param(70, marks=pytest.mark.slow)], ids="order {}".format)
+def test_a_cancel_at_any_event_ends_all_ranks_alike(kind, event, training, order):
+    kind = exception(kind)
+    learn = make_learner(Do(event, action_of(kind), training=training, order=order))
+    error, took = fit(learn)
+    errors = world.all_gather(type(error).__name__)
+    assert len(set(errors)) == 1, errors
+    # What no level takes comes out, as on one process.
+    assert errors[0] in ("NoneType", kind.__name__), errors
+    if kind is CancelFitException:
+        assert error is None
+    check_after(learn, took=took, alike=error is None)
+
+
+@on_ranks
+def test_a_cancel_in_a_cleanup():
+    learn = make_learner(Do("cleanup_train", throw(CancelFitException())))
+    error, took = fit(learn)
+    assert error is None, error
+    check_after(learn, took=took)
+
+
+@on_ranks
+@pytest.mark.parametrize("event", ["before_batch", "after_pred", "after_backward", "after_batch"])
+def test_a_cancel_in_the_middle_of_a_group_of_batches(event):
+    learn = make_learner([Do(event, throw(CancelTrainException())), GradientAccumulation(n_batches=4)])
+    error, took = fit(learn)
+    assert error is None, error
+    check_after(learn, took=took)
+
+
+class Late(Callback):
+    """Flags are read a step later, as on an accelerator."""
+
+    order = 12  # after the DistributedCallback
+
+    def before_train(self):
+        self.learn._gradient.reads_late = True
+
+
+@on_ranks
+@kinds(CancelFitException, CancelEpochException, CancelTrainException, KeyboardInterrupt, CancelBatchException)
+@pytest.mark.parametrize("event", [event for event in EVENTS if event in INNER_EVENTS])
+def test_where_the_host_must_not_wait_for_the_device_all_leave_a_step_later(kind, event):
+    learn = make_learner([Do(event, action_of(exception(kind))), Late()])
+    error, took = fit(learn)
+    errors = world.all_gather(type(error).__name__)
+    assert set(errors) <= {"NoneType", "KeyboardInterrupt"}, errors
+    assert len(set(errors)) == 1, errors
+    check_after(learn, took=took, alike=error is None)
+
+
+class Meets(Callback):
+    """Talks to the other ranks after each training batch, and validates in the middle of training."""
+
+    order = 20
+
+    def after_batch(self):
+        if self.training:
+            world.reduce(1)
+            if self.iter == 1:
+                self.learn.validate()
+
+
+@on_ranks
+@kinds(CancelFitException, CancelTrainException, CancelBatchException, KeyboardInterrupt)
+@pytest.mark.parametrize("event", ["after_batch", "after_step", "before_step"])
+@pytest.mark.parametrize("late", [False, True], ids=["read at once", "read late"])
+def test_a_cancel_before_a_collective_of_the_users_own(kind, event, late):
+    learn = make_learner([Do(event, action_of(exception(kind)), order=5), Meets(), *([Late()] if late else [])])
+    error, took = fit(learn)
+    assert type(error) in (type(None), KeyboardInterrupt), error
+    check_after(learn, took=took, alike=error is None)
+
+
+# What is stepped
+
+
+def assert_equals_alone(make, epochs):
+    """The learner that `make` makes ends with the same weights on all ranks together and on one process."""
+    found = []
+    for way in (fit, lambda learn, epochs: learn.fit(epochs)):
+        learn = make()
+        with warnings.catch_warnings(), learn.no_logging():
+            warnings.simplefilter("ignore")  # each process trains alone here, which is meant
+            way(learn, epochs)
+        found.append(weights(learn))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def by_hand(steps):
+    """The weights after SGD steps with the given samples each; an empty step is not taken."""
+    learn = make_learner()
+    opt = torch.optim.SGD(learn.model.parameters(), lr=0.1, momentum=0.9)
+    x, y = learn.dls.train_ds.tensors
+    for rows in steps:
+        if len(rows):
+            nn.functional.cross_entropy(learn.model(x[rows]), y[rows]).backward()
+            opt.step()
+            opt.zero_grad()
+    return weights(learn)
+
+
+def seen_steps():
+    """The samples of each step, as one process sees them."""
+    rows = []
+    x = make_data(40).tensors[0]
+
+    class Seen(Callback):
+        def before_batch(self):
+            if self.training:
+                rows.append([(x == row).all(1).nonzero().item() for row in self.xb[0]])
+
+    learn = make_learner(Seen())
+    with learn.no_logging(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each process trains alone here, which is meant
+        learn.fit(1)
+    return rows
+
+
+def leaves(kind, event, expected, order=0, ranks=(LAST,)):
+    """One epoch in which `ranks` raise at that event ends with the expected weights."""
+    learn = make_learner(Do(event, throw(exception(kind)()), order=order, ranks=ranks))
+    error, _ = fit(learn, 1)
+    assert error is None, error
+    for a, b in zip(weights(learn), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def cases(*found):
+    """Parametrize by (exception, event), and by the callback's order."""
+    names = [(kind.__name__, event) for kind, events in found for event in events]
+
+    def mark(test):
+        test = pytest.mark.parametrize(("kind", "event"), names, ids=[" in ".join(pair) for pair in names])(test)
+        return pytest.mark.parametrize("order", [0, 70], ids="order {}".format)(test)
+
+    return mark
+
+
+@on_ranks
+@cases(
+    (CancelBatchException, ["before_batch", "after_pred", "after_loss", "before_backward"]),
+    (CancelBackwardException, ["before_backward"]),
+)
+def test_the_part_of_a_rank_that_leaves_its_batch_weighs_nothing(kind, event, order):
+    steps = seen_steps()
+    steps[1] = sum(split_evenly(steps[1], N, 1)[:LAST], [])
+    leaves(kind, event, by_hand(steps), order)
+
+
+@on_ranks
+@cases(
+    (CancelBatchException, ["after_backward", "before_step", "after_step"]),
+    (CancelStepException, ["before_step"]),
+)
+def test_gradients_that_are_reduced_before_the_cancel_are_stepped(kind, event, order):
+    leaves(kind, event, by_hand(seen_steps()), order)
+
+
+@on_ranks
+@cases(
+    (CancelFitException, ["before_batch", "after_loss", "before_step", "after_step", "after_batch"]),
+)
+def test_a_cancelled_fit_has_made_its_whole_steps(kind, event, order):
+    done = 1 if event in ("before_batch", "after_loss") else 2
+    leaves(kind, event, by_hand(seen_steps()[:done]), order)
+
+
+@on_ranks
+@pytest.mark.parametrize(
+    ("kind", "event"),
+    [
+        ("CancelBatchException", "before_batch"),
+        ("CancelStepException", "before_step"),
+        ("CancelFitException", "before_step"),
+    ],
+)
+def test_what_all_ranks_cancel_is_as_on_one_process(kind, event):
+    steps = seen_steps()
+    expected = steps[:1] if kind == "CancelFitException" else steps[:1] + steps[2:]
+    leaves(kind, event, by_hand(expected), ranks=tuple(range(N)))
+
+
+@on_ranks
+def test_flags_that_are_read_late_change_no_number():
+    learn = make_learner(Late())
+    error, _ = fit(learn, 1)
+    assert error is None, error
+    for a, b in zip(weights(learn), by_hand(seen_steps()), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+class Accumulate(Callback):
+    """Accumulation as users write it: no step after every other batch."""
+
+    def after_backward(self):
+        if self.iter % 2 == 0:
+            raise CancelBatchException
+
+
+@on_ranks
+@pytest.mark.parametrize("weight", [None, (0.2, 0.9)], ids=["mean", "class weights"])
+def test_accumulation_by_cancels_is_that_of_one_process(weight):
+    def accumulating():
+        learn = make_learner(Accumulate())
+        weighs = None if weight is None else torch.tensor(weight, dtype=torch.float64)
+        learn.loss_func = nn.CrossEntropyLoss(weight=weighs)
+        return learn
+
+    assert_equals_alone(accumulating, epochs=1)
+
+
+class Clip(Callback):
+    """Changes gradients late in `before_step`."""
+
+    order = 60
+
+    def before_step(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+
+
+@on_ranks
+@pytest.mark.parametrize(
+    ("kind", "event"), [("CancelStepException", "before_step"), ("CancelBatchException", "after_backward")]
+)
+def test_other_callbacks_go_on_with_what_a_cancel_has_stopped_on_one_rank(kind, event):
+    kind = exception(kind)
+    learn = make_learner([Do(event, throw(kind())), Clip()])
+    error, took = fit(learn)
+    assert error is None, error
+    check_after(learn, took=took)
+    everyone = tuple(range(N))
+    assert_equals_alone(lambda: make_learner([Do(event, throw(kind()), ranks=everyone), Clip()]), epochs=2)
+
+
+class Flat(nn.Module):
+    """A model that cannot run on a batch without samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2).double()
+
+    def forward(self, x):
+        return self.linear(x.view(x.size(0), 2, -1).view(x.size(0), -1))
+
+
+@on_ranks
+def test_a_model_that_cannot_run_without_samples_is_trained_as_on_one_process():
+    def flat():
+        torch.manual_seed(0)
+        dls = DataLoaders.from_datasets(make_data(8 * N + 1), bs=8)
+        return Learner(dls, Flat(), nn.CrossEntropyLoss(), opt_func=torch.optim.SGD, lr=0.1)
+
+    assert_equals_alone(flat, epochs=2)
+
+
+# Errors
+
+
+class Waits(Callback):
+    """Meets the other ranks in a collective of the user's own."""
+
+    order = 5
+
+    def before_batch(self):
+        if self.training:
+            dist.all_reduce(torch.ones(1))
+
+
+def ends_in_boom(event, learn):
+    """All ranks end soon: the last one with its own error, the others with one that says where and why."""
+    error, took = fit(learn)
+    if RANK == LAST:
+        assert type(error) is ValueError, error
+    else:
+        assert type(error) is PeerError, repr(error)
+        step = 1 if event in INNER_EVENTS else 0
+        text = str(error)
+        assert text.startswith(f"rank {LAST} failed in {event} of Do (epoch "), text
+        assert "): ValueError: boom\n" in text, text
+        assert event not in INNER_EVENTS or f"(epoch 0, step {step})" in text, text
+    check_after(learn, took=took, alike=False)
+
+
+@on_ranks
+@pytest.mark.parametrize("event", EVENTS)
+def test_an_error_at_any_event_ends_all_ranks(event):
+    ends_in_boom(event, make_learner(Do(event, throw(ValueError("boom")))))
+
+
+@on_ranks
+def test_an_error_in_validation_ends_all_ranks():
+    ends_in_boom("before_batch", make_learner(Do("before_batch", throw(ValueError("boom")), training=False)))
+
+
+@on_ranks
+def test_an_error_ends_ranks_that_wait_for_buffers():
+    ends_in_boom("before_batch", make_learner(Do("before_batch", throw(ValueError("boom"))), norm=True))
+
+
+@on_ranks
+def test_an_error_ends_ranks_that_wait_in_a_collective_of_the_users_own():
+    ends_in_boom("before_batch", make_learner([Do("before_batch", throw(ValueError("boom"))), Waits()]))
+
+
+class Broken(nn.Linear):
+    """Fails on the last rank in the fourth batch."""
+
+    calls = 0
+
+    def forward(self, x):
+        if self.training and RANK == LAST and self.calls == 3:
+            raise ZeroDivisionError("in the model")
+        self.calls += 1
+        return super().forward(x)
+
+
+@on_ranks
+def test_an_error_in_the_model_ends_all_ranks():
+    learn = make_learner()
+    learn.model[0] = Broken(4, 8).double()
+    error, took = fit(learn)
+    assert took < SOON
+    assert type(error) is (ZeroDivisionError if RANK == LAST else PeerError), error
+    assert RANK == LAST or f"rank {LAST} failed" in str(error)
+    assert RANK == LAST or "ZeroDivisionError: in the model" in str(error)
+
+
+@on_ranks
+@pytest.mark.parametrize("event", ["cleanup_fit", "cleanup_train"])
+def test_an_error_in_a_cleanup_ends_ranks_that_are_through_with_everything_else(event):
+    learn = make_learner(Do(event, throw(ValueError("boom"))))
+    error, took = fit(learn)
+    assert type(error) is (ValueError if RANK == LAST else PeerError), error
+    check_after(learn, took=took, alike=False)
+
+
+@on_ranks
+def test_the_same_error_on_all_ranks_is_every_ranks_own():
+    learn = make_learner(Do("after_loss", throw(ValueError("boom")), ranks=tuple(range(N))))
+    error, took = fit(learn)
+    assert (type(error), took < SOON) == (ValueError, True), error
+    check_after(learn, alike=False)
+
+
+# Callbacks of rank 0 alone
+
+
+class Alone(Callback):
+    """Runs on rank 0 alone, where it makes a call after each step."""
+
+    rank0_only = True
+
+    def __init__(self, call=None):
+        super().__init__()
+        self.call, self.ran = call, []
+
+    def before_fit(self):
+        self.ran.append(RANK)
+
+    def after_step(self):
+        if self.call is not None:
+            self.call()
+
+
+COLLECTIVES = {
+    "world.barrier": world.barrier,
+    "torch.distributed (allreduce_)": lambda: dist.all_reduce(torch.ones(1)),
+    "torch.distributed (barrier)": dist.barrier,
+}
+
+
+@on_ranks
+def test_a_callback_of_rank_0_alone_runs_there_only():
+    learn = make_learner(alone := Alone())
+    error, _ = fit(learn)
+    assert error is None, error
+    assert alone.ran == ([0] if RANK == 0 else [])
+
+
+@on_ranks
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_callback_of_rank_0_alone_may_not_communicate_by_whatever_name(name):
+    learn = make_learner(Alone(COLLECTIVES[name]))
+    error, took = fit(learn)
+    assert took < SOON
+    assert f"Alone.after_step called {name}" in str(error), error
+    assert type(error) is (RuntimeError if RANK == 0 else PeerError)
+
+
+# Standstills, each in processes of its own
+
+
+STANDSTILLS = {
     "stop": ("silent", "rank 1 came to a standstill in before_batch of Standstill (epoch 0, step 5): it is silent"),
     "slow": ("slow", "rank 1 came to a standstill in before_batch of Standstill (epoch 0, step 5): it is slow"),
     "wait": ("waits", "all ranks wait, in different calls"),
@@ -38,7 +549,7 @@ CASES = {
 
 @pytest.mark.parametrize("how", ["stop", "slow", "wait"])
 def test_a_standstill_is_explained_and_ends_the_run(how):
-    state, error = CASES[how]
+    state, error = STANDSTILLS[how]
     text = standstill(how, 1)
     assert re.search(r"rank 0 waits +\d+ s since before_batch of \w+ \(epoch 0, step 5\)", text), text
     assert re.search(rf"rank 1 {state} +\d+ s since before_batch of Standstill \(epoch 0, step 5\)", text), text

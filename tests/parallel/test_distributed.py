@@ -1,4 +1,4 @@
-"""DistributedCallback with real processes, and what it is on one."""
+"""DistributedCallback on one process, and in processes that no launcher has started."""
 
 import pytest
 from helpers import make_learner
@@ -6,11 +6,6 @@ from launching import run_script
 
 from learnerkit import DistributedCallback
 from learnerkit.parallel.loaders import rank_loader
-
-
-@pytest.mark.parametrize(("nproc", "way"), [(2, "launch"), (3, "launch"), (2, "torchrun")])
-def test_promises(nproc, way, tmp_path):
-    assert run_script("behaviour.py", tmp_path, nproc=nproc, way=way).rstrip().endswith("all well")
 
 
 def test_under_mp_spawn(tmp_path):

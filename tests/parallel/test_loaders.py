@@ -7,7 +7,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from launching import run_script
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -423,7 +422,3 @@ def test_a_loader_can_be_read_in_the_middle_of_itself_and_again_after_a_break(mo
     assert inner == whole
     next(iter(shared))
     assert read() == whole
-
-
-def test_fits_on_three_processes_see_what_one_process_sees():
-    assert run_script("seen.py", nproc=3).rstrip().endswith("all well")

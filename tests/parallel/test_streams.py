@@ -1,9 +1,179 @@
-"""Iterable datasets: what scripts/streams.py finds on several ranks."""
+"""Iterable datasets on several ranks: every sample where it belongs, and no rank waits for another's data."""
+
+import warnings
 
 import pytest
-from launching import run_script
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, accuracy, world
+
+pytestmark = pytest.mark.ranks(2, slow=[3])
+
+RANK, N = world.rank(), world.world_size()
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_iterable_datasets(nproc):
-    assert run_script("streams.py", nproc=nproc).rstrip().endswith("all well")
+class Stream(IterableDataset):
+    """n samples whose first number is their place; `shuffled` by the global generator."""
+
+    def __init__(self, n, shuffled=False, aware=False):
+        self.n, self.shuffled, self.aware = n, shuffled, aware
+
+    def __iter__(self):
+        info = get_worker_info()
+        step = info.num_workers if self.aware and info else 1
+        first = info.id if self.aware and info else 0
+        order = torch.randperm(self.n).tolist() if self.shuffled else range(self.n)
+        for i in list(order)[first::step]:
+            x = torch.tensor([i, i % 3, i % 5, 1.0], dtype=torch.float64) / 10
+            yield x, torch.tensor(i % 2)
+
+
+class Sized(Stream):
+    def __len__(self):
+        return self.n
+
+
+class OwnPart(IterableDataset):
+    """A dataset that gives each rank its own part: rank r has sizes[r] samples."""
+
+    def __init__(self, sizes):
+        self.n = sizes[RANK]
+
+    def __iter__(self):
+        for i in range(self.n):
+            yield torch.full((4,), float(i), dtype=torch.float64), torch.tensor(i % 2)
+
+
+class Seen(Callback):
+    """The samples of each training step on this rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def before_batch(self):
+        if self.training:
+            self.steps.append((self.xb[0][: self.batch_size, 0] * 10).round().int().tolist())
+
+
+def make_learner(train, valid=None, bs=4, workers=0, **kwargs):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    loaders = [DataLoader(train, batch_size=bs, num_workers=workers)]
+    if valid is not None:
+        loaders.append(DataLoader(valid, batch_size=4, num_workers=workers))
+    return Learner(DataLoaders(*loaders), model, nn.CrossEntropyLoss(), opt_func=torch.optim.SGD, lr=0.1, **kwargs)
+
+
+def fit(learn, epochs=2, **options):
+    """The warnings of a fit."""
+    with warnings.catch_warnings(record=True) as caught, learn.distrib_ctx(**options), learn.no_logging():
+        warnings.simplefilter("always")
+        learn.fit(epochs)
+    assert len(set(map(str, world.all_gather([p.tolist() for p in learn.model.parameters()])))) == 1, "ranks differ"
+    return [str(w.message) for w in caught if "ended after step" in str(w.message)]
+
+
+def together(seen):
+    """The samples of each step of all ranks."""
+    everyone = world.all_gather(seen.steps)
+    assert len({len(steps) for steps in everyone}) == 1
+    return [sorted(sum(ranks, [])) for ranks in zip(*everyone, strict=True)]
+
+
+def fit_alone(learn, epochs=2):
+    """A fit of this process by itself, like those of the others."""
+    learn.logger = lambda row: None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        learn.fit(epochs)
+
+
+def same_weights(alone, learn):
+    for a, b in zip(alone.model.parameters(), learn.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def batches(n, size):
+    return [list(range(n))[i : i + size] for i in range(0, n, size)]
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["batches cut", "batches per rank"])
+@pytest.mark.parametrize(("n", "workers", "aware"), [(23, 0, False), (23, 2, False), (22, 2, True), (3, 0, False)])
+def test_joined_ranks_use_all_data_in_the_batches_of_one_process(n, workers, aware, split):
+    """Weights and losses are those of one process, too."""
+    seen = Seen()
+    learn = make_learner(Stream(n, aware=aware), Stream(11), workers=workers, cbs=seen, metrics=accuracy)
+    assert fit(learn, split_batches=split, uneven="join") == []
+    size = 4 if split else 4 * N
+    assert together(seen) == batches(n, size) * 2, together(seen)
+    alone = make_learner(Stream(n), Stream(11), bs=size, metrics=accuracy)
+    fit_alone(alone)
+    same_weights(alone, learn)
+    torch.testing.assert_close(alone.recorder.values, learn.recorder.values, rtol=1e-9, atol=1e-9)
+
+
+def test_without_join_all_stop_with_the_first_and_rank_0_says_which_that_was():
+    seen = Seen()
+    told = fit(make_learner(Stream(8 * N - 4), cbs=seen), epochs=1)  # the last rank lacks a second batch
+    assert together(seen) == batches(4 * N, 4 * N)
+    expected = "ended after step 1, and all ranks stopped with it, although others had more; uneven='join'"
+    assert len(told) == (RANK == 0), told
+    assert all(expected in text for text in told), told
+
+
+def test_ranks_that_end_together_say_nothing():
+    seen = Seen()
+    assert fit(make_learner(Stream(8 * N), cbs=seen), epochs=1) == []
+    assert together(seen) == batches(8 * N, 4 * N)
+
+
+def test_a_dataset_that_shuffles_does_so_alike_on_every_rank_and_anew_in_every_epoch():
+    seen = Seen()
+    torch.manual_seed(RANK)
+    fit(make_learner(Stream(24, shuffled=True), cbs=seen), split_batches=True, uneven="join")
+    steps = together(seen)
+    first, second = steps[:6], steps[6:]
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(24))
+    assert first != second
+
+
+@pytest.mark.parametrize("sizes", [[9, 3, 5], [8, 0, 4], [0, 8, 4]], ids=str)
+def test_a_dataset_that_shares_itself_out_is_left_alone(sizes):
+    """A rank without any data keeps the others company."""
+    seen = Seen()
+    assert fit(make_learner(OwnPart(sizes), cbs=seen), epochs=1, sharded=True, uneven="join") == []
+    assert sum(map(len, together(seen))) == sum(sizes[:N])
+    seen = Seen()
+    told = fit(make_learner(OwnPart(sizes), cbs=seen), epochs=1, sharded=True)
+    assert len(together(seen)) == min(-(-size // 4) for size in sizes[:N])
+    assert len(told) == (RANK == 0)
+
+
+@pytest.mark.parametrize("n", [40, 23])
+def test_groups_of_batches_are_the_steps_of_one_process(n):
+    """Also where ranks end in the middle of one."""
+    learn = make_learner(Stream(n), cbs=GradientAccumulation(n_batches=2))
+    fit(learn, split_batches=True, uneven="join")
+    alone = make_learner(Stream(n), bs=8)
+    fit_alone(alone)
+    same_weights(alone, learn)
+    assert all(p.grad is None for p in learn.model.parameters())
+
+
+def test_evaluation_takes_each_sample_once_in_order():
+    learn = make_learner(Stream(23), Stream(11), metrics=accuracy)
+    with learn.distrib_ctx(uneven="join"), learn.no_logging():
+        preds, targets = learn.get_preds()
+    alone = learn.model(torch.stack([x for x, _ in Stream(11)]))
+    torch.testing.assert_close(preds, alone.detach())
+    assert targets.tolist() == [i % 2 for i in range(11)]
+
+
+def test_a_dataset_with_a_length_lets_schedules_run():
+    learn = make_learner(Sized(23), Stream(11), metrics=accuracy)
+    with learn.distrib_ctx(uneven="join"), learn.no_logging():
+        learn.fit_one_cycle(1, 0.1)
+    assert len(learn.recorder.lrs) == -(-23 // (4 * N))

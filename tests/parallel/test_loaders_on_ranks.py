@@ -1,16 +1,16 @@
-"""What fits on several processes see, step by step, against what a fit on one process sees; ends with 'all well'."""
+"""What fits on several ranks see, step by step, against what a fit on one process sees."""
 
-import os
 import random
-import sys
 import warnings
 
+import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, set_seed, world
+
+pytestmark = pytest.mark.ranks(2, slow=[3])
 
 N = world.world_size()
 EPOCHS = 2
@@ -99,61 +99,46 @@ def joined(micro_batches):
     return [i for batch in micro_batches for i in batch]
 
 
-def compare(name, loaders, split, accumulated=1, batch_norm=False):
-    """The steps and the evaluation of all ranks together are those of one process."""
+DATA, VALID = rows(50), rows(17)
+
+
+def loaders(dataset=DATA, **kwargs):
+    return lambda: DataLoaders(DataLoader(dataset, **kwargs), DataLoader(VALID, batch_size=3), device="cpu")
+
+
+CASES = {  # (the loaders, split_batches, how many batches a step has)
+    "random": (loaders(batch_size=7, shuffle=True), True, 1),
+    "random, with a worker": (loaders(batch_size=7, shuffle=True, num_workers=1), False, 1),
+    "rows, drop_last": (lambda: DataLoaders.from_datasets(DATA, VALID, bs=5, drop_last=True, device="cpu"), True, 3),
+    "weighted": (loaders(batch_size=4, sampler=WeightedRandomSampler(torch.linspace(0.1, 2, 50), 44)), True, 2),
+    "subset": (loaders(batch_size=2, sampler=SubsetRandomSampler(range(0, 50, 2))), False, 2),
+    "batch sampler": (lambda: loaders(batch_sampler=Buckets(50, lent=True))(), False, 1),
+    "batch_size=None": (loaders(Batches(), batch_size=None, shuffle=True), False, 1),
+    "BatchNorm": (loaders(batch_size=4, shuffle=True), True, 4),
+    "python's generator": (loaders(batch_sampler=Buckets(50, lent=False)), True, 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_together_see_the_steps_and_the_evaluation_of_one_process(case):
+    made, split, accumulated = CASES[case]
     of_one = accumulated if split else accumulated * N  # without splitting N batches make up a global one
-    alone = fit(loaders, of_one)
-    mine = fit(loaders, accumulated, batch_norm, distributed={"split_batches": split})
+    alone = fit(made, of_one)
+    mine = fit(made, accumulated, batch_norm=case == "BatchNorm", distributed={"split_batches": split})
     ranks = world.all_gather(mine.steps)
     # In the order of one process: the first micro-batch of every rank, then the second of every rank, ...
     together = [
         joined(batch for micro in zip(*step, strict=True) for batch in micro) for step in zip(*ranks, strict=True)
     ]
     expected = [joined(step) for step in alone.steps]
-    assert len(expected) >= 2 * EPOCHS, name
+    assert len(expected) >= 2 * EPOCHS
     half = len(expected) // EPOCHS
-    assert together[:half] != together[half:], name  # each epoch is drawn anew
-    assert together == expected, f"{name}: ranks {together}, one process {expected}"
+    assert together[:half] != together[half:]  # each epoch is drawn anew
+    assert together == expected, f"ranks {together}, one process {expected}"
     evaluated = sorted(joined(world.all_gather(mine.evaluated)))
     if split:  # the pieces of a batch lie next to each other
         evaluated = [(epoch, i) for epoch, _, batch in evaluated for i in batch]
         expected = [(epoch, i) for epoch, _, batch in alone.evaluated for i in batch]
     else:
         expected = alone.evaluated
-    assert evaluated == expected, f"{name}: evaluation on ranks {evaluated}, on one process {expected}"
-
-
-def main():
-    data = rows(50)
-    valid = rows(17)
-
-    def loaders(dataset=data, **kwargs):
-        return lambda: DataLoaders(DataLoader(dataset, **kwargs), DataLoader(valid, batch_size=3), device="cpu")
-
-    def made(**kwargs):
-        return lambda: DataLoaders.from_datasets(data, valid, device="cpu", **kwargs)
-
-    weighted = WeightedRandomSampler(torch.linspace(0.1, 2, 50), 44)
-    subset = SubsetRandomSampler(range(0, 50, 2))
-    compare("random", loaders(batch_size=7, shuffle=True), split=True)
-    compare("random, workers", loaders(batch_size=7, shuffle=True, num_workers=1), split=False)
-    compare("rows, drop_last", made(bs=5, drop_last=True), split=True, accumulated=3)
-    compare("weighted", loaders(batch_size=4, sampler=weighted), split=True, accumulated=2)
-    compare("subset", loaders(batch_size=2, sampler=subset), split=False, accumulated=2)
-    compare("batch sampler", lambda: loaders(batch_sampler=Buckets(50, lent=True))(), split=False)
-    compare("batch_size=None", loaders(Batches(), batch_size=None, shuffle=True), split=False)
-    compare("BatchNorm", loaders(batch_size=4, shuffle=True), split=True, accumulated=4, batch_norm=True)
-    compare("python's generator", loaders(batch_sampler=Buckets(50, lent=False)), split=True)
-    world.barrier()
-    if world.is_main():
-        print("all well")
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("error")
-    assert N > 1
-    main()
-    dist.destroy_process_group()
-    # torch 2.15 now and then aborts when the interpreter of a process that used DDP is taken down.
-    sys.stdout.flush()
-    os._exit(0)
+    assert evaluated == expected, f"evaluation on ranks {evaluated}, on one process {expected}"

@@ -1,13 +1,16 @@
-"""DriftCheck on any number of processes above one; ends with 'all well'."""
+"""DriftCheck on several ranks, of which one comes to differ."""
 
-import warnings
-
+import pytest
 import torch
-from checking import all_checks, leave, run
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from learnerkit import Callback, DataLoaders, DriftCheck, Learner, unwrap, world
+
+pytestmark = [
+    pytest.mark.ranks(2, slow=[3]),
+    pytest.mark.filterwarnings("ignore:sync_bn|.*each train a whole copy"),
+]
 
 N = world.world_size()
 REST = "rank 0" if N == 2 else f"ranks {', '.join(str(r) for r in range(N) if r != 1)}"
@@ -59,8 +62,7 @@ def parts(text):
     return when + ")", what.split(". Ranks drift apart")[0]
 
 
-def check_no_drift():
-    """BatchNorm's statistics differ between steps, and that is no drift."""
+def test_batch_norms_statistics_differ_between_steps_which_is_no_drift():
     apart = []
     look = Callback(after_batch=lambda cb: apart.append(world.all_gather(cb.model.training and mean(cb.learn))))
     learn = make_learner([look, DriftCheck(every=1)])
@@ -68,9 +70,14 @@ def check_no_drift():
         learn.fit(2)
     assert any(len(set(map(str, each))) > 1 for each in apart)
     assert fit(opt_func=torch.optim.SGD) is None
+
+
+def test_the_order_of_a_states_entries_does_not_count():
     assert fit("after_step", reorder, every=1) is None
-    # Outside of distrib_ctx each process trains for itself.
-    learn.remove_cb(look)
+
+
+def test_outside_of_the_context_each_process_trains_for_itself():
+    learn = make_learner([DriftCheck(every=1)])
     with learn.no_logging():
         learn.fit(1, cbs=Callback(after_step=lambda cb: nudge(learn.model.last.bias, by=world.rank())))
 
@@ -93,7 +100,7 @@ def nudge(t, by=1):
         t.reshape(-1)[-1:].view(torch.int32).add_(by)
 
 
-def check_weight():
+def test_a_weight_that_differs_in_its_last_bit():
     when, what = parts(fit("after_step", lambda learn: nudge(unwrap(learn.model).first.weight)))
     assert when == "step 2 (epoch 0)"
     assert what.startswith("parameter first.weight is float32 tensor of shape (6, 4) with digest "), what
@@ -103,7 +110,7 @@ def check_weight():
     assert what.split("; ")[1].startswith("1 of "), what
 
 
-def check_rate():
+def test_a_learning_rate_that_differs():
     def change(learn):
         learn.opt.param_groups[0]["lr"] = 0.25
 
@@ -114,12 +121,12 @@ def check_rate():
                          "parameter last.weight, parameter last.bias)"), what  # fmt: skip
 
 
-def check_optimizer_state():
+def test_an_optimizers_state_that_differs():
     found = fit("after_step", lambda learn: nudge(learn.opt.state[unwrap(learn.model).last.bias]["exp_avg"]))
     assert parts(found)[1].startswith("optimizer exp_avg of last.bias is float32 tensor of shape (2,)"), found
 
 
-def check_end_of_training():
+def test_a_change_after_the_last_step_that_was_due_is_seen_when_training_ends():
     """A change after the last step that was due is seen once training ends."""
     # Not by the last bit alone, which the two steps that follow may round away.
     found = fit("after_step", lambda learn: nudge(unwrap(learn.model).last.bias, by=2**16), every=100)
@@ -130,7 +137,7 @@ def check_end_of_training():
     assert parts(found)[0] == "step 8 (epoch 1)"
 
 
-def check_buffers():
+def test_buffers_that_differ():
     # BatchNorm's own are compared where they have just been made equal.
     found = fit("before_validate", lambda learn: nudge(unwrap(learn.model).norm.running_mean), epochs=2)
     assert parts(found)[0] == "step 8 (epoch 1)"
@@ -140,7 +147,7 @@ def check_buffers():
     assert parts(found)[1].startswith("buffer scale is"), found
 
 
-def check_counter_and_names():
+def test_a_counter_that_differs_and_a_parameter_of_one_rank_alone():
     def count(learn):
         learn.train_iter += 1
 
@@ -152,11 +159,3 @@ def check_counter_and_names():
 
     found = fit("after_step", extend)
     assert f"parameter extra is missing on {REST} and float32 tensor of shape (1,)" in found, found
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", message="sync_bn|.*each train a whole copy")
-    assert N > 1
-    run(all_checks(globals()))
-    leave()

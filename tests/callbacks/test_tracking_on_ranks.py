@@ -1,10 +1,11 @@
-"""Trackers, and a NaN on one rank: the same script on one process and on several, each rank reports its own."""
+"""Trackers, and a NaN on one rank: several ranks decide as one process does."""
 
-import sys
-import warnings
 from pathlib import Path
 
+import pytest
 import torch
+from helpers import same_weights
+from rank_pool import Results
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -16,8 +17,6 @@ from learnerkit.callbacks.tracking import (
     TerminateOnNaNCallback,
     TrackerCallback,
 )
-
-OUT = Path(sys.argv[1])
 
 
 def make_data(n: int, seed: int) -> TensorDataset:
@@ -31,7 +30,7 @@ def make_learner() -> Learner:
     set_seed(1)
     model = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 1)).double()
     dls = DataLoaders.from_datasets(make_data(23, 0), make_data(11, 1), bs=4, valid_bs=4, device="cpu")
-    return Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.SGD, path=OUT / str(world.world_size()))
+    return Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.SGD, path=str(world.world_size()))
 
 
 class Facts(Callback):
@@ -98,7 +97,7 @@ def fit(epochs: int, *cbs: Callback) -> dict:
 def elsewhere() -> dict:
     """The best model, where each rank has a file system of its own, the last one with a stale file."""
     learn, save = make_learner(), SaveModelCallback(with_opt=True)
-    learn.path = OUT / f"machine-{world.rank()}"
+    learn.path = Path(f"machine-{world.rank()}").absolute()
     if world.rank() == world.world_size() - 1 > 0:
         (learn.path / "models").mkdir(parents=True)
         torch.save(make_learner().model.state_dict(), learn.path / "models" / "model.pth")
@@ -128,7 +127,55 @@ JOBS = {
     "nan": spoil,
 }
 
-if __name__ == "__main__":
-    warnings.simplefilter("error")
-    found = {name: job() for name, job in JOBS.items()}
-    torch.save(found, OUT / f"{world.world_size()}-{world.rank()}.pt")
+
+def do(name: str) -> dict:
+    return JOBS[name]()
+
+
+@pytest.fixture(scope="module")
+def found(rank_pools):
+    """What the jobs come to, by (number of processes, job): of each rank."""
+    return Results(rank_pools, do)
+
+
+@pytest.mark.parametrize("job", ["stop", "save", "reduce", "own column", "in mid-epoch"])
+def test_ranks_decide_as_one_process(found, job):
+    (alone,), ranks = found[1, job], found[2, job]
+    for rank in ranks:
+        torch.testing.assert_close(rank, alone, rtol=1e-11, atol=1e-12)
+    assert same_weights(*(rank["weights"] for rank in ranks))
+
+
+def test_the_best_reaches_machines_without_the_file(found):
+    """A file system for each rank: one has no such file, or an older one of the same name."""
+    (alone,), ranks = found[1, "elsewhere"], found[2, "elsewhere"]
+    for rank in ranks:
+        torch.testing.assert_close(rank, alone, rtol=1e-11, atol=1e-12)
+    assert same_weights(*(rank["weights"] for rank in ranks))
+    assert same_weights(ranks[0]["weights"], found[2, "save"][0]["weights"])
+
+
+def test_what_ranks_decide_depends_on_all_of_them(found):
+    assert 2 < len(found[1, "stop"][0]["values"]) < 30
+    assert len(set(found[1, "reduce"][0]["rates"])) > 2
+
+
+def test_one_ranks_nan_ends_all(found):
+    ranks, printed = found[2, "nan"], found.printed[2, "nan"]
+    for rank in ranks:
+        assert rank["at"] == (1, 6 + 2)
+        assert rank["rows"] == 1
+    assert same_weights(ranks[0]["weights"], ranks[1]["weights"])
+    assert all(w.isfinite().all() for w in ranks[0]["weights"].values())
+    assert printed.count("the training loss of step") == 1
+    assert "epoch 1: the training loss of step 2 on rank 1 is nan: stopping" in printed.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("said", "job"),
+    [("no better valid_loss", "stop"), ("loaded the best model", "save"), ("loaded the best model", "elsewhere")],
+)
+def test_ranks_say_it_once(found, said, job):
+    for n in (1, 2):
+        assert found[n, job]
+        assert found.printed[n, job].count(said) == 1

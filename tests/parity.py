@@ -1,9 +1,7 @@
-"""Trains, validates and predicts in many ways and saves what came out: the same script on any number of processes."""
+"""Jobs that train, validate and predict in many ways, for test_parity.py: the same ones on any number of ranks."""
 
-import sys
 import warnings
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -472,12 +470,7 @@ def fit_gan(gan: type[Learner]) -> dict:
     return {"weights": weights(learn), "values": learn.recorder.values, "losses": learn.recorder.losses}
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("error")
-    out, names = Path(sys.argv[1]), sys.argv[2:]
-    found = {}
-    for name, job in jobs().items():
-        if not names or name in names:
-            set_seed(42)
-            found[name] = job()
-    torch.save(found, out / f"{world.world_size()}-{world.rank()}.pt")
+def do(name: str) -> dict | list:
+    """What a job comes to on this rank."""
+    set_seed(42)
+    return jobs()[name]()

@@ -1,11 +1,12 @@
-"""Schedules, the rate finder, freezing, and what is counted in steps, on two processes; ends with 'all well'."""
+"""The verbs of a learner on two ranks: schedules, rate finder, freezing, steps and predictions of one process."""
 
 import copy
 import signal
 import warnings
 
+import pytest
 import torch
-from checking import all_checks, leave, run
+from helpers import raises
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import TensorDataset
@@ -23,7 +24,7 @@ from learnerkit import (
     world,
 )
 
-N = 2
+pytestmark = pytest.mark.ranks(2)
 
 
 def thirds(model):
@@ -80,52 +81,67 @@ def equal_to_one_process(use, **kwargs):
     return alone, learn
 
 
-def check_schedules():
-    equal_to_one_process(lambda learn: learn.fit_one_cycle(2, slice(1e-3, 2e-2)))
-    equal_to_one_process(lambda learn: learn.fit_flat_cos(2, [0.01, 0.02, 0.03], pct_start=0.4, wd=0.1))
-    equal_to_one_process(lambda learn: learn.fit_sgdr(2, 1, 0.02))
-    equal_to_one_process(lambda learn: learn.fit_one_cycle(2, 0.02, cbs=GradientAccumulation(n_batches=3)))
+SCHEDULES = {
+    "one cycle": lambda learn: learn.fit_one_cycle(2, slice(1e-3, 2e-2)),
+    "flat, then a cosine": lambda learn: learn.fit_flat_cos(2, [0.01, 0.02, 0.03], pct_start=0.4, wd=0.1),
+    "restarts": lambda learn: learn.fit_sgdr(2, 1, 0.02),
+    "one cycle of groups": lambda learn: learn.fit_one_cycle(2, 0.02, cbs=GradientAccumulation(n_batches=3)),
+}
 
 
-def check_torch_schedulers():
-    def batches(learn):
-        learn.fit(2, cbs=TorchScheduler(lambda opt: OneCycleLR(opt, 0.03, total_steps=16)))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules(name):
+    equal_to_one_process(SCHEDULES[name])
 
+
+def test_torch_schedulers_by_the_batch():
+    make = TorchScheduler(lambda opt: OneCycleLR(opt, 0.03, total_steps=16))
+    _, learn = equal_to_one_process(lambda learn: learn.fit(2, cbs=make))
+    assert len(set(learn.recorder.lrs)) > 10
+
+
+def test_torch_schedulers_by_the_validation_loss():
     def plateau(learn):
         make = TorchScheduler(lambda opt: ReduceLROnPlateau(opt, patience=0, threshold=0.5), "epoch", "valid_loss")
         learn.fit(4, 0.02, cbs=make)
 
-    _, learn = equal_to_one_process(batches)
-    assert len(set(learn.recorder.lrs)) > 10
     _, learn = equal_to_one_process(plateau)
     assert len(set(learn.recorder.lrs)) > 1
 
 
-def check_steps():
+def test_fits_of_so_many_steps():
     _, learn = equal_to_one_process(lambda learn: learn.fit(n_steps=11))
     assert learn.recorder.iters == [8, 11]
     _, learn = equal_to_one_process(lambda learn: learn.fit_one_cycle(n_steps=11, lr_max=0.02))
     _, learn = equal_to_one_process(lambda learn: learn.fit(n_steps=5, cbs=GradientAccumulation(n_batches=2)))
     assert learn.recorder.iters == [8, 10]
-    learn = make_learner()  # by default every rank takes whole batches, so that an epoch has half the steps
+
+
+def test_with_whole_batches_for_every_rank_an_epoch_has_half_the_steps():
+    learn = make_learner()
     with learn.no_logging(), learn.distrib_ctx():
         learn.fit(n_steps=11)
     assert learn.recorder.iters == [4, 8, 11]
 
 
-def check_validations():
+def test_validations_every_so_many_steps():
     _, learn = equal_to_one_process(lambda learn: learn.fit(2, cbs=ValidateEvery(3)))
     assert learn.recorder.iters == [3, 6, 8, 9, 12, 15, 16]
+
+
+def test_a_validation_in_mid_epoch_stops_all_ranks_early():
     cbs = [ValidateEvery(2), EarlyStoppingCallback(patience=1, min_delta=0.02)]
     _, learn = equal_to_one_process(lambda learn: learn.fit(9, 0.02, cbs=copy.deepcopy(cbs)))
     assert len(learn.recorder.values) < 9 * 4
-    assert len(learn.recorder.lrs) % 8  # in mid-epoch
+    assert len(learn.recorder.lrs) % 8
 
 
-def check_freezing():
+def test_fine_tuning():
     _, learn = equal_to_one_process(lambda learn: learn.fine_tune(2, 0.02))
     assert all(p.requires_grad for p in learn.model.parameters())
 
+
+def test_frozen_groups_keep_their_weights():
     def last(learn):
         learn.freeze()
         learn.fit(1)
@@ -137,7 +153,7 @@ def check_freezing():
     assert not torch.equal(weights(learn)[kept:], before[kept:])
 
 
-def check_frozen_statistics():
+def test_frozen_batch_norm_keeps_its_statistics():
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 1))
     learn = make_learner(model=model, train_bn=False, cbs=BnFreeze)
     learn.splitter = lambda model: [[*model[0].parameters(), *model[1].parameters()], [*model[2:].parameters()]]
@@ -148,7 +164,7 @@ def check_frozen_statistics():
     assert torch.equal(before, learn.model[1].running_mean)
 
 
-def check_rates():
+def test_the_rate_finder_finds_the_same_and_leaves_no_trace():
     def find(learn):
         learn.fit(1)
         state = copy.deepcopy((learn.opt.state_dict(), learn.recorder.values, torch.get_rng_state()))
@@ -165,26 +181,29 @@ def check_rates():
     assert close(list(here), list(there)), (here, there)
     assert close(weights(alone), weights(learn))
     assert all(tuple(there) == other for other in world.all_gather(tuple(there)))
+
+
+def test_the_rate_finder_finds_the_same_with_accumulation():
     (_, here), (_, there) = both(lambda learn: learn.lr_find(num_it=40), cbs=GradientAccumulation(n_batches=2))
     assert close(list(here), list(there)), (here, there)
 
+
+def test_an_error_on_one_rank_in_the_rate_finder_leaves_no_trace():
     def fail(cb):
         if world.rank() == 1 and cb.task == "lr_find" and cb.train_iter == 20:
             raise ZeroDivisionError("of rank 1")
 
-    learn = make_learner()  # an error on one rank, in the middle of it
+    learn = make_learner()
     before = weights(learn).clone()
     with learn.no_logging(), learn.distrib_ctx(), learn.added_cbs(Callback(after_pred=fail)):
-        error = None
-        try:
+        with raises(Exception, "of rank 1"):
             learn.lr_find()
-        except Exception as e:
-            error = e
-        assert "of rank 1" in str(error), error
         assert torch.equal(before, weights(learn))
         assert learn.opt is None
         learn.fit(1)
 
+
+def test_ctrl_c_on_one_rank_ends_the_rate_finder():
     steps = []
 
     def press(cb):
@@ -193,18 +212,15 @@ def check_rates():
             if world.is_main() and cb.train_iter == 5:
                 signal.raise_signal(signal.SIGINT)
 
-    learn = make_learner()  # Ctrl-C
+    learn = make_learner()
     with learn.no_logging(), learn.distrib_ctx(), learn.added_cbs(Callback(after_pred=press)):
-        try:
+        with pytest.raises(KeyboardInterrupt):
             learn.lr_find()
-        except KeyboardInterrupt:
-            assert steps[-1] <= 6, steps
-        else:
-            raise AssertionError("it went on")
+        assert steps[-1] <= 6, steps
         learn.fit(1)
 
 
-def check_models_that_differ():
+def test_models_that_differ_are_rank_0s():
     learn, alone = make_learner(), make_learner()
     with torch.no_grad():
         for p in learn.model.parameters():
@@ -212,25 +228,19 @@ def check_models_that_differ():
     with learn.no_logging(), learn.distrib_ctx():
         assert close(learn.get_preds()[0], alone.get_preds()[0])
     assert torch.equal(weights(learn), weights(alone))
+
+
+def test_models_that_differ_in_their_shapes_are_refused():
     learn = make_learner(model=nn.Sequential(nn.Linear(4, 8 + world.rank()), nn.Tanh(), nn.Linear(8 + world.rank(), 1)))
-    error = None
-    try:
-        with learn.distrib_ctx():
-            learn.validate()
-    except ValueError as e:
-        error = e
-    assert "differs between ranks in its parameters' shapes" in str(error)
+    with learn.distrib_ctx(), raises(ValueError, "differs between ranks in its parameters' shapes"):
+        learn.validate()
 
 
-def check_augmented_predictions():
+def test_augmented_predictions_are_those_of_one_process():
     (_, (here, _)), (_, (there, _)) = both(lambda learn: learn.tta(batch_tfms=lambda x: 2 * x, n=2))
     assert close(here, there)
+
+
+def test_predictions_augmented_by_chance_are_the_same_on_all_ranks():
     _, (_, (by_chance, _)) = both(lambda learn: learn.tta(batch_tfms=lambda x: x + torch.rand_like(x)))
     assert all(torch.equal(by_chance, other) for other in world.all_gather(by_chance))
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("error")
-    assert world.world_size() == N
-    run(all_checks(globals()))
-    leave()

@@ -1,15 +1,14 @@
-"""Checks what DistributedCallback and `world` promise, on any number of processes above one; ends with 'all well'."""
+"""DistributedCallback on real ranks: what it does, and what it leaves behind."""
 
 import contextlib
 import io
 import random
-import sys
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
-import torch.distributed as dist
-from checking import all_checks, leave, run
+from helpers import raises
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -22,29 +21,15 @@ from learnerkit import (
     Learner,
     accuracy,
     on_rank0,
-    rank0_first,
     set_seed,
     unwrap,
     world,
 )
 from learnerkit.parallel.watch import PeerError
 
-OUT = Path(sys.argv[1])
+pytestmark = pytest.mark.ranks(2, slow=[3], torchrun=2)
+
 N = world.world_size()
-
-
-def raises(error, match):
-    class Check:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, kind, e, tb):
-            assert kind is not None, f"nothing was raised; expected {error}: {match}"
-            assert issubclass(kind, error), e
-            assert match in str(e), str(e)
-            return True
-
-    return Check()
 
 
 def make_learner(model=None, n=23, bs=4, cbs=None, **kwargs):
@@ -53,7 +38,7 @@ def make_learner(model=None, n=23, bs=4, cbs=None, **kwargs):
     data = TensorDataset(x, (x[:, 0] > 0).long())
     dls = DataLoaders.from_datasets(data, data, bs=bs, device="cpu")
     model = model or nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    return Learner(dls, model, nn.CrossEntropyLoss(), path=OUT, lr=0.05, cbs=cbs, **kwargs)
+    return Learner(dls, model, nn.CrossEntropyLoss(), lr=0.05, cbs=cbs, **kwargs)
 
 
 def same(x):
@@ -71,50 +56,7 @@ def captured():
         yield out
 
 
-def check_world():
-    rank = world.rank()
-    assert world.all_gather(rank) == list(range(N))
-    assert [int(t) for t in world.all_gather(torch.tensor(rank))] == list(range(N))
-    assert world.reduce(rank + 1) == N * (N + 1) // 2
-    assert world.reduce(float(rank), "mean") == (N - 1) / 2
-    assert world.reduce(torch.tensor([rank, -rank]), "max").tolist() == [N - 1, 0]
-    assert world.reduce(rank, "min") == 0
-    assert world.broadcast({"from": rank}) == {"from": 0}
-    assert world.broadcast(torch.tensor(rank)).item() == 0
-    pieces = [(i, torch.full((i % 3, 2), i)) for i in range(7) if i % N == rank]
-    whole = world.gather_pieces(pieces)
-    assert [t.shape[0] for t in whole] == [i % 3 for i in range(7)]
-    assert (world.gather_pieces(pieces, "rank0") is not None) == (rank == 0)
-    assert not world.same_everywhere(rank)
-    assert world.same_everywhere([1, 2])
-    world.barrier()
-    with world.no_collectives("the test"), raises(RuntimeError, "the test called world.reduce"):
-        world.reduce(1)
-
-
-def check_rank0_first():
-    file = OUT / "first"
-    was_there = rank0_first(lambda: (file.exists(), file.touch())[0])
-    assert was_there == (world.rank() > 0)
-
-    @rank0_first(per_node=True)
-    def second(name, suffix=""):
-        path = OUT / (name + suffix)
-        found = path.exists()
-        path.touch()
-        return found
-
-    assert second("second", suffix="!") == (world.rank() > 0)
-
-    def fails():
-        raise OSError("no such host")
-
-    with raises(OSError if world.is_main() else RuntimeError, "no such host"):
-        rank0_first(fails)
-    assert on_rank0(lambda: world.rank())() == (0 if world.is_main() else None)
-
-
-def check_seeds():
+def test_a_seed_is_that_of_all_ranks_until_the_fit_whose_dropout_differs():
     set_seed(5)
     start = torch.rand(1)
     assert same(start)
@@ -125,8 +67,7 @@ def check_seeds():
     assert not same(torch.rand(1))  # dropout differs by rank from here on
 
 
-def check_fit():
-    """Rank 0 speaks and saves, ranks agree, and everything is put back."""
+def test_rank_0_speaks_and_saves_the_ranks_agree_and_all_is_put_back():
     inside = []
 
     class Look(Callback):
@@ -167,18 +108,17 @@ def check_fit():
     assert all(torch.equal(v, saved[k]) for k, v in learn.model.state_dict().items())
     on_rank0(learn.save)("alone")  # nobody waits
     learn.load("alone")
-    assert sorted(p.name for p in (OUT / "models").iterdir()) == ["alone.pth", "model.pth"]
+    assert sorted(p.name for p in (Path("models")).iterdir()) == ["alone.pth", "model.pth"]
     world.barrier()
 
 
 def _saved_keys(learn):
-    path = OUT / f"inside-{world.rank()}.pth"
+    path = Path(f"inside-{world.rank()}.pth").absolute()
     learn.save(path, with_opt=False)
     return torch.load(path, weights_only=True) if world.is_main() else {}
 
 
-def check_default_batches():
-    """Without split_batches a step has a whole batch for every rank, and the last one is spread."""
+def test_by_default_a_step_has_a_whole_batch_for_every_rank_and_the_last_is_spread():
     sizes = []
 
     class Sizes(Callback):
@@ -208,8 +148,7 @@ class Shuffled:
             yield order[i : i + 4]
 
 
-def check_a_sampler_of_ones_own():
-    """It draws alike on every rank, and anew in every epoch."""
+def test_a_sampler_of_ones_own_draws_alike_on_every_rank_and_anew_in_every_epoch():
     epochs = {}
 
     class Look(Callback):
@@ -228,7 +167,7 @@ def check_a_sampler_of_ones_own():
     assert epochs[0] != epochs[1]
 
 
-def check_ranks_start_alike():
+def test_what_differs_between_ranks_is_rank_0s_after_the_start_of_a_fit():
     """Weights and optimizer state that differ between ranks are rank 0's after fit has started."""
     learn = make_learner(opt_func=torch.optim.AdamW)
     with learn.no_logging():
@@ -248,7 +187,7 @@ def check_ranks_start_alike():
         learn.fit(1)
 
 
-def check_batch_norm():
+def test_batch_norm_is_put_back_ends_alike_and_warns_once():
     """No rank is left with a single sample; buffers end alike; one warning on the CPU; nothing stays converted."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -264,21 +203,23 @@ def check_batch_norm():
     assert len(told) == (1 if world.is_main() else 0), told  # once a process
 
 
-def check_a_lone_last_sample():
-    """A step of one sample over all ranks is found before training; one that has company on a rank is none."""
-    for n, split, lone in (
-        (4 * N + 1, False, True), (8 * N + 5, False, False), (9, True, True), (4 * N + 2, False, False)
-    ):  # fmt: skip
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-        learn = make_learner(model, n=n, bs=4)
-        before = {k: v.clone() for k, v in model.state_dict().items()}
-        # A rank that has not come as far leaves with another's error.
-        refused = raises((ValueError, PeerError), "its last batch has 1 of its") if lone else contextlib.nullcontext()
-        with learn.distrib_ctx(split_batches=split, sync_bn=False), learn.no_logging(), refused:
-            learn.fit(1)
-        if world.is_main():  # a rank without data may have had its forward pass
-            assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) == lone
+@pytest.mark.parametrize(
+    ("each", "more", "split", "lone"),
+    [(4, 1, False, True), (8, 5, False, False), (0, 9, True, True), (4, 2, False, False)],
+)
+def test_a_step_of_one_sample_over_all_ranks_is_found_before_training(each, more, split, lone):
+    """One that has company on a rank is fine."""
+    n = each * N + more
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    learn = make_learner(model, n=n, bs=4)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    # A rank that has not come as far leaves with another's error.
+    refused = raises((ValueError, PeerError), "its last batch has 1 of its") if lone else contextlib.nullcontext()
+    with learn.distrib_ctx(split_batches=split, sync_bn=False), learn.no_logging(), refused:
+        learn.fit(1)
+    if world.is_main():  # a rank without data may have had its forward pass
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) == lone
 
 
 class OwnTokens(nn.Module):
@@ -294,32 +235,35 @@ class OwnTokens(nn.Module):
         return {"logits": logits, "loss": F.cross_entropy(logits.mT, labels, ignore_index=ignored)}
 
 
-def check_a_models_own_loss():
-    """What one rank's batch shows of it holds on all ranks, and one of them says what is not known."""
-    for at, padding, ranks in ((0, 0, [0]), (1, 0, [N - 1]), (0, -100, []), (0, None, [])):
-        torch.manual_seed(3)
-        words, counts = torch.randint(1, 9, (8 * N + 1, 5)), []
-        if padding is not None:
-            words[4 * N * (at + 1) - 4 : 4 * N * (at + 1), 2:] = padding  # in one batch of the last rank
-        dls = DataLoaders(DataLoader([{"ids": row.clamp(min=0), "labels": row} for row in words], 4), device="cpu")
-        model = OwnTokens()
-        if padding is None:
-            nn.init.zeros_(model.body.weight)  # each mean is log(9) at first
-        count = Callback(after_loss=lambda cb, seen=counts: seen.append(int(cb._loss_count)))
-        # The last batch has a sample for rank 0 alone. To wrap anew, and so to begin anew, leaves the ranks together.
-        thaw = Callback(before_epoch=lambda cb: unwrap(cb.model).body.requires_grad_(cb.epoch > 0))
-        world._warned.clear()
-        learn = Learner(dls, model, cbs=[count, thaw])
-        with warnings.catch_warnings(record=True) as caught, learn.distrib_ctx(timeout=60), learn.no_logging():
-            warnings.simplefilter("always")
-            learn.fit(2)
-        told = [str(w.message) for w in caught if "it is not known what that averages over" in str(w.message)]
-        assert len(told) == (world.rank() in ranks), (at, padding, told)
-        left_out = 12 if padding == -100 and world.rank() == N - 1 else 4 if padding is None else 0
-        assert counts[:2] == [20 - left_out, 20], counts
+@pytest.mark.parametrize(
+    ("at", "padding", "told_by"),
+    [(0, 0, "rank 0"), (1, 0, "the last rank"), (0, -100, None), (0, None, None)],
+    ids=["in the first batch", "in a later batch", "the usual padding", "no padding"],
+)
+def test_what_one_ranks_batch_shows_of_a_models_own_loss_holds_on_all_ranks(at, padding, told_by):
+    """And one of them says what is not known."""
+    torch.manual_seed(3)
+    words, counts = torch.randint(1, 9, (8 * N + 1, 5)), []
+    if padding is not None:
+        words[4 * N * (at + 1) - 4 : 4 * N * (at + 1), 2:] = padding  # in one batch of the last rank
+    dls = DataLoaders(DataLoader([{"ids": row.clamp(min=0), "labels": row} for row in words], 4), device="cpu")
+    model = OwnTokens()
+    if padding is None:
+        nn.init.zeros_(model.body.weight)  # each mean is log(9) at first
+    count = Callback(after_loss=lambda cb: counts.append(int(cb._loss_count)))
+    # The last batch has a sample for rank 0 alone. To wrap anew, and so to begin anew, leaves the ranks together.
+    thaw = Callback(before_epoch=lambda cb: unwrap(cb.model).body.requires_grad_(cb.epoch > 0))
+    learn = Learner(dls, model, cbs=[count, thaw])
+    with warnings.catch_warnings(record=True) as caught, learn.distrib_ctx(timeout=60), learn.no_logging():
+        warnings.simplefilter("always")
+        learn.fit(2)
+    told = [str(w.message) for w in caught if "it is not known what that averages over" in str(w.message)]
+    assert len(told) == (world.rank() == {"rank 0": 0, "the last rank": N - 1}.get(told_by)), told
+    left_out = 12 if padding == -100 and world.rank() == N - 1 else 4 if padding is None else 0
+    assert counts[:2] == [20 - left_out, 20], counts
 
 
-def check_modes():
+def test_a_run_leaves_eval_mode_and_training_keeps_what_the_user_has_put_there():
     """A run that ends well leaves all modules in eval mode; one that the user has put there stays so in training."""
     seen = []
     look = Callback(before_batch=lambda cb: cb.training and seen.append([m.training for m in unwrap(cb.model)]))
@@ -333,7 +277,7 @@ def check_modes():
     assert {tuple(modes) for modes in seen} == {(True, False, True, True)}
 
 
-def check_random_streams_of_evaluation():
+def test_evaluation_draws_anew_outside_a_fit_and_gives_streams_back_in_one():
     """Outside a fit each evaluation draws anew, other numbers on each rank; in a fit streams are given back."""
 
     class MonteCarlo(Callback):
@@ -357,7 +301,7 @@ def check_random_streams_of_evaluation():
     assert torch.equal(states[0][0], states[1])
 
 
-def check_middle_of_fit():
+def test_validate_and_get_preds_in_the_middle_of_training_leave_no_trace():
     """validate and get_preds from a callback in training: right, and without a trace."""
     found = []
 
@@ -380,7 +324,7 @@ def check_middle_of_fit():
     assert world.same_everywhere(found)
 
 
-def check_predictions():
+def test_predictions_are_those_of_one_process_on_every_rank():
     learn = make_learner(n=11)
     with learn.distrib_ctx():
         inputs, preds, targets, decoded, losses = learn.get_preds(with_input=True, with_decoded=True, with_loss=True)
@@ -408,11 +352,14 @@ class Pair(nn.Module):
         return self.d(self.g(x))
 
 
-def check_options():
+def test_mistakes_in_the_options_are_named():
     with raises(ValueError, "python -m learnerkit.launch --nproc 2"):
         make_learner().distrib_ctx(nproc=2)
     with raises(TypeError, "did you mean 'bucket_cap_mb'"):
         DistributedCallback(bucket_cap_mbs=3)
+
+
+def test_after_an_error_in_the_options_nothing_stays_wrapped():
     learn = make_learner(Pair())
     with learn.distrib_ctx(wrap=("g", "d")), learn.no_logging():
         learn.fit(1)
@@ -424,6 +371,9 @@ def check_options():
         warnings.simplefilter("always")
         learn.fit(1)
     assert any("each train a whole copy" in str(w.message) for w in caught) == world.is_main()
+
+
+def test_a_learner_that_was_detached_is_distributed_anew():
     learn = make_learner()
     learn.to_distributed().detach_distributed()
     assert not any(isinstance(cb, DistributedCallback) for cb in learn.cbs)
@@ -433,7 +383,7 @@ def check_options():
     assert weights_agree(learn)
 
 
-def check_cleanup_is_silent():
+def test_a_cleanup_that_communicates_is_named():
     class Talks(Callback):
         def cleanup_fit(self):
             world.barrier()
@@ -444,16 +394,3 @@ def check_cleanup_is_silent():
     learn.remove_cb(Talks)
     with learn.distrib_ctx(), learn.no_logging():
         learn.fit(1)
-
-
-def main(rank=None, n=None):
-    run(all_checks(globals()))
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("error")
-    assert N > 1
-    assert not dist.is_initialized()
-    main()
-    assert dist.is_initialized()
-    leave()

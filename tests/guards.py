@@ -1,0 +1,91 @@
+"""The guard that no test leaves anything behind, in its own process or on a rank, and the seeds it starts with."""
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+
+def seed() -> None:
+    """Every test starts with the same random numbers."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+@contextmanager
+def nothing_left_behind(allowed: Callable[[], set[psutil.Process]] = set, has_group: bool = False) -> Iterator[None]:
+    """Fail a test that leaves environment variables, processes, a process group or a global setting behind.
+
+    Args:
+        allowed: processes that may stay.
+        has_group: whether there is a process group before, which has to stay.
+    """
+    before = _globals()
+    children = set(psutil.Process().children(recursive=True))
+    yield
+    left = set(psutil.Process().children(recursive=True)) - children
+    left = [process for process in left - allowed() if _is_running(process)] if left else []
+    names = [_command(process) for process in left]
+    for process in left:
+        process.kill()
+    joined = dist.is_initialized()
+    if joined and not has_group:
+        dist.destroy_process_group()
+    after = _globals()
+    _put_back(before)
+    changed = {
+        name: (before.get(name), after.get(name)) for name in before | after if before.get(name) != after.get(name)
+    }
+    assert not changed, f"the test left these changed (before, after): {changed}"
+    assert not names, f"the test left these processes: {names}"
+    assert joined == has_group, "the test left a process group" if joined else "the test took the process group away"
+
+
+# torch notes the place of its cache when a compiler is first asked for.
+_NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+
+
+def _globals():
+    env = {f"${name}": value for name, value in os.environ.items() if name not in _NOT_OURS}
+    return env | {
+        "gradients": torch.is_grad_enabled(),
+        "default type": torch.get_default_dtype(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "Ctrl-C": signal.getsignal(signal.SIGINT),
+    }
+
+
+def _put_back(before):
+    for name in list(os.environ):
+        if f"${name}" not in before and name not in _NOT_OURS:
+            del os.environ[name]
+    os.environ.update({name[1:]: value for name, value in before.items() if name.startswith("$")})
+    torch.set_grad_enabled(before["gradients"])
+    torch.set_default_dtype(before["default type"])
+    if torch.are_deterministic_algorithms_enabled() != before["deterministic"]:  # it takes seconds, to import a lot
+        torch.use_deterministic_algorithms(before["deterministic"])
+    if before["Ctrl-C"] is not None:
+        signal.signal(signal.SIGINT, before["Ctrl-C"])
+
+
+def _is_running(process):
+    try:
+        # Python's own helper for shared memory lives as long as the process that made it.
+        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in _command(process)
+    except psutil.Error:
+        return False
+
+
+def _command(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
