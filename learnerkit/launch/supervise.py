@@ -21,6 +21,7 @@ from typing import IO, TypeVar
 from learnerkit.launch.environment import Place, rank_environment
 from learnerkit.launch.heartbeat import Heartbeat, where
 from learnerkit.launch.nodes import End, SingleNode
+from learnerkit.launch.processes import kill_group
 from learnerkit.launch.report import Rank, echo, ending, failure, first_failure, log_errors, report, say
 from learnerkit.text import signal_name
 
@@ -286,7 +287,7 @@ def note_end(rank: Rank) -> None:
     A rank that was killed wrote no report. It counts as ended when it was last seen alive, so that the error
     which its end caused in another rank comes after it.
     """
-    signal_group(rank, signal.SIGKILL)
+    kill_group(rank.process.pid)
     with rank.report_file as file:
         file.seek(0)
         try:
@@ -339,19 +340,10 @@ def kill(ranks: list[Rank]) -> None:
     """Kill the ranks that still run, and return when nothing of the run is left."""
     for rank in running(ranks):
         rank.stop_signals.append(signal.SIGKILL)
-        signal_group(rank, signal.SIGKILL)
+        kill_group(rank.process.pid)
     deadline = time.monotonic() + KILL_SECONDS
-    while (running(ranks) or any(signal_group(rank, 0) for rank in ranks)) and time.monotonic() < deadline:
+    while (running(ranks) or any(kill_group(rank.process.pid, 0) for rank in ranks)) and time.monotonic() < deadline:
         time.sleep(0.005)
-
-
-def signal_group(rank: Rank, signum: int) -> bool:
-    """Send a signal to a rank and all that it has started; tell whether anything of them was left."""
-    try:
-        os.killpg(rank.process.pid, signum)
-    except (ProcessLookupError, PermissionError):  # macOS does not permit it if only dead processes are left
-        return False
-    return True
 
 
 def cause_seconds(rank: Rank) -> float:

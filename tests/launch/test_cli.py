@@ -348,6 +348,29 @@ def test_the_script_sees_what_python_would_show_it(run, launched, tmp_path, form
 
 
 @pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("pack", "the package runs\n"),
+        ("no_such.module", "-m no_such.module: there is no such module"),
+        ("pack.no_such", "-m pack.no_such: there is no such module"),
+        ("pack.inner", "or it is a package without __main__"),
+        ("script.py", "; try script instead of script.py"),
+        ("broken.part", "ModuleNotFoundError: No module named 'missing_here'"),
+    ],
+)
+def test_what_can_be_run_as_a_module(launched, tmp_path, name, said):
+    for folder in ("pack/inner", "broken"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "pack" / "__main__.py").write_text("print('the package runs')")
+    (tmp_path / "script.py").touch()
+    (tmp_path / "broken" / "__init__.py").write_text("import missing_here")
+    code, out, err = launched("--nproc", 1, "-m", name, cwd=tmp_path).finish()
+    assert said in out + err
+    assert code == (name != "pack")
+    assert ("Traceback" in err) == (name == "broken.part")
+
+
+@pytest.mark.parametrize(
     ("how", "code", "first"),
     [
         ("exit", 3, "rank 1 failed (exit code 3)"),
@@ -461,6 +484,18 @@ def test_a_second_ctrl_c_kills_at_once(launched):
     assert code == 130
     assert [line for line in says(err) if "was killed" in line] == says(err)[1:]
     assert len(says(err)) == 3
+
+
+def test_ctrl_c_ends_the_wait_for_a_thread(launched, tmp_path):
+    process = launched("--nproc", 2, SCRIPTS / "launch_end.py", "lingers", cwd=tmp_path)
+    process.wait_for("waits for a thread")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    code, out, err = process.finish()
+    assert code == 130
+    assert len(says(err)) == 1  # neither rank had to be killed
+    assert time.monotonic() - began < 5
 
 
 def test_a_file_for_each_rank_and_attempt(launched, tmp_path):

@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import subprocess
 import time
 from types import SimpleNamespace
 
@@ -145,9 +146,10 @@ def test_a_long_chain_of_errors_has_a_brief_traceback():
     assert "ValueError: 0\n" in rank_main.format_error(error)["brief"]
 
 
-def test_a_broken_report_is_no_report(monkeypatch):
-    monkeypatch.setattr(supervise, "signal_group", lambda rank, signum: False)
-    rank = Rank(0, SimpleNamespace(returncode=-9), io.BytesIO(b'{"time": 1.0, "cod'), ended=5.0)
+def test_a_broken_report_is_no_report():
+    process = subprocess.Popen(["true"], process_group=0)
+    process.wait()
+    rank = Rank(0, SimpleNamespace(pid=process.pid, returncode=-9), io.BytesIO(b'{"time": 1.0, "cod'), ended=5.0)
     supervise.note_end(rank)
     assert (rank.code, rank.ended) == (-9, 5.0)
 
