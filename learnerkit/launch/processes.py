@@ -65,7 +65,8 @@ def make_exit() -> Callable[[int], NoReturn]:
     wait for them without end, or abort this process although the script has succeeded.
 
     Call this before importing what registers exit hooks (`multiprocessing`, `logging`, torch): the last hook registered
-    runs first, and the one that is registered here ends the process.
+    runs first, and the one that is registered here ends the process. A sitecustomize's hooks, which come earlier still,
+    do not run.
     """
     exit_code: int | None = None
 

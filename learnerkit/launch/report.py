@@ -13,10 +13,6 @@ from learnerkit.launch.heartbeat import Heartbeat
 from learnerkit.launch.nodes import End
 from learnerkit.text import escaped, killed_by
 
-# What torch raises in a collective, also because another rank has gone.
-COLLECTIVE_ERROR = re.compile(
-    r"Dist(Backend|Network|Store)?Error\b|RuntimeError: .*(?i:gloo|nccl|connection (closed|reset) by peer)"
-)
 MAY_FOLLOW, FOLLOWS = 1, 2  # see echo
 
 
@@ -113,7 +109,16 @@ def echo(rank: Rank) -> int:
     if rank.report.get("follows_another"):
         return FOLLOWS
     aborted = rank.code == -signal.SIGABRT  # torch does so, too, when it loses its peers on NCCL
-    return MAY_FOLLOW if aborted or COLLECTIVE_ERROR.match(rank.report.get("error", "")) else 0
+    return MAY_FOLLOW if aborted or is_collective_error(rank.report.get("error", "")) else 0
+
+
+def is_collective_error(error: str) -> bool:
+    """Tell whether an error, given as 'ClassName: message', is one that torch raises when another rank has gone.
+
+    These are torch.distributed's own classes, and RuntimeErrors whose message names a backend or a lost connection.
+    """
+    by_message = r"RuntimeError: (?is:.*(gloo|nccl|connection (closed|reset) by peer))"
+    return bool(re.match(rf"Dist(Backend|Network|QueueEmpty|Store)?Error\b|{by_message}", error))
 
 
 def stopped(rank: Rank) -> bool:

@@ -21,7 +21,7 @@ from learnerkit.launch.cli import Plan, choose_processes, parse
 from learnerkit.launch.environment import Place, rank_environment
 from learnerkit.launch.gpus import gpu_names, listed_gpus
 from learnerkit.launch.nodes import Elastic, Static
-from learnerkit.launch.report import COLLECTIVE_ERROR
+from learnerkit.launch.report import is_collective_error
 from learnerkit.launch.slurm import Task
 from learnerkit.launch.supervise import CAUSE_SECONDS, Job
 
@@ -610,5 +610,5 @@ def test_the_user_sees_the_error_and_not_its_echo(launched):
     assert "runpy" not in err
     (follower,) = lines[lines.index("  in batch 7") + 1 :]
     assert follower.startswith("learnerkit.launch: rank 0 then failed: RuntimeError: ")
-    assert COLLECTIVE_ERROR.match(follower.partition("then failed: ")[2])
+    assert is_collective_error(follower.partition("then failed: ")[2])
     assert "exit hook ran\n" in out  # the follower may be stopped before it comes to its own

@@ -3,16 +3,19 @@
 import io
 import os
 import signal
+import socket
 import subprocess
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import DistError, TCPStore
 
 from learnerkit.launch import rank_main, supervise
 from learnerkit.launch.environment import Place
 from learnerkit.launch.nodes import End
-from learnerkit.launch.report import Rank
+from learnerkit.launch.report import Rank, is_collective_error
 
 
 def says(err):
@@ -90,6 +93,38 @@ def test_a_rank_that_left_too_early_is_the_cause(capsys, at, failed, named):
     first = says(capsys.readouterr().err)[0]
     left = f"learnerkit.launch: rank 1 left before the others: it ended with exit code 0 after {at:.1f} s"
     assert (first == left) is named
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer", True),
+        ("RuntimeError: [../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv", True),
+        ("RuntimeError: Connection reset by peer", True),
+        ("RuntimeError: NCCL communicator was aborted on rank 1.", True),
+        ("RuntimeError: in a collective:\n  WorkNCCL(SeqNum=2, OpType=ALLREDUCE) ran for 600000 ms", True),
+        ("DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited", True),
+        ("DistStoreError: Timed out after 301 seconds waiting for clients. 1/2 clients joined.", True),
+        ("DistQueueEmptyError: queue is empty", True),
+        ("DistError", True),
+        ("DistanceError: too far", False),
+        ("RuntimeError: shapes differ", False),
+        ("ValueError: NCCL is not a backend for the CPU", False),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", False),
+        ("RuntimeErrorOfMine: nccl", False),
+        ("", False),
+    ],
+)
+def test_errors_that_another_rank_may_have_caused(error, expected):
+    assert is_collective_error(error) is expected
+
+
+def test_torchs_own_error_of_a_lost_store_is_one_of_them():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(DistError) as caught:
+        TCPStore("127.0.0.1", port, timeout=timedelta(seconds=0.1))
+    assert is_collective_error(f"{type(caught.value).__name__}: {caught.value}")
 
 
 def test_report_of_a_run_that_was_asked_to_end(capsys):
