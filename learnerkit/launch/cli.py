@@ -1,8 +1,6 @@
 """Start one process per GPU of this machine, or of several, watch them, and say which one failed first.
 
-``python -m learnerkit.launch train.py`` needs the standard library only; torch is imported by the processes
-that it starts, and here only to meet the launchers of other machines. What happens to the processes is in
-`learnerkit.launch.supervise`, how launchers meet in `learnerkit.launch.nodes`.
+``python -m learnerkit.launch train.py`` begins in `main`; the package's docstring says what follows in which file.
 """
 
 import argparse
@@ -20,16 +18,17 @@ from learnerkit.launch import slurm
 from learnerkit.launch.addresses import NodeError, parse_endpoint
 from learnerkit.launch.environment import LOOPBACK
 from learnerkit.launch.gpus import choose_gpus, gpu_names
-from learnerkit.launch.nodes import Elastic, NodeGroup, SingleNode, Static
+from learnerkit.launch.nodes import Attempt, begin_alone, begin_with_others
+from learnerkit.launch.rendezvous import Elastic, Rendezvous, Static
 from learnerkit.launch.report import say
 from learnerkit.launch.supervise import (
     GRACE_SECONDS,
     LONG_GRACE_SECONDS,
     Interrupted,
     Job,
-    aside,
     received_signals,
     run_attempt,
+    wait_interruptibly,
 )
 from learnerkit.text import signal_name
 
@@ -40,7 +39,7 @@ DOCTOR = ["-m", "learnerkit.doctor", "--rank"]
 
 @dataclass(frozen=True)
 class Plan:
-    """A job on this machine, how often it may be started anew, and which other machines take part."""
+    """A job on this machine, how often it may be restarted, and which other machines take part."""
 
     job: Job
     restarts: int = 0
@@ -59,25 +58,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(plan: Plan) -> int:
     """Run attempts until one succeeds, or none is left, and return the exit code."""
-    job, restarts = plan.job, plan.restarts
-    if plan.nodes is None:
-        others = SingleNode(job.nproc, restarts, plan.port)
-    else:
-        others = NodeGroup(job.nproc, restarts, plan.nodes, job.command, job.timeout or 300.0, say)
-    attempt = 0
+    job, restarts, number = plan.job, plan.restarts, 0
+    rendezvous = Rendezvous(plan.nodes, job.timeout or 300.0, say) if plan.nodes else None
+    attempt: Attempt | None = None
+
+    def begin() -> Attempt:
+        if rendezvous is None:
+            return begin_alone(number, job.nproc, restarts, plan.port)
+        return begin_with_others(number, job.nproc, restarts, rendezvous, job.command)
+
     with received_signals() as signals:
         try:
             while True:
-                place = aside(lambda: others.meet(attempt), signals)  # noqa: B023 - it is over before the next one
-                if place.attempt:
-                    say(f"attempt {place.attempt + 1} of {restarts + 1}")
-                end = run_attempt(job, place, others, signals)
-                if end.kind == "joined":
-                    say(end.text)
+                attempt = wait_interruptibly(begin, signals)
+                number = attempt.topology.attempt  # another node may be further
+                if number:
+                    say(f"attempt {number + 1} of {restarts + 1}")
+                outcome = run_attempt(job, attempt, signals)
+                attempt.stop()
+                if outcome.kind == "joined":
+                    say(outcome.text)
                     continue
-                attempt = place.attempt + 1
-                if end.kind in ("done", "stopped") or attempt > restarts:
-                    return end.code
+                number += 1
+                if outcome.kind in ("done", "stopped") or number > restarts:
+                    return outcome.code
         except Interrupted as interrupted:
             say(f"{signal_name(interrupted.signum)} received")
             return 128 + interrupted.signum
@@ -85,7 +89,10 @@ def run(plan: Plan) -> int:
             say(str(error))
             return 1
         finally:
-            others.close()
+            if attempt is not None:
+                attempt.leave()
+            if rendezvous is not None:
+                rendezvous.leave()
 
 
 # The command line
@@ -206,7 +213,7 @@ def parse(argv: Sequence[str] | None) -> Plan | int:
         parser.error(str(error))
     job = Job(
         command, nproc, gpus, options.grace, options.unbuffered, options.timeout, options.log_dir, options.tee,
-        speaks=options.check,
+        explains_failure=options.check,
     )  # fmt: skip
     return Plan(job, options.max_restarts, nodes, port)
 

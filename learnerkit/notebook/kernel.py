@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from learnerkit import world
-from learnerkit.launch.environment import LOOPBACK, Place, rank_environment
+from learnerkit.launch.environment import LOOPBACK, Topology, rank_environment
 from learnerkit.notebook import transfer
 from learnerkit.parallel.distributed import OWN_DEVICE, DistributedCallback
 from learnerkit.text import killed_by
@@ -261,7 +261,7 @@ class Workers:
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, json.dumps(path), str(theirs.fileno()), self.front],
-                env=rank_environment(environ, Place(self.nproc, port), rank, gpus),
+                env=rank_environment(environ, Topology(self.nproc, port), rank, gpus),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 bufsize=0,

@@ -18,9 +18,9 @@ import pytest
 
 from learnerkit.launch import cli, gpus, slurm
 from learnerkit.launch.cli import Plan, choose_processes, parse
-from learnerkit.launch.environment import Place, rank_environment
+from learnerkit.launch.environment import Topology, rank_environment
 from learnerkit.launch.gpus import gpu_names, listed_gpus
-from learnerkit.launch.nodes import Elastic, Static
+from learnerkit.launch.rendezvous import Elastic, Static
 from learnerkit.launch.report import is_collective_error
 from learnerkit.launch.slurm import Task
 from learnerkit.launch.supervise import CAUSE_SECONDS, Job
@@ -342,7 +342,7 @@ def test_the_script_sees_what_python_would_show_it(run, launched, tmp_path, form
     for number, facts in enumerate(seen):
         env = expected["env"] | stale
         assert facts["env"].pop("LEARNERKIT_HEARTBEAT").endswith(tuple("0123456789"))
-        assert facts.pop("env") == rank_environment(env, Place(2, int(port)), number)
+        assert facts.pop("env") == rank_environment(env, Topology(2, int(port)), number)
         assert facts == {name: value for name, value in expected.items() if name != "env"}
     assert len(seen) == 2
 
