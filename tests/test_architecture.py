@@ -170,6 +170,20 @@ def test_what_is_written_nowhere(name):
     assert running == RUNS_CODE.get(name, 0), "eval or exec"
 
 
+OTHERS = ("torch", "nn", "dist", "F", "sys", "threading", "atexit", "runpy", "IPython", "multiprocessing")
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "torch_internals"])
+def test_private_names_of_others_stand_in_one_module(name):
+    for node in ast.walk(MODULES[name]):
+        if isinstance(node, ast.ImportFrom):
+            private = [a.name for a in node.names if a.name.startswith("_") and not a.name.startswith("__")]
+            assert private == [] or node.module.startswith("learnerkit"), f"from {node.module} import {private}"
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            owner = ast.unparse(node.value)
+            assert owner.split(".")[0] not in OTHERS, ast.unparse(node)
+
+
 def test_no_class_of_torch_is_patched():
     for tree in MODULES.values():
         for node in ast.walk(tree):

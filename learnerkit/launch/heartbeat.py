@@ -7,6 +7,7 @@ import mmap
 import os
 import struct
 import time
+from functools import partial
 from typing import Any
 
 from learnerkit.launch.environment import shared_file
@@ -25,6 +26,9 @@ class Heartbeat:
         path: of a file of `Heartbeat.SIZE` bytes.
         file: the file, if it is to live as long as this.
 
+    Attributes:
+        beat: writes where the main thread is: beat(time.monotonic(), epoch, step, b'event/callback').
+
     Raises:
         OSError, ValueError: it cannot be mapped.
     """
@@ -36,6 +40,8 @@ class Heartbeat:
         self.path, self._file = path, file
         with open(path, "r+b") as shared:
             self._shared = mmap.mmap(shared.fileno(), self.SIZE)
+        # Without a function of its own, since it is called at every event of a batch. It cuts a long text.
+        self.beat = partial(self._MOVE.pack_into, self._shared, 16)
 
     @classmethod
     def new(cls) -> "Heartbeat":
@@ -49,10 +55,6 @@ class Heartbeat:
         # A process that this one has started inherits the variable, too.
         process, _, path = os.environ.get("LEARNERKIT_HEARTBEAT", "").partition(" ")
         return cls(path) if process == str(os.getpid()) else cls.new()
-
-    def beat(self, epoch: int, step: int, place: bytes) -> None:
-        """The main thread has come to `place`: 'event/callback'."""
-        self._MOVE.pack_into(self._shared, 16, time.monotonic(), epoch, step, place)  # which cuts a long text
 
     def live(self, waits: bool) -> None:
         """The watching thread runs, so this process does; whether the main thread waits for others."""

@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,7 +27,7 @@ from learnerkit.events import (
     CancelValidException,
     Event,
 )
-from learnerkit.parallel.watch import Watch, is_collective_error
+from learnerkit.parallel.watch import Watch, may_follow
 from learnerkit.text import in_one_line
 from learnerkit.utils import add_note_once
 
@@ -89,7 +90,7 @@ class Agreement:
                 error = last
         if error is not None and not agreed(error):
             self.failed(error)
-        if error is not None and error is not self._failing and self.watch.failure and is_collective_error(error):
+        if error is not None and error is not self._failing and self.watch.failure and may_follow(error):
             error = self.watch.peer_error()
         self._stack.close()
         if error is not None and error is not own:
@@ -125,7 +126,7 @@ class Agreement:
         """Tell the others of an error that is about to end this rank's run, before its cleanups take their time."""
         if self._failing is not None:
             return
-        if is_collective_error(error) and self.watch.first_failure(patience=2.0):
+        if may_follow(error) and self.watch.first_failure(patience=2.0):
             return
         if self.company is not None:
             self.company.explain(error)
@@ -298,9 +299,9 @@ class RankDispatch(Dispatch):
     def _call(self, event: str, hooks: list) -> None:
         if event in _PLACES:
             self.last = event
-        learn, watch = self.agreement.learn, self.agreement.watch
+        learn, beat = self.agreement.learn, self.agreement.watch.heartbeat.beat
         for i, (cb, hook, place) in enumerate(hooks):
-            watch.heartbeat.beat(learn.epoch, learn.iter, place)
+            beat(monotonic(), learn.epoch, learn.iter, place)
             self.agreement.check()
             try:
                 hook()

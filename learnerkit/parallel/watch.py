@@ -27,6 +27,7 @@ import torch.distributed as dist
 from learnerkit import world
 from learnerkit.host_scalars import HostCopy
 from learnerkit.launch.heartbeat import Heartbeat, where
+from learnerkit.launch.report import is_collective_error
 from learnerkit.torch_internals import abort_nccl, frame_of_thread, waits_for_ranks
 
 GRACE_SECONDS = 0.5
@@ -91,7 +92,7 @@ class Watch:
             pair for pair in everyone[self.rank][2] if pair[::-1] in others and store not in (pair[0][1], pair[1][1])
         }
         self.heartbeat.live(waits=False)
-        self.heartbeat.beat(0, 0, b"before_fit/")
+        self.heartbeat.beat(time.monotonic(), 0, 0, b"before_fit/")
         self._inbox = self.store.clone()  # a client of its own: it waits while the main thread uses the other one
         for work in (self._listen, self._look):
             self._threads.append(threading.Thread(target=work, name=f"learnerkit{work.__name__}", daemon=True))
@@ -357,13 +358,9 @@ def _put(store: dist.Store, rank: int, kind: str, about: Any = None) -> None:
     store.set(f"inbox/{rank}/{number}", json.dumps([kind, about]))
 
 
-def is_collective_error(error: BaseException) -> bool:
-    """Whether an error may be the echo of another rank's failure."""
-    if isinstance(error, PeerError | dist.DistError):
-        return True
-    text = str(error).lower()
-    echoes = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
-    return isinstance(error, RuntimeError) and any(echo in text for echo in echoes)
+def may_follow(error: BaseException) -> bool:
+    """Tell whether an error may come of another rank's failure."""
+    return isinstance(error, PeerError) or is_collective_error(f"{type(error).__name__}: {error}")
 
 
 _WAITING = {f.__code__ for f in (*vars(world).values(), Watch.all_skip, HostCopy.numbers) if isfunction(f)}
