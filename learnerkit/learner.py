@@ -189,7 +189,7 @@ class Learner(RunState):
                 self._batch_index = self.iter
                 self._one_batch() if agreement is None else agreement.run_batch(self._one_batch)
         if agreement is not None:
-            agreement.close()
+            agreement.end_batches()
         arguments.check_read(self)
 
     def _one_batch(self) -> None:
