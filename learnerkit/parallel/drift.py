@@ -80,7 +80,9 @@ class DriftCheck(Callback):
 
 
 def state_table(learn: "Learner", training: bool) -> dict[str, str]:
-    """Return what must be the same on all ranks, by name: digests of tensors, `repr` of anything else. Waits for the device once.
+    """Return what must be the same on all ranks: digests of tensors and the `repr` of anything else, by name.
+
+    A host-device sync.
 
     Args:
         learn: whose state.
