@@ -40,13 +40,14 @@ def pytest_generate_tests(metafunc):
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is None:
         return
-    found = [pytest.param(Ranks(n)) for n in mark.args]
-    found += [pytest.param(Ranks(n), marks=pytest.mark.slow) for n in mark.kwargs.get("slow", ())]
-    if n := mark.kwargs.get("torchrun"):
-        found.append(pytest.param(Ranks(n, launcher="torchrun"), marks=pytest.mark.slow))
-    if torch.cuda.device_count() >= (n := mark.kwargs.get("gpus", 0)) > 0:
-        found.append(pytest.param(Ranks(n, gpus=True), marks=pytest.mark.gpu))
+    found = [pytest.param(RANKS.get(n) or Ranks(n)) for n in mark.args]
+    found += [pytest.param(RANKS.get(n) or Ranks(n), marks=pytest.mark.slow) for n in mark.kwargs.get("slow", ())]
+    if torch.cuda.device_count() < 2:
+        found = [each for each in found if not each.values[0].gpus]
     metafunc.parametrize("ranks", found, indirect=True, ids=str)
+
+
+RANKS = {"torchrun": Ranks(2, launcher="torchrun"), "gpus": Ranks(2, gpus=True)}
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,8 +1,9 @@
 """Groups of processes that run the tests marked `ranks`: one group for each world size, started by our launcher.
 
-A test marked `@pytest.mark.ranks(2, 3)` runs on every rank of two processes, and then on every rank of three. The
-processes are started when the first such test needs them and stay until the session ends, so that torch is imported
-once per rank. After a failure they are ended: the next test gets fresh ones. Run as a script, this file is a rank.
+A test marked `@pytest.mark.ranks(2, slow=[3, "torchrun"])` runs on every rank of two processes, and under
+`pytest -m slow` on three and on two that torchrun has started ("gpus": on two GPUs, where there are two). The processes
+are started when the first such test needs them and stay until the session ends, so that torch is imported once per
+rank. After a failure they are ended: the next test gets fresh ones. Run as a script, this file is a rank.
 """
 
 import contextlib
