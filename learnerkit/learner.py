@@ -127,7 +127,7 @@ class Learner(RunState):
         self.moms = arguments.three("moms", moms)
         self.loss_weight = loss_weight
         self._weigh_losses()  # refuses what it cannot take, here rather than in fit
-        self._device, self._loss_without_targets = torch.device("cpu"), False  # found anew for each run
+        self._device, self._loss_without_targets = torch.device("cpu"), False  # set for each run
         self.opt: Any = None  # an optimizer, or a dict of several by name; made at first need
         self.logger: Callable[[list], None] = TableLogger(self)
         self.cbs: list[Callback] = []
@@ -202,7 +202,7 @@ class Learner(RunState):
     def _do_batch(self) -> None:
         dispatch = self._dispatch
         self._forward()
-        if dispatch.table["after_pred"]:  # asking first is what makes an event that nobody hears free
+        if dispatch.table["after_pred"]:  # asked here, so that an event without listeners costs nothing
             dispatch.fire("after_pred")
         self._take_loss()
         if dispatch.table["after_loss"]:
@@ -248,7 +248,7 @@ class Learner(RunState):
             return
         try:
             if self.batch_size == 0 and not batch_size(self.xb):
-                # A rank without data only keeps its peers company: gradients of zero, and no mean of nothing (a NaN).
+                # A rank without data: gradients of zero, since the mean of nothing would be a NaN.
                 self.loss_grad = zero_loss(self.pred if self.output is None else self.output)
                 self.loss = self.loss_grad.detach()
             else:
@@ -369,7 +369,7 @@ class Learner(RunState):
             moms: momentum at the start, the peak and the end; default the Learner's. Optimizers without are left alone.
 
         Raises:
-            ValueError: the training loader has no length, so that there is no telling how far training has come.
+            ValueError: the training loader has no length, so that nobody knows how far training has come.
         """
         cycle, momentum = self._one_cycle(div, div_final, pct_start, moms)
         run = {"wd": wd, "cbs": cbs, "reset_opt": reset_opt, "start_epoch": start_epoch, "n_steps": n_steps}
@@ -405,7 +405,7 @@ class Learner(RunState):
             pct_start: share of the steps at the constant rate.
 
         Raises:
-            ValueError: the training loader has no length, so that there is no telling how far training has come.
+            ValueError: the training loader has no length, so that nobody knows how far training has come.
         """
 
         def flat_then_cos(rate: float) -> Schedule:
@@ -437,7 +437,7 @@ class Learner(RunState):
             cbs, reset_opt, wd, start_epoch: as in `fit`.
 
         Raises:
-            ValueError: the training loader has no length; cycles that are no whole numbers of 1 or more.
+            ValueError: the training loader has no length; cycles that are not whole numbers of 1 or more.
         """
         for name, value in (("n_cycles", n_cycles), ("cycle_len", cycle_len), ("cycle_mult", cycle_mult)):
             arguments.check_count(name, value)
@@ -594,7 +594,7 @@ class Learner(RunState):
         Under DDP every rank must reach this and gets the whole. Predictions are the model's raw outputs.
 
         Args:
-            ds_idx: which dataset, read in its own order whatever its loader's sampler.
+            ds_idx: the dataset, by its loader; it is read in its own order, not its sampler's.
             dl: a loader instead, read in its own order.
             with_input: put the inputs first.
             with_loss: put the loss of each sample last; needs a loss that takes `reduction`.
@@ -643,7 +643,7 @@ class Learner(RunState):
             act: a function of the predictions, such as `partial(torch.softmax, dim=1)`, before they are averaged.
 
         Raises:
-            ValueError: nothing that augments, no augmented reading, or predictions that are no tensors.
+            ValueError: nothing that augments, no augmented reading, or predictions that are not tensors.
         """
         arguments.check_count("n", n, "a number of augmented readings")
         if (dl is None) == (batch_tfms is None):
@@ -713,7 +713,7 @@ class Learner(RunState):
 
     @property
     def _loss_weighting(self) -> LossWeight:
-        """What the loss averages over, in training or in evaluation, whichever runs."""
+        """The count that the loss averages over, in training or in evaluation."""
         return self._loss_weightings[self.training]
 
     def _note_modes(self) -> None:
@@ -755,7 +755,7 @@ class Learner(RunState):
 
     @property
     def _sharded(self) -> bool:
-        """Whether several ranks share the data of this run."""
+        """Tell whether several ranks share the data of this run."""
         return self._agreement is not None
 
     @property
@@ -960,7 +960,7 @@ class Learner(RunState):
         """Write the model's weights, and the optimizer's state, on rank 0. Never waits for other ranks.
 
         The file is whole or not there at all, and loads with `torch.load(..., weights_only=True)`; no key begins with
-        'module.', whatever wraps the model.
+        'module.', also where the model is wrapped.
 
         Args:
             file: a name inside path/model_dir ('.pth' is added); a `pathlib.Path`, taken as it is; or a file that is

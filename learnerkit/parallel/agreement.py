@@ -199,7 +199,7 @@ class Agreement:
         try:
             step.begin()
             try:
-                one_batch()  # also with a reason to leave, which travels with its gradients
+                one_batch()  # also with a reason to leave, which is reduced with its gradients
             except LEAVING as error:
                 if self.ends_now(error):
                     raise

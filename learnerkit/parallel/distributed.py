@@ -375,7 +375,7 @@ def warn_outside_context(learn: "Learner") -> None:
 
 @contextmanager
 def agreement_for(learn: "Learner") -> Iterator[None]:
-    """Keep the ranks of a run together, where it is one of several ranks and not inside another."""
+    """Enter an `Agreement`, where a run is one of several ranks and not inside another."""
     member = next((cb for cb in learn.cbs if isinstance(cb, DistributedCallback)), None)
     if member is None or world.world_size() == 1 or learn._agreement is not None:
         yield
@@ -409,5 +409,5 @@ def _log_nothing(row: list) -> None:
 
 
 def _digest(state: dict) -> tuple:
-    """What tells whether two ranks' states of an optimizer are alike. Waits for the device."""
+    """Fingerprint of the state of an optimizer. A host-device sync."""
     return digests(list(tensors_in(state))), repr(map_batch(lambda t: (t.shape, t.dtype), state))

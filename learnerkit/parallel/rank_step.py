@@ -161,7 +161,7 @@ class RankStep(Callback):
 
     @property
     def counts_are_reduced(self) -> bool:
-        """Whether the ranks have exchanged their counts in this batch."""
+        """Tell whether the ranks have exchanged their counts in this batch."""
         return self._vector is not None
 
     def differentiate(self, count: float | Tensor) -> None:

@@ -135,7 +135,7 @@ def explain_unused(error: BaseException, step: RankStep) -> None:
         return
     words = text.rpartition("for rank")[2].rpartition(":")[2].split()
     numbers = [int(word) for word in words if word.isdigit()]
-    # Of several networks there is no telling which of them DDP has numbered.
+    # Of several networks nobody knows which of them DDP has numbered.
     module = step.wrappers[0].module if len(step.wrappers) == 1 else nn.Module()
     names = [n for n, p in module.named_parameters() if p.requires_grad]
     if step.carrier.parameter is not None:  # it came after the module's own parameters, before those of sub-modules
