@@ -135,7 +135,7 @@ class RankBatches:
             yield batch[0] if self.opaque else batch
 
     def _spread(self, stream: Iterable) -> Iterator[tuple[Share, Any]]:
-        for step, pieces in enumerate(deal(stream, self.ranks, self.split, self.least)):
+        for step, pieces in enumerate(distribute(stream, self.ranks, self.split, self.least)):
             sizes = [len(piece) for piece in pieces]
             mine = sizes[self.rank]
             if mine or self.training:
