@@ -27,14 +27,13 @@ class ParallelCallback(Callback):
     In training each replica computes the loss of its own part, and the exact mean (or sum) over the batch is made of
     those numbers. Predictions then stay where they are, and `learn.pred` and `learn.output` are `None`, unless
     something may read them: metrics on training batches, or a callback of your own with a hook for an event of the
-        batch
-    after `before_batch`. Validation and `get_preds` always gather them.
+    batch after `before_batch`. Validation and `get_preds` always gather them.
 
     The loss is computed from gathered predictions, on the first GPU, where it cannot be cut up: where a callback has a
-        hook for
-    `after_pred` and so may change predictions or targets, in a Learner with a `_forward` or `_loss` of its own, with
-    targets that are not tensors of one entry per sample, with class weights of zero, and where the loss uses tensors
-    that do not move with it (it is a bound method or an object, or it refers to a tensor or to a module with weights).
+    hook for `after_pred` and so may change predictions or targets, in a Learner with a `_forward` or `_loss` of its
+    own, with targets that are not tensors of one entry per sample, with class weights of zero, and where the loss uses
+    tensors that do not move with it (it is a bound method or an object, or it refers to a tensor or to a module with
+    weights).
 
     Args:
         device_ids: the GPUs to use; by default all.
