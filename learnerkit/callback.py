@@ -15,7 +15,6 @@ from fastcore.basics import camel2snake
 from learnerkit import world
 from learnerkit.events import INNER_EVENTS, LOOP, CancelException, Event
 from learnerkit.text import did_you_mean
-from learnerkit.utils import add_note_once
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -167,11 +166,12 @@ class RaisedIn(str):
     callback: str
 
     @classmethod
-    def hook(cls, cb: Callback, event: str) -> "RaisedIn":
-        """The note for the hook of a callback at an event."""
-        note = cls(f"raised in {cb!r}.{event}")
-        note.callback = repr(cb)
-        return note
+    def add_to(cls, error: BaseException, cb: Callback, event: str) -> None:
+        """Add the note for the hook of a callback at an event, unless the error has one."""
+        if not any(isinstance(note, cls) for note in getattr(error, "__notes__", ())):
+            note = cls(f"raised in {cb!r}.{event}")
+            note.callback = repr(cb)
+            error.add_note(note)
 
 
 class Dispatch:
@@ -250,7 +250,7 @@ class Dispatch:
             try:
                 hook()
             except BaseException as e:
-                add_note_once(e, RaisedIn.hook(cb, event))
+                RaisedIn.add_to(e, cb, event)
                 raise
 
     def __enter__(self) -> "Dispatch":
@@ -272,7 +272,7 @@ class Dispatch:
                 with world.no_collectives(f"{cb!r}.{event}"):
                     getattr(cb, event)()
             except BaseException as e:
-                add_note_once(e, RaisedIn.hook(cb, event))
+                RaisedIn.add_to(e, cb, event)
                 if (first := error or failed) is None:
                     failed = e
                 else:

@@ -29,7 +29,6 @@ from learnerkit.events import (
 )
 from learnerkit.parallel.watch import Watch, may_follow
 from learnerkit.text import in_one_line
-from learnerkit.utils import add_note_once
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -64,6 +63,7 @@ class Agreement:
         self.votes = 0
         self.step: Any = None  # this rank's `RankStep` while it trains
         self.company: Any = None  # and its `Company`
+        self.place = b"before_fit/"  # where the run is: 'event/callback'
         self._failing: BaseException | None = None
         self._stack = ExitStack()
 
@@ -128,14 +128,12 @@ class Agreement:
             return
         if may_follow(error) and self.watch.first_failure(patience=2.0):
             return
-        if self.company is not None:
-            self.company.explain(error)
-        here = self.watch.heartbeat.read()
-        facts = {name: here[name] for name in ("event", "callback", "epoch", "step")}
+        event, _, callback = self.place.decode().partition("/")
         if self.learn._dispatch is None or self.dispatch.raised is not error:  # not in a callback
-            facts |= {"event": f"the loop, after {here['event']}", "callback": ""}
+            event, callback = f"the loop, after {event}", ""
         self._failing = error
-        self.watch.fail(facts | {"cause": in_one_line(error)})
+        place = {"event": event, "callback": callback, "epoch": self.learn.epoch, "step": max(self.learn.iter, 0)}
+        self.watch.fail(place | {"cause": in_one_line(error)})
 
     def check(self) -> None:
         """Leave if another rank has failed.
@@ -300,15 +298,17 @@ class RankDispatch(Dispatch):
     def _call(self, event: str, hooks: list) -> None:
         if event in _PLACES:
             self.last = event
-        learn, beat = self.agreement.learn, self.agreement.watch.heartbeat.beat
+        agreement = self.agreement
+        learn, beat = agreement.learn, agreement.watch.heartbeat.beat
         for i, (cb, hook, place) in enumerate(hooks):
+            agreement.place = place
             beat(monotonic(), learn.epoch, learn.iter, place)
-            self.agreement.check()
+            agreement.check()
             try:
                 hook()
             except BaseException as error:
                 self.stopped, self.raised = (event, hooks[i + 1 :]), error
-                add_note_once(error, RaisedIn.hook(cb, event))
+                RaisedIn.add_to(error, cb, event)
                 raise
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:

@@ -210,8 +210,9 @@ class DistributedCallback(Callback):
         step = self._step = RankStep(learn, agreement, self._plain, note_unused, by_bucket)
         self._company = Company(learn, step)
         agreement.step, agreement.company = step, self._company
-        learn.add_cb(step)
-        self._undo += [partial(learn.remove_cb, step), partial(wrapping.unwrap_all, step)]
+        hook = _BatchHook(step)
+        learn.add_cb(hook)
+        self._undo += [partial(learn.remove_cb, hook), partial(wrapping.unwrap_all, step)]
         self._undo += [opt.register_step_post_hook(step.note_optimizer_step).remove for opt in learn.opts]
 
     def after_train(self) -> None:
@@ -362,6 +363,23 @@ class DistributedCallback(Callback):
                 setattr(self._plain, name, part)
 
 
+class _BatchHook(Callback):
+    """The part of `DistributedCallback` that runs at each training batch, for as long as a fit lasts.
+
+    Args:
+        step: its `before_batch` is the hook.
+    """
+
+    order = DistributedCallback.order
+    run_valid = False
+
+    def __init__(self, step: RankStep) -> None:
+        super().__init__(before_batch=step.before_batch)
+
+    def __repr__(self) -> str:
+        return "DistributedCallback"
+
+
 def warn_outside_context(learn: "Learner") -> None:
     """Warn, once for a learner, that several processes are about to train the same thing, each for itself."""
     distributed = any(isinstance(cb, DistributedCallback) for cb in learn.cbs)
@@ -382,7 +400,11 @@ def agreement_for(learn: "Learner") -> Iterator[None]:
         return
     try:
         with Agreement(learn, member.timeout) as learn._agreement:
-            yield
+            try:
+                yield
+            except RuntimeError as e:  # as DDP's are
+                wrapping.explain_unused(e, learn._agreement.step)
+                raise
     finally:
         learn._agreement = None
 
