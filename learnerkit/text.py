@@ -16,7 +16,7 @@ def escaped(text: str) -> str:
 
 def signal_name(signum: int) -> str:
     """Return SIGTERM for 15; real-time signals have no names."""
-    return signal.Signals(signum).name if signum in iter(signal.Signals) else "real-time signal"
+    return signal.Signals(signum).name if signum in list(signal.Signals) else "real-time signal"
 
 
 def killed_by(signum: int) -> str:
