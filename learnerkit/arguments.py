@@ -211,7 +211,7 @@ def explain_lost_worker(error: RuntimeError | OSError | EOFError) -> None:
     if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
         return
     named = re.search(r"is killed by signal: ([^.]+)\.", str(error))
-    found = [s for s in signal.valid_signals() if named and signal.strsignal(s) == named[1]]
+    found: list[int] = [s for s in signal.valid_signals() if named and signal.strsignal(s) == named[1]]
     trace = error.__traceback__
     while trace is not None and not found:  # else the loader knows
         found = _killed(workers_of(trace.tb_frame.f_locals.get("self")))
@@ -248,7 +248,7 @@ def explain_lone_sample(learn: "Learner", error: ValueError) -> None:
 def last_batch_checked(learn: "Learner") -> Iterator[None]:
     """Refuse, at its first batch, a training whose last batch is one sample that the model's BatchNorm cannot take."""
     text = lone_last_batch(learn.dl, learn.model) if learn.training and not learn.train_iter else None
-    if text is None or (learn.n_steps is not None and learn.n_steps * learn._step_batches < learn.n_iter):
+    if text is None or (learn.n_steps is not None and learn.n_steps * learn._step_batches < (learn.n_iter or 0)):
         yield
         return
     statistics = [(buffer, buffer.clone()) for buffer in learn.model.buffers()]

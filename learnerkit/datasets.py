@@ -5,6 +5,7 @@ Fashion-MNIST is (c) 2017 Zalando SE, MIT licence; the notice is in `learnerkit/
 
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ def fashion_mnist(root: str | Path) -> tuple[TensorDataset, TensorDataset]:
     Raises:
         RuntimeError: the files are not there and cannot be downloaded.
     """
-    return world.rank0_first(_read_fashion_mnist, Path(root))
+    found: Any = world.rank0_first(_read_fashion_mnist, Path(root))
+    return found
 
 
 def _read_fashion_mnist(root: Path) -> tuple[TensorDataset, TensorDataset]:

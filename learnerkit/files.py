@@ -7,7 +7,6 @@ same, are read too.
 
 import os
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,7 +37,7 @@ class Saved:
     """
 
     name: str
-    weights: Mapping[str, Any]
+    weights: dict[str, Any]
     opt: dict | None = None
     scaler: dict | None = None
 
@@ -115,7 +114,7 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
         raise ValueError(
             f"{name} is damaged, or not made by Learner.save: {str(e).splitlines()[0] if str(e) else e!r}"
         ) from e
-    if not isinstance(state, Mapping):
+    if not isinstance(state, dict):
         raise ValueError(f"{name} holds a {type(state).__name__}, not the weights of a model")
     weights = _entry(state, _MODEL_NAMES)
     if weights is None:
@@ -133,8 +132,8 @@ def _is_at_end(file: BinaryIO) -> bool:
     return 0 < at == end
 
 
-def _entry(state: Mapping, names: tuple[str, ...]) -> Mapping | None:
-    return next((state[name] for name in names if isinstance(state.get(name), Mapping)), None)
+def _entry(state: dict, names: tuple[str, ...]) -> dict | None:
+    return next((state[name] for name in names if isinstance(state.get(name), dict)), None)
 
 
 def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:

@@ -85,7 +85,7 @@ class LossWeight:
             raise ValueError(f"{loss_func} has reduction='none', so the loss is no scalar; use 'mean' or 'sum'")
         self.sums = loss_weight == "sum" or (loss_weight is None and loss_option(loss_func, "reduction") == "sum")
         self._given = callable(loss_weight)
-        self._count = loss_weight if self._given else None
+        self._count: Callable[..., Any] | None = loss_weight if callable(loss_weight) else None
         if self._count is None and not self.sums and is_cross_entropy(loss_func):
             ignored = loss_option(loss_func, "ignore_index", IGNORED)
             self._count = partial(_count_classes, loss_option(loss_func, "weight"), ignored)
@@ -238,7 +238,7 @@ def _mean_cross_entropy(scores: Tensor, target: Tensor, shift: int) -> float:
     # On a CUDA device larger ones would end in an assert, after which the process cannot use the device any more.
     if (target >= scores.shape[-1]).any():
         return math.nan
-    total = 0.0
+    total: float | Tensor = 0.0
     # In pieces: the scores of a large vocabulary in float32 would fill the device's memory a second time.
     rows = max(1, 2**24 // max(1, scores[:1].numel()))
     for some, classes in zip(scores.split(rows), target.split(rows), strict=True):

@@ -152,6 +152,9 @@ class AccumMetric(Metric):
 class _MeanOf(Metric):
     """A function of the mean of something over all samples."""
 
+    total: Tensor
+    count: int | Tensor
+
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
         self.add_state("total", 0.0)
@@ -255,7 +258,8 @@ def metric_names(metrics: Any) -> list[str]:
 def metric_name(metric: Any) -> str:
     """The column of a metric: its `name`, or the name of its function or class."""
     found = unwrap_partial(metric)
-    return getattr(found, "name", None) or getattr(found, "__name__", type(found).__name__.lower())
+    own: Any = getattr(found, "name", None)
+    return own or getattr(found, "__name__", type(found).__name__.lower())
 
 
 class Meter:
@@ -312,7 +316,8 @@ class MeanMeter(Meter):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.values, self.sizes = HostScalars(), []
+        self.values = HostScalars()
+        self.sizes: list[int] = []
 
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
         """Take the mean of a batch; it stays on the device."""
@@ -357,7 +362,7 @@ class StatesMeter(Meter):
         for name, (_, reduce) in self.metric._states.items():
             value = getattr(self.metric, name)
             if reduce == "cat":
-                whole = world.gather_pieces(list(zip(self.places.get(name, []), value, strict=True)))
+                whole: Any = world.gather_pieces(list(zip(self.places.get(name, []), value, strict=True)))
             else:
                 whole = world.reduce(_alike(torch.as_tensor(value).detach().cpu()), reduce)
             setattr(self.metric, name, whole)
@@ -385,7 +390,7 @@ class GatheringMeter(Meter):
 
     def result(self, sharded: bool) -> float:
         """Let the metric see all batches, and read it."""
-        batches = gather_batches(self.batches, sharded=sharded)
+        batches = gather_batches(self.batches, sharded=sharded) or []
         for batch in batches:
             self.metric.update(*batch)
         return self.scalar(self.metric.compute()) if batches else float("nan")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from inspect import signature
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -51,11 +51,11 @@ def freeze_to(groups: list[list[nn.Parameter]], n: int, kept: Iterable[nn.Parame
             f"got freeze_to({n!r}) and {len(groups)} parameter groups (the splitter's groups); it takes "
             f"{-len(groups)} to {len(groups) - 1}, the first group that is to be trained"
         )
-    kept = set(map(id, kept))
+    kept_ids = {id(p) for p in kept}
     for i, group in enumerate(groups):
         for p in group:
             if p.is_floating_point() or p.is_complex():  # others, such as quantised weights, have no gradients
-                p.requires_grad_(i >= n % len(groups) or id(p) in kept)
+                p.requires_grad_(i >= n % len(groups) or id(p) in kept_ids)
 
 
 def make_groups(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) -> list[dict]:
@@ -111,7 +111,8 @@ def _unbound(opt_func: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str
     """The function inside partials, and the keywords that they bind."""
     options: dict[str, Any] = {}
     while isinstance(opt_func, partial):
-        opt_func, options = opt_func.func, {**opt_func.keywords, **options}
+        options = {**opt_func.keywords, **options}
+        opt_func = opt_func.func
     return opt_func, options
 
 
@@ -141,7 +142,7 @@ def clear_gradients(opt: Optimizer | Optimizers) -> None:
     Around its loop torch's opens and closes a range for the profiler, for some 5 to 10 microseconds: as much as all the
     rest that a Learner's step costs beside torch's work.
     """
-    if getattr(opt.zero_grad, "__func__", None) is not _ZERO_GRAD:
+    if isinstance(opt, dict) or getattr(opt.zero_grad, "__func__", None) is not _ZERO_GRAD:
         opt.zero_grad()
         return
     for group in opt.param_groups:
@@ -283,7 +284,7 @@ def rates(lr: float | slice | Iterable[float], count: int) -> list[float]:
     return found
 
 
-def is_row(lr: Any) -> bool:
+def is_row(lr: Any) -> TypeGuard[Iterable]:
     """Whether learning rates are given one by one: in a list, a tuple, an array, a generator, or a set of one."""
     if isinstance(lr, str | Mapping) or (isinstance(lr, Set) and len(lr) > 1):
         return False

@@ -102,12 +102,15 @@ def _put_back_sampler(sampler: Any, stack: ExitStack) -> None:
         attributes.clear()
         attributes.update(before)
 
+    def refill(rows: Any, values: Any) -> None:
+        rows[:] = values
+
     stack.callback(put_back)
     for x in before.values():
         if isinstance(x, list):
-            stack.callback(x.__setitem__, slice(None), list(x))
+            stack.callback(refill, x, list(x))
         elif isinstance(x, np.ndarray | Tensor) and x.ndim == 1:
-            stack.callback(x.__setitem__, slice(None), copy.deepcopy(x))
+            stack.callback(refill, x, copy.deepcopy(x))
         elif isinstance(x, np.random.Generator):
             stack.callback(setattr, x.bit_generator, "state", x.bit_generator.state)
         for get, put in (("getstate", "setstate"), ("get_state", "set_state")):

@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,7 +84,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def training_modes(model: nn.Module):
+def training_modes(model: nn.Module) -> Iterator[None]:
     """Give every sub-module of `model` its train or eval mode back at the end."""
     modes = [(module, module.training) for module in model.modules()]
     try:

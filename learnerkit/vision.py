@@ -77,8 +77,7 @@ def vision_learner(
         TypeError, ValueError: arguments that cannot work, a network whose classifier is not found, no `n_out`.
         RuntimeError: the weights cannot be downloaded.
     """
-    given = isinstance(model_fn, nn.Module)
-    if given:
+    if isinstance(model_fn, nn.Module):
         network, weights = _copied(model_fn, weights, model_kwargs)
     else:
         network, weights = _built(model_fn, weights, model_kwargs or {}, pretrained)
@@ -95,7 +94,7 @@ def vision_learner(
         model.add_module(name, part)
     loss_func, splitter = loss_func or nn.CrossEntropyLoss(), splitter or split_layers
     learn = Learner(dls, model, loss_func, splitter=splitter, metrics=metrics, **learner_kwargs)
-    if pretrained or (pretrained is None and (given or weights is not None)):
+    if pretrained or (pretrained is None and (isinstance(model_fn, nn.Module) or weights is not None)):
         learn.freeze()
     return learn
 
@@ -111,6 +110,9 @@ class Normalize(nn.Module):
     Args:
         mean, std: a number for each channel.
     """
+
+    mean: Tensor
+    std: Tensor
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
@@ -167,13 +169,14 @@ def split_layers(model: nn.Module) -> list[list[nn.Parameter]]:
     A ResNet's late body begins with its third stage, another's with the second half of its blocks.
     """
     model = unwrap(model)
-    body = dict.fromkeys(model.body.parameters())
-    stages = dict(model.body.named_children())
+    network = model.get_submodule("body")
+    body = dict.fromkeys(network.parameters())
+    stages = dict(network.named_children())
     if "layer3" in stages:
-        first = next(stages["layer3"].parameters())
+        units = [list(stages["layer3"].parameters())]
     else:
-        units = list(_units(model.body, sum(p.numel() for p in body) / 2))
-        first = units[len(units) // 2][0] if units else None
+        units = list(_units(network, sum(p.numel() for p in body) / 2))
+    first = units[len(units) // 2][0] if units else None
     groups: list[list[nn.Parameter]] = [[], []]
     late = False
     for p in body:
@@ -186,13 +189,10 @@ def _units(module: nn.Module, limit: float) -> Iterator[list[nn.Parameter]]:
     "The parameters of each block: containers, and modules with more than `limit` numbers, are taken apart."
     own, whole = list(module.parameters(recurse=False)), list(module.parameters())
     container = type(module) in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    if not container and sum(p.numel() for p in whole) <= limit:
-        own, parts = whole, []
-    else:
-        parts = module.children()
-    if own:
-        yield own
-    for part in parts:
+    is_block = not container and sum(p.numel() for p in whole) <= limit
+    if params := whole if is_block else own:
+        yield params
+    for part in () if is_block else module.children():
         yield from _units(part, limit)
 
 
@@ -329,7 +329,7 @@ def _without_classifier(network: nn.Module, n_in: int) -> tuple[nn.Module, Tenso
         for hook in hooks:
             hook.remove()
     called = [(name, args) for name, args in calls if name in children and _n_params(children[name])]
-    classifier, args = called[-1] if called else (None, ())
+    classifier, args = called[-1] if called else ("", ())
     if not args or _n_params(children[classifier]) == _n_params(network):
         raise ValueError(f"found no classifier of its own in {type(network).__name__}; {_hint(network)}")
     wanted = args[0]
@@ -464,7 +464,7 @@ def _channel_stats(normalize: Any, weights: Any, n_in: int) -> tuple[list[float]
     if normalize is False:
         return None
     if normalize is True:
-        told = weights.transforms() if hasattr(weights, "transforms") else None
+        told: Any = weights.transforms() if hasattr(weights, "transforms") else None
         found = (told.mean, told.std) if hasattr(told, "mean") and hasattr(told, "std") else IMAGENET_STATS
         mean, std = map(list, found)
         if len(mean) != n_in:
@@ -480,7 +480,7 @@ def _channel_stats(normalize: Any, weights: Any, n_in: int) -> tuple[list[float]
 
 
 def _count_classes(dls: DataLoaders, metrics: Any) -> int:
-    ds = dls.train_ds
+    ds: Any = dls.train_ds
     while ds is not None:
         if getattr(ds, "classes", None) is not None:
             return len(ds.classes)

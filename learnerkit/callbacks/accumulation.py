@@ -51,10 +51,10 @@ class GradientAccumulation(Callback):
         self._batches += 1
         self._samples += self._global_size()
         last = learn.n_iter is not None and learn.iter + 1 == learn.n_iter
-        full = self._batches == self.n_batches if self.n_batches else self._samples >= self.n_samples
+        full = self._batches == self.n_batches or (self.n_samples and self._samples >= self.n_samples)
         if self._batches == 1 and self.n_samples:
             learn._step_batches = -(-self.n_samples // max(1, self._samples))
-        learn._step_due = full or last
+        learn._step_due = bool(full or last)
         if learn._step_due:
             self._batches = self._samples = 0
 
@@ -72,23 +72,25 @@ class GradientAccumulation(Callback):
     def backward(self) -> None:
         """Compute the batch's gradients with their weight, and correct those of the step after its last batch."""
         learn, mean = self.learn, self._mean
+        if mean is None:
+            return learn._backward()
         count = host_count(learn._loss_count)
         if not mean.begun:  # counts on the device are not read
             mean.begin((learn.batch_size if isinstance(count, Tensor) else count) * learn._step_batches or 1.0)
         mean.counted = mean.counted + count
         learn.loss_grad = mean.weigh(learn.loss_grad, count, learn.pred if learn.output is None else learn.output)
         learn._backward()
-        self._correct_if_due()
+        self._correct_if_due(mean)
 
-    def _correct_if_due(self) -> None:
+    def _correct_if_due(self, mean: GradientMean) -> None:
         "Correct the gradients once the step's last backward pass is over, or left out."
-        if self.learn._step_due and self._mean.begun:
-            self._mean.begun = False
-            scale_gradients(self.learn.model, self._mean.correction(self._mean.counted))
+        if self.learn._step_due and mean.begun:
+            mean.begun = False
+            scale_gradients(self.learn.model, mean.correction(mean.counted))
 
     def after_cancel_backward(self) -> None:
         if self._mean is not None:
-            self._correct_if_due()
+            self._correct_if_due(self._mean)
 
     def after_backward(self) -> None:
         if not self.learn._step_due:
@@ -99,7 +101,7 @@ class GradientAccumulation(Callback):
             return
         if not self._placed:  # a callback before this one cancelled the batch, which has its place in a group still
             self.before_batch()
-        self._step_if_due()
+        self._step_if_due(self._mean)
 
     def after_batch(self) -> None:
         learn = self.learn
@@ -116,13 +118,13 @@ class GradientAccumulation(Callback):
     def after_train(self) -> None:
         if self._mean is not None:
             self.learn._step_due = True  # of a loader without length: that its last batch was the last is known now
-            self._step_if_due()
+            self._step_if_due(self._mean)
 
-    def _step_if_due(self) -> None:
+    def _step_if_due(self, mean: GradientMean) -> None:
         "Take the step of a group whose last batch has not taken it."
         learn = self.learn
-        if learn._step_due and self._mean.begun:
-            self._correct_if_due()
+        if learn._step_due and mean.begun:
+            self._correct_if_due(mean)
             learn._events("step", learn._step, CancelStepException)
             learn._zero_grad()
 

@@ -1,6 +1,6 @@
 """Aids for trying a training out: epochs cut short, and a batch to overfit."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -20,7 +20,7 @@ class LoaderView:
         dl: the loader.
     """
 
-    def __init__(self, dl: Iterable) -> None:
+    def __init__(self, dl: Any) -> None:
         self.dl = dl
 
     def __getattr__(self, name: str) -> Any:
@@ -30,7 +30,7 @@ class LoaderView:
 class ShortLoader(LoaderView):
     """The first `n` batches of a loader."""
 
-    def __init__(self, dl: Iterable, n: int) -> None:
+    def __init__(self, dl: Any, n: int) -> None:
         super().__init__(dl)
         self.n = n
 
@@ -56,7 +56,7 @@ class RepeatingLoader(LoaderView):
 
     step_size = None  # only the loader's first batches are read
 
-    def __init__(self, dl: Iterable, n: int, device: torch.device, kept: list[tuple[Any, dict]]) -> None:
+    def __init__(self, dl: Any, n: int, device: torch.device, kept: list[tuple[Any, dict]]) -> None:
         super().__init__(dl)
         self.n, self.device, self.kept = n, device, kept
 
@@ -89,7 +89,7 @@ class _OtherLoader(Callback):
 
     order = 12  # after DistributedCallback, whose loader gives the rank its share
     only_fit = True
-    _whole: Iterable | None = None
+    _whole: Any = None
 
     def _put(self, view: LoaderView) -> None:
         self._whole, self.learn.dl = self.learn.dl, view
@@ -145,7 +145,7 @@ class ShortEpochCallback(_OtherLoader):
                 f"ShortEpochCallback(pct={self.pct}) needs to know how many batches an epoch has, but the loader "
                 f"({type(dl).__name__}) has no length; say how many to read by n=..., or give it a __len__"
             )
-        return max(1, round(self.pct * length))
+        return max(1, round((self.pct or 0) * length))
 
 
 class OverfitBatch(_OtherLoader):

@@ -47,7 +47,7 @@ class LRFinder(StepBudget):
         self.stop_div, self.suggest_funcs = stop_div, suggest_funcs
         names = [getattr(unwrap_partial(function), "__name__", type(function).__name__) for function in suggest_funcs]
         try:
-            self._result = namedtuple("SuggestedLRs", names)
+            self._result: Any = namedtuple("SuggestedLRs", names)  # type: ignore[misc]  # the fields are known only now
         except ValueError as e:
             raise ValueError(
                 f"got suggest_funcs named {', '.join(names)} ({e}); the result has a field for each, so give each a "

@@ -109,7 +109,7 @@ class MixedPrecision(Callback):
 
     def before_step(self) -> None:
         self._leave_autocast()  # it is still there where a rank has left its batch and steps along with the others
-        if self.scaler is not None and not self._unscale():
+        if self.scaler is not None and not self._unscale(self.scaler):
             self.skipped += 1
             raise CancelStepException
 
@@ -122,27 +122,30 @@ class MixedPrecision(Callback):
 
     def _close_step(self) -> None:
         "Let the scale follow from the step, taken or skipped."
-        if self._gate is None and self.scaler is not None and self.learn._sharded and self._overflows():
+        if self.scaler is None:
+            return
+        if self._gate is None and self.learn._sharded and self._overflows():
             # This rank left the step before it was unscaled, and the others skip it: scales must stay alike.
             self.skipped += 1
-            self._unscale()
+            self._unscale(self.scaler)
             self.learn._zero_grad()
         if self._gate is not None:
             self.scaler.update()
             self._gate = None
 
-    def _unscale(self) -> bool:
+    def _unscale(self, scaler: torch.amp.GradScaler) -> bool:
         "Unscale the gradients, if there are any, and say whether all of them are finite."
         params = _parameters(self.learn)
         if not params:
             return True
-        self._gate = _Gate(params)  # kept until the update: the scaler knows it by its id
-        self.scaler.step(self._gate)  # the one host-device sync of a step: whether to take it must be known here
-        return self._gate.opened
+        gate: Any = _Gate(params)
+        self._gate = gate  # kept until the update: the scaler knows it by its id
+        scaler.step(gate)  # the one host-device sync of a step: whether to take it must be known here
+        return gate.opened
 
     def _overflows(self) -> bool:
         "Whether a gradient is not finite. A host-device sync, only where a rank has left a step."
-        grads = [p.grad for p in _parameters(self.learn)]
+        grads = [p.grad for p in _parameters(self.learn) if p.grad is not None]
         return bool(grads) and not torch.nn.utils.get_total_norm(grads, torch.inf).isfinite()
 
     def _leave_autocast(self) -> None:
@@ -160,12 +163,12 @@ class MixedPrecision(Callback):
 
     def take_scale(self) -> None:
         """Let the scaler go on where the learner's last one, or that of a file, has come to."""
-        last = self.learn._scaler_state
-        if last and self.scaler.is_enabled():
-            state = self.scaler.state_dict()
+        last, scaler = self.learn._scaler_state, self.scaler
+        if last and scaler is not None and scaler.is_enabled():
+            state = scaler.state_dict()
             # A count that has passed the interval would never reach it.
             steps = min(last["_growth_tracker"], state["growth_interval"] - 1)
-            self.scaler.load_state_dict(state | {"scale": last["scale"], "_growth_tracker": steps})
+            scaler.load_state_dict(state | {"scale": last["scale"], "_growth_tracker": steps})
 
 
 class GradientClip(Callback):
@@ -196,7 +199,7 @@ class GradientClip(Callback):
     def before_step(self) -> None:
         params = _parameters(self.learn)
         if params:  # the norm stays on the device
-            norm = torch.nn.utils.get_total_norm([p.grad for p in params], self.norm_type)
+            norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], self.norm_type)
             if self.max_norm < math.inf:  # else an infinite norm would make all gradients NaN
                 torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
             if self.logs:

@@ -41,7 +41,7 @@ class GatherPredictions(Callback):
         if on not in ("all", "rank0"):
             raise ValueError(f"got on={on!r}; predictions come on='all' ranks or on='rank0'")
         self.with_input, self.with_loss, self.with_decoded = with_input, with_loss, with_decoded
-        self.act, self.on = act, on
+        self.act, self._on = act, on
         self.items: tuple = ()
         self._batches: list[tuple[int, dict]] = []
 
@@ -75,7 +75,7 @@ class GatherPredictions(Callback):
         return loss if loss.ndim == 1 and len(loss) == learn.batch_size else loss.reshape(learn.batch_size, -1).mean(1)
 
     def after_validate(self) -> None:
-        batches = gather_batches(self._batches, self.learn._sharded, self.on)
+        batches = gather_batches(self._batches, self.learn._sharded, self._on)
         self._batches = []
         if batches is None:
             whole: dict[str, Any] = {}

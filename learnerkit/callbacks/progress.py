@@ -58,7 +58,7 @@ class ProgressCallback(Callback):
         learn = self.learn
         steps = loader_len(learn.dl)
         self._skipped = (steps or 0) * learn._start_epoch
-        self._show_bar(self._where(), learn.n_steps or (steps and steps * learn.n_epoch))
+        self._show_bar(self._where(), learn.n_steps or (steps or 0) * (learn.n_epoch or 0) or None)
 
     def before_validate(self) -> None:
         what = "predicting" if self.learn.task == "predict" else "validating"
@@ -69,7 +69,7 @@ class ProgressCallback(Callback):
             now = time.perf_counter()
             if now >= self._next:
                 self._next = now + _REFRESH
-                self._draw()
+                self._draw(self._bar)
 
     def cleanup_validate(self) -> None:
         if self._bar is not None:  # back to training, if that is where a callback asked for it
@@ -88,7 +88,7 @@ class ProgressCallback(Callback):
         # Counted from 1 for the reader, whereas the table has the numbers that callbacks know.
         learn = self.learn
         if self._task != "fit":
-            return {"lr_find": "finding the rate"}.get(self._task, "")
+            return "finding the rate" if self._task == "lr_find" else ""
         return f"epoch {learn.epoch + 1}" + (f"/{learn.n_epoch}" if learn.n_epoch else "")
 
     def _show_bar(self, text: str, total: int | None) -> None:
@@ -101,8 +101,8 @@ class ProgressCallback(Callback):
         if self._bar is not None:
             self._bar.set_description_str(text, refresh=self._page is None)
 
-    def _draw(self) -> None:
-        learn, bar = self.learn, self._bar
+    def _draw(self, bar: tqdm) -> None:
+        learn = self.learn
         if self._task in ("validate", "predict"):
             bar.n = learn.iter + 1
         else:

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -332,13 +333,14 @@ class Recorder(Callback):
         return sum(totals) / sum(counts) if sum(counts) else float("nan")
 
     def _logged_means(self) -> dict[str, float]:
-        found = {name: (sum(v.all()), len(v)) for name, v in self._logged.items()}
-        if self._train.sharded:
-            # A callback may log on some ranks alone, so names travel with their sums.
-            everyone = world.all_gather(found)
-            names = list(dict.fromkeys(name for rank in everyone for name in rank))
-            found = {n: tuple(map(sum, zip(*(rank[n] for rank in everyone if n in rank), strict=True))) for n in names}
-        return {name: total / count for name, (total, count) in found.items()}
+        own = {name: (sum(values.all()), len(values)) for name, values in self._logged.items()}
+        totals, counts = defaultdict[str, float](float), defaultdict[str, int](int)
+        # A callback may log on some ranks only, so the names travel with their sums.
+        for rank in world.all_gather(own) if self._train.sharded else [own]:
+            for name, (total, count) in rank.items():
+                totals[name] += total
+                counts[name] += count
+        return {name: total / counts[name] for name, total in totals.items()}
 
     def plot_loss(
         self,
@@ -368,7 +370,8 @@ class Recorder(Callback):
         if ax is None:
             ax = pyplot("plot_loss").subplots()[1]
         losses, valid, ends, before = [], [], [], 0
-        for fit in [*(self.history if all_fits else []), self]:
+        fits: list[Any] = [*(self.history if all_fits else []), self]
+        for fit in fits:
             if "valid_loss" in fit.metric_names:
                 column = fit.metric_names.index("valid_loss") - 1
                 valid += [row[column] for row in fit.values]

@@ -217,12 +217,13 @@ class ParamScheduler(Callback):
             learn.recorder.hps |= self.hps  # beside those of another scheduler
 
     def before_batch(self) -> None:
-        at, last = self.learn.pct_train, {}
+        position, last = self.learn.pct_train, dict[str, float]()
         for opt, scheds in zip(self.learn.opts, self._by_opt, strict=True):
             for name, sched in scheds.items():
-                values = float(sched(at)) if callable(sched) else [float(s(at)) for s in sched]
-                optim.set_hyper(opt, name, values, exempt=self._bare if name == "weight_decay" else set())
-                last[name] = values if callable(sched) else values[-1]
+                values = [float(s(position)) for s in ([sched] if callable(sched) else sched)]
+                exempt = self._bare if name == "weight_decay" else set()
+                optim.set_hyper(opt, name, values[0] if callable(sched) else values, exempt)
+                last[name] = values[-1]
         for name, value in last.items():
             self.hps[name].append(value)
 

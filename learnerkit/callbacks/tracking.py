@@ -168,7 +168,7 @@ class SaveModelCallback(TrackerCallback):
                 "`fname`s"
             )
 
-    def _overwrites(self) -> Path | None:
+    def _overwrites(self) -> object:
         "The file that it writes more than once or at the end, if it takes part."
         return self.learn._file(self.fname) if self.run and (self.at_end or not self.every_epoch) else None
 
@@ -192,12 +192,11 @@ class SaveModelCallback(TrackerCallback):
             self._save(self.fname)
             self._best_path = None
         elif self._best_path is not None and not self.every_epoch:
-            self._load_best()
+            self._load_best(self._best_path)
             self.learn.say(f"loaded the best model ({self.monitor} {self.best:.6g}) from {self._best_path}")
 
-    def _load_best(self) -> None:
+    def _load_best(self, path: Path) -> None:
         "Every rank must reach this."
-        path = self._best_path
         seen = world.all_gather(_version(path)) if self.learn._sharded else []
         with ExitStack() as stack:
             if len(set(seen)) > 1:  # a machine has no such file, or one of its own
@@ -208,8 +207,9 @@ class SaveModelCallback(TrackerCallback):
             self.learn.load(path, with_opt=self.with_opt)
 
     def _save(self, file: str | Path) -> Path:
-        self.last_saved_path = self.learn.save(file, with_opt=self.with_opt)
-        return self.last_saved_path
+        saved: Any = self.learn.save(file, with_opt=self.with_opt)  # never an open file
+        self.last_saved_path = saved
+        return saved
 
 
 def _version(path: Path) -> tuple[int, int] | None:
@@ -309,7 +309,7 @@ class ReduceLROnPlateau(_PatientCallback):
         check_nobody_schedules(self.learn, "ReduceLROnPlateau")
 
     def _give_up(self, why: str) -> None:
-        before, after = {}, {}
+        before, after = dict[str, None](), dict[str, None]()
         for group in (group for opt in self.learn.opts for group in opt.param_groups):
             lr = float(group["lr"])  # of a tensor on a device a sync, but seldom
             lower = max(lr / self.factor, min(lr, self.min_lr))  # a rate below the limit is not raised to it
@@ -367,7 +367,9 @@ class TerminateOnNaNCallback(Callback):
                 self._check(loss.item() if isinstance(loss, Tensor) else loss, place)
             else:
                 loss = loss.detach()
-                self._losses.append(loss if on_host or not weighed else torch.where(count > 0, loss, 0.0))
+                if weighed and isinstance(count, Tensor) and not on_host:
+                    loss = torch.where(count > 0, loss, 0.0)
+                self._losses.append(loss)
                 self._places.append(place)
         if self._places and not learn.iter % _POLL:
             self._look(self._losses.poll())

@@ -27,7 +27,7 @@ class TrainEvalCallback(Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sample_order: SampleOrder | None = None
+        self.sample_order: SampleOrder = None  # type: ignore[assignment]  # until the first fit
         self._seeded = ExitStack()
         self._twin: tuple[DataLoader, DataLoader] | None = None
 

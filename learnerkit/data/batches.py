@@ -1,6 +1,6 @@
 """Batches: nested tensors, how they are moved, counted, joined and gathered."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -112,7 +112,7 @@ def gather_batches(batches: list[tuple[Any, Any]], sharded: bool, on: str = "all
     return [map_batch(lambda _: next(found), structure) for _ in range(count)]
 
 
-def loader_len(dl: Iterable) -> int | None:
+def loader_len(dl: Any) -> int | None:
     """The number of batches of a loader, or `None` if it does not say."""
     try:
         return len(dl)

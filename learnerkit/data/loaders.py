@@ -38,12 +38,12 @@ class DataLoaders:
         self,
         train: Iterable,
         valid: Iterable | None = None,
-        *more: Iterable,
+        *more: Iterable | None,
         device: torch.device | str | int | None = None,
         n_inp: int | None = None,
         target_keys: tuple[str, ...] = ("labels",),
     ) -> None:
-        self.loaders = [train, valid, *more]
+        self.loaders: list[Any] = [train, valid, *more]
         for i, dl in enumerate(self.loaders):
             _check_loader(dl, i)
         if n_inp is not None and n_inp < 1:

@@ -45,7 +45,8 @@ class SampleOrder:
 
 def samplers_of(dl: Any) -> list:
     """The sampler objects behind a loader, from the batch sampler inwards."""
-    found, inner = [], dl
+    found: list[Any] = []
+    inner = dl
     while True:
         # Asked for None, not for truth: a sampler may have no length.
         parts = [getattr(inner, name, None) for name in ("batch_sampler", "sampler")]
@@ -126,7 +127,7 @@ class OwnStream:
         batches: the user's sampler or batch sampler.
     """
 
-    def __init__(self, batches: Iterable) -> None:
+    def __init__(self, batches: Any) -> None:
         self.batches = batches
 
     def __len__(self) -> int:
@@ -174,7 +175,7 @@ def in_order(dl: Any, name: str) -> Any:
     """`dl` reading its whole dataset once, in dataset order, whatever its sampler; other iterables as they are."""
     if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset):
         return dl
-    sampler = SequentialSampler(dl.dataset)
+    sampler: SequentialSampler = SequentialSampler(dl.dataset)  # type: ignore[arg-type]  # of any with a length
     if dl.batch_sampler is None:
         if type(dl.sampler) in (SequentialSampler, RandomSampler):
             return with_batches(dl, sampler=sampler)

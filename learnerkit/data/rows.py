@@ -1,6 +1,6 @@
 """Reading whole batches of a `TensorDataset` at once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -47,15 +47,19 @@ class RowsLoader(DataLoader):
             # torch's loader forbids the assignment to protect its own invariants, which hold here.
             self.__dict__["batch_sampler"] = IndexBatches(self.sampler, self.batch_size, self.drop_last)
 
-    def __iter__(self) -> Iterator:
-        return self._read_rows() if self._by_rows else super().__iter__()
+    def __iter__(self) -> Any:  # torch names a private class here
+        rows = _rows(self.dataset) if self._by_rows else None
+        if rows is None or self.batch_sampler is None:
+            return super().__iter__()
+        return self._read_rows(self.batch_sampler, *rows)
 
-    def _read_rows(self) -> Iterator[list[Tensor]]:
-        tensors, index = _rows(self.dataset)
+    def _read_rows(
+        self, batches: Iterable, tensors: tuple[Tensor, ...], index: Tensor | None
+    ) -> Iterator[list[Tensor]]:
         pin = self.pin_memory and torch.accelerator.is_available()
         # torch's loader draws a seed for its workers here; the same draw keeps random streams the same.
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        for rows in self.batch_sampler:
+        for rows in batches:
             rows = torch.as_tensor(rows, dtype=torch.long)
             if index is not None:
                 rows = index.index_select(0, rows)
@@ -78,7 +82,7 @@ class IndexBatches(BatchSampler):
             torch.randperm(len(order), generator=generator)
 
     def _order(self) -> Tensor | None:
-        sampler = self.sampler
+        sampler: Any = self.sampler
         if type(sampler) is SequentialSampler:
             return torch.arange(len(sampler.data_source))
         whole = type(sampler) is RandomSampler and not sampler.replacement
