@@ -25,6 +25,7 @@ from learnerkit import (
     Learner,
 )
 from learnerkit.events import Event
+from learnerkit.state import TRANSIENT
 
 ROOT = Path(__file__).parents[1]
 
@@ -218,8 +219,9 @@ def state_of(learn):
     modules = list(learn.model.modules())
     samplers = [dl.sampler for dl in learn.dls.loaders if isinstance(dl, DataLoader)]
     return {
-        "attributes": {k: v for k, v in vars(learn).items() if not k.startswith("_") and k not in COUNTERS | {"cbs"}}
-        | {"loss_weighting": None},
+        "attributes": {
+            k: v for k, v in vars(learn).items() if (k[0] != "_" or k in TRANSIENT) and k not in COUNTERS | {"cbs"}
+        },
         "model": learn.model,
         "modules": modules,
         "types": [type(m) for m in modules],

@@ -192,6 +192,33 @@ def test_no_class_of_torch_is_patched():
                            and not ast.unparse(t).startswith("torch.backends.") for t in targets)  # fmt: skip
 
 
+def classes():
+    """Every class of the package: its name, its methods and whether each does something, and its bases here."""
+    found = {
+        node.name: node for tree in MODULES.values() for node in tree.body if isinstance(node, ast.ClassDef)
+    }  # fmt: skip
+    for name, node in found.items():
+        functions = [n for n in node.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("__")]
+        methods = {n.name: any(not isinstance(part, ast.Expr | ast.Raise) for part in n.body) for n in functions}
+        bases = [ast.unparse(base) for base in node.bases]
+        yield name, methods, [base for base in bases if base in found]
+
+
+def test_no_class_overrides_more_than_it_adds():
+    table = {name: (methods, bases) for name, methods, bases in classes()}
+    assert {"RankStep", "RankDispatch", "RankStreamLoader", "LRFinder"} <= table.keys()
+
+    def inherited(name):
+        for base in table[name][1]:
+            if base not in learnerkit.__all__:  # those are made to be overridden
+                yield from (method for method, works in table[base][0].items() if works)
+                yield from inherited(base)
+
+    for name, (own, _) in table.items():
+        over = own.keys() & set(inherited(name)) - set(Event)  # hooks call those of their base
+        assert len(over) <= max(1, len(own.keys() - over)), (name, over)
+
+
 # The loop
 
 
