@@ -371,7 +371,7 @@ def warn_of_unknown_count(learn: "Learner") -> None:
 def no_scalar(loss: Any) -> ValueError:
     """The error for a loss that cannot be differentiated."""
     return ValueError(
-        f"the loss is no scalar: loss_func returned {describe(loss)}; return a 0-dim tensor, for instance "
+        f"the loss is not a scalar: loss_func returned {describe(loss)}; return a 0-dim tensor, for instance "
         "its .mean() (reduction='mean')"
     )
 

@@ -286,7 +286,7 @@ def rates(lr: float | slice | Iterable[float], count: int) -> list[float]:
 
 def is_row(lr: Any) -> TypeGuard[Iterable]:
     """Whether learning rates are given one by one: in a list, a tuple, an array, a generator, or a set of one."""
-    if isinstance(lr, str | Mapping) or (isinstance(lr, Set) and len(lr) > 1):
+    if isinstance(lr, str | Mapping) or callable(lr) or (isinstance(lr, Set) and len(lr) > 1):
         return False
     return lr.ndim == 1 if hasattr(lr, "ndim") else isinstance(lr, Iterable)
 

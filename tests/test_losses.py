@@ -114,7 +114,7 @@ def test_another_loss_weight_is_refused(wrong):
 
 @pytest.mark.parametrize("loss_func", [nn.MSELoss(reduction="none"), partial(F.mse_loss, reduction="none")])
 def test_a_loss_without_reduction_is_refused(loss_func):
-    with pytest.raises(ValueError, match="reduction='none', so the loss is no scalar"):
+    with pytest.raises(ValueError, match="reduction='none', so the loss is not a scalar"):
         LossWeight(loss_func)
     LossWeight(loss_func, lambda y: len(y))  # who gives a count knows better
 

@@ -167,7 +167,7 @@ def test_a_loss_that_is_no_number_ends_it():
 def test_what_cannot_work_is_refused():
     learn = learner()
     for start, end in ((0, 1), (-1, 1), (1, 1), (2, 1)):
-        with pytest.raises(ValueError, match="the rate grows from one above 0"):
+        with pytest.raises(ValueError, match="the rate must grow, from above 0"):
             learn.lr_find(start, end)
     for num_it in (9, 1.5, 50.0):
         with pytest.raises(

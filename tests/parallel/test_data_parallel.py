@@ -598,7 +598,7 @@ def test_an_error_of_the_loss_on_a_replica_says_what_it_got(three_gpus):
 @pytest.mark.parametrize("loss_func", [lambda p, y: (p - y).square(), lambda p, y: 1.0, lambda p, y: None])
 def test_a_loss_that_is_no_scalar_is_refused(three_gpus, loss_func):
     learn = make_learner(make_dls(train=4, bs=2), loss_func=loss_func, cbs=ParallelCallback())
-    with pytest.raises(ValueError, match="the loss is no scalar"):
+    with pytest.raises(ValueError, match="the loss is not a scalar"):
         learn.fit(1)
 
 

@@ -227,7 +227,7 @@ PROBLEMS = {
     "NaN predictions": (lambda: make_learner(model=hooked(nan)), "prediction", ["4 of 4", "NaN"]),
     "a loss that fails": (lambda: make_learner(loss_func=short_loss), "loss",
                           ["must match", "predictions: float32 tensor of shape (4, 1); targets: (float32"]),
-    "no scalar": (lambda: make_learner(loss_func=no_scalar), "loss", ["no scalar", "(4, 1)"]),
+    "no scalar": (lambda: make_learner(loss_func=no_scalar), "loss", ["not a scalar", "(4, 1)"]),
     "infinite loss": (lambda: make_learner(loss_func=lambda p, y: (p - y).sum() / 0), "loss", ["not a finite number"]),
     "no gradients": (lambda: make_learner(model=Half()), "gradients", ["spare.weight, spare.bias", "freeze"]),
     "zero gradients": (lambda: make_learner(loss_func=lambda p, y: (p * 0).sum()), "gradients", ["all zero"]),
