@@ -18,6 +18,13 @@ def pytest_runtest_setup(item):
         pytest.skip("needs a CUDA device")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """A run of all tests uses a process for each core; one of some files or tests is sooner done in this one."""
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    return min(os.cpu_count() or 1, 4) if whole else 0
+
+
 # Several processes
 
 
@@ -53,6 +60,7 @@ RANKS = {"torchrun": Ranks(2, launcher="torchrun"), "gpus": Ranks(2, gpus=True)}
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     """Call a test marked `ranks` on all of them, not here."""
+    __tracebackhide__ = True
     if pyfuncitem.get_closest_marker("ranks") is None:
         return None
     values = pyfuncitem.funcargs

@@ -1,5 +1,6 @@
 """What a loss averages over."""
 
+import re
 from functools import partial
 
 import pytest
@@ -37,7 +38,7 @@ CROSS_ENTROPIES = [
 ]
 
 
-@pytest.mark.parametrize("loss_func", CROSS_ENTROPIES, ids=str)
+@pytest.mark.parametrize("loss_func", CROSS_ENTROPIES, ids=lambda f: re.sub(r" at 0x\w+", "", str(f)))
 @pytest.mark.parametrize("shape", [(), (5,), (3, 2)])
 @pytest.mark.parametrize("sizes", [(4, 4, 3), (1, 10), (2, 2, 2, 2, 2, 1)])
 def test_cross_entropy_of_parts_joins_to_that_of_the_whole(loss_func, shape, sizes):
