@@ -20,7 +20,7 @@ from learnerkit.callbacks.progress import ProgressCallback, print_above
 from learnerkit.callbacks.recorder import EvaluationCallback, Recorder, TableLogger
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, combine_scheds, combined_cos
 from learnerkit.callbacks.training import StepBudget, TrainEvalCallback
-from learnerkit.data.batches import batch_size, get_field, loader_len
+from learnerkit.data.batches import get_field, loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import in_order, keep_seeds
 from learnerkit.events import (
@@ -34,8 +34,7 @@ from learnerkit.events import (
     Event,
 )
 from learnerkit.files import File, Saved, fitted, plain_name, save_whole
-from learnerkit.gradient_mean import zero_loss
-from learnerkit.losses import LossWeight, loss_name
+from learnerkit.losses import LossWeight, loss_name, no_loss, take_loss
 from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import Workers, distrib_ctx, on_workers
 from learnerkit.preflight.ranks import check_distributed
@@ -43,9 +42,7 @@ from learnerkit.preflight.step import check
 from learnerkit.snapshot import unchanged
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
 from learnerkit.utils import (
-    add_note_once,
     count_parameters,
-    describe,
     listify,
     training_modes,
     unwrap,
@@ -204,7 +201,8 @@ class Learner(RunState):
         self._forward()
         if dispatch.table["after_pred"]:  # asked here, so that an event without listeners costs nothing
             dispatch.fire("after_pred")
-        self._take_loss()
+        if (self.yb or self._loss_without_targets) and self.task != "predict":
+            take_loss(self)
         if dispatch.table["after_loss"]:
             dispatch.fire("after_loss")
         if self.training:
@@ -212,11 +210,11 @@ class Learner(RunState):
             self._events("step", self._step, CancelStepException)
             self._zero_grad()
         elif self.loss is None and self.task != "predict":
-            raise arguments.no_loss(self)
+            raise no_loss(self)
 
     def _weighted_backward(self) -> None:
         if self.loss_grad is None:
-            raise arguments.no_loss(self)
+            raise no_loss(self)
         if self._gradient is None:
             self._backward()
         else:
@@ -241,33 +239,6 @@ class Learner(RunState):
                 dispatch.fire(after)
         except cancel:
             pass  # cancelled when it was over already
-
-    def _take_loss(self) -> None:
-        "The loss, where there is something to take it of; its errors gain the shapes it got."
-        if not (self.yb or self._loss_without_targets) or self.task == "predict":
-            return
-        try:
-            if self.batch_size == 0 and not batch_size(self.xb):
-                # A rank without data: gradients of zero, since the mean of nothing would be a NaN.
-                self.loss_grad = zero_loss(self.pred if self.output is None else self.output)
-                self.loss = self.loss_grad.detach()
-            else:
-                if not self.iter:
-                    arguments.check_shapes(self.loss_func, self.pred, self.yb)
-                self._loss()
-        except Exception as e:
-            add_note_once(e, f"the loss got predictions: {describe(self.pred)}; targets: {describe(self.yb)}")
-            raise
-        if self.loss_grad is not None:
-            if not isinstance(self.loss_grad, Tensor) or self.loss_grad.ndim:
-                raise arguments.no_scalar(self.loss_grad)
-            table = self._dispatch.table
-            if (table["after_loss"] or table["before_backward"]) and isinstance(self.loss, Tensor):
-                self.loss = self.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
-            weighting = self._loss_weighting
-            self._loss_count = weighting.count(self.yb, self.batch_size, self.pred, self.loss, self.xb)
-            if weighting.unknown:
-                arguments.warn_of_unknown_count(self)
 
     # Seams: what a subclass may override, called inside the events above.
 

@@ -24,7 +24,8 @@ FLOORS = [
     ["launch", "utils", "files"],
     ["world", "optim"],
     ["callback", "data", "datasets"],
-    ["losses", "gradient_mean", "snapshot"],
+    ["gradient_mean", "snapshot"],
+    ["losses"],
     ["arguments", "metrics"],
     ["callbacks", "parallel"],
     ["notebook", "preflight"],
@@ -247,19 +248,31 @@ def methods(cls):
     return {n.name: ast.get_source_segment(source, n) for n in tree.body[0].body if isinstance(n, ast.FunctionDef)}
 
 
+SEAMS = ("_forward", "_loss", "_backward", "_step", "_zero_grad")
+
+
+def reached(found, first):
+    """The methods that the first one calls by `self`, they themselves call, and so on."""
+    names = [first]
+    for name in names:  # which grows
+        tree = ast.parse(inspect.cleandoc("\n" + found[name]))
+        calls = [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"]
+        names += dict.fromkeys(call for call in calls if call in found and call not in names)
+    return names
+
+
 def test_the_loop_fits_on_one_screen():
     found = methods(learnerkit.Learner)
-    names = list(found)
-    loop = names[names.index("_fit") : names.index("_events") + 1]
-    assert {"_one_epoch", "_all_batches", "_one_batch", "_do_batch", "_level"} <= set(loop)
-    sizes = {name: code_lines(found[name]) for name in loop}
+    loop = reached(found, "_fit")
+    assert {"_one_epoch", "_all_batches", "_one_batch", "_do_batch", "_level", "_events", "_step"} <= set(loop)
+    sizes = {name: code_lines(found[name]) for name in loop if name not in SEAMS}
     assert sum(sizes.values()) <= 80, sizes
     assert {name: size for name, size in sizes.items() if size > 15} == {}
 
 
 def test_each_seam_is_short():
     found = methods(learnerkit.Learner)
-    for seam in ("_forward", "_loss", "_backward", "_step", "_zero_grad", "create_opt"):
+    for seam in (*SEAMS, "create_opt"):
         assert code_lines(found[seam]) <= 4, seam
 
 

@@ -128,6 +128,8 @@ class Agreement:
             return
         if may_follow(error) and self.watch.first_failure(patience=2.0):
             return
+        if self.step is not None and isinstance(error, RuntimeError):  # as DDP's are
+            self.company.explain(error)
         event, _, callback = self.place.decode().partition("/")
         if self.learn._dispatch is None or self.dispatch.raised is not error:  # not in a callback
             event, callback = f"the loop, after {event}", ""

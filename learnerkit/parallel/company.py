@@ -8,6 +8,7 @@ from torch import nn
 from learnerkit.gradient_mean import zero_loss
 from learnerkit.parallel.loaders import emptied
 from learnerkit.parallel.rank_step import RankStep
+from learnerkit.parallel.wrapping import explain_unused
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -89,6 +90,10 @@ class Company:
         "Have DDP not send its buffers in a second forward pass of one batch."
         for wrapper in self.step.wrappers:
             wrapper.require_forward_param_sync &= self.learn.pred is None
+
+    def explain(self, error: RuntimeError) -> None:
+        """Add to an error of DDP's what it does not say itself."""
+        explain_unused(error, self.step)
 
     def step_unless_all_skip(self) -> bool:
         """Take the optimizer step that this rank would have left out, unless all ranks leave it out.

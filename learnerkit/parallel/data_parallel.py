@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnerkit import arguments
 from learnerkit.callback import Callback
 from learnerkit.data.batches import batch_size, get_field, in_float32, map_batch
 from learnerkit.events import INNER_EVENTS, Event
-from learnerkit.losses import LossWeight, is_cross_entropy, loss_option, unwrap_partial
+from learnerkit.losses import LossWeight, check_shapes, is_cross_entropy, loss_option, no_scalar, unwrap_partial
 from learnerkit.utils import add_note_once, describe, unwrap, warn
 
 _AFTER_PRED = [e for e in INNER_EVENTS if e != Event.before_batch]
@@ -159,7 +158,7 @@ class _Replica(nn.Module):
         if not take or (own and loss is None):
             return None, None, output
         if not isinstance(loss, Tensor) or loss.ndim:
-            raise arguments.no_scalar(loss)
+            raise no_scalar(loss)
         counts = None if weighting.sums else _count(weighting, inputs, targets, output, loss)
         if own and keep:
             output = _with_loss(output, None)  # the vector of the parts' losses is of no use
@@ -169,7 +168,7 @@ class _Replica(nn.Module):
         if self.loss_func is None:
             return get_field(output, "loss")
         pred = map_batch(in_float32, _pred(output))  # as MixedPrecision has them
-        arguments.check_shapes(self.loss_func, pred, targets)
+        check_shapes(self.loss_func, pred, targets)
         try:
             return _moved(self.loss_func, targets[0].device)(pred, *targets)
         except Exception as e:

@@ -400,11 +400,7 @@ def agreement_for(learn: "Learner") -> Iterator[None]:
         return
     try:
         with Agreement(learn, member.timeout) as learn._agreement:
-            try:
-                yield
-            except RuntimeError as e:  # as DDP's are
-                wrapping.explain_unused(e, learn._agreement.step)
-                raise
+            yield
     finally:
         learn._agreement = None
 

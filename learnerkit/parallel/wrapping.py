@@ -128,10 +128,10 @@ def synchronise_batch_norms(model: nn.Module) -> Callable[[], None]:
 # Errors
 
 
-def explain_unused(error: RuntimeError, step: RankStep | None) -> None:
+def explain_unused(error: RuntimeError, step: RankStep) -> None:
     """Add the names of unused parameters to DDP's error about them, which has numbers alone."""
     text = str(error)
-    if "finished reduction in the prior iteration" not in text and "did not receive grad" not in text or step is None:
+    if "finished reduction in the prior iteration" not in text and "did not receive grad" not in text:
         return
     words = text.rpartition("for rank")[2].rpartition(":")[2].split()
     numbers = [int(word) for word in words if word.isdigit()]
