@@ -174,6 +174,10 @@ def _why_empty(dl: Any) -> str:
     return f": its dataset has {size} samples" if size is not None else ": it has no batches"
 
 
+EXPLAINED = (RuntimeError, OSError, EOFError, ValueError, AttributeError)
+"""The types of errors that `explain` knows."""
+
+
 def explain(learn: "Learner", error: Exception) -> None:
     """Add a note to an error of torch's, or of Python's, that does not say itself what to do."""
     if isinstance(error, RuntimeError | OSError | EOFError):

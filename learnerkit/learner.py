@@ -663,7 +663,7 @@ class Learner(RunState):
             self._in_fit = self._in_fit or task not in ("validate", "predict")
             try:
                 yield nested
-            except Exception as e:
+            except arguments.EXPLAINED as e:
                 arguments.explain(self, e)
                 raise
             finally:

@@ -119,7 +119,7 @@ def join(timeout: float | timedelta | None = None) -> None:
     if timeout is not None and not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
     if is_joined():
-        if _abandoned:
+        if group_is_dead:
             _join_again(timeout)
         return
     if world_size() == 1:
@@ -195,23 +195,18 @@ def _let_threads_settle() -> None:
     await_thread_list_lock()
 
 
-_abandoned = False  # whether the process group is dead; the group itself is torch's global
-
-
-def abandon_group() -> None:
-    """Mark the process group as dead, its connections being closed; the next `join` on every rank makes another."""
-    global _abandoned
-    _abandoned = True
+group_is_dead = False
+"""Whether the connections of the process group, which is torch's global, are closed: the next `join` makes another."""
 
 
 def _join_again(timeout: timedelta | None) -> None:
-    global _abandoned
+    global group_is_dead
     # Keys of their own: those in the old group's place tell of its dead connections.
     fresh = dist.PrefixStore("learnerkit/next", store())
     backend, here, size = dist.get_backend_config(), rank(), world_size()
     dist.destroy_process_group()
     dist.init_process_group(backend, store=fresh, rank=here, world_size=size, timeout=timeout)
-    _abandoned = False
+    group_is_dead = False
 
 
 def _leave() -> None:

@@ -196,7 +196,7 @@ class Watch:
 
     def hang_up(self) -> None:
         """End every wait in a collective, of this process and of others for it. The process group is dead then."""
-        world.abandon_group()
+        world.group_is_dead = True
         for pair, line in _open_sockets():
             with line:
                 if pair in self._lines:
