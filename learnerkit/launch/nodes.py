@@ -10,71 +10,20 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from learnerkit.launch.addresses import NodeError, family_of, own_address
 from learnerkit.launch.environment import LOOPBACK, Topology
 from learnerkit.launch.node_info import check_that_nodes_match, name_of, node_info, topology_of
 from learnerkit.launch.rendezvous import Rendezvous
+from learnerkit.launch.report import Outcome
+from learnerkit.launch.supervise import Attempt
 from learnerkit.text import first_few, in_one_line
 
 SIGN_SECONDS = 0.5  # between two signs of life
 DOUBT_SECONDS, LOST_SECONDS = 3.0, 10.0  # without a sign of life, a node may be, and counts as, lost
 LEAVE_SECONDS = 5.0  # the launcher that serves the store waits so long for the others to read how the attempt ended
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How an attempt ended for all nodes.
-
-    Args:
-        kind: 'done', 'failed', 'stopped' (a launcher got a signal), 'lost' (a node is), 'joined' (a node wants to be).
-        node: the first node on which it ended.
-        code: the exit code of the failure.
-        text: what to tell the user.
-    """
-
-    kind: str
-    node: int = 0
-    code: int = 1
-    text: str = ""
-
-
-class Attempt:
-    """An attempt to run the job, by a launcher that is alone.
-
-    The launcher binds the socket of the ranks' store and hands it to rank 0, so nobody can take the port in between.
-
-    Args:
-        topology: the ranks of this launcher among all.
-        listener: the socket, in the launcher that starts rank 0.
-
-    Attributes:
-        ended_elsewhere: what has ended the attempt on another node, if anything has.
-        may_have_lost_a_node: a node has given no sign of life for a while, but not for long enough to count as lost.
-    """
-
-    def __init__(self, topology: Topology, listener: socket.socket | None) -> None:
-        self.topology, self.listener = topology, listener
-        self.ended_elsewhere: Outcome | None = None
-        self.may_have_lost_a_node = False
-
-    def close_listener(self) -> None:
-        """Close the socket, once rank 0 has it."""
-        if self.listener is not None:
-            self.listener.close()
-
-    def agree_on_end(self, outcome: Outcome) -> Outcome:
-        """Tell the other nodes how the attempt has ended here, and return how it has ended for all."""
-        return outcome
-
-    def stop(self) -> None:
-        """End what runs in the background."""
-
-    def leave(self) -> None:
-        """Say that this node takes no part in further attempts."""
-        self.close_listener()
 
 
 class GroupAttempt(Attempt):

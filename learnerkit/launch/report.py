@@ -10,10 +10,26 @@ from typing import IO, Any
 
 from learnerkit.launch.environment import Topology
 from learnerkit.launch.heartbeat import Heartbeat
-from learnerkit.launch.nodes import Outcome
 from learnerkit.text import escaped, killed_by
 
 MAY_FOLLOW, FOLLOWS = 1, 2  # see follows
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended for all nodes.
+
+    Args:
+        kind: 'done', 'failed', 'stopped' (a launcher got a signal), 'lost' (a node is), 'joined' (a node wants to be).
+        node: the first node on which it ended.
+        code: the exit code of the failure.
+        text: what to tell the user.
+    """
+
+    kind: str
+    node: int = 0
+    code: int = 1
+    text: str = ""
 
 
 @dataclass

@@ -4,6 +4,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,9 +18,8 @@ from typing import IO, Any, TypeVar
 
 from learnerkit.launch.environment import Topology, rank_environment
 from learnerkit.launch.heartbeat import Heartbeat, where
-from learnerkit.launch.nodes import Attempt, Outcome
 from learnerkit.launch.processes import kill_group
-from learnerkit.launch.report import Rank, failure, first_failure, follows, log_errors, outcome_of, report, say
+from learnerkit.launch.report import Outcome, Rank, failure, first_failure, follows, log_errors, outcome_of, report, say
 from learnerkit.text import signal_name
 
 T = TypeVar("T")
@@ -72,6 +72,42 @@ class Job:
     log_dir: Path | None = None
     tee: bool = False
     explains_failure: bool = False
+
+
+class Attempt:
+    """An attempt to run the job, by a launcher that is alone.
+
+    The launcher binds the socket of the ranks' store and hands it to rank 0, so nobody can take the port in between.
+
+    Args:
+        topology: the ranks of this launcher among all.
+        listener: the socket, in the launcher that starts rank 0.
+
+    Attributes:
+        ended_elsewhere: what has ended the attempt on another node, if anything has.
+        may_have_lost_a_node: a node has given no sign of life for a while, but not for long enough to count as lost.
+    """
+
+    def __init__(self, topology: Topology, listener: socket.socket | None) -> None:
+        self.topology, self.listener = topology, listener
+        self.ended_elsewhere: Outcome | None = None
+        self.may_have_lost_a_node = False
+
+    def close_listener(self) -> None:
+        """Close the socket, once rank 0 has it."""
+        if self.listener is not None:
+            self.listener.close()
+
+    def agree_on_end(self, outcome: Outcome) -> Outcome:
+        """Tell the other nodes how the attempt has ended here, and return how it has ended for all."""
+        return outcome
+
+    def stop(self) -> None:
+        """End what runs in the background."""
+
+    def leave(self) -> None:
+        """Say that this node takes no part in further attempts."""
+        self.close_listener()
 
 
 def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:

@@ -14,8 +14,7 @@ from torch.distributed import DistError, TCPStore
 
 from learnerkit.launch import rank_main, supervise
 from learnerkit.launch.environment import Topology
-from learnerkit.launch.nodes import Outcome
-from learnerkit.launch.report import Rank, is_collective_error
+from learnerkit.launch.report import Outcome, Rank, is_collective_error
 
 
 def says(err):
