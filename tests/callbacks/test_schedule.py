@@ -488,7 +488,12 @@ def test_schedules_in_a_row_meet_where_they_should():
 
 @pytest.mark.parametrize(
     ("pcts", "error"),
-    [([0.5, 0.4], "their sum is 1"), ([1.5, -0.5], "0 or more"), ([1.0], "one share for each"), ([], "one share for each")],
+    [
+        ([0.5, 0.4], "their sum is 1"),
+        ([1.5, -0.5], "0 or more"),
+        ([1.0], "one share for each"),
+        ([], "one share for each"),
+    ],
 )
 def test_shares_that_cannot_be_are_refused(pcts, error):
     with pytest.raises(ValueError, match=error):
