@@ -205,8 +205,8 @@ def explain_fastai_optimizer(error: AttributeError) -> None:
 def explain_lost_worker(error: RuntimeError | OSError | EOFError) -> None:
     """Name the signal that killed a loader's worker.
 
-    torch's error may have the signal's name, or only say that the worker is gone. If the worker was killed while it sent
-    a tensor, the error is only that of the broken connection.
+    torch's error may have the signal's name, or only say that the worker is gone. If the worker was killed while it
+    sent a tensor, the error is only that of the broken connection.
     """
     if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
         return
