@@ -9,27 +9,19 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from torch.optim import Optimizer
 
-from learnerkit import world
 from learnerkit.callback import Callback, check_hooks
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
-from learnerkit.losses import is_one_of, loss_name, unwrap_partial
+from learnerkit.losses import unwrap_partial
 from learnerkit.text import killed_by
 from learnerkit.torch_internals import BatchNorm, workers_of
-from learnerkit.utils import add_note_once, describe, library_of
+from learnerkit.utils import add_note_once, library_of
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
-
-ELEMENTWISE = (
-    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss,
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
-)  # fmt: skip
-"""Losses that compare predictions and targets element by element."""
 
 
 def check_count(name: str, value: Any, what: str = "a whole number", least: int = 1) -> None:
@@ -318,61 +310,3 @@ def check_length(dl: Iterable, who: str) -> int:
             "length; give it a __len__, say how long to train by n_steps, or train with fit at a constant rate"
         )
     return length
-
-
-def check_shapes(loss_func: Any, pred: Any, yb: tuple) -> None:
-    """Refuse predictions and targets that an elementwise loss would silently broadcast."""
-    if len(yb) != 1 or not is_one_of(loss_func, ELEMENTWISE):
-        return
-    target = yb[0]
-    if isinstance(pred, Tensor) and isinstance(target, Tensor) and pred.shape != target.shape:
-        raise ValueError(
-            f"the model's predictions have the shape {tuple(pred.shape)}, the targets {tuple(target.shape)}, and "
-            f"{loss_name(loss_func)} compares them element by element: "
-            "they must be the same (reshape one of them, for instance with .squeeze(1) or .unsqueeze(1))"
-        )
-
-
-UNKNOWN_COUNT = "the model makes its own loss, and it is not known what that averages over: "
-
-
-def unknown_count(yb: tuple) -> str:
-    """Describe, from the targets of a batch, why it is not known what a model's own loss counts, and what to do."""
-    if not yb:
-        return (
-            f"{UNKNOWN_COUNT}it has a prediction for each token, and there are no targets. "
-            "Name the targets: DataLoaders(target_keys=...), or n_inp=... where batches are tuples"
-        )
-    return (
-        f"{UNKNOWN_COUNT}it is not the mean cross-entropy over the targets that are not negative. Give the Learner "
-        "loss_weight=, a function of the targets that counts what the loss averages over, or 'sum'"
-    )
-
-
-def warn_of_unknown_count(learn: "Learner") -> None:
-    """Warn if the batches of several ranks, or of an accumulated step, are weighted by a count that is only a guess."""
-    if learn.task == "fit" and (learn._sharded or learn._gradient is not None):
-        exact = "Until then steps of several batches or ranks are not exactly those of one batch"
-        alone = learn.training and learn._loss_weighting.found_alone
-        world.warn_once(f"{unknown_count(learn.yb)}. {exact}", on_all=alone)
-
-
-def no_scalar(loss: Any) -> ValueError:
-    """Return the error for a loss that is not a scalar."""
-    return ValueError(
-        f"the loss is not a scalar: loss_func returned {describe(loss)}; return a 0-dim tensor, for instance "
-        "its .mean() (reduction='mean')"
-    )
-
-
-def no_loss(learn: "Learner") -> ValueError:
-    """Return the error for a batch without a loss."""
-    if learn.loss_func is None:
-        return ValueError(
-            f"there is no loss: loss_func is None and the model returned {describe(learn.output)} without a `loss`; "
-            "give the Learner a loss_func, or let the model return its own"
-        )
-    return ValueError(
-        f"there is no loss: the batch {describe(learn.batch)} has no targets; let the dataset return "
-        "(input, target), set DataLoaders(n_inp=..., target_keys=...), or set learn.yb in a callback's before_batch"
-    )

@@ -15,7 +15,6 @@ from fastcore.basics import camel2snake
 from learnerkit import world
 from learnerkit.events import INNER_EVENTS, LOOP, CancelException, Event
 from learnerkit.text import did_you_mean
-from learnerkit.utils import add_note_once
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -30,15 +29,15 @@ _FREE = ("check",)
 
 
 class Callback:
-    """Something that happens during training: subclass it, or pass functions: `Callback(after_batch=f, order=0)`.
+    """Code that runs during training: subclass it, or pass functions: `Callback(after_batch=f, order=0)`.
 
     Attributes:
         order: callbacks run in ascending order at every event, cleanups in descending order; ties as added.
-        run: set it to False to sit out; a change made during a fit is undone at its end.
-        run_train: whether the events of a batch are heard in training.
-        run_valid: whether the events of a batch are heard in validation and prediction.
+        run: False switches the callback off; a change made during a fit is undone at its end.
+        run_train: whether it runs at the events of a batch in training.
+        run_valid: whether it runs at the events of a batch in validation and prediction.
         rank0_only: run on rank 0 alone.
-        only_fit: sit out `validate`, `get_preds` and `lr_find`: for what records, logs, tracks or saves a fit.
+        only_fit: do not run in `validate`, `get_preds` and `lr_find`: for what records, logs, tracks or saves a fit.
         logs: the columns that it adds to the table with `log_metric`; only so declared can a tracker monitor them.
         learn: the learner, once added to one.
 
@@ -167,15 +166,16 @@ class RaisedIn(str):
     callback: str
 
     @classmethod
-    def hook(cls, cb: Callback, event: str) -> "RaisedIn":
-        """The note for the hook of a callback at an event."""
-        note = cls(f"raised in {cb!r}.{event}")
-        note.callback = repr(cb)
-        return note
+    def add_to(cls, error: BaseException, cb: Callback, event: str) -> None:
+        """Add the note for the hook of a callback at an event, unless the error has one."""
+        if not any(isinstance(note, cls) for note in getattr(error, "__notes__", ())):
+            note = cls(f"raised in {cb!r}.{event}")
+            note.callback = repr(cb)
+            error.add_note(note)
 
 
 class Dispatch:
-    """Who runs at which event: resolved once per run, so that an event nobody hears costs a look-up.
+    """Calls the callbacks at each event. Who runs at which is resolved once per run: an unused event costs a look-up.
 
     It is resolved again only when a callback is added or removed, or sets one of its `run` flags.
 
@@ -191,17 +191,17 @@ class Dispatch:
         self.changed()
 
     def changed(self) -> None:
-        """Look again: callbacks or their flags are no longer what they were."""
+        """Resolve again, since callbacks or their flags have changed."""
         self._tables: dict[bool, dict[str, list]] = {}
         self.phase(self.training)
 
     def phase(self, training: bool) -> None:
-        """Turn to training, in which `run_train` counts, or to evaluation, in which `run_valid` does."""
+        """Change to training, in which `run_train` counts, or to evaluation, in which `run_valid` does."""
         self.training = training
         self.table = self._tables.get(training) or self._resolve()
 
     def listeners(self, event: str) -> list[Callback]:
-        """The callbacks that hear `event` in the present phase, in order."""
+        """The callbacks that run at `event` in the present phase, in order."""
         flag = ("run_train" if self.training else "run_valid") if event in INNER_EVENTS else "run"
         return [
             cb
@@ -250,16 +250,16 @@ class Dispatch:
             try:
                 hook()
             except BaseException as e:
-                add_note_once(e, RaisedIn.hook(cb, event))
+                RaisedIn.add_to(e, cb, event)
                 raise
 
     def __enter__(self) -> "Dispatch":
-        """Open a level: the `before_*` events fired inside come to owe cleanups."""
+        """Open a level, whose cleanups run at its end: of each callback that its `before_*` event has reached."""
         self._owed.append([])
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        """Run the cleanups owed: all of them, in reverse order, even if one fails.
+        """Run the level's cleanups: all of them, in reverse order, even if one fails.
 
         An error of the level itself goes on, with a note for each cleanup that failed too; otherwise, also if the
         level was cancelled, the first error of a cleanup is raised.
@@ -272,7 +272,7 @@ class Dispatch:
                 with world.no_collectives(f"{cb!r}.{event}"):
                     getattr(cb, event)()
             except BaseException as e:
-                add_note_once(e, RaisedIn.hook(cb, event))
+                RaisedIn.add_to(e, cb, event)
                 if (first := error or failed) is None:
                     failed = e
                 else:
@@ -301,7 +301,7 @@ def kept_flags(cbs: list[Callback]) -> Iterator[None]:
 
 
 def describe_loop(cbs: list[Callback]) -> str:
-    """The text of the loop with, at each event, the callbacks that hear it."""
+    """The text of the loop with, at each event, the callbacks that run there."""
     dispatch = Dispatch(cbs, fitting=True)
     lines = []
     for line in LOOP.strip().splitlines():

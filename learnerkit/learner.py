@@ -20,7 +20,7 @@ from learnerkit.callbacks.progress import ProgressCallback, print_above
 from learnerkit.callbacks.recorder import EvaluationCallback, Recorder, TableLogger
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, combine_scheds, combined_cos
 from learnerkit.callbacks.training import StepBudget, TrainEvalCallback
-from learnerkit.data.batches import batch_size, get_field, loader_len
+from learnerkit.data.batches import get_field, loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import in_order, keep_seeds
 from learnerkit.events import (
@@ -34,8 +34,7 @@ from learnerkit.events import (
     Event,
 )
 from learnerkit.files import File, Saved, fitted, plain_name, save_whole
-from learnerkit.gradient_mean import zero_loss
-from learnerkit.losses import LossWeight, loss_name
+from learnerkit.losses import LossWeight, loss_name, no_loss, take_loss
 from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import Workers, distrib_ctx, on_workers
 from learnerkit.preflight.ranks import check_distributed
@@ -43,9 +42,7 @@ from learnerkit.preflight.step import check
 from learnerkit.snapshot import unchanged
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
 from learnerkit.utils import (
-    add_note_once,
     count_parameters,
-    describe,
     listify,
     training_modes,
     unwrap,
@@ -127,7 +124,7 @@ class Learner(RunState):
         self.moms = arguments.three("moms", moms)
         self.loss_weight = loss_weight
         self._weigh_losses()  # refuses what it cannot take, here rather than in fit
-        self._device, self._loss_without_targets = torch.device("cpu"), False  # found anew for each run
+        self._device, self._loss_without_targets = torch.device("cpu"), False  # set for each run
         self.opt: Any = None  # an optimizer, or a dict of several by name; made at first need
         self.logger: Callable[[list], None] = TableLogger(self)
         self.cbs: list[Callback] = []
@@ -189,7 +186,7 @@ class Learner(RunState):
                 self._batch_index = self.iter
                 self._one_batch() if agreement is None else agreement.run_batch(self._one_batch)
         if agreement is not None:
-            agreement.close()
+            agreement.end_batches()
         arguments.check_read(self)
 
     def _one_batch(self) -> None:
@@ -202,9 +199,10 @@ class Learner(RunState):
     def _do_batch(self) -> None:
         dispatch = self._dispatch
         self._forward()
-        if dispatch.table["after_pred"]:  # asking first is what makes an event that nobody hears free
+        if dispatch.table["after_pred"]:  # asked here, so that an event without listeners costs nothing
             dispatch.fire("after_pred")
-        self._take_loss()
+        if (self.yb or self._loss_without_targets) and self.task != "predict":
+            take_loss(self)
         if dispatch.table["after_loss"]:
             dispatch.fire("after_loss")
         if self.training:
@@ -212,11 +210,11 @@ class Learner(RunState):
             self._events("step", self._step, CancelStepException)
             self._zero_grad()
         elif self.loss is None and self.task != "predict":
-            raise arguments.no_loss(self)
+            raise no_loss(self)
 
     def _weighted_backward(self) -> None:
         if self.loss_grad is None:
-            raise arguments.no_loss(self)
+            raise no_loss(self)
         if self._gradient is None:
             self._backward()
         else:
@@ -241,33 +239,6 @@ class Learner(RunState):
                 dispatch.fire(after)
         except cancel:
             pass  # cancelled when it was over already
-
-    def _take_loss(self) -> None:
-        "The loss, where there is something to take it of; its errors gain the shapes it got."
-        if not (self.yb or self._loss_without_targets) or self.task == "predict":
-            return
-        try:
-            if self.batch_size == 0 and not batch_size(self.xb):
-                # A rank without data only keeps its peers company: gradients of zero, and no mean of nothing (a NaN).
-                self.loss_grad = zero_loss(self.pred if self.output is None else self.output)
-                self.loss = self.loss_grad.detach()
-            else:
-                if not self.iter:
-                    arguments.check_shapes(self.loss_func, self.pred, self.yb)
-                self._loss()
-        except Exception as e:
-            add_note_once(e, f"the loss got predictions: {describe(self.pred)}; targets: {describe(self.yb)}")
-            raise
-        if self.loss_grad is not None:
-            if not isinstance(self.loss_grad, Tensor) or self.loss_grad.ndim:
-                raise arguments.no_scalar(self.loss_grad)
-            table = self._dispatch.table
-            if (table["after_loss"] or table["before_backward"]) and isinstance(self.loss, Tensor):
-                self.loss = self.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
-            weighting = self._loss_weighting
-            self._loss_count = weighting.count(self.yb, self.batch_size, self.pred, self.loss, self.xb)
-            if weighting.unknown:
-                arguments.warn_of_unknown_count(self)
 
     # Seams: what a subclass may override, called inside the events above.
 
@@ -369,7 +340,7 @@ class Learner(RunState):
             moms: momentum at the start, the peak and the end; default the Learner's. Optimizers without are left alone.
 
         Raises:
-            ValueError: the training loader has no length, so that there is no telling how far training has come.
+            ValueError: the training loader has no length, so that nobody knows how far training has come.
         """
         cycle, momentum = self._one_cycle(div, div_final, pct_start, moms)
         run = {"wd": wd, "cbs": cbs, "reset_opt": reset_opt, "start_epoch": start_epoch, "n_steps": n_steps}
@@ -405,7 +376,7 @@ class Learner(RunState):
             pct_start: share of the steps at the constant rate.
 
         Raises:
-            ValueError: the training loader has no length, so that there is no telling how far training has come.
+            ValueError: the training loader has no length, so that nobody knows how far training has come.
         """
 
         def flat_then_cos(rate: float) -> Schedule:
@@ -437,7 +408,7 @@ class Learner(RunState):
             cbs, reset_opt, wd, start_epoch: as in `fit`.
 
         Raises:
-            ValueError: the training loader has no length; cycles that are no whole numbers of 1 or more.
+            ValueError: the training loader has no length; cycles that are not whole numbers of 1 or more.
         """
         for name, value in (("n_cycles", n_cycles), ("cycle_len", cycle_len), ("cycle_mult", cycle_mult)):
             arguments.check_count(name, value)
@@ -594,7 +565,7 @@ class Learner(RunState):
         Under DDP every rank must reach this and gets the whole. Predictions are the model's raw outputs.
 
         Args:
-            ds_idx: which dataset, read in its own order whatever its loader's sampler.
+            ds_idx: the dataset, by its loader; it is read in its own order, not its sampler's.
             dl: a loader instead, read in its own order.
             with_input: put the inputs first.
             with_loss: put the loss of each sample last; needs a loss that takes `reduction`.
@@ -643,7 +614,7 @@ class Learner(RunState):
             act: a function of the predictions, such as `partial(torch.softmax, dim=1)`, before they are averaged.
 
         Raises:
-            ValueError: nothing that augments, no augmented reading, or predictions that are no tensors.
+            ValueError: nothing that augments, no augmented reading, or predictions that are not tensors.
         """
         arguments.check_count("n", n, "a number of augmented readings")
         if (dl is None) == (batch_tfms is None):
@@ -713,7 +684,7 @@ class Learner(RunState):
 
     @property
     def _loss_weighting(self) -> LossWeight:
-        """What the loss averages over, in training or in evaluation, whichever runs."""
+        """The count that the loss averages over, in training or in evaluation."""
         return self._loss_weightings[self.training]
 
     def _note_modes(self) -> None:
@@ -755,7 +726,7 @@ class Learner(RunState):
 
     @property
     def _sharded(self) -> bool:
-        """Whether several ranks share the data of this run."""
+        """Tell whether several ranks share the data of this run."""
         return self._agreement is not None
 
     @property
@@ -960,7 +931,7 @@ class Learner(RunState):
         """Write the model's weights, and the optimizer's state, on rank 0. Never waits for other ranks.
 
         The file is whole or not there at all, and loads with `torch.load(..., weights_only=True)`; no key begins with
-        'module.', whatever wraps the model.
+        'module.', also where the model is wrapped.
 
         Args:
             file: a name inside path/model_dir ('.pth' is added); a `pathlib.Path`, taken as it is; or a file that is

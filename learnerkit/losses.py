@@ -7,13 +7,19 @@ samples weighted by class) weighted by the number of those; sums are added.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learnerkit.data.batches import tensors_in
+from learnerkit import world
+from learnerkit.data.batches import batch_size, tensors_in
+from learnerkit.gradient_mean import zero_loss
+from learnerkit.utils import add_note_once, describe
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
 
 IGNORED = -100
 """The class of targets that torch's cross-entropy leaves out by default."""
@@ -274,3 +280,101 @@ def _count_classes(weight: Tensor | None, ignore_index: int, target: Any, *rest:
         return (target != ignore_index).sum()
     counted = target != ignore_index
     return (weight.to(target.device)[target.clamp(min=0, max=len(weight) - 1)] * counted).sum()
+
+
+# The loss of a batch
+
+ELEMENTWISE = (
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss,
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
+)  # fmt: skip
+"""Losses that compare predictions and targets element by element."""
+
+
+def take_loss(learn: "Learner") -> None:
+    """Set `loss` and `loss_grad` of a batch, and the loss's count; add shapes to its errors.
+
+    Raises:
+        ValueError: a loss that is not a scalar, or that would silently broadcast predictions and targets.
+    """
+    try:
+        if learn.batch_size == 0 and not batch_size(learn.xb):
+            # A rank without data: gradients of zero, since the mean of nothing would be NaN.
+            learn.loss_grad = zero_loss(learn.pred if learn.output is None else learn.output)
+            learn.loss = learn.loss_grad.detach()
+        else:
+            if not learn.iter:
+                check_shapes(learn.loss_func, learn.pred, learn.yb)
+            learn._loss()
+    except Exception as e:
+        add_note_once(e, f"the loss got predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}")
+        raise
+    if learn.loss_grad is None:
+        return
+    if not isinstance(learn.loss_grad, Tensor) or learn.loss_grad.ndim:
+        raise no_scalar(learn.loss_grad)
+    table = learn._dispatch.table
+    if (table["after_loss"] or table["before_backward"]) and isinstance(learn.loss, Tensor):
+        learn.loss = learn.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
+    weighting = learn._loss_weighting
+    learn._loss_count = weighting.count(learn.yb, learn.batch_size, learn.pred, learn.loss, learn.xb)
+    if weighting.unknown:
+        warn_of_unknown_count(learn)
+
+
+def check_shapes(loss_func: Any, pred: Any, yb: tuple) -> None:
+    """Refuse predictions and targets that an elementwise loss would silently broadcast."""
+    if len(yb) != 1 or not is_one_of(loss_func, ELEMENTWISE):
+        return
+    target = yb[0]
+    if isinstance(pred, Tensor) and isinstance(target, Tensor) and pred.shape != target.shape:
+        raise ValueError(
+            f"the model's predictions have the shape {tuple(pred.shape)}, the targets {tuple(target.shape)}, and "
+            f"{loss_name(loss_func)} compares them element by element: "
+            "they must be the same (reshape one of them, for instance with .squeeze(1) or .unsqueeze(1))"
+        )
+
+
+UNKNOWN_COUNT = "the model makes its own loss, and it is not known what that averages over: "
+
+
+def unknown_count(yb: tuple) -> str:
+    """Describe, from the targets of a batch, why it is not known what a model's own loss counts, and what to do."""
+    if not yb:
+        return (
+            f"{UNKNOWN_COUNT}it has a prediction for each token, and there are no targets. "
+            "Name the targets: DataLoaders(target_keys=...), or n_inp=... where batches are tuples"
+        )
+    return (
+        f"{UNKNOWN_COUNT}it is not the mean cross-entropy over the targets that are not negative. Give the Learner "
+        "loss_weight=, a function of the targets that counts what the loss averages over, or 'sum'"
+    )
+
+
+def warn_of_unknown_count(learn: "Learner") -> None:
+    """Warn if the batches of several ranks, or of an accumulated step, are weighted by a count that is only a guess."""
+    if learn.task == "fit" and (learn._sharded or learn._gradient is not None):
+        exact = "Until then steps of several batches or ranks are not exactly those of one batch"
+        alone = learn.training and learn._loss_weighting.found_alone
+        world.warn_once(f"{unknown_count(learn.yb)}. {exact}", on_all=alone)
+
+
+def no_scalar(loss: Any) -> ValueError:
+    """Return the error for a loss that is not a scalar."""
+    return ValueError(
+        f"the loss is not a scalar: loss_func returned {describe(loss)}; return a 0-dim tensor, for instance "
+        "its .mean() (reduction='mean')"
+    )
+
+
+def no_loss(learn: "Learner") -> ValueError:
+    """Return the error for a batch without a loss."""
+    if learn.loss_func is None:
+        return ValueError(
+            f"there is no loss: loss_func is None and the model returned {describe(learn.output)} without a `loss`; "
+            "give the Learner a loss_func, or let the model return its own"
+        )
+    return ValueError(
+        f"there is no loss: the batch {describe(learn.batch)} has no targets; let the dataset return "
+        "(input, target), set DataLoaders(n_inp=..., target_keys=...), or set learn.yb in a callback's before_batch"
+    )

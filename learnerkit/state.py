@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class RunState:
-    """What a run sets as it goes, with the values that hold when nothing runs.
+    """The attributes that a run sets, with their values when nothing runs.
 
     A callback reads these as its own (`self.loss`), and assigns them as `self.learn.loss = ...`. Names with an
     underscore belong to this package: a callback of your own may use such a word, without it, for an attribute.

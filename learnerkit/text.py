@@ -9,7 +9,7 @@ from unicodedata import combining, east_asian_width
 
 
 def escaped(text: str) -> str:
-    """Escape control characters except tabs and new lines, since they could control a terminal."""
+    """Return `text` with escaped control characters, which could change the terminal; tabs and new lines stay."""
     controls = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
     return re.sub(controls, lambda match: match[0].encode("unicode_escape").decode(), text)
 
@@ -20,19 +20,19 @@ def signal_name(signum: int) -> str:
 
 
 def killed_by(signum: int) -> str:
-    """Describe how a signal ended a process."""
+    """Say in a few words which signal killed a process."""
     if signum == signal.SIGKILL:
         return "was killed by signal 9 (SIGKILL), as the kernel does when memory runs out (see dmesg),"
     return f"was killed by signal {signum} ({signal_name(signum)})"
 
 
-def one_line(text: str) -> str:
-    """Escape all control characters, including tabs and new lines, so that `text` fits in one line."""
+def escaped_line(text: str) -> str:
+    """Return `text` for one line of a log: new lines and tabs are escaped, too."""
     return escaped(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def did_you_mean(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return `; did you mean 'x'?` with the nearest allowed name, or '' if none is near."""
+    """Return `; did you mean 'x'?` for the nearest allowed name, or an empty string."""
     near = difflib.get_close_matches(name, list(map(str, allowed)), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -44,7 +44,7 @@ def first_few(names: Iterable[Any], joint: str = ", ", n: int = 5) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Format seconds as `mm:ss`; below a minute with tenths, `00:ss.t`; from one hour on `h:mm:ss`."""
+    """Return seconds as `mm:ss`; below a minute with tenths, `00:ss.t`; from one hour on `h:mm:ss`."""
     tenths = round(seconds * 10)
     if tenths < 600:
         return f"00:{tenths // 10:02d}.{tenths % 10}"

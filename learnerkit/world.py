@@ -40,7 +40,7 @@ JOIN_SECONDS = 35.0
 
 
 def is_joined() -> bool:
-    """Whether this process is in a process group (`world_size() > 1` says whether it is meant to be)."""
+    """Tell whether this process is in a process group (it is meant to be if `world_size() > 1`)."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -65,7 +65,7 @@ def local_rank() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, the one process that prints, plots and saves."""
+    """Tell whether this is rank 0, the one process that prints, plots and saves."""
     return rank() == 0
 
 
@@ -114,7 +114,7 @@ def join(timeout: float | timedelta | None = None) -> None:
         timeout: seconds (or a timedelta) a collective may wait; `None` is torch's own default.
 
     Raises:
-        RuntimeError: the others do not come within `JOIN_SECONDS`, or something else is where they are to meet.
+        RuntimeError: the others do not come within `JOIN_SECONDS`, or something else listens at rank 0's address.
     """
     if timeout is not None and not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
@@ -129,7 +129,7 @@ def join(timeout: float | timedelta | None = None) -> None:
         backend = "gloo"
     else:
         torch.accelerator.set_device_index(device.index)
-        # CPU tensors (predictions, counts) travel by gloo, so they need no room on the accelerator.
+        # CPU tensors (predictions, counts) are sent by gloo, so they need no memory of the accelerator.
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     here, size = rank(), world_size()
     dist.init_process_group(backend, store=_meet_in_store(timeout), rank=here, world_size=size, timeout=timeout)
@@ -155,7 +155,7 @@ def _meet_in_store(timeout: timedelta | None) -> dist.Store:
 
 
 def _not_met(what: str) -> RuntimeError:
-    """The error of a process that has not met the others."""
+    """The error of a process that could not join the others."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     said = " ".join(f"{name}={os.environ.get(name)}" for name in names)
     return RuntimeError(
@@ -185,11 +185,11 @@ def _await_host(promised: bool) -> None:
 
 
 def _let_threads_settle() -> None:
-    """Keep a child that is about to be forked (a loader's worker, say) from waiting for ever.
+    """Keep a child that is about to be forked (a loader's worker, for one) from waiting for ever.
 
     The interpreter's lock around its list of threads is held for a moment by gloo's threads when they let go of a
     collective's tensors. A child forked in that moment finds it locked: CPython 3.11 takes it once before making it
-    anew (`PyOS_AfterFork_Child`; 3.12 makes it anew first).
+    again (`PyOS_AfterFork_Child`; 3.12 makes it again first).
     """
     time.sleep(0.002)  # what the last collective has left to do
     await_thread_list_lock()
@@ -199,7 +199,7 @@ _abandoned = False  # whether the process group is dead; the group itself is tor
 
 
 def abandon_group() -> None:
-    """Count the process group as dead, its connections being cut; the next `join` on every rank makes another one."""
+    """Mark the process group as dead, its connections being closed; the next `join` on every rank makes another."""
     global _abandoned
     _abandoned = True
 
@@ -237,7 +237,7 @@ _refused_in: ContextVar[str] = ContextVar("silent", default="")
 
 @contextmanager
 def no_collectives(where: str) -> Iterator[None]:
-    """Refuse collectives in here, naming `where`: its peers may never come, and it would wait for ever."""
+    """Refuse collectives in here, naming `where`: the other ranks may not come, and this one would wait for ever."""
     token = _refused_in.set(where)
     try:
         with CollectiveRefusal(functools.partial(_refusal, where)) if is_joined() else nullcontext():
@@ -258,7 +258,7 @@ _before_collective: ContextVar[Callable[[], None] | None] = ContextVar("before_c
 
 @contextmanager
 def before_collective(call: Callable[[], None] | None) -> Iterator[None]:
-    """Have `call()` made before each collective in here; it can keep this rank from entering by an exception."""
+    """Call `call()` before each collective in here; it can keep this rank from entering by an exception."""
     token = _before_collective.set(call)
     try:
         yield
@@ -268,7 +268,7 @@ def before_collective(call: Callable[[], None] | None) -> Iterator[None]:
 
 @contextmanager
 def grouped_collectives() -> Iterator[None]:
-    """Collectives that no rank can leave half-way: whether all ranks come is asked once, for all of them."""
+    """Make several collectives one group: whether all ranks come is asked once, before the first."""
     call = _before_collective.get()
     if call is not None and world_size() > 1 and not _refused_in.get():
         call()
@@ -277,10 +277,10 @@ def grouped_collectives() -> Iterator[None]:
 
 
 def _has_peers(what: str, waits: bool = True) -> bool:
-    """Whether there are peers to meet for collective `what`; joins them first.
+    """Tell whether there are other ranks for a collective; join them first.
 
     Args:
-        what: its name.
+        what: the collective's name.
         waits: whether every rank waits for the others in it.
 
     Raises:
@@ -365,7 +365,7 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
         return [tensor for _, tensor in pieces]
     # Cloned: a row cut from a matrix may be "contiguous" with strides that cannot be viewed as bytes.
     tensors = [tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for _, tensor in pieces]
-    # Bytes travel, so that one exchange serves every type; shorter ranks pad to the longest.
+    # Bytes are sent, so that one exchange serves every type; shorter ranks pad to the longest.
     load = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors]) if tensors else torch.empty(0).byte()
     labels = all_gather([(place, t.shape, t.dtype) for (place, _), t in zip(pieces, tensors, strict=True)])
     sizes = [sum(shape.numel() * dtype.itemsize for _, shape, dtype in label) for label in labels]
@@ -391,7 +391,7 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
 
 
 def same_everywhere(x: object) -> bool:
-    """Whether every rank brought an equal `x` (compared by `repr`, so numbers and plain containers)."""
+    """Tell whether `x` is equal on every rank (compared by `repr`: numbers and plain containers)."""
     digest = hashlib.sha256(repr(x).encode()).hexdigest()
     return len(set(all_gather(digest))) == 1
 
@@ -476,7 +476,7 @@ def follow_rank0(name: str, timeout: float = 300.0) -> None:
 
 
 def _count_call(name: str) -> int:
-    """How often this rank has called `name`, this call included: ranks that run one program count alike."""
+    """Count the calls of `name` on this rank, this one included: ranks that run one program count alike."""
     return store().add(f"learnerkit/{name}/calls/{rank()}", 1)
 
 
@@ -484,7 +484,7 @@ def _count_call(name: str) -> int:
 
 
 def set_seed(seed: int, reproducible: bool = False) -> None:
-    """Seed python, numpy and torch: one model initialisation and one sample order, whatever the number of ranks.
+    """Seed python, numpy and torch: one model initialisation and one sample order on any number of ranks.
 
     Under DDP dropout and augmentation still differ by rank and by worker: ranks other than 0 move on to streams of
     their own when a fit or an evaluation starts.
@@ -502,7 +502,7 @@ def set_seed(seed: int, reproducible: bool = False) -> None:
 
 
 def seed_digest() -> str:
-    """What tells whether torch's global generators of two ranks are in one state."""
+    """Fingerprint of the state of torch's global generator."""
     return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
 
 

@@ -18,6 +18,13 @@ def pytest_runtest_setup(item):
         pytest.skip("needs a CUDA device")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """A run of all tests uses a process for each core; one of some files or tests is sooner done in this one."""
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    return min(os.cpu_count() or 1, 4) if whole else 0
+
+
 # Several processes
 
 
@@ -40,18 +47,20 @@ def pytest_generate_tests(metafunc):
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is None:
         return
-    found = [pytest.param(Ranks(n)) for n in mark.args]
-    found += [pytest.param(Ranks(n), marks=pytest.mark.slow) for n in mark.kwargs.get("slow", ())]
-    if n := mark.kwargs.get("torchrun"):
-        found.append(pytest.param(Ranks(n, launcher="torchrun"), marks=pytest.mark.slow))
-    if torch.cuda.device_count() >= (n := mark.kwargs.get("gpus", 0)) > 0:
-        found.append(pytest.param(Ranks(n, gpus=True), marks=pytest.mark.gpu))
+    found = [pytest.param(RANKS.get(n) or Ranks(n)) for n in mark.args]
+    found += [pytest.param(RANKS.get(n) or Ranks(n), marks=pytest.mark.slow) for n in mark.kwargs.get("slow", ())]
+    if torch.cuda.device_count() < 2:
+        found = [each for each in found if not each.values[0].gpus]
     metafunc.parametrize("ranks", found, indirect=True, ids=str)
+
+
+RANKS = {"torchrun": Ranks(2, launcher="torchrun"), "gpus": Ranks(2, gpus=True)}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     """Call a test marked `ranks` on all of them, not here."""
+    __tracebackhide__ = True
     if pyfuncitem.get_closest_marker("ranks") is None:
         return None
     values = pyfuncitem.funcargs

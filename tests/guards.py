@@ -1,10 +1,13 @@
 """The guard that no test leaves anything behind, in its own process or on a rank, and the seeds it starts with."""
 
+import glob
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -20,18 +23,17 @@ def seed() -> None:
 
 
 @contextmanager
-def nothing_left_behind(allowed: Callable[[], set[psutil.Process]] = set, has_group: bool = False) -> Iterator[None]:
+def nothing_left_behind(allowed: Callable[[], set[int]] = set, has_group: bool = False) -> Iterator[None]:
     """Fail a test that leaves environment variables, processes, a process group or a global setting behind.
 
     Args:
-        allowed: processes that may stay.
+        allowed: the ids of processes that may stay, with all that they have started.
         has_group: whether there is a process group before, which has to stay.
     """
-    before = _globals()
-    children = set(psutil.Process().children(recursive=True))
+    before, children = _globals(), _children()
     yield
-    left = set(psutil.Process().children(recursive=True)) - children
-    left = [process for process in left - allowed() if _is_running(process)] if left else []
+    left = _children() - children - allowed()
+    left = [process for pid in left for process in _with_descendants(pid) if _is_running(process)]
     names = [_command(process) for process in left]
     for process in left:
         process.kill()
@@ -46,6 +48,21 @@ def nothing_left_behind(allowed: Callable[[], set[psutil.Process]] = set, has_gr
     assert not changed, f"the test left these changed (before, after): {changed}"
     assert not names, f"the test left these processes: {names}"
     assert joined == has_group, "the test left a process group" if joined else "the test took the process group away"
+
+
+def _children() -> set[int]:
+    if sys.platform == "linux":  # a hundred times quicker than to ask each process of the machine for its parent
+        files = glob.glob("/proc/self/task/*/children")
+        return {int(pid) for file in files for pid in Path(file).read_text().split()}
+    return {process.pid for process in psutil.Process().children()}
+
+
+def _with_descendants(pid):
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 # torch notes the place of its cache when a compiler is first asked for.

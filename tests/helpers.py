@@ -2,15 +2,30 @@
 
 import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import Callback, DataLoaders, Learner
+from learnerkit import (
+    Callback,
+    CancelBackwardException,
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+    CancelStepException,
+    CancelTrainException,
+    CancelValidException,
+    DataLoaders,
+    Learner,
+)
 from learnerkit.events import Event
+from learnerkit.state import TRANSIENT
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,6 +48,16 @@ def make_dls(train=8, valid=4, bs=4, data=make_data, **kwargs):
     """Plain torch loaders in dataset order; `valid=None`: no validation."""
     others = [] if valid is None else [DataLoader(data(valid, seed=1), bs)]
     return DataLoaders(DataLoader(data(train), bs), *others, device="cpu", **kwargs)
+
+
+class Unsized:
+    """A loader without length."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
 
 
 def make_model(n_in=4, n_out=1, dropout=0.0, seed=0):
@@ -132,6 +157,26 @@ def python():
     return sys.executable
 
 
+# A fit by hand
+
+# As the learner makes it; torch's other implementations round differently, on one processor or another.
+fused_sgd = partial(SGD, fused=True)
+
+
+def by_hand(model, loader, epochs, opt, loss_func=F.mse_loss):
+    """Train as anyone would without a library."""
+    losses = []
+    for _ in range(epochs):
+        model.train()
+        for x, y in loader:
+            loss = loss_func(model(x), y)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
 # What is expected to happen
 
 
@@ -151,6 +196,58 @@ FIT = ["before_fit", *EPOCH, "after_fit", "cleanup_fit"]
 """An epoch of two training batches and one of validation, as `make_learner` has it."""
 
 EVALUATION = words("before_fit before_epoch") + VALIDATE + words("after_epoch cleanup_epoch after_fit cleanup_fit")
+
+CANCELS = [
+    CancelBatchException,
+    CancelBackwardException,
+    CancelStepException,
+    CancelTrainException,
+    CancelValidException,
+    CancelEpochException,
+    CancelFitException,
+]
+LEVEL_OF = dict(zip(CANCELS, words("batch backward step train validate epoch fit"), strict=True))
+
+
+# What a run must leave as it was
+
+COUNTERS = {"epoch", "n_epoch", "train_iter", "pct_train"}  # how far the last fit came: kept, as in fastai
+
+
+def state_of(learn):
+    """Everything that a run must leave as it was."""
+    modules = list(learn.model.modules())
+    samplers = [dl.sampler for dl in learn.dls.loaders if isinstance(dl, DataLoader)]
+    return {
+        "attributes": {
+            k: v for k, v in vars(learn).items() if (k[0] != "_" or k in TRANSIENT) and k not in COUNTERS | {"cbs"}
+        },
+        "model": learn.model,
+        "modules": modules,
+        "types": [type(m) for m in modules],
+        "modes": [m.training for m in modules],
+        "loaders": list(learn.dls.loaders),
+        "samplers": samplers,
+        "generators": [getattr(s, "generator", None) for s in samplers],
+        "cbs": list(learn.cbs),
+        "flags": [(cb.run, cb.run_train, cb.run_valid, set(vars(cb)) & {"run"}) for cb in learn.cbs],
+        "owners": [cb.learn for cb in learn.cbs],
+        "gradients": torch.is_grad_enabled(),
+    }
+
+
+def assert_same_state(learn, before, ended_well=False):
+    """A run that ended well leaves the model in eval mode; all else is as it was."""
+    now = state_of(learn)
+    if ended_well:
+        assert set(now.pop("modes")) == {False}
+        before = {key: value for key, value in before.items() if key != "modes"}
+    for key, value in before.items():
+        if isinstance(value, dict):
+            assert value.keys() == now[key].keys(), key
+            assert [k for k in value if value[k] is not now[key][k] and value[k] != now[key][k]] == []
+        else:
+            assert value is now[key] or value == now[key], key
 
 
 # Several GPUs, pretended

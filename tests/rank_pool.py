@@ -1,8 +1,9 @@
 """Groups of processes that run the tests marked `ranks`: one group for each world size, started by our launcher.
 
-A test marked `@pytest.mark.ranks(2, 3)` runs on every rank of two processes, and then on every rank of three. The
-processes are started when the first such test needs them and stay until the session ends, so that torch is imported
-once per rank. After a failure they are ended: the next test gets fresh ones. Run as a script, this file is a rank.
+A test marked `@pytest.mark.ranks(2, slow=[3, "torchrun"])` runs on every rank of two processes, and under
+`pytest -m slow` on three and on two that torchrun has started ("gpus": on two GPUs, where there are two). The processes
+are started when the first such test needs them and stay until the session ends, so that torch is imported once per
+rank. After a failure they are ended: the next test gets fresh ones. Run as a script, this file is a rank.
 """
 
 import contextlib
@@ -24,11 +25,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import psutil
 from launching import WAYS, environment, hearing_ctrl_c, without_chatter
 
 START_SECONDS = 300  # a busy machine may need long to import torch
-FOLLOW_SECONDS = 10  # after the first failure: how long the other ranks may take to fail too, or to finish
+FOLLOW_SECONDS = 5  # after the first failure: how long the other ranks may take to fail too, or to finish
 END_SECONDS = 10
 
 
@@ -65,6 +65,7 @@ class RankPools:
         Returns:
             A list of what the function returned on each rank.
         """
+        __tracebackhide__ = True
         pool = self._pools.get(ranks)
         if pool is None:
             pool = self._pools[ranks] = RankPool(ranks)
@@ -75,10 +76,9 @@ class RankPools:
             pool.end(at_once=True)
             raise
 
-    def processes(self) -> set[psutil.Process]:
-        """The launchers and all that they have started."""
-        launchers = [psutil.Process(pool.launcher.pid) for pool in self._pools.values()]
-        return {process for each in launchers for process in [each, *each.children(recursive=True)]}
+    def processes(self) -> set[int]:
+        """The process ids of the launchers."""
+        return {pool.launcher.pid for pool in self._pools.values()}
 
     def end(self) -> None:
         """End them all."""
@@ -141,11 +141,13 @@ class RankPool:
                 continue
             connection.settimeout(None)
             peer = Peer(connection)
-            return peer.receive(), peer
+            rank, peer.pid = peer.receive()
+            return rank, peer
         raise RuntimeError(f"the {self.n} ranks did not start\n{self._printed(0)}")
 
     def run(self, function: Callable, kwargs: dict, filters: Sequence[str], seconds: float) -> list:
         """Call the function on all ranks and return what it returned on each; raise `RanksFailed` if one failed."""
+        __tracebackhide__ = True
         before = self._output.stat().st_size
         file, folder = inspect.getfile(function), os.getcwd()
         for peer in self._ranks:
@@ -169,7 +171,9 @@ class RankPool:
             if not ready:
                 late = "is still running; the stack is in the output below" if failures else f"took over {seconds} s"
                 failures |= dict.fromkeys(waiting, late + "\n")
-                self._show_stacks()
+                for peer in peers:
+                    os.kill(peer.pid, SHOW_STACKS)
+                    time.sleep(0.5)
         printed = self._printed(before)
         if failures:
             texts = [f"rank {rank} of {self.n}: {text}" for rank, text in failures.items()]
@@ -181,11 +185,6 @@ class RankPool:
         with self._output.open("rb") as file:
             file.seek(start)
             return without_chatter(file.read().decode(errors="replace"))
-
-    def _show_stacks(self) -> None:
-        for process in psutil.Process(self.launcher.pid).children():
-            process.send_signal(SHOW_STACKS)
-        time.sleep(1)
 
     def end(self, at_once: bool = False) -> None:
         """End the ranks: those that wait for work leave by themselves; `at_once`: some may be at work."""
@@ -254,7 +253,7 @@ def main(address: str) -> None:
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     tests = Peer(connection)
-    tests.send(world.rank())
+    tests.send((world.rank(), os.getpid()))
     world.join(timeout=120)
     gc.freeze()  # what is imported by now need not be looked through after each test
     while True:

@@ -124,6 +124,7 @@ def test_readme_names_the_folders():
 # Examples
 
 
+@pytest.mark.slow
 def test_train_fashion_learns_on_two_processes_and_saves_once():
     printed = run_script(EXAMPLES / "train_fashion.py", nproc=2)
     (table,) = tables(printed)
@@ -135,6 +136,7 @@ def test_train_fashion_learns_on_two_processes_and_saves_once():
     assert "Warning" not in printed
 
 
+@pytest.mark.slow
 def test_train_fashion_runs_unchanged_without_the_launcher():
     found = {}
     for way, nproc in (("python", 1), ("torchrun", 2)):
@@ -212,6 +214,7 @@ def test_train_autoencoder_stopped_twice_comes_to_the_same_numbers(train_autoenc
     assert set(os.listdir("models")) == {"autoencoder-1.pth", "autoencoder.pth", "reconstructions.png"}
 
 
+@pytest.mark.slow
 def test_train_autoencoder_goes_on_by_itself_with_what_two_processes_have_left(train_autoencoder):
     command = [*WAYS["launch"](2), EXAMPLES / "train_autoencoder.py", "--epochs", "8"]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as launcher:
@@ -233,9 +236,10 @@ def test_train_autoencoder_goes_on_by_itself_with_what_two_processes_have_left(t
     assert Path("models/reconstructions.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_custom_callback_logs_and_stops():
-    printed = run_script(EXAMPLES / "custom_callback.py", "--epochs", 12, "--patience", 1, way="python")
-    (table,) = tables(printed)
+def test_custom_callback_logs_and_stops(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["custom_callback.py", "--epochs", "12", "--patience", "1"])
+    runpy.run_path(str(EXAMPLES / "custom_callback.py"), run_name="__main__")
+    (table,) = tables(capsys.readouterr().out)
     assert table[0] == [*HEADER[:-1], "grad_norm", "time"]
     losses = [float(row[2]) for row in table[1:]]
     assert 1 < len(losses) < 12
@@ -246,20 +250,29 @@ def test_custom_callback_logs_and_stops():
 # Notebook
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.usefixtures("ctrl_c")  # nbclient leaves Ctrl-C heard, also where it was ignored
+def read_notebook(name):
+    return pytest.importorskip("nbformat").read(ROOT / "nbs" / f"{name}.ipynb", as_version=4)
+
+
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_notebook_runs_and_is_committed_with_its_outputs(name, monkeypatch, script_env, tmp_path):
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    monkeypatch.setenv("PYTHONPATH", script_env["PYTHONPATH"])
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    path = ROOT / "nbs" / f"{name}.ipynb"
-    notebook = nbformat.read(path, as_version=4)
-    assert not re.search(r"/(home|root|tmp|work|Users|usr)/", path.read_text()), (
+def test_a_notebook_is_committed_with_its_outputs(name):
+    text = (ROOT / "nbs" / f"{name}.ipynb").read_text()
+    assert not re.search(r"/(home|root|tmp|work|Users|usr)/", text), (
         "an output shows a path of the machine that made it"
     )
-    check_outputs(notebook, *NOTEBOOKS[name])
+    check_outputs(read_notebook(name), *NOTEBOOKS[name])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("ctrl_c")  # nbclient leaves Ctrl-C heard, also where it was ignored
+@pytest.mark.parametrize(
+    "name", [name if name.startswith("01") else pytest.param(name, marks=pytest.mark.slow) for name in NOTEBOOKS]
+)
+def test_a_notebook_runs(name, monkeypatch, tmp_path):
+    nbclient = pytest.importorskip("nbclient")
+    for variable, value in environment().items():
+        monkeypatch.setenv(variable, value)
+    notebook = read_notebook(name)
     kernel = nbclient.NotebookClient(
         notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )

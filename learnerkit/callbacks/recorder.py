@@ -14,7 +14,7 @@ from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.host_scalars import HostScalars
 from learnerkit.metrics import Meter, make_meters, weighted_mean
-from learnerkit.text import columns, did_you_mean, format_time, one_line
+from learnerkit.text import columns, did_you_mean, escaped_line, format_time
 from learnerkit.utils import add_note_once, describe, listify
 
 if TYPE_CHECKING:
@@ -499,7 +499,7 @@ class TableLogger:
 def format_value(value: Any) -> str:
     """The text of a cell, in one line: numbers with six decimals, large ones with four digits."""
     if not isinstance(value, float):
-        return one_line(str(value))
+        return escaped_line(str(value))
     return f"{value:.6f}" if abs(value) < 1e5 else f"{value:.4g}"
 
 

@@ -9,6 +9,7 @@ import json
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from learnerkit.text import first_few, in_one_line
 
 SIGN_SECONDS = 0.5  # between two signs of life
 DOUBT_SECONDS, LOST_SECONDS = 3.0, 10.0  # without a sign of life, a node may be, and counts as, lost
-LEAVE_SECONDS = 5.0  # who serves the store waits so long for the others to read how the attempt ended
+LEAVE_SECONDS = 5.0  # the launcher that serves the store waits so long for the others to read how the attempt ended
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,6 @@ class Attempt:
         """Close the socket, once rank 0 has it."""
         if self.listener is not None:
             self.listener.close()
-            self.listener = None
 
     def agree_on_end(self, outcome: Outcome) -> Outcome:
         """Tell the other nodes how the attempt has ended here, and return how it has ended for all."""
@@ -122,7 +122,8 @@ class GroupAttempt(Attempt):
 
     def _silence(self, node: int, store: Any) -> float:
         """Return the seconds since a node's last sign of life; 0 if it has left."""
-        sign, now = store.get(f"alive {node}") if store.check([f"alive {node}"]) else b"", time.monotonic()
+        now = time.monotonic()
+        sign = store.get(f"alive {node}") if store.check([f"alive {node}"]) else b""
         if node not in self._signs or self._signs[node][0] != sign or sign == b"left":
             self._signs[node] = sign, now
         return now - self._signs[node][1]
@@ -152,17 +153,15 @@ class GroupAttempt(Attempt):
         self._thread.join(LOST_SECONDS)
 
     def leave(self) -> None:
-        """Say that this node takes no part in further attempts; who serves the store waits until all have said it."""
+        """Say that this node takes no part in further attempts; the node that serves the store waits for all others."""
         self.stop()
         left = [f"left {node}" for node in range(self.topology.nodes)]
         deadline = time.monotonic() + LEAVE_SECONDS
-        try:
+        with suppress(RuntimeError):  # torch's, of a store that has gone
             self.store.set(f"alive {self.topology.node}", "left")
             self.store.set(left[self.topology.node], "")
             while self.rendezvous.serves() and not self.store.check(left) and time.monotonic() < deadline:
                 time.sleep(0.05)
-        except RuntimeError:
-            pass
         super().leave()
 
 
@@ -172,14 +171,7 @@ def publish(outcome: Outcome, store: Any) -> Outcome:
 
 
 def begin_alone(number: int, nproc: int, restarts: int, port: int = 0) -> Attempt:
-    """Begin an attempt on this machine alone.
-
-    Args:
-        number: which attempt it is, from 0.
-        nproc: how many ranks this launcher starts.
-        restarts: how often the ranks may be restarted.
-        port: where the store listens; 0: the kernel picks a free one.
-    """
+    """Begin an attempt on this machine alone: as below, with a store at `port`, of which 0 is any free one."""
     listener = socket.create_server((LOOPBACK, port))
     return Attempt(Topology(nproc, listener.getsockname()[1], attempt=number, restarts=restarts), listener)
 
@@ -188,7 +180,9 @@ def begin_with_others(number: int, nproc: int, restarts: int, rendezvous: Rendez
     """Wait for the other nodes, and begin an attempt with them.
 
     Args:
-        number, nproc, restarts: as above.
+        number: which attempt it is, from 0.
+        nproc: how many ranks this launcher starts.
+        restarts: how often the ranks may be restarted.
         rendezvous: where the nodes find each other.
         command: what the ranks run, which must be the same on all nodes.
 

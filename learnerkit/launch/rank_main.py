@@ -1,8 +1,7 @@
-"""What every rank runs: tie itself to the launcher, run the script as ``__main__``, report how it failed.
+"""The program of every rank: run the script as ``__main__``, die with the launcher, and report a failure to it.
 
-`learnerkit.launch` starts this file by its path. It uses the standard library only and gives the script the
-interpreter that ``python script.py`` or ``python -m module`` would have given it: no module of this package is in
-`sys.modules` unless the script imports it.
+The launcher starts this file by its path. The script gets the interpreter that ``python script.py`` or ``python -m
+module`` would have given it: no module of this package is in `sys.modules` unless the script imports it.
 """
 
 import faulthandler
@@ -19,16 +18,11 @@ from typing import Any
 LEAVE_SECONDS = 3.0  # after an error: how long threads and exit hooks may take before their stacks are printed
 
 
-def load_processes() -> Any:
-    """Load `processes.py`, which lies beside this file, without an entry in `sys.modules`."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "processes.py")
-    spec: Any = importlib.util.spec_from_file_location("learnerkit_processes", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-processes = load_processes()
+# processes.py, which lies beside this file, without an entry in sys.modules
+_path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "processes.py")
+_spec: Any = importlib.util.spec_from_file_location("learnerkit_processes", _path)
+processes: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(processes)
 
 
 def main() -> None:
@@ -59,18 +53,18 @@ def main() -> None:
 
 
 class StoreHost:
-    """Import hook of rank 0: serves the store in which the ranks meet once torch.distributed is imported.
+    """Import hook of rank 0, which serves the store of all ranks once the script has imported torch.distributed.
 
-    Importing torch here, before the script, would be simpler, but rank 0 would then differ from the others: a
-    script may first set variables that torch reads at import (OMP_NUM_THREADS, TORCH_DISTRIBUTED_DEBUG).
-    Ranks that connect before the store is served wait, as the socket listens from the beginning.
+    An import of torch before the script would be simpler, but would make rank 0 differ from the others: a script may
+    first set variables that torch reads at import (OMP_NUM_THREADS, TORCH_DISTRIBUTED_DEBUG). Ranks that connect before
+    the store is served wait, as the socket listens from the beginning.
     """
 
     def __init__(self, store_fd: int) -> None:
-        self.store_fd, self.process_id, self.store = store_fd, os.getpid(), None
+        self.store_fd, self.process_id = store_fd, os.getpid()
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Leave the search to the other finders, and add the store to the end of the import."""
+        """Let the other finders find torch.distributed, and serve the store at the end of its import."""
         if name != "torch.distributed" or os.getpid() != self.process_id:
             return None
         sys.meta_path.remove(self)
@@ -81,17 +75,12 @@ class StoreHost:
         def execute_and_serve(module: ModuleType) -> None:
             execute(module)
             if module.is_available():
-                self.serve(module.TCPStore)
+                host, port, size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+                options = {"is_master": True, "master_listen_fd": self.store_fd, "wait_for_workers": False}
+                self.store = module.TCPStore(host, int(port), int(size), **options)  # it serves while it is kept
 
         loader.exec_module = execute_and_serve
         return spec
-
-    def serve(self, store_class: type) -> None:
-        """Host the store on the launcher's socket for as long as this process lives."""
-        host, port, size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
-        self.store = store_class(
-            host, int(port), int(size), is_master=True, master_listen_fd=self.store_fd, wait_for_workers=False
-        )
 
 
 def run_as_main(arguments: list[str]) -> None:
@@ -126,7 +115,7 @@ def find_main(name: str) -> tuple[ModuleSpec, CodeType]:
         if spec and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(f"{error.name}."):  # an import in a package that it is part of
+        if not f"{name}.".startswith(f"{error.name}."):  # a package that it is part of imports what is missing
             raise
         spec = None
     loader: Any = spec and spec.loader
@@ -138,7 +127,7 @@ def find_main(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def replace_first_path(folder: str) -> None:
-    """Put the script's folder where the interpreter has put this file's."""
+    """Replace this file's folder, which the interpreter has put into `sys.path`, by the script's."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 

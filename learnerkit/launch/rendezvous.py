@@ -9,8 +9,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -127,17 +127,27 @@ class Rendezvous:
             self._store_answers()  # here, too, before torch is imported
         from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-        some = f"{spec.least} to {spec.most}" if spec.least < spec.most else f"{spec.least}"
         # A store shared over all rounds would give a later attempt the addresses of an earlier one's ranks.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        found_all = threading.Event()
         try:
             if self._handler is None:
                 self._handler = self._find_or_serve(spec)
-            with repeated(lambda: self.say(f"waiting at {self.endpoint} for {some} nodes")):
-                found = self._handler.next_rendezvous()
+            threading.Thread(target=self._remind, args=(spec, found_all), daemon=True).start()
+            found = self._handler.next_rendezvous()
         except RendezvousError as error:
             raise NodeError(f"the nodes did not meet at {self.endpoint} ({in_one_line(error)})") from error
+        finally:
+            found_all.set()
         return found.rank, found.world_size, attempt, found.store
+
+    def _remind(self, spec: Elastic, found_all: threading.Event) -> None:
+        """Say what is waited for after three seconds, and then ever less often."""
+        wanted = f"{spec.least} to {spec.most}" if spec.least < spec.most else f"{spec.least}"
+        pause = 3.0
+        while not found_all.wait(pause):
+            self.say(f"waiting at {self.endpoint} for {wanted} nodes")
+            pause *= 2
 
     def _find_or_serve(self, spec: Elastic) -> Any:
         from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, registry
@@ -152,10 +162,8 @@ class Rendezvous:
             )  # fmt: skip
 
         if self.serves():
-            try:
+            with suppress(RendezvousConnectionError):  # another launcher of this machine serves already
                 return handler(serves=True)
-            except RendezvousConnectionError:  # another launcher of this machine serves already
-                pass
         self.wait(lambda: f"the rendezvous at {self.endpoint}", self._store_answers)
         return handler(serves=False)
 
@@ -209,21 +217,3 @@ class Rendezvous:
             raise NodeError(
                 f"what listens at {self.endpoint} does not answer like {expected} ({error}); {advice}"
             ) from error
-
-
-@contextmanager
-def repeated(call: Callable[[], None]) -> Iterator[None]:
-    """Call something after three seconds, and then ever less often."""
-    over = threading.Event()
-
-    def run() -> None:
-        pause = 3.0
-        while not over.wait(pause):
-            call()
-            pause *= 2
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()

@@ -125,19 +125,17 @@ class Output:
         """Return the file of a rank."""
         return self.folder and self.folder / f"rank-{number}.log"
 
-    @contextmanager
-    def streams(self, number: int) -> Iterator[dict[str, Any]]:
-        """Give `subprocess.Popen` the streams of a rank."""
+    def start(self, number: int, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Start the process of a rank with this output, in a group of its own, to be ended with all that it starts."""
         log = self.log(number)
         with log.open("wb", buffering=0) if log else nullcontext() as file:
-            stream = subprocess.PIPE if self.tee else file
-            yield {"stdout": stream, "stderr": stream and subprocess.STDOUT}
-
-    def follow(self, number: int, process: subprocess.Popen[bytes]) -> None:
-        """Show what a rank prints line by line, if that is wanted."""
-        if process.stdout is not None:
+            stream: Any = subprocess.PIPE if self.tee else file
+            options |= {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": stream and subprocess.STDOUT}
+            process: subprocess.Popen[bytes] = subprocess.Popen(command, process_group=0, **options)
+        if self.tee:
             self._threads.append(threading.Thread(target=self._show, args=(number, process.stdout), daemon=True))
             self._threads[-1].start()
+        return process
 
     def _show(self, number: int, lines: IO[bytes]) -> None:
         with lines, open(self.log(number) or os.devnull, "ab", buffering=0) as file:
@@ -161,27 +159,18 @@ def start(job: Job, attempt: Attempt, output: Output, ranks: list[Rank]) -> None
         rank_number = attempt.topology.first_rank + number
         report_file = tempfile.TemporaryFile()  # noqa: SIM115  (without a name: nothing is left to remove)
         heartbeat = Heartbeat.new()
+        report_fd = report_file.fileno()
         store_fd = attempt.listener.fileno() if attempt.listener and number == 0 else None
-        setup = {
-            "launcher": os.getpid(), "heartbeat": heartbeat.path,
-            "report_fd": report_file.fileno(), "store_fd": store_fd,
-        }  # fmt: skip
+        setup = {"launcher": os.getpid(), "heartbeat": heartbeat.path, "report_fd": report_fd, "store_fd": store_fd}
         env = rank_environment(os.environ, attempt.topology, number, job.gpus)
         env["LEARNERKIT_RANK_SETUP"] = json.dumps(setup)
         if job.timeout is not None:
             env["LEARNERKIT_TIMEOUT"] = str(job.timeout)
-        with output.streams(rank_number) as streams:
-            process = subprocess.Popen(
-                [*interpreter, str(RANK_MAIN), *job.command],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[fd for fd in (report_file.fileno(), store_fd) if fd is not None],
-                process_group=0,  # what the rank starts can be ended together with it
-                **streams,
-            )
+        command = [*interpreter, str(RANK_MAIN), *job.command]
+        shared = [fd for fd in (report_fd, store_fd) if fd is not None]
+        process = output.start(rank_number, command, env=env, pass_fds=shared)
         log = output.log(rank_number)
         ranks.append(Rank(rank_number, process, report_file, time.monotonic(), heartbeat=heartbeat, log=log))
-        output.follow(rank_number, process)
     attempt.close_listener()
 
 

@@ -91,7 +91,7 @@ class Company:
         for wrapper in self.step.wrappers:
             wrapper.require_forward_param_sync &= self.learn.pred is None
 
-    def explain(self, error: BaseException) -> None:
+    def explain(self, error: RuntimeError) -> None:
         """Add to an error of DDP's what it does not say itself."""
         explain_unused(error, self.step)
 

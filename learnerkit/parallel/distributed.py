@@ -210,8 +210,9 @@ class DistributedCallback(Callback):
         step = self._step = RankStep(learn, agreement, self._plain, note_unused, by_bucket)
         self._company = Company(learn, step)
         agreement.step, agreement.company = step, self._company
-        learn.add_cb(step)
-        self._undo += [partial(learn.remove_cb, step), partial(wrapping.unwrap_all, step)]
+        hook = _BatchHook(step)
+        learn.add_cb(hook)
+        self._undo += [partial(learn.remove_cb, hook), partial(wrapping.unwrap_all, step)]
         self._undo += [opt.register_step_post_hook(step.note_optimizer_step).remove for opt in learn.opts]
 
     def after_train(self) -> None:
@@ -362,6 +363,23 @@ class DistributedCallback(Callback):
                 setattr(self._plain, name, part)
 
 
+class _BatchHook(Callback):
+    """The part of `DistributedCallback` that runs at each training batch, for as long as a fit lasts.
+
+    Args:
+        step: its `before_batch` is the hook.
+    """
+
+    order = DistributedCallback.order
+    run_valid = False
+
+    def __init__(self, step: RankStep) -> None:
+        super().__init__(before_batch=step.before_batch)
+
+    def __repr__(self) -> str:
+        return "DistributedCallback"
+
+
 def warn_outside_context(learn: "Learner") -> None:
     """Warn, once for a learner, that several processes are about to train the same thing, each for itself."""
     distributed = any(isinstance(cb, DistributedCallback) for cb in learn.cbs)
@@ -375,7 +393,7 @@ def warn_outside_context(learn: "Learner") -> None:
 
 @contextmanager
 def agreement_for(learn: "Learner") -> Iterator[None]:
-    """Keep the ranks of a run together, where it is one of several ranks and not inside another."""
+    """Enter an `Agreement`, where a run is one of several ranks and not inside another."""
     member = next((cb for cb in learn.cbs if isinstance(cb, DistributedCallback)), None)
     if member is None or world.world_size() == 1 or learn._agreement is not None:
         yield
@@ -409,5 +427,5 @@ def _log_nothing(row: list) -> None:
 
 
 def _digest(state: dict) -> tuple:
-    """What tells whether two ranks' states of an optimizer are alike. Waits for the device."""
+    """Fingerprint of the state of an optimizer. A host-device sync."""
     return digests(list(tensors_in(state))), repr(map_batch(lambda t: (t.shape, t.dtype), state))

@@ -1,4 +1,4 @@
-"""What the first batch of a rank shows of the model and its loss, found out without leaving a trace."""
+"""Trials with the first batch of a rank, which leave no trace: can the model run without samples, what is unused."""
 
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ def try_batch(learn: "Learner", model: nn.Module) -> tuple[list[str], list[str]]
 
     Returns:
         The names of the trainable parameters that the loss does not depend on; and what a loss of the model's own may
-        be the mean over, which is all that is possible where there are no data. No names if the model fails.
+        be the mean over (all that is possible, if there are no data). No names if the model fails.
     """
     named, means = [(name, p) for name, p in model.named_parameters() if p.requires_grad], list(MEANS)
     with trial(learn, model):

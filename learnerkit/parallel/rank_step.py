@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from learnerkit import world
-from learnerkit.callback import Callback
 from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients
 from learnerkit.parallel.agreement import Agreement, flags_of
 from learnerkit.parallel.buckets import BucketWeights
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 
-class RankStep(Callback):
-    """Makes the gradients of a step the mean over what all ranks count; a callback of the fit, beside the user's.
+class RankStep:
+    """Makes the gradients of a step the mean over what all ranks count.
 
     Args:
         learn: the learner.
@@ -43,9 +42,6 @@ class RankStep(Callback):
         counted: what all ranks have counted in the step, as a mean over the ranks.
     """
 
-    order = 11
-    run_valid = False
-
     def __init__(
         self,
         learn: "Learner",
@@ -54,8 +50,13 @@ class RankStep(Callback):
         note_unused: Callable[[list[str]], None] | None,
         by_bucket: bool,
     ) -> None:
-        super().__init__()
-        self.agreement, self._plain, self.note_unused, self.by_bucket = agreement, model, note_unused, by_bucket
+        self.learn, self.agreement, self._plain, self.note_unused, self.by_bucket = (
+            learn,
+            agreement,
+            model,
+            note_unused,
+            by_bucket,
+        )
         self.ranks = world.world_size()
         self.mean = GradientMean(learn._loss_weighting.sums)
         self.carrier = Carrier(learn.dls.device)
@@ -92,7 +93,8 @@ class RankStep(Callback):
             or self.agreement.dispatch.stopped_in("after_step")
         )
 
-    def before_batch(self) -> None:
+    def before_batch(self, *cb: Any) -> None:
+        """Prepare the batch, after the callbacks that may still change it: the hook of that event."""
         learn = self.learn
         first, self.first = self.first, False
         if first:
@@ -121,7 +123,7 @@ class RankStep(Callback):
         """Compute the batch's gradients with their weight, and correct those of the step after its last batch."""
         learn = self.learn
         if not learn.batch_size:
-            learn._loss_count = 0  # the samples that this rank has stand for shapes and types only
+            learn._loss_count = 0.0  # the samples that this rank has stand for shapes and types only
         count = self.take_count(host_count(learn._loss_count))
         if self.by_bucket:
             self.reduce_counts(count)
@@ -161,7 +163,7 @@ class RankStep(Callback):
 
     @property
     def counts_are_reduced(self) -> bool:
-        """Whether the ranks have exchanged their counts in this batch."""
+        """Tell whether the ranks have exchanged their counts in this batch."""
         return self._vector is not None
 
     def differentiate(self, count: float | Tensor) -> None:

@@ -128,14 +128,14 @@ def synchronise_batch_norms(model: nn.Module) -> Callable[[], None]:
 # Errors
 
 
-def explain_unused(error: BaseException, step: RankStep) -> None:
+def explain_unused(error: RuntimeError, step: RankStep) -> None:
     """Add the names of unused parameters to DDP's error about them, which has numbers alone."""
     text = str(error)
     if "finished reduction in the prior iteration" not in text and "did not receive grad" not in text:
         return
     words = text.rpartition("for rank")[2].rpartition(":")[2].split()
     numbers = [int(word) for word in words if word.isdigit()]
-    # Of several networks there is no telling which of them DDP has numbered.
+    # Of several networks nobody knows which of them DDP has numbered.
     module = step.wrappers[0].module if len(step.wrappers) == 1 else nn.Module()
     names = [n for n, p in module.named_parameters() if p.requires_grad]
     if step.carrier.parameter is not None:  # it came after the module's own parameters, before those of sub-modules

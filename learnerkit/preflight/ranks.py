@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from learnerkit import world
-from learnerkit.arguments import UNKNOWN_COUNT, check_count, unknown_count
+from learnerkit.arguments import check_count
 from learnerkit.callback import Callback
 from learnerkit.callbacks.progress import ProgressCallback
 from learnerkit.data.batches import map_batch, tensors_in
@@ -34,6 +34,7 @@ from learnerkit.events import CancelFitException
 from learnerkit.files import save_whole
 from learnerkit.launch.environment import LOOPBACK, LOOPBACK_INTERFACE
 from learnerkit.launch.processes import kill_group, user_traceback
+from learnerkit.losses import UNKNOWN_COUNT, unknown_count
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.parallel.drift import digests, state_table

@@ -17,7 +17,15 @@ from learnerkit.callback import Callback, RaisedIn
 from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.data.batches import tensors_in
 from learnerkit.events import CancelFitException, CancelValidException
-from learnerkit.losses import is_cross_entropy, is_one_of, loss_name, loss_option
+from learnerkit.losses import (
+    ELEMENTWISE,
+    check_shapes,
+    is_cross_entropy,
+    is_one_of,
+    loss_name,
+    loss_option,
+    unknown_count,
+)
 from learnerkit.metrics import make_meters
 from learnerkit.parallel.watch import PeerError
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
@@ -178,7 +186,7 @@ class StepCheck(Callback):
     def after_loss(self) -> None:
         learn = self.learn
         if learn.training and learn.batch_size and learn.loss_grad is not None:
-            unknown = arguments.unknown_count(learn.yb) if learn._loss_weighting.unknown else ""
+            unknown = unknown_count(learn.yb) if learn._loss_weighting.unknown else ""
             self.found["loss"] += judge_loss(learn.loss_func, learn.pred, learn.loss_grad, unknown)
             self.stage = "gradients"
 
@@ -273,7 +281,7 @@ def judge_targets(loss_func: Any, pred: Any, yb: tuple) -> list[Finding]:
             found += _judge_classes(loss_func, pred, yb[0])
         elif is_one_of(loss_func, _BINARY):
             found += _judge_probabilities(loss_func, pred, yb[0])
-        elif is_one_of(loss_func, arguments.ELEMENTWISE):
+        elif is_one_of(loss_func, ELEMENTWISE):
             found += _judge_values(loss_func, pred, yb[0])
     about = _all_about(tensors) or ("none; the model makes its own loss" if loss_func is None else "none")
     return found or [Finding(OK, about)]
@@ -325,7 +333,7 @@ def _judge_probabilities(loss_func: Any, pred: Tensor, target: Tensor) -> list[F
 def _judge_values(loss_func: Any, pred: Tensor, target: Tensor) -> list[Finding]:
     found = []
     try:
-        arguments.check_shapes(loss_func, pred, (target,))
+        check_shapes(loss_func, pred, (target,))
     except ValueError as e:
         found.append(Finding(WRONG, str(e)))
     if pred.is_floating_point() and not target.is_floating_point():

@@ -121,7 +121,7 @@ def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
     [
         ([], "nothing to run"),
         (["-m"], "nothing to run"),
-        (["no_such_script.py"], "'no_such_script.py' is no file"),
+        (["no_such_script.py"], "'no_such_script.py' is not a file"),
         (["--nproc", "0", __file__], "--nproc 0: give"),
         (["--nproc", "two", __file__], "invalid int value: 'two'"),
         (["--nproc", "2", "--gpus", "0", __file__], "--nproc does not go with --gpus"),
@@ -275,7 +275,7 @@ def test_a_batch_script_gets_the_launchers_options(no_gpu, tmp_path, capsys):
     assert "#SBATCH --nodes=2\n" in text
     assert "#SBATCH --job-name=pkg.train\n" in text
     assert "python -m learnerkit.launch --max-restarts 1 --grace 0.0 --tee \\\n    -m pkg.train --nodes 9 &\n" in text
-    assert capsys.readouterr().out == f"wrote {job}; hand it in with: sbatch {job}\n"
+    assert capsys.readouterr().out == f"wrote {job}; submit it with: sbatch {job}\n"
 
 
 def test_a_batch_script_gets_what_it_is_told_of_the_cluster(no_gpu, tmp_path, capsys):

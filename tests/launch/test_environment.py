@@ -3,7 +3,7 @@
 import sys
 
 from learnerkit.launch.environment import Topology, rank_environment, shared_file
-from learnerkit.text import escaped, killed_by, one_line
+from learnerkit.text import escaped, escaped_line, killed_by
 
 
 def test_rank_environment():
@@ -52,7 +52,7 @@ def test_signals_have_names_where_there_are_any():
 
 def test_what_goes_into_a_line_stays_there():
     assert escaped("a\tb\nc\x1b[2J\r\u2028é") == "a\tb\nc\\x1b[2J\\r\\u2028é"
-    assert one_line("a\tb\nc\x1b[2J") == "a\\tb\\nc\\x1b[2J"
+    assert escaped_line("a\tb\nc\x1b[2J") == "a\\tb\\nc\\x1b[2J"
 
 
 def test_a_shared_file_is_found_by_its_path():

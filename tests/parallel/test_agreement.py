@@ -35,7 +35,7 @@ from learnerkit import (
 from learnerkit.events import INNER_EVENTS
 from learnerkit.parallel.loaders import split_evenly
 
-on_ranks = pytest.mark.ranks(2, slow=[3], gpus=2)  # two GPUs: NCCL has not been tried so far
+on_ranks = pytest.mark.ranks(2, slow=[3, "gpus"])  # two GPUs: NCCL has not been tried so far
 
 RANK, N = world.rank(), world.world_size()
 LAST = N - 1

@@ -1,4 +1,4 @@
-"""check_distributed: what it proves, which faults it finds, and that it leaves nothing behind."""
+"""check_distributed: what it compares, which faults it finds, and that it leaves nothing behind."""
 
 import os
 import random
@@ -448,15 +448,15 @@ def test_the_learners_loader_workers_live_on(capsys):
 
 
 def test_in_a_script_that_has_trained():
-    out = run_script("proof.py", "trained", way="python")
-    assert "proved" in out.splitlines()
+    out = run_script("check_distributed.py", "trained", way="python")
+    assert "equal" in out.splitlines()
     assert len(out.splitlines()) == 8, out
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
 def test_however_the_parent_ends_its_processes_do(signum, script_env, short):
     env = script_env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(short)}
-    command = [python(), str(SCRIPTS / "proof.py"), "stuck"]
+    command = [python(), str(SCRIPTS / "check_distributed.py"), "stuck"]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not ignored, as in the background of a shell
     try:
         run = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

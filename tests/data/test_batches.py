@@ -1,0 +1,110 @@
+"""Batches of any structure: moved, measured, split, joined."""
+
+import re
+from collections import UserDict, namedtuple
+
+import pytest
+import torch
+
+from learnerkit import DataLoaders
+from learnerkit.data.batches import batch_size, concat, gather_batches, map_batch, to_device
+
+Pair = namedtuple("Pair", "a b")
+
+
+def test_nested_batches_move_whole():
+    batch = {"a": [torch.ones(2), (torch.ones(3), "text")], "b": Pair(torch.ones(1), None)}
+    moved = to_device(batch, torch.device("meta"))
+    assert moved["a"][0].is_meta
+    assert moved["a"][1][0].is_meta
+    assert moved["a"][1][1] == "text"
+    assert isinstance(moved["b"], Pair)
+    assert moved["b"].a.is_meta
+    here = torch.ones(2)
+    assert to_device(here, torch.device("cpu")) is here
+    assert set(to_device(UserDict(x=here), torch.device("meta"))) == {"x"}
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        ((torch.ones(3, 2), torch.ones(3)), 3),
+        (({"x": torch.ones(4)},), 4),
+        ([["a", "b"]], 1),
+        ((["a", "b"],), 2),
+        ((torch.tensor(1.0),), 1),
+        (torch.ones(5), 5),
+    ],
+)
+def test_batch_size(batch, size):
+    assert batch_size(batch) == size
+
+
+def test_split():
+    dls = DataLoaders([1], target_keys=("y", "z"))
+    a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
+    assert dls.split((a, b)) == ((a,), (b,))
+    assert dls.split([a, b, c]) == ((a, b), (c,))
+    assert dls.split((a,)) == ((a,), ())
+    assert dls.split(a) == ((a,), ())
+    assert dls.split({"x": a, "y": b, "z": c}) == (({"x": a},), (b, c))
+    assert dls.split({"x": a, "y": b}, keep_targets=True) == (({"x": a, "y": b},), (b,))
+    assert DataLoaders([1], n_inp=1).split((a, b, c)) == ((a,), (b, c))
+    assert DataLoaders([1], target_keys="x").split({"x": a, "w": b}) == (({"w": b},), (a,))
+    with pytest.raises(ValueError, match="n_inp=3"):
+        DataLoaders([1], n_inp=3).split((a, b))
+    with pytest.raises(ValueError, match="n_inp=0"):
+        DataLoaders([1], n_inp=0)
+
+
+def test_unpack_is_split_of_a_batch_on_the_device():
+    a, b, c, scalar = torch.ones(3), torch.ones(3, 2), torch.ones(3), torch.tensor(1.0)
+    rows = [(a, b), [a, b], (a,), a, (a, b, c), ("text", a), (scalar, a), ([a, b], c), {"x": a, "y": b}, (None, a)]
+    cpu = torch.device("cpu")
+    for keep_targets in (False, True):
+        for n_inp in (None, 1, 2, 3):
+            dls = DataLoaders([1], n_inp=n_inp, target_keys="y")
+            for batch in rows:
+                try:
+                    expected = dls.split(batch, keep_targets)
+                except ValueError as e:
+                    with pytest.raises(ValueError, match=re.escape(str(e))):
+                        dls.unpack(batch, cpu, keep_targets)
+                    continue
+                there, xb, yb, size = dls.unpack(batch, cpu, keep_targets)
+                assert type(there) is type(batch)
+                assert same((xb, yb), expected), (batch, n_inp)
+                assert size == batch_size(xb)
+    found = DataLoaders([1]).unpack((a, b), torch.device("meta"), False)
+    assert all(t.device.type == "meta" for t in (*found[0], *found[1], *found[2]))
+
+
+def same(one, other):
+    """Whether two nested batches hold the very same things."""
+    if isinstance(one, tuple | list | dict):
+        pairs = zip(one.items(), other.items(), strict=True) if isinstance(one, dict) else zip(one, other, strict=True)
+        return type(one) is type(other) and all(same(x, y) for x, y in pairs)
+    return one is other or one == other
+
+
+def test_concat():
+    batches = [{"p": torch.full((n, 2), n), "q": (torch.ones(n),)} for n in (2, 3)]
+    whole = concat(batches)
+    assert whole["p"].shape == (5, 2)
+    assert whole["q"][0].shape == (5,)
+    ragged = concat([torch.ones(2, 3), torch.ones(1, 4)])
+    assert [tuple(row.shape) for row in ragged] == [(3,), (3,), (4,)]
+    assert concat([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]
+    assert gather_batches([(1, "b"), (0, "a")], sharded=False) == ["b", "a"]
+    assert map_batch(lambda t: t + 1, [torch.tensor(1)]) == [torch.tensor(2)]
+
+
+def test_typed_tensors_of_fastai_become_plain_ones():
+    kind = type("TensorImage", (torch.Tensor,), {"__module__": "fastai.torch_core"})
+    own = type("Own", (torch.Tensor,), {})
+    image, mine = torch.ones(2, 3).as_subclass(kind), torch.ones(2).as_subclass(own)
+    moved = to_device({"a": (image, [image]), "b": mine}, torch.device("cpu"))
+    assert type(moved["a"][0]) is type(moved["a"][1][0]) is torch.Tensor
+    assert type(moved["b"]) is own
+    assert torch.equal(moved["a"][0], torch.ones(2, 3))
+    assert moved["a"][0].data_ptr() == image.data_ptr()  # not copied

@@ -1,0 +1,91 @@
+"""DataLoaders: what they hold, and what they are made of."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+from torch.utils.data import (
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
+
+from learnerkit import DataLoaders
+from learnerkit.data.rows import RowsLoader
+
+Pair = namedtuple("Pair", "a b")
+
+
+def numbers(n):
+    return TensorDataset(torch.arange(n), torch.arange(n) * 2.0)
+
+
+class Squares(Dataset):
+    """Map-style, and no TensorDataset."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        assert isinstance(i, int), f"asked for {i!r}"
+        return torch.tensor(i), torch.tensor(i * i)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(5))
+
+
+def test_what_is_no_loader_is_refused():
+    with pytest.raises(TypeError, match="training loader is a int"):
+        DataLoaders(3)
+    with pytest.raises(TypeError, match="validation loader is a dataset"):
+        DataLoaders([1], numbers(3))
+
+
+def test_access():
+    train, valid, test = [1], [2], [3]
+    dls = DataLoaders(train, valid, test, device="cpu")
+    assert dls.train is train
+    assert dls.valid is valid
+    assert dls[2] is test
+    assert dls.train_ds is None
+    with pytest.raises(IndexError, match="no loader 3"):
+        dls[3]
+    with pytest.raises(IndexError, match="no loader 1"):
+        DataLoaders(train)[1]
+    assert dls.device == torch.device("cpu")
+
+
+def test_one_batch_leaves_the_generators_alone():
+    dls = DataLoaders.from_datasets(numbers(10), bs=4, device="cpu")
+    state = torch.get_rng_state()
+    assert len(dls.one_batch()[0]) == 4
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_other_datasets_go_through_torch():
+    dl = DataLoaders.from_datasets(Squares(5), bs=2, shuffle=False).train
+    assert [b[1].tolist() for b in dl] == [[0, 1], [4, 9], [16]]
+    doubled = RowsLoader(numbers(4), batch_size=2, collate_fn=lambda samples: len(samples))
+    assert list(doubled) == [2, 2]
+
+
+def test_from_datasets_options():
+    dls = DataLoaders.from_datasets(
+        numbers(10), numbers(5), numbers(6), bs=4, valid_bs=3, drop_last=True, num_workers=0, device="cpu"
+    )
+    assert [len(dls.train), len(dls.valid), len(dls[2])] == [2, 2, 2]
+    assert isinstance(dls.train.sampler, RandomSampler)
+    assert isinstance(dls.valid.sampler, SequentialSampler)
+    assert dls.train.batch_size == 4
+    assert dls.valid_ds.tensors[0].shape == (5,)
+    assert DataLoaders.from_datasets(numbers(4)).valid is None
+    assert sum(len(b) for b in DataLoaders.from_datasets(Stream(), bs=2).train) == 5
+    with pytest.raises(TypeError, match="batchsize"):
+        DataLoaders.from_datasets(numbers(4), batchsize=3)

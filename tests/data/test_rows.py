@@ -1,0 +1,68 @@
+"""Whole batches read at once are what torch's own loader reads."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+from learnerkit.data.rows import IndexBatches, RowsLoader
+
+Pair = namedtuple("Pair", "a b")
+
+
+def numbers(n):
+    return TensorDataset(torch.arange(n), torch.arange(n) * 2.0)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(
+    "data",
+    [numbers(23), Subset(numbers(40), range(3, 30)), Subset(Subset(numbers(50), range(5, 45)), [7, 3, 3, 9, 20])],
+)
+def test_whole_batches_are_what_torch_reads(data, shuffle, drop_last):
+    """Values, types, order, and the draws from the generators, are those of torch's own loader."""
+    found = []
+    for make in (DataLoader, RowsLoader):
+        torch.manual_seed(1)
+        dl = make(data, batch_size=4, shuffle=shuffle, drop_last=drop_last)
+        found.append([*dl, *dl, torch.rand(1)])
+        assert len(dl) == (len(data) // 4 if drop_last else -(-len(data) // 4))
+    assert len(found[0]) == len(found[1])
+    for theirs, ours in zip(*found, strict=True):
+        assert type(theirs) is type(ours)
+        for a, b in zip(theirs, ours, strict=True):
+            assert torch.equal(a, b)
+            assert a.dtype == b.dtype
+
+
+def test_whole_batches_with_a_generator_and_samplers_of_ones_own():
+    data = numbers(20)
+    for make_kwargs in (
+        lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
+        lambda: {"sampler": SubsetRandomSampler(range(4, 12), torch.Generator().manual_seed(3))},
+        lambda: {"sampler": RandomSampler(data, replacement=True, generator=torch.Generator().manual_seed(3))},
+    ):
+        theirs, ours = (
+            [b[0].tolist() for dl in [make(data, batch_size=3, **make_kwargs())] for _ in range(2) for b in dl]
+            for make in (DataLoader, RowsLoader)
+        )
+        assert theirs == ours
+    batches = BatchSampler(SequentialSampler(data), 6, False)
+    assert [len(b[0]) for b in RowsLoader(data, batch_sampler=batches)] == [6, 6, 6, 2]
+    assert [int(b[0]) for b in RowsLoader(data, batch_size=None)] == list(range(20))
+
+
+def test_index_batches_fall_back_to_torch_for_other_samplers():
+    sampler = RandomSampler(range(10), num_samples=4, generator=torch.Generator().manual_seed(1))
+    again = RandomSampler(range(10), num_samples=4, generator=torch.Generator().manual_seed(1))
+    assert list(IndexBatches(sampler, 3, False)) == list(BatchSampler(again, 3, False))

@@ -1,0 +1,61 @@
+"""The processes in which tests marked `ranks` run: what fails there fails here, and harms no later test."""
+
+import os
+import time
+
+import pytest
+from rank_pool import RankPools, Ranks, RanksFailed
+
+from learnerkit import world
+
+pytestmark = pytest.mark.slow  # each failure costs new processes
+
+
+@pytest.fixture
+def pools():
+    """Processes of this test alone."""
+    found = RankPools()
+    yield found
+    found.end()
+
+
+def rank_and_process():
+    return world.rank(), os.getpid()
+
+
+def fail_on_rank_1():
+    assert world.rank() == 0, "rank 1 cannot"
+    world.barrier()
+
+
+def die_on_rank_1():
+    if world.rank() == 1:
+        os._exit(3)
+    world.barrier()
+
+
+def hang():
+    time.sleep(600)
+
+
+def leave_a_variable():
+    os.environ["LEFT"] = "here"
+
+
+@pytest.mark.parametrize(
+    ("function", "seconds", "said"),
+    [
+        (fail_on_rank_1, 60, ["rank 1 of 2: Traceback", "Error: rank 1 cannot", "rank 0 of 2: is still running"]),
+        (die_on_rank_1, 60, ["rank 1 of 2: the process has ended"]),
+        (hang, 1, ["rank 0 of 2: took over 1 s", "in hang"]),
+        (leave_a_variable, 60, ["the test left these changed", "$LEFT"]),
+    ],
+)
+def test_a_failure_is_shown_and_the_next_test_gets_fresh_processes(pools, function, seconds, said):
+    before = pools.run(Ranks(2), rank_and_process)
+    with pytest.raises(RanksFailed) as caught:
+        pools.run(Ranks(2), function, seconds=seconds)
+    assert all(text in str(caught.value) for text in said), str(caught.value)
+    after = pools.run(Ranks(2), rank_and_process)
+    assert [rank for rank, _ in after] == [0, 1]
+    assert not {process for _, process in after} & {process for _, process in before}

@@ -1,0 +1,56 @@
+"""Words for messages."""
+
+import pytest
+
+from learnerkit.text import columns, did_you_mean, first_few, format_time, in_one_line
+
+
+def test_did_you_mean():
+    assert did_you_mean("after_bach", ["before_fit", "after_batch"]) == "; did you mean 'after_batch'?"
+    assert did_you_mean("zzz", ["before_fit"]) == ""
+    assert did_you_mean("x", []) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0, "00:00.0"),
+        (0.04, "00:00.0"),
+        (0.06, "00:00.1"),
+        (9.96, "00:10.0"),
+        (59.94, "00:59.9"),
+        (59.96, "01:00"),
+        (60, "01:00"),
+        (61.9, "01:01"),
+        (3599.9, "59:59"),
+        (3600, "1:00:00"),
+        (90061, "25:01:01"),
+    ],
+)
+def test_format_time(seconds, expected):
+    assert format_time(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "width"),
+    [("", 0), ("abc", 3), ("naïve", 5), ("nai\u0308ve", 5), ("准确率", 6), ("정확도", 6), ("ｆｕ", 4)],
+)
+def test_columns(text, width):
+    assert columns(text) == width
+
+
+def test_the_first_few():
+    assert first_few(["a"]) == "a"
+    assert first_few(range(5)) == "0, 1, 2, 3, 4"
+    assert first_few(range(7), "; ", n=2) == "0; 1 and 5 more"
+
+
+def test_an_error_in_one_line():
+    assert in_one_line(ValueError("wrong\nat length")) == "ValueError: wrong"
+    assert in_one_line(KeyError()) == "KeyError"
+    assert in_one_line(OSError("\x1b[2Jforged")) == "OSError: \\x1b[2Jforged"
+    assert in_one_line(ValueError("x" * 500)) == f"ValueError: {'x' * 388} ..."
+    of_worker = (
+        "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\nOSError: no\n"
+    )
+    assert in_one_line(OSError(of_worker)) == "OSError: no"
