@@ -273,7 +273,7 @@ def test_trackers_loggers_and_validation_have_no_part_in_it(tmp_path):
 @pytest.mark.parametrize("event", ["before_fit", "before_batch", "after_step", "after_epoch", "cleanup_epoch"])
 def test_in_mid_fit_it_is_refused(event):
     learn = learner(cbs=Callback(**{event: lambda cb: cb.learn.lr_find(num_it=20)}))
-    with pytest.raises(RuntimeError, match="lr_find was called during 'fit', .*: call it before, or after"):
+    with pytest.raises(RuntimeError, match="lr_find was called during 'fit', .*: call it before or after"):
         learn.fit(1)
     with pytest.raises(RuntimeError, match="during 'validate'" if event != "after_step" else "during 'lr_find'"):
         (learn.validate if event != "after_step" else learn.lr_find)()
