@@ -330,7 +330,7 @@ def _without_classifier(network: nn.Module, n_in: int) -> tuple[nn.Module, Tenso
     called = [(name, args) for name, args in calls if name in children and _n_params(children[name])]
     classifier, args = called[-1] if called else ("", ())
     if not args or _n_params(children[classifier]) == _n_params(network):
-        raise ValueError(f"found no child of {type(network).__name__} that is its classifier; {_hint(network)}")
+        raise ValueError(f"found no classifier among the children of {type(network).__name__}; {_hint(network)}")
     features = args[0]
     before = [name for name, _ in calls if name in children]
     for body, rest in _candidates(network, before[: before.index(classifier)]):
