@@ -292,14 +292,14 @@ ELEMENTWISE = (
 
 
 def take_loss(learn: "Learner") -> None:
-    """Set `loss` and `loss_grad` of a batch, and what the loss counts; its errors gain the shapes it got.
+    """Set `loss` and `loss_grad` of a batch, and the loss's count; add shapes to its errors.
 
     Raises:
         ValueError: a loss that is not a scalar, or that would silently broadcast predictions and targets.
     """
     try:
         if learn.batch_size == 0 and not batch_size(learn.xb):
-            # A rank without data: gradients of zero, since the mean of nothing would be a NaN.
+            # A rank without data: gradients of zero, since the mean of nothing would be NaN.
             learn.loss_grad = zero_loss(learn.pred if learn.output is None else learn.output)
             learn.loss = learn.loss_grad.detach()
         else:
@@ -339,10 +339,10 @@ UNKNOWN_COUNT = "the model makes its own loss, and it is not known what that ave
 
 
 def unknown_count(yb: tuple) -> str:
-    """What is not known of a model's own loss, and what to do, by the targets of a batch."""
+    """Describe, from the targets of a batch, why it is not known what a model's own loss counts, and what to do."""
     if not yb:
         return (
-            f"{UNKNOWN_COUNT}its predictions are one for each token, and there are no targets. "
+            f"{UNKNOWN_COUNT}it has a prediction for each token, and there are no targets. "
             "Name the targets: DataLoaders(target_keys=...), or n_inp=... where batches are tuples"
         )
     return (
@@ -352,7 +352,7 @@ def unknown_count(yb: tuple) -> str:
 
 
 def warn_of_unknown_count(learn: "Learner") -> None:
-    """Warn where batches are weighed, of several ranks or in an accumulated step, by a count that is only a guess."""
+    """Warn if the batches of several ranks, or of an accumulated step, are weighted by a count that is only a guess."""
     if learn.task == "fit" and (learn._sharded or learn._gradient is not None):
         exact = "Until then steps of several batches or ranks are not exactly those of one batch"
         alone = learn.training and learn._loss_weighting.found_alone
@@ -360,7 +360,7 @@ def warn_of_unknown_count(learn: "Learner") -> None:
 
 
 def no_scalar(loss: Any) -> ValueError:
-    """The error for a loss that cannot be differentiated."""
+    """Return the error for a loss that is not a scalar."""
     return ValueError(
         f"the loss is not a scalar: loss_func returned {describe(loss)}; return a 0-dim tensor, for instance "
         "its .mean() (reduction='mean')"
@@ -368,7 +368,7 @@ def no_scalar(loss: Any) -> ValueError:
 
 
 def no_loss(learn: "Learner") -> ValueError:
-    """The error for a batch without a loss."""
+    """Return the error for a batch without a loss."""
     if learn.loss_func is None:
         return ValueError(
             f"there is no loss: loss_func is None and the model returned {describe(learn.output)} without a `loss`; "

@@ -1,4 +1,4 @@
-"""Words for messages: lists cut short, near matches, signals, and text that is safe to print."""
+"""Text for messages: short lists, near matches, names of signals, and text that is safe to print."""
 
 import difflib
 import re
@@ -15,7 +15,7 @@ def escaped(text: str) -> str:
 
 
 def signal_name(signum: int) -> str:
-    """Return SIGTERM for 15; real-time signals have no names."""
+    """Return the name of a signal, such as SIGTERM for 15; real-time signals have none."""
     return signal.Signals(signum).name if signum in list(signal.Signals) else "real-time signal"
 
 
@@ -53,12 +53,12 @@ def format_time(seconds: float) -> str:
 
 
 def columns(text: str) -> int:
-    """The number of terminal columns that a text takes: two for a wide character (Chinese, Japanese, Korean)."""
+    """Return the width of a text in terminal columns: two for a wide character (Chinese, Japanese, Korean)."""
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def in_one_line(error: BaseException) -> str:
-    """The class of an error and the line of its text that says what was wrong, safe to print."""
+    """Return the class of an error and the line of its text that says what was wrong, safe to print."""
     text = str(error).strip()
     if "Original Traceback" in text:  # from a loader's worker: the last line has the class and the text
         line = text.rpartition("\n")[2]

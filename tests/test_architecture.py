@@ -1,8 +1,10 @@
 """The house: who knows whom, what is written nowhere, how long the loop is, what the package shows."""
 
 import ast
+import importlib
 import inspect
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -13,6 +15,7 @@ import pytest
 from helpers import ROOT
 
 import learnerkit
+from learnerkit.callback import Callback
 from learnerkit.events import Event
 
 PACKAGE = ROOT / "learnerkit"
@@ -338,3 +341,18 @@ print([m for m in heavy if m in sys.modules], torch.distributed.is_initialized()
 
 def test_the_packages_files_are_its_own():
     assert Path(learnerkit.__file__).parent == PACKAGE
+
+
+def test_the_table_of_callback_orders_is_right():
+    found, stack = {}, [Callback]
+    for name in MODULES:
+        if not name.endswith("__"):  # not __init__ and __main__
+            importlib.import_module(f"learnerkit.{name}")
+    while stack:
+        own = [cls for cls in stack.pop().__subclasses__() if cls.__module__.startswith("learnerkit.")]
+        stack += own
+        for cls in own:
+            is_only_base = cls.__subclasses__() and (cls.__name__[0] == "_" or "order" not in vars(cls))
+            found |= {} if is_only_base else {cls.__name__: cls.order}
+    rows = re.findall(r"^ +(-?\d+)  ([\w, ]+): \w", learnerkit.callbacks.__doc__, re.MULTILINE)
+    assert {name: int(order) for order, names in rows for name in names.split(", ")} == found

@@ -178,7 +178,7 @@ def test_what_cannot_work_is_refused():
         with pytest.raises(ValueError, match="got suggest_funcs named .* give each a name of its own"):
             learn.lr_find(suggest_funcs=functions)
     assert learn.opt is None
-    with pytest.raises(TypeError, match="LBFGS takes a closure.*override `_step`"):
+    with pytest.raises(TypeError, match="LBFGS needs a closure.*override `_step`"):
         make_learner(opt_func=LBFGS).lr_find()
     with pytest.raises(ValueError, match="diverged after .* begin with a lower start_lr"):
         learner(SGD).lr_find(1e6, 1e9)
@@ -273,7 +273,7 @@ def test_trackers_loggers_and_validation_have_no_part_in_it(tmp_path):
 @pytest.mark.parametrize("event", ["before_fit", "before_batch", "after_step", "after_epoch", "cleanup_epoch"])
 def test_in_mid_fit_it_is_refused(event):
     learn = learner(cbs=Callback(**{event: lambda cb: cb.learn.lr_find(num_it=20)}))
-    with pytest.raises(RuntimeError, match="lr_find was called during 'fit', .*: call it before, or after"):
+    with pytest.raises(RuntimeError, match="lr_find was called during 'fit', .*: call it before or after"):
         learn.fit(1)
     with pytest.raises(RuntimeError, match="during 'validate'" if event != "after_step" else "during 'lr_find'"):
         (learn.validate if event != "after_step" else learn.lr_find)()
