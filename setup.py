@@ -8,6 +8,7 @@ DEV = [
     *EXAMPLES,
     "pytest>=8",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.7",
     "ruff>=0.9",
     "mypy>=1.13",
     "psutil>=5.9",

@@ -122,14 +122,16 @@ def check_after(learn, alike=True, took=0.0):
 
 
 CANCELS = [CancelFitException, CancelEpochException, CancelTrainException, CancelValidException, KeyboardInterrupt]
+QUICK = ["before_fit", "before_batch", "after_step", "before_validate", "after_epoch"]
 WHEN = [(event, True) for event in EVENTS] + [
     (event, False) for event in EVENTS if event in INNER_EVENTS and event not in TRAINING_ONLY
 ]
 
 
-def kinds(*classes):
+def kinds(*classes, slow=()):
     """Parametrize by the names of exceptions."""
-    return pytest.mark.parametrize("kind", [kind.__name__ for kind in classes])
+    slow = [pytest.param(kind.__name__, marks=pytest.mark.slow) for kind in slow]
+    return pytest.mark.parametrize("kind", [*(kind.__name__ for kind in classes), *slow])
 
 
 def exception(name):
@@ -140,12 +142,22 @@ def action_of(kind):
     return interrupt if kind is KeyboardInterrupt else throw(kind())
 
 
+def anywhere():
+    """Parametrize by every cancel at every event; quick are CancelFit at all of them, and all of them at some."""
+    found = []
+    for kind in CANCELS:
+        for event, training in WHEN:
+            quick = kind is CancelFitException or (training and event in QUICK)
+            name = f"{kind.__name__}-{event}{'' if training else ' of validation'}"
+            found.append(
+                pytest.param(kind.__name__, event, training, id=name, marks=[] if quick else [pytest.mark.slow])
+            )
+    return pytest.mark.parametrize(("kind", "event", "training"), found)
+
+
 @on_ranks
-@kinds(*CANCELS)
-@pytest.mark.parametrize(
-    ("event", "training"), WHEN, ids=[event + ("" if training else " of validation") for event, training in WHEN]
-)
-@pytest.mark.parametrize("order", [0, pytest.param(70, marks=pytest.mark.slow)], ids="order {}".format)
+@anywhere()
+@pytest.mark.parametrize("order", [0, pytest.param(70, marks=pytest.mark.soak)], ids="order {}".format)
 def test_a_cancel_at_any_event_ends_all_ranks_alike(kind, event, training, order):
     kind = exception(kind)
     learn = make_learner(Do(event, action_of(kind), training=training, order=order))
@@ -186,7 +198,7 @@ class Late(Callback):
 
 
 @on_ranks
-@kinds(CancelFitException, CancelEpochException, CancelTrainException, KeyboardInterrupt, CancelBatchException)
+@kinds(CancelFitException, CancelBatchException, slow=[CancelEpochException, CancelTrainException, KeyboardInterrupt])
 @pytest.mark.parametrize("event", [event for event in EVENTS if event in INNER_EVENTS])
 def test_where_the_host_must_not_wait_for_the_device_all_leave_a_step_later(kind, event):
     learn = make_learner([Do(event, action_of(exception(kind))), Late()])
@@ -547,7 +559,9 @@ STANDSTILLS = {
 }
 
 
-@pytest.mark.parametrize("how", ["stop", "slow", "wait"])
+@pytest.mark.parametrize(
+    "how", ["slow", pytest.param("stop", marks=pytest.mark.slow), pytest.param("wait", marks=pytest.mark.slow)]
+)
 def test_a_standstill_is_explained_and_ends_the_run(how):
     state, error = STANDSTILLS[how]
     text = standstill(how, 1)
