@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,6 +15,7 @@ from learnerkit.callback import Callback, check_hooks
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.losses import unwrap_partial
+from learnerkit.snapshot import restorer
 from learnerkit.text import killed_by
 from learnerkit.torch_internals import BatchNorm, workers_of
 from learnerkit.utils import add_note_once, library_of
@@ -247,12 +247,11 @@ def last_batch_checked(learn: "Learner") -> Iterator[None]:
     if text is None or (learn.n_steps is not None and learn.n_steps * learn._step_batches < (learn.n_iter or 0)):
         yield
         return
-    statistics = [(buffer, buffer.clone()) for buffer in learn.model.buffers()]
+    restore_statistics = restorer(list(learn.model.buffers()))
 
     def refuse() -> None:
-        with torch.no_grad():
-            for buffer, before in statistics if not learn.train_iter else ():
-                buffer.copy_(before)  # other norms may have updated their statistics already
+        if not learn.train_iter:
+            restore_statistics()  # other norms may have updated theirs already
         raise ValueError(text)
 
     with watched_norms(learn, refuse):

@@ -327,7 +327,6 @@ class MeanMeter(Meter):
     """For a function that is a mean over samples: averages its values, weighted by batch size."""
 
     def reset(self) -> None:
-        """Forget everything."""
         self.values = HostScalars()
         self.sizes: list[int] = []
 
@@ -341,7 +340,6 @@ class MeanMeter(Meter):
             self.values.poll()
 
     def result(self, sharded: bool) -> float:
-        """Return the mean over all samples."""
         total = sum(value * size for value, size in zip(self.values.all(), self.sizes, strict=True))
         return weighted_mean(total, sum(self.sizes), sharded)
 
@@ -357,7 +355,6 @@ class StatesMeter(Meter):
     """For a `Metric` with declared states: combines them over the ranks."""
 
     def reset(self) -> None:
-        """Forget everything."""
         super().reset()
         self.places: dict[str, list] = {}
 
@@ -370,7 +367,6 @@ class StatesMeter(Meter):
                 places += [(place, i) for i in range(len(places), len(getattr(self.metric, name)))]
 
     def combine(self) -> None:
-        """Combine every declared state over the ranks."""
         for name, (_, reduce) in self.metric._states.items():
             value = getattr(self.metric, name)
             if reduce == "cat":
@@ -392,7 +388,6 @@ class GatheringMeter(Meter):
     """For an object whose states cannot be combined: updates it with the batches of all ranks, in order."""
 
     def reset(self) -> None:
-        """Forget everything."""
         self.metric.reset()
         self.batches: list[tuple] = []
 

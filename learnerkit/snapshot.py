@@ -63,8 +63,7 @@ def trial(learn: "Learner", model: nn.Module) -> Iterator[None]:
         learn: the learner.
         model: its unwrapped model; in the context it is `learn.model`.
     """
-    before = {name: getattr(learn, name) for name in _TRIED}
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    before, restore_buffers = {name: getattr(learn, name) for name in _TRIED}, restorer(list(model.buffers()))
     stance = torch.compiler.set_stance("force_eager")  # to compile a model would take longer than the trial
     with keep_seeds(device=learn.dls.device), training_modes(model), stance:
         try:
@@ -74,9 +73,7 @@ def trial(learn: "Learner", model: nn.Module) -> Iterator[None]:
             torch.clear_autocast_cache()  # it may have weights that were cast in the graph of this trial
             for name, value in before.items():
                 setattr(learn, name, value)
-            with torch.no_grad():
-                for buffer, values in buffers:
-                    buffer.copy_(values)
+            restore_buffers()
 
 
 def check_shaped(modules: Iterable[nn.Module]) -> None:
@@ -130,13 +127,13 @@ def _put_back_module(module: nn.Module, stack: ExitStack) -> None:
     for part in module.modules():
         for named in (part.named_parameters(recurse=False), part.named_buffers(recurse=False)):
             for name, t in named:
-                stack.callback(put_back, part, name, t, _restorer(t), t.requires_grad, _restorer(t.grad))
+                stack.callback(put_back, part, name, t, restorer(t), t.requires_grad, restorer(t.grad))
 
 
 def _put_back_optimizer(opt: Optimizer) -> Callable[[], None]:
     """Return a function that restores an optimizer's groups, their hyper-parameters, and its state."""
     groups = group_restorer(opt)
-    state = {p: _restorer(values) for p, values in opt.state.items()}
+    state = {p: restorer(values) for p, values in opt.state.items()}
 
     def put_back() -> None:
         groups()
@@ -148,7 +145,7 @@ def _put_back_optimizer(opt: Optimizer) -> Callable[[], None]:
 
 def group_restorer(opt: Optimizer) -> Callable[[], None]:
     """Return a function that restores an optimizer's groups with the hyper-parameters they have now."""
-    groups = [(g, g["params"], _restorer({k: v for k, v in g.items() if k != "params"})) for g in opt.param_groups]
+    groups = [(g, g["params"], restorer({k: v for k, v in g.items() if k != "params"})) for g in opt.param_groups]
 
     def put_back() -> None:
         for group, params, options in groups:
@@ -159,7 +156,7 @@ def group_restorer(opt: Optimizer) -> Callable[[], None]:
     return put_back
 
 
-def _restorer(x: Any) -> Callable[[], Any]:
+def restorer(x: Any) -> Callable[[], Any]:
     """Return a function that returns `x` as it is now; it gives the tensors in it, in place, their present values."""
     if isinstance(x, Tensor):
         values = _unexpanded(x).detach().to("cpu", copy=True)  # a host-device sync
@@ -171,10 +168,10 @@ def _restorer(x: Any) -> Callable[[], Any]:
 
         return put_back
     if isinstance(x, dict):
-        entries = {k: _restorer(v) for k, v in x.items()}
+        entries = {k: restorer(v) for k, v in x.items()}
         return lambda: {k: entry() for k, entry in entries.items()}
     if type(x) in (list, tuple):
-        items = [_restorer(v) for v in x]
+        items = [restorer(v) for v in x]
         return lambda: type(x)(item() for item in items)
     value = copy.deepcopy(x)
     return lambda: value

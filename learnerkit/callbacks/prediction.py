@@ -1,7 +1,6 @@
 """Predictions: collecting them for `Learner.get_preds`, augmenting inputs and averaging for `Learner.tta`."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -139,10 +138,11 @@ def per_sample(loss_func: Any) -> Callable[..., Tensor]:
 
         def losses(*args: Any) -> Tensor:
             module = unwrap_partial(loss_func)
-            with ExitStack() as stack:
-                stack.callback(setattr, module, "reduction", module.reduction)
-                module.reduction = "none"
+            before, module.reduction = module.reduction, "none"
+            try:
                 return loss_func(*args)
+            finally:
+                module.reduction = before
 
         return losses
     try:

@@ -146,9 +146,7 @@ def combined_cos(pct: float, start: float, middle: float, end: float) -> Schedul
     Raises:
         ValueError: `pct` outside 0 to 1.
     """
-    if not 0 <= pct <= 1:
-        raise ValueError(f"got pct={pct}; the share of training before the peak is between 0 and 1")
-    return combine_scheds([pct, 1 - pct], [SchedCos(start, middle), SchedCos(middle, end)])
+    return _in_two_parts(pct, SchedCos(start, middle), SchedCos(middle, end))
 
 
 def linear_warmup(pct: float, then: Schedule | float, start: float = 0.0) -> Schedule:
@@ -162,10 +160,14 @@ def linear_warmup(pct: float, then: Schedule | float, start: float = 0.0) -> Sch
     Raises:
         ValueError: `pct` outside 0 to 1.
     """
-    if not 0 <= pct <= 1:
-        raise ValueError(f"got pct={pct}; the share of training that warms up is between 0 and 1")
     rest = then if callable(then) else SchedNo(then, then)
-    return combine_scheds([pct, 1 - pct], [SchedLin(start, rest(0.0)), rest])
+    return _in_two_parts(pct, SchedLin(start, rest(0.0)), rest)
+
+
+def _in_two_parts(pct: float, first: Schedule, second: Schedule) -> Schedule:
+    if not 0 <= pct <= 1:
+        raise ValueError(f"got pct={pct}; it is a share of training, between 0 and 1")
+    return combine_scheds([pct, 1 - pct], [first, second])
 
 
 class ParamScheduler(Callback):

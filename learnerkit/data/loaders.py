@@ -48,6 +48,7 @@ class DataLoaders:
         self.n_inp = n_inp
         self.target_keys = (target_keys,) if isinstance(target_keys, str) else tuple(target_keys)
         self._device = torch.device(device) if device is not None else None
+        self._pins = False  # whether to use pinned memory on a CUDA device
 
     @classmethod
     def from_datasets(
@@ -90,8 +91,6 @@ class DataLoaders:
         dls = cls(train, *others, device=device, n_inp=n_inp, target_keys=target_keys)
         dls._pins = "pin_memory" not in loader_kwargs
         return dls
-
-    _pins = False
 
     @property
     def device(self) -> torch.device:

@@ -197,7 +197,7 @@ def test_combined_cos_meets_its_points_and_stays_between(pct):
 
 @pytest.mark.parametrize("pct", [-0.1, 1.1, float("nan")])
 def test_a_share_outside_0_to_1_is_refused(pct):
-    with pytest.raises(ValueError, match="the share of training before the peak is between 0 and 1"):
+    with pytest.raises(ValueError, match="it is a share of training, between 0 and 1"):
         combined_cos(pct, 1, 2, 3)
     with pytest.raises(ValueError, match="between 0 and 1"):
         learner().fit_one_cycle(1, pct_start=pct)
