@@ -57,7 +57,7 @@ def plain_name(name: str) -> str:
     return name
 
 
-def place(file: Any) -> Path | BinaryIO:
+def path_or_file(file: Any) -> Path | BinaryIO:
     """Return a path or an open file as it is.
 
     Raises:

@@ -1012,7 +1012,7 @@ class Learner(RunState):
 
     def _file(self, file: File) -> Path | BinaryIO:
         if not isinstance(file, str):
-            return files.place(file)
+            return files.path_or_file(file)
         return self.path / self.model_dir / (plain_name(file).removesuffix(".pth") + ".pth")
 
     # Several devices and processes (learnerkit.parallel)
