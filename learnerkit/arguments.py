@@ -1,4 +1,4 @@
-"""Checks at the rim: bad input gets an error that says what was got, what is allowed and what to do."""
+"""Checks of arguments and data: errors that say what was given, what is allowed and what to do."""
 
 import re
 import signal
@@ -9,37 +9,29 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 from torch.optim import Optimizer
 
-from learnerkit import world
 from learnerkit.callback import Callback, check_hooks
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
-from learnerkit.losses import is_one_of, loss_name, unwrap_partial
+from learnerkit.losses import unwrap_partial
 from learnerkit.text import killed_by
-from learnerkit.utils import add_note_once, describe, library_of
+from learnerkit.torch_internals import BatchNorm, workers_of
+from learnerkit.utils import add_note_once, library_of
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
-ELEMENTWISE = (
-    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss,
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
-)  # fmt: skip
-"""Losses that compare predictions and targets element by element."""
-
 
 def check_count(name: str, value: Any, what: str = "a whole number", least: int = 1) -> None:
-    """Refuse what is no whole number, or less than `least`."""
+    """Refuse a value that is not a whole number of at least `least`; `what` describes it."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"got {name}={value!r}; it is {what}, {least} or more")
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Refuse what is no number above 0."""
+    """Refuse a value that is not a number above 0."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise ValueError(f"got {name}={value!r}; it is a number above 0")
 
@@ -61,36 +53,36 @@ _SEAMS = {
     "wd_bn_bias, or create_opt": ("_bn_bias_state",),
     "get_preds(with_loss=True), or a callback": ("to_detach", "loss_not_reduced", "validation_context"),
 }  # fmt: skip
-"""What a subclass of fastai's Learner overrides by these methods, by what does it here."""
+"""What to use here, and the methods of fastai's Learner that a subclass overrides there for the same purpose."""
 
 
 def check_subclass(kind: type, base: type) -> None:
-    """Refuse a subclass of the Learner (`base`) with methods that fastai would call, and nothing calls here."""
+    """Refuse a subclass of the Learner (`base`) with methods that fastai would call, but nothing calls here."""
     own = {name: cls for cls in kind.__mro__ if cls not in base.__mro__ for name in vars(cls)}
     for seam, names in _SEAMS.items():
         for name in names:
             if name in own:
                 raise TypeError(
-                    f"{own[name].__name__}.{name} would never be called: it is a method of fastai's Learner. Here "
-                    f"that is done by {seam}"
+                    f"{own[name].__name__}.{name} would never be called: it is a method of fastai's Learner. Here use "
+                    f"{seam}"
                 )
 
 
 def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any) -> None:
-    """Refuse arguments of the wrong kind."""
+    """Refuse arguments of the wrong type."""
     if not isinstance(dls, DataLoaders):
         library, loaders = library_of(dls), "DataLoaders(train, valid) or DataLoaders.from_datasets"
         of = f" of {library}, another library" if library else ""
         loaders = "learnerkit.DataLoaders(dls.train, dls.valid)" if library == "fastai" else loaders
         raise TypeError(f"dls is a {type(dls).__name__}{of}; pass {loaders}")
     if not isinstance(model, nn.Module):
-        made = ", not the class" if isinstance(model, type) else ""
-        raise TypeError(f"model is {model!r}; pass an nn.Module{made}")
+        hint = ", not the class" if isinstance(model, type) else ""
+        raise TypeError(f"model is {model!r}; pass an nn.Module{hint}")
     if loss_func is not None and (not callable(loss_func) or isinstance(loss_func, type)):
         raise TypeError(f"loss_func is {loss_func!r}; pass a function or a module, such as nn.CrossEntropyLoss()")
     if not callable(opt_func):
         raise TypeError(f"opt_func is {opt_func!r}; pass an optimizer class, or a function of (param_groups, lr)")
-    if library_of(unwrap_partial(opt_func)) == "fastai":  # other libraries' are torch optimizers
+    if library_of(unwrap_partial(opt_func)) == "fastai":  # those of other libraries are torch optimizers
         raise TypeError(
             f"opt_func is {unwrap_partial(opt_func).__name__} of fastai, another library; pass a torch optimizer "
             "class, such as torch.optim.Adam, or a function of (param_groups, lr) that returns one"
@@ -98,7 +90,7 @@ def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any) -> None:
 
 
 def check_callback(learn: "Learner", cb: Any) -> None:
-    """Refuse what is no callback, or cannot be this learner's."""
+    """Refuse what is not a callback, or cannot be added to this learner."""
     if not isinstance(cb, Callback):
         library = library_of(cb)
         raise TypeError(
@@ -107,7 +99,7 @@ def check_callback(learn: "Learner", cb: Any) -> None:
         )
     check_hooks(cb)
     if cb in learn.cbs:
-        raise ValueError(f"{cb} belongs to this learner already; make another one, or remove it with remove_cb")
+        raise ValueError(f"{cb} was added to this learner already; make another one, or remove it with remove_cb")
     check_free(learn, cb)
     if not isinstance(getattr(type(learn), cb.name, learn.__dict__.get(cb.name, cb)), Callback):
         raise ValueError(f"{cb} would hide learn.{cb.name}: give its class another name, or a `name` of its own")
@@ -116,26 +108,26 @@ def check_callback(learn: "Learner", cb: Any) -> None:
 def _advice_for(library: str) -> str:
     if library == "fastai":
         return (
-            "let its class derive from learnerkit.Callback; it then runs as it is if it uses only events, cancels, "
-            "order and attributes of the learner"
+            "derive its class from learnerkit.Callback; it then runs unchanged if it uses only events, cancels, order "
+            "and attributes of the learner"
         )
     return "write its hooks as methods named after our events (learn.show_training_loop() prints them)"
 
 
 def check_free(learn: "Learner", cb: Callback) -> None:
-    """Refuse a callback that takes part in a run of another learner."""
+    """Refuse a callback that is used by a run of another learner."""
     if cb.learn not in (None, learn) and cb.learn.task is not None:
         raise ValueError(
-            f"{cb} takes part in {cb.learn.task!r} of another learner; make another one, or wait until that is over"
+            f"{cb} is used in {cb.learn.task!r} of another learner; make another one, or wait until that is over"
         )
 
 
 def check_fit(learn: "Learner", n_epoch: Any, start_epoch: Any = 0, n_steps: Any = None, who: str = "fit") -> None:
-    """Refuse a fit, or what trains as `who`, that cannot run."""
+    """Refuse a fit that cannot run; `who` is the method that was called."""
     if learn.task is not None:
         raise RuntimeError(
-            f"{who} was called during {learn.task!r}, with whose training its own would mix; a callback may call "
-            f"validate, get_preds or lr_find, and {who} can be called before and after"
+            f"{who} was called during {learn.task!r}, whose training it would disturb: call it before or after; a "
+            "callback may call validate and get_preds"
         )
     if (n_epoch is None) == (n_steps is None):
         raise ValueError(f"got n_epoch={n_epoch!r} and n_steps={n_steps!r}; give one of them: how long to train")
@@ -143,25 +135,25 @@ def check_fit(learn: "Learner", n_epoch: Any, start_epoch: Any = 0, n_steps: Any
         if value is not None:
             check_count(name, value, least=0)
     if n_steps is not None and start_epoch:
-        raise ValueError(f"got start_epoch={start_epoch} and n_steps={n_steps}; they do not go together")
+        raise ValueError(f"got start_epoch={start_epoch} and n_steps={n_steps}; they cannot be combined")
     check_not_empty(learn.dls.train, "the training loader")
     if learn.dls.valid is not None:
         check_not_empty(learn.dls.valid, "the validation loader")
 
 
 def check_closure(opts: Iterable[Optimizer], own_step: bool) -> None:
-    """Refuse an optimizer that evaluates the loss several times in a step, unless the learner has a step of its own."""
+    """Refuse an optimizer whose step needs a closure, unless the learner overrides `_step`."""
     for opt in opts:
         closure = signature(type(opt).step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty and not own_step:
             raise TypeError(
-                f"{type(opt).__name__} takes a closure that computes loss and gradients anew; override `_step` in a "
-                "subclass of Learner, which calls self.opt.step(closure)"
+                f"{type(opt).__name__} needs a closure that computes the loss and gradients again; override `_step` in "
+                "a subclass of Learner, so that it calls self.opt.step(closure)"
             )
 
 
 def three(name: str, value: Any) -> tuple[float, float, float]:
-    """Three numbers; anything else is refused."""
+    """Return three numbers; refuse anything else."""
     try:
         start, peak, end = map(float, () if isinstance(value, str) else value)
     except (TypeError, ValueError):
@@ -170,7 +162,7 @@ def three(name: str, value: Any) -> tuple[float, float, float]:
 
 
 def check_not_empty(dl: Iterable, name: str) -> None:
-    """Refuse a loader that says it has no batches."""
+    """Refuse a loader of length 0."""
     if loader_len(dl) == 0:
         raise ValueError(f"{name} is empty{_why_empty(dl)}")
 
@@ -182,8 +174,12 @@ def _why_empty(dl: Any) -> str:
     return f": its dataset has {size} samples" if size is not None else ": it has no batches"
 
 
+EXPLAINED = (RuntimeError, OSError, EOFError, ValueError, AttributeError)
+"""The types of errors that `explain` knows."""
+
+
 def explain(learn: "Learner", error: Exception) -> None:
-    """Add a note to an error of torch's, or of Python's, that does not say itself what to do."""
+    """Add a note to some errors of torch and Python that do not say what to do."""
     if isinstance(error, RuntimeError | OSError | EOFError):
         explain_lost_worker(error)
     elif isinstance(error, ValueError):
@@ -193,7 +189,7 @@ def explain(learn: "Learner", error: Exception) -> None:
 
 
 def explain_fastai_optimizer(error: AttributeError) -> None:
-    """Say what stands here for what fastai's optimizers have."""
+    """Name the replacement of a method that only fastai's optimizers have."""
     if isinstance(error.obj, Optimizer) and error.name in ("set_hyper", "set_hypers", "hypers", "set_freeze"):
         add_note_once(
             error,
@@ -203,30 +199,30 @@ def explain_fastai_optimizer(error: AttributeError) -> None:
 
 
 def explain_lost_worker(error: RuntimeError | OSError | EOFError) -> None:
-    """Say by which signal a loader's worker was killed.
+    """Name the signal that killed a loader's worker.
 
-    Torch's error has the signal's name, or no more than that the worker is gone; where it was killed while it handed a
-    tensor over, the error is just that of the broken connection.
+    torch's error may have the signal's name, or only say that the worker is gone. If the worker was killed while it
+    sent a tensor, the error is only that of the broken connection.
     """
     if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
         return
     named = re.search(r"is killed by signal: ([^.]+)\.", str(error))
-    found = [s for s in signal.valid_signals() if named and signal.strsignal(s) == named[1]]
+    signals: list[int] = [s for s in signal.valid_signals() if named and signal.strsignal(s) == named[1]]
     trace = error.__traceback__
-    while trace is not None and not found:  # else the loader knows
-        found = _killed(getattr(trace.tb_frame.f_locals.get("self"), "_workers", ()))
+    while trace is not None and not signals:  # otherwise ask the workers of the loader in the traceback
+        signals = _killing_signals(workers_of(trace.tb_frame.f_locals.get("self")))
         trace = trace.tb_next
-    if found:
-        add_note_once(error, f"the loader worker {killed_by(found[0]).rstrip(',')}")
+    if signals:
+        add_note_once(error, f"the loader worker {killed_by(signals[0]).rstrip(',')}")
 
 
-def _killed(workers: Sequence[Any]) -> list[int]:
-    """The signals by which workers were killed, which may be news that arrive a moment after the error."""
+def _killing_signals(workers: Sequence[Any]) -> list[int]:
+    """Return the signals that killed workers; an exit code may be known only a moment after the error."""
     end = time.monotonic() + 0.5
     while True:
-        found = [-worker.exitcode for worker in workers if (worker.exitcode or 0) < 0]
-        if found or not workers or time.monotonic() > end:
-            return found
+        signals = [-worker.exitcode for worker in workers if (worker.exitcode or 0) < 0]
+        if signals or not workers or time.monotonic() > end:
+            return signals
         time.sleep(0.01)
 
 
@@ -234,21 +230,21 @@ _NOT_ALONE = "choose another batch size, or leave the last batch out: DataLoader
 
 
 def explain_lone_sample(learn: "Learner", error: ValueError) -> None:
-    """Say why BatchNorm refuses a batch, and what to do."""
+    """Explain why BatchNorm refuses a batch, and what to do."""
     if learn.batch_size == 1 and str(error).startswith("Expected more than 1 value per channel"):
         which = "training" if learn.training else "validation"
         add_note_once(
             error,
-            f"batch {learn.iter} of the {which} loader has one sample, of which BatchNorm cannot make statistics; "
-            f"{_NOT_ALONE}",
+            f"batch {learn.iter} of the {which} loader has one sample, which is too few for the statistics of "
+            f"BatchNorm; {_NOT_ALONE}",
         )
 
 
 @contextmanager
 def last_batch_checked(learn: "Learner") -> Iterator[None]:
-    """Refuse, at its first batch, a training whose last batch is one sample that the model's BatchNorm cannot take."""
-    text = lone_last_batch(learn) if learn.training and not learn.train_iter else None
-    if text is None or (learn.n_steps is not None and learn.n_steps * learn.step_batches < learn.n_iter):
+    """Refuse training at its first batch if its last one is a single sample, too few for the model's BatchNorm."""
+    text = lone_last_batch(learn.dl, learn.model) if learn.training and not learn.train_iter else None
+    if text is None or (learn.n_steps is not None and learn.n_steps * learn._step_batches < (learn.n_iter or 0)):
         yield
         return
     statistics = [(buffer, buffer.clone()) for buffer in learn.model.buffers()]
@@ -256,34 +252,31 @@ def last_batch_checked(learn: "Learner") -> Iterator[None]:
     def refuse() -> None:
         with torch.no_grad():
             for buffer, before in statistics if not learn.train_iter else ():
-                buffer.copy_(before)  # other norms may have taken the batch already
+                buffer.copy_(before)  # other norms may have updated their statistics already
         raise ValueError(text)
 
     with watched_norms(learn, refuse):
         yield
 
 
-def lone_last_batch(learn: "Learner") -> str | None:
-    """What is wrong with the last batch of `learn.dl`, if it is one sample and the model has a BatchNorm to train.
+def lone_last_batch(dl: Any, model: nn.Module) -> str | None:
+    """Describe the problem if the last batch of `dl` is one sample and the model has a BatchNorm in training mode.
 
-    A BatchNorm of images takes it, as it has many values for each channel: `watched_norms` tells. Loaders that do not
-    know the sizes of their batches are passed over.
+    A BatchNorm of images accepts it, since it has many values for each channel: `watched_norms` finds that out. For
+    loaders that do not know the sizes of their batches the result is `None`.
     """
-    dl, batches = learn.dl, loader_len(learn.dl)
-    size, samples = getattr(dl, "step_size", getattr(dl, "batch_size", None)), loader_len(getattr(dl, "sampler", None))
+    batches, samples = loader_len(dl), loader_len(getattr(dl, "sampler", None))
+    size = getattr(dl, "step_size", getattr(dl, "batch_size", None))
     if not size or not samples or batches != -(-samples // size) or getattr(dl, "drop_last", False):
         return None
-    # In batches of one sample each is alone, and 1 % size is 0.
-    if samples % size != 1 % size or not any(isinstance(m, _BatchNorm) and m.training for m in learn.model.modules()):
+    # 1 % size instead of 1: with batches of one sample the remainder is 0.
+    if samples % size != 1 % size or not any(isinstance(m, BatchNorm) and m.training for m in model.modules()):
         return None
     if size == 1:
-        rest = "each of its batches has 1 sample, of which BatchNorm cannot make statistics; choose a larger batch size"
+        which, advice = "each of its batches has 1 sample", "choose a larger batch size"
     else:
-        rest = (
-            f"its last batch has 1 of its {samples} samples (batches of {size}), of which BatchNorm cannot make "
-            f"statistics; {_NOT_ALONE}"
-        )
-    return f"the training loader: {rest}"
+        which, advice = f"its last batch has 1 of its {samples} samples (batches of {size})", _NOT_ALONE
+    return f"the training loader: {which}, which is too few for the statistics of BatchNorm; {advice}"
 
 
 @contextmanager
@@ -291,34 +284,29 @@ def watched_norms(learn: "Learner", note: Callable[[], None]) -> Iterator[None]:
     """Call `note` before a BatchNorm in training mode that gets one value for each sample and channel."""
     replicas = len(learn.model.device_ids) if isinstance(learn.model, nn.DataParallel) else 1
 
-    def look(norm: nn.Module, args: tuple) -> None:
+    def check(norm: nn.Module, args: tuple) -> None:
         samples = -(-learn.batch_size // replicas)
         if norm.training and args and samples and args[0].numel() == args[0].shape[1] * samples:
             note()
 
     with ExitStack() as stack:
         for norm in learn.model.modules():
-            if isinstance(norm, _BatchNorm):
-                stack.callback(norm.register_forward_pre_hook(look).remove)
+            if isinstance(norm, BatchNorm):
+                stack.callback(norm.register_forward_pre_hook(check).remove)
         yield
 
 
 def check_read(learn: "Learner") -> None:
-    """Refuse a loader that turned out to have no batches."""
-    if learn.iter < 0 and not learn.sharded:
+    """Refuse a loader that gave no batches."""
+    if learn.iter < 0 and not learn._sharded:
         name = "training" if learn.training else "validation"
         once = "; an iterator can be read only once: pass a list, a DataLoader or a class with __iter__"
-        raise ValueError(
-            f"the {name} loader gave no batches in epoch {learn.epoch}{once if not _again(learn.dl) else ''}"
-        )
-
-
-def _again(dl: Any) -> bool:
-    return not hasattr(dl, "__next__")
+        is_iterator = hasattr(learn.dl, "__next__")
+        raise ValueError(f"the {name} loader gave no batches in epoch {learn.epoch}{once if is_iterator else ''}")
 
 
 def check_length(dl: Iterable, who: str) -> int:
-    """The number of batches, which `who` needs to know."""
+    """Return the number of batches, which `who` needs to know; refuse a loader without length."""
     length = loader_len(dl)
     if length is None:
         raise ValueError(
@@ -326,63 +314,3 @@ def check_length(dl: Iterable, who: str) -> int:
             "length; give it a __len__, say how long to train by n_steps, or train with fit at a constant rate"
         )
     return length
-
-
-def check_shapes(learn: "Learner") -> None:
-    """Refuse, on the first batch, predictions and targets that an elementwise loss would silently broadcast."""
-    if len(learn.yb) != 1:
-        return
-    loss, pred, target = learn.loss_func, learn.pred, learn.yb[0]
-    if not is_one_of(loss, ELEMENTWISE):
-        return
-    if isinstance(pred, Tensor) and isinstance(target, Tensor) and pred.shape != target.shape:
-        raise ValueError(
-            f"the model's predictions have the shape {tuple(pred.shape)}, the targets {tuple(target.shape)}, and "
-            f"{loss_name(loss)} compares them element by element: "
-            "they must be the same (reshape one of them, for instance with .squeeze(1) or .unsqueeze(1))"
-        )
-
-
-UNKNOWN_COUNT = "the model makes its own loss, and it is not known what that averages over: "
-
-
-def unknown_count(learn: "Learner") -> str:
-    """What is not known of a model's own loss, and what to do."""
-    if not learn.yb:
-        return (
-            f"{UNKNOWN_COUNT}its predictions are one for each token, and there are no targets. "
-            "Name the targets: DataLoaders(target_keys=...), or n_inp=... where batches are tuples"
-        )
-    return (
-        f"{UNKNOWN_COUNT}it is not the mean cross-entropy over the targets that are not negative. Give the Learner "
-        "loss_weight=, a function of the targets that counts what the loss averages over, or 'sum'"
-    )
-
-
-def warn_of_unknown_count(learn: "Learner") -> None:
-    """Warn where batches are weighed, of several ranks or in an accumulated step, by a count that is only a guess."""
-    if learn.task == "fit" and (learn.sharded or learn.weights is not None):
-        exact = "Until then steps of several batches or ranks are not exactly those of one batch"
-        alone = learn.training and learn.loss_weighting.found_alone
-        world.warn_once(f"{unknown_count(learn)}. {exact}", on_all=alone)
-
-
-def no_scalar(learn: "Learner") -> ValueError:
-    """The error for a loss that cannot be differentiated."""
-    return ValueError(
-        f"the loss is no scalar: loss_func returned {describe(learn.loss_grad)}; return a 0-dim tensor, for instance "
-        "its .mean() (reduction='mean')"
-    )
-
-
-def no_loss(learn: "Learner") -> ValueError:
-    """The error for a batch without a loss."""
-    if learn.loss_func is None:
-        return ValueError(
-            f"there is no loss: loss_func is None and the model returned {describe(learn.output)} without a `loss`; "
-            "give the Learner a loss_func, or let the model return its own"
-        )
-    return ValueError(
-        f"there is no loss: the batch {describe(learn.batch)} has no targets; let the dataset return "
-        "(input, target), set DataLoaders(n_inp=..., target_keys=...), or set learn.yb in a callback's before_batch"
-    )

@@ -15,7 +15,6 @@ from fastcore.basics import camel2snake
 from learnerkit import world
 from learnerkit.events import INNER_EVENTS, LOOP, CancelException, Event
 from learnerkit.text import did_you_mean
-from learnerkit.utils import add_note_once
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -25,17 +24,20 @@ LEVELS = ("fit", "epoch", "train", "validate", "batch")
 
 _RUN_FLAGS = ("run", "run_train", "run_valid")
 
+_FREE = ("check",)
+"""Names of the learner's that a callback may give its own attributes: a common word, and nothing that a run reads."""
+
 
 class Callback:
-    """Something that happens during training: subclass it, or pass functions: `Callback(after_batch=f, order=0)`.
+    """Code that runs during training: subclass it, or pass functions: `Callback(after_batch=f, order=0)`.
 
     Attributes:
         order: callbacks run in ascending order at every event, cleanups in descending order; ties as added.
-        run: set it to False to sit out; a change made during a fit is undone at its end.
-        run_train: whether the events of a batch are heard in training.
-        run_valid: whether the events of a batch are heard in validation and prediction.
+        run: False switches the callback off; a change made during a fit is undone at its end.
+        run_train: whether it runs at the events of a batch in training.
+        run_valid: whether it runs at the events of a batch in validation and prediction.
         rank0_only: run on rank 0 alone.
-        only_fit: sit out `validate`, `get_preds` and `lr_find`: for what records, logs, tracks or saves a fit.
+        only_fit: do not run in `validate`, `get_preds` and `lr_find`: for what records, logs, tracks or saves a fit.
         logs: the columns that it adds to the table with `log_metric`; only so declared can a tracker monitor them.
         learn: the learner, once added to one.
 
@@ -90,7 +92,7 @@ class Callback:
     def __setattr__(self, name: str, value: Any) -> None:
         learn = self.__dict__.get("learn")
         dispatch = learn and learn._dispatch
-        if dispatch and not self._owns(name) and hasattr(learn, name):
+        if dispatch and name not in _FREE and name[0] != "_" and not self._owns(name) and hasattr(learn, name):
             raise AttributeError(
                 f"{type(self).__name__} assigned self.{name}, but {name!r} belongs to the learner: write "
                 f"`self.learn.{name} = ...`, or set self.{name} in __init__ to make it the callback's own"
@@ -158,20 +160,29 @@ def check_hooks(cb: Callback) -> None:
             ) from None
 
 
+class RaisedIn(str):
+    """The note of an error that a hook raised, with the hook's `callback` as it is printed."""
+
+    callback: str
+
+    @classmethod
+    def add_to(cls, error: BaseException, cb: Callback, event: str) -> None:
+        """Add the note for the hook of a callback at an event, unless the error has one."""
+        if not any(isinstance(note, cls) for note in getattr(error, "__notes__", ())):
+            note = cls(f"raised in {cb!r}.{event}")
+            note.callback = repr(cb)
+            error.add_note(note)
+
+
 class Dispatch:
-    """Who runs at which event: resolved once per run, so that an event nobody hears costs a look-up.
+    """Calls the callbacks at each event. Who runs at which is resolved once per run: an unused event costs a look-up.
 
     It is resolved again only when a callback is added or removed, or sets one of its `run` flags.
 
     Args:
         cbs: the learner's own list, so that callbacks added in mid-run are found.
         fitting: whether callbacks marked `only_fit` take part.
-
-    Attributes:
-        calling: the callback whose hook runs, or ran last.
     """
-
-    calling: Callback | None = None
 
     def __init__(self, cbs: list[Callback], fitting: bool) -> None:
         self.cbs, self.fitting = cbs, fitting
@@ -180,17 +191,17 @@ class Dispatch:
         self.changed()
 
     def changed(self) -> None:
-        """Look again: callbacks or their flags are no longer what they were."""
+        """Resolve again, since callbacks or their flags have changed."""
         self._tables: dict[bool, dict[str, list]] = {}
         self.phase(self.training)
 
     def phase(self, training: bool) -> None:
-        """Turn to training, in which `run_train` counts, or to evaluation, in which `run_valid` does."""
+        """Change to training, in which `run_train` counts, or to evaluation, in which `run_valid` does."""
         self.training = training
         self.table = self._tables.get(training) or self._resolve()
 
     def listeners(self, event: str) -> list[Callback]:
-        """The callbacks that hear `event` in the present phase, in order."""
+        """The callbacks that run at `event` in the present phase, in order."""
         flag = ("run_train" if self.training else "run_valid") if event in INNER_EVENTS else "run"
         return [
             cb
@@ -203,7 +214,9 @@ class Dispatch:
         ]
 
     def _resolve(self) -> dict[str, list]:
-        table = {event: [(cb, self._hook(cb, event)) for cb in self.listeners(event)] for event in Event}
+        table: dict[str, list] = {
+            str(event): [(cb, self._hook(cb, event)) for cb in self.listeners(event)] for event in Event
+        }
         for level in LEVELS:
             entering = f"before_{level}"
             owing = self.listeners(f"cleanup_{level}")
@@ -219,8 +232,7 @@ class Dispatch:
 
     def _hook(self, cb: Callback, event: str) -> Callable[[], None]:
         hook = getattr(cb, event)
-        # This package's own do not communicate there, and one runs at every step, where the guard costs some 50 us.
-        guarded = cb.rank0_only and world.world_size() > 1 and not type(cb).__module__.startswith(f"{__package__}.")
+        guarded = cb.rank0_only and world.world_size() > 1 and vars(type(cb)).get("_guarded", True)
         return partial(_alone, hook, f"{cb!r}.{event}") if guarded else hook
 
     def _place(self, cb: Callback) -> tuple[int, int]:
@@ -235,20 +247,19 @@ class Dispatch:
     def fire(self, event: str) -> None:
         """Call everyone who listens to `event`; an exception gains a note with the callback and the event."""
         for cb, hook in self.table[event]:
-            self.calling = cb
             try:
                 hook()
             except BaseException as e:
-                add_note_once(e, f"raised in {cb!r}.{event}")
+                RaisedIn.add_to(e, cb, event)
                 raise
 
     def __enter__(self) -> "Dispatch":
-        """Open a level: the `before_*` events fired inside come to owe cleanups."""
+        """Open a level, whose cleanups run at its end: of each callback that its `before_*` event has reached."""
         self._owed.append([])
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        """Run the cleanups owed: all of them, in reverse order, even if one fails.
+        """Run the level's cleanups: all of them, in reverse order, even if one fails.
 
         An error of the level itself goes on, with a note for each cleanup that failed too; otherwise, also if the
         level was cancelled, the first error of a cleanup is raised.
@@ -257,16 +268,15 @@ class Dispatch:
         error = None if isinstance(error, CancelException) else error
         failed = None
         for cb, event in reversed(owed):
-            self.calling = cb
             try:
                 with world.no_collectives(f"{cb!r}.{event}"):
                     getattr(cb, event)()
             except BaseException as e:
-                add_note_once(e, f"raised in {cb!r}.{event}")
-                if error is None and failed is None:
+                RaisedIn.add_to(e, cb, event)
+                if (first := error or failed) is None:
                     failed = e
                 else:
-                    (error or failed).add_note(f"then {cb!r}.{event} failed too: {type(e).__name__}: {e}")
+                    first.add_note(f"then {cb!r}.{event} failed too: {type(e).__name__}: {e}")
         if failed is not None:
             raise failed
 
@@ -291,7 +301,7 @@ def kept_flags(cbs: list[Callback]) -> Iterator[None]:
 
 
 def describe_loop(cbs: list[Callback]) -> str:
-    """The text of the loop with, at each event, the callbacks that hear it."""
+    """The text of the loop with, at each event, the callbacks that run there."""
     dispatch = Dispatch(cbs, fitting=True)
     lines = []
     for line in LOOP.strip().splitlines():

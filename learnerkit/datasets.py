@@ -1,10 +1,11 @@
-"""Real images to try things on: a sample of Fashion-MNIST that ships with the package, and the whole of it.
+"""Real images for examples: a sample of Fashion-MNIST that is part of the package, and the full dataset.
 
 Fashion-MNIST is (c) 2017 Zalando SE, MIT licence; the notice is in `learnerkit/assets/FASHION_MNIST_LICENSE`.
 """
 
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ FASHION_MNIST_CLASSES = (
 
 
 def fashion_mnist_sample() -> tuple[TensorDataset, TensorDataset]:
-    """6,000 training and 1,000 validation images of Fashion-MNIST, as many of each class, from the package's files.
+    """Return 6,000 training and 1,000 validation images of Fashion-MNIST from the package's files.
 
     They are the first 600 of each class of the training set and the first 100 of each class of the test set, shuffled.
 
@@ -38,12 +39,12 @@ def fashion_mnist_sample() -> tuple[TensorDataset, TensorDataset]:
 
 
 def fashion_mnist(root: str | Path) -> tuple[TensorDataset, TensorDataset]:
-    """The whole of Fashion-MNIST, 60,000 and 10,000 images, by torchvision, which downloads it if it is not there.
+    """Return all of Fashion-MNIST, 60,000 and 10,000 images; torchvision downloads it if necessary.
 
-    On several processes rank 0 downloads and the others wait; every rank must reach this.
+    With several processes rank 0 downloads and the others wait; every rank must reach this.
 
     Args:
-        root: the files are, or are put, in root/FashionMNIST/raw.
+        root: the files are in root/FashionMNIST/raw, or are put there.
 
     Returns:
         (train_ds, valid_ds) as from `fashion_mnist_sample`.
@@ -51,7 +52,8 @@ def fashion_mnist(root: str | Path) -> tuple[TensorDataset, TensorDataset]:
     Raises:
         RuntimeError: the files are not there and cannot be downloaded.
     """
-    return world.rank0_first(_read_fashion_mnist, Path(root))
+    found: Any = world.rank0_first(_read_fashion_mnist, Path(root))
+    return found
 
 
 def _read_fashion_mnist(root: Path) -> tuple[TensorDataset, TensorDataset]:
@@ -59,10 +61,10 @@ def _read_fashion_mnist(root: Path) -> tuple[TensorDataset, TensorDataset]:
 
     try:
         train, valid = (FashionMNIST(root, train=train, download=True) for train in (True, False))
-    except (OSError, RuntimeError) as e:  # torchvision's own error, or the network's
+    except (OSError, RuntimeError) as e:  # torchvision's own error, or one of the connection
         raw, why = root / "FashionMNIST" / "raw", " ".join(str(e).split())
         raise RuntimeError(
-            f"Fashion-MNIST is not in {raw} and could not be downloaded ({why}). Without a network, put the four "
+            f"Fashion-MNIST is not in {raw} and could not be downloaded ({why}). Without a connection, put the four "
             "unpacked files there (train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, "
             "t10k-labels-idx1-ubyte), or use the sample that ships with learnerkit: fashion_mnist_sample()"
         ) from None

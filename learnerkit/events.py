@@ -49,8 +49,7 @@ fit
 
 
 class Event(StrEnum):  # noqa: D101 - its docstring is LOOP
-    # One text is the description, the source of `show_training_loop` and, in the
-    # tests, the expected order of a recorded run.
+    # The same text is used by `show_training_loop`, and by a test that compares it with a recorded run.
     __doc__ = f"Every event a callback can listen to, in the order of the loop:\n{LOOP}"
 
     after_create = "after_create"
@@ -85,15 +84,14 @@ class Event(StrEnum):  # noqa: D101 - its docstring is LOOP
 
 
 INNER_EVENTS = tuple(e for e in Event if "_batch" in e or e.endswith(("_pred", "_loss", "_backward", "_step")))
-"""The events of one batch: only these heed a callback's `run_train` and `run_valid`."""
+"""The events of one batch: only for these do a callback's `run_train` and `run_valid` matter."""
 
 
 class CancelException(Exception):
     """Base of the exceptions by which a callback cuts the loop short; never raised itself.
 
     Args:
-        agreed: say so where every rank raises the cancel at the same place, so that they need not first tell each other
-            of it.
+        agreed: every rank raises this cancel at the same place, so they need not tell each other of it first.
     """
 
     def __init__(self, *args: object, agreed: bool = False) -> None:

@@ -1,13 +1,12 @@
-"""Files of weights: names that stay in their directory, whole writing, safe reading, and what fits a model.
+"""Files of weights: checked names, atomic writing, safe reading, and the check that a file fits a model.
 
 A file is a model's state dict, or a dict of {'model': weights, 'opt': state of the optimizer, 'scaler': state of the
-gradient scaler}, of which the last two may be missing. Those of plain PyTorch scripts, which use other names for the
-same, are read too.
+gradient scaler}, of which the last two may be missing. Files of plain PyTorch scripts, which use other keys for the
+same content, can be read too.
 """
 
 import os
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,23 +27,23 @@ _WRAPPERS = ("module.", "_orig_mod.")  # DataParallel's and DDP's, torch.compile
 
 @dataclass(frozen=True)
 class Saved:
-    """What a file holds.
+    """The content of a file.
 
     Args:
-        name: of the file, for messages.
-        weights: the model's.
-        opt: the state of the optimizer, or of several by name; `None` where the file has none.
-        scaler: the state of the gradient scaler; `None` where the file has none, or something else by that name.
+        name: the file's name, for messages.
+        weights: the model's state dict.
+        opt: the state of the optimizer, or of several by name; `None` if the file has none.
+        scaler: the state of the gradient scaler; `None` if the file has none, or something else under that key.
     """
 
     name: str
-    weights: Mapping[str, Any]
+    weights: dict[str, Any]
     opt: dict | None = None
     scaler: dict | None = None
 
 
 def plain_name(name: str) -> str:
-    """`name` if it is a plain file name, so that it cannot leave the directory it is put in.
+    """Return `name` if it is a plain file name, which cannot lead out of a directory.
 
     Raises:
         ValueError: separators, `..`, control characters, a leading `-` or more than 200 characters.
@@ -59,7 +58,7 @@ def plain_name(name: str) -> str:
 
 
 def place(file: Any) -> Path | BinaryIO:
-    """A path or an open file as it is.
+    """Return a path or an open file as it is.
 
     Raises:
         TypeError: something else.
@@ -70,9 +69,9 @@ def place(file: Any) -> Path | BinaryIO:
 
 
 def save_whole(obj: Any, file: Path | BinaryIO) -> None:
-    """`torch.save` that leaves either the whole new file or the old one, also when the process is killed.
+    """Save like `torch.save`, but atomically: a killed process leaves either the whole new file or the old one.
 
-    Written beside the target, synced, then renamed over it. An open file is just written to.
+    The file is written beside the target, synced, and renamed over it. An open file is just written to.
     """
     if not isinstance(file, Path):
         torch.save(obj, file)
@@ -100,7 +99,7 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is damaged, or holds something else, or is open and has been read to its end.
+        ValueError: it is damaged, has other content, or is open and has been read to its end.
     """
     name = str(file) if isinstance(file, Path) else getattr(file, "name", None) or f"the {type(file).__name__}"
     if isinstance(file, Path) and not file.is_file():
@@ -109,13 +108,13 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
     if not isinstance(file, Path) and getattr(file, "seekable", bool)() and _is_at_end(file):
         raise ValueError(f"{name} stands at its end, and an open file is read from where it stands: call file.seek(0)")
     try:
-        with warnings.catch_warnings(action="ignore"):  # what is odd about a damaged file is not news
+        with warnings.catch_warnings(action="ignore"):  # of a damaged file, for which there is an error
             state = torch.load(file, map_location=device, weights_only=True)
-    except Exception as e:  # random bytes bring out a dozen types, from AssertionError to struct.error
+    except Exception as e:  # random bytes cause a dozen types of errors, from AssertionError to struct.error
         raise ValueError(
             f"{name} is damaged, or not made by Learner.save: {str(e).splitlines()[0] if str(e) else e!r}"
         ) from e
-    if not isinstance(state, Mapping):
+    if not isinstance(state, dict):
         raise ValueError(f"{name} holds a {type(state).__name__}, not the weights of a model")
     weights = _entry(state, _MODEL_NAMES)
     if weights is None:
@@ -133,22 +132,22 @@ def _is_at_end(file: BinaryIO) -> bool:
     return 0 < at == end
 
 
-def _entry(state: Mapping, names: tuple[str, ...]) -> Mapping | None:
-    return next((state[name] for name in names if isinstance(state.get(name), Mapping)), None)
+def _entry(state: dict, names: tuple[str, ...]) -> dict | None:
+    return next((state[name] for name in names if isinstance(state.get(name), dict)), None)
 
 
 def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:
-    """What a file holds with the model's names for its weights, so that loading them cannot fail half-way.
+    """Check that a file fits a model, so that loading cannot fail half-way, and remove wrappers' prefixes from names.
 
-    Keeps torch's `_metadata`, by which modules know the version of their weights.
+    torch's `_metadata`, which has the versions of the modules, is kept.
 
     Args:
-        saved: the content.
-        model: what the weights are for.
+        saved: the content of the file.
+        model: the model to load it into.
         strict: whether the file must have exactly the model's weights.
 
     Raises:
-        ValueError: weights that do not fit; the message has what the file has and the model lacks, and the reverse.
+        ValueError: weights that do not fit; the message says which are missing and which are surplus.
     """
     own, weights = model.state_dict(), saved.weights
     for prefix in _WRAPPERS * 2:  # they may be nested
@@ -167,6 +166,6 @@ def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:
         "are not in the model": surplus if strict or none_fits else [],
     }
     if any(wrong.values()):
-        found = ". These ".join(f"{what}: {first_few(names, '; ')}" for what, names in wrong.items() if names)
-        raise ValueError(f"{saved.name} does not fit {type(model).__name__}: these {found}")
+        problems = ". These ".join(f"{what}: {first_few(names, '; ')}" for what, names in wrong.items() if names)
+        raise ValueError(f"{saved.name} does not fit {type(model).__name__}: these {problems}")
     return saved

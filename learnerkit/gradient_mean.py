@@ -1,18 +1,14 @@
-"""How much each batch counts in the gradient of an optimizer step that several batches make together."""
-
-from typing import TYPE_CHECKING
+"""The gradient of a step that several batches make together: the mean over everything they count."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from learnerkit.data.batches import tensors_in
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
+from learnerkit.torch_internals import scale_together
 
 
 class GradientMean:
-    """Makes the gradient of a step the mean over everything its batches count, whatever there turns out to be.
+    """Weighs the batches of a step so that its gradient is the mean over everything they count.
 
     The gradient is sum(count_i * g_i) / sum(count_i), g_i being that of the mean loss of batch i. The sum of the
     counts is known only after the last batch. So every backward pass takes its loss times count_i / expected, and the
@@ -20,95 +16,76 @@ class GradientMean:
     needs neither.
 
     Args:
-        learn: the learner.
+        sums: the loss is a sum rather than a mean.
+
+    Attributes:
+        begun: whether gradients of batches wait for their step.
+        expected: what the step was expected to count when it began.
+        counted: what its batches have counted so far.
     """
 
-    def __init__(self, learn: "Learner") -> None:
-        self.learn, self.sums = learn, learn.loss_weighting.sums
-        self.expected = 1.0  # what the step is expected to count
-        self._counted: float | Tensor = 0.0  # what this step has counted so far
-        self.begun = False  # whether gradients of batches wait for their step
+    def __init__(self, sums: bool) -> None:
+        self.sums = sums
+        self.begun = False
+        self.expected = 1.0
+        self.counted: float | Tensor = 0.0
 
-    # The backward pass of the loop
+    def begin(self, expected: float) -> None:
+        """Begin a step; `expected` is roughly what it will count."""
+        self.begun, self.expected, self.counted = True, expected, 0.0
 
-    def backward(self) -> None:
-        """Compute the batch's gradients with their weight, and correct those of the step after its last batch."""
-        self.learn.loss_grad = self.weigh(self.learn.loss_grad)
-        self._differentiate(self._count())
-        self.settle()
+    def weigh(self, loss: Tensor, count: float | Tensor, output: object) -> Tensor:
+        """Return the loss to differentiate.
 
-    def weigh(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate."""
-        count = self._note(self._count())
-        return loss if self.sums else self._weighted(loss, count)
-
-    def settle(self) -> None:
-        """Correct the gradients once the step's last backward pass is over."""
-        if self.learn.step_due and self.begun:
-            self.begun = False
-            self._correct(self._counted)
-
-    def backward_cancelled(self) -> None:
-        """The backward pass of this batch was left out; the step's others count."""
-        self.settle()
-
-    # Parts
-
-    def _note(self, count: float | Tensor) -> float | Tensor:
-        "Take a batch's count into its step."
-        if not self.begun:
-            self.begun, self._counted = True, 0.0
-            self.expected = self._expect(count)
-        self._counted = self._counted + count
-        return count
-
-    def _differentiate(self, count: float | Tensor) -> None:
-        "Compute the gradients of `loss_grad`."
-        self.learn._backward()
-
-    def _count(self) -> float | Tensor:
-        """What this batch counts; a number where reading it costs nothing."""
-        count = self.learn.loss_count
-        return count if not isinstance(count, Tensor) or count.device.type != "cpu" else count.item()
-
-    def _weighted(self, loss: Tensor, count: float | Tensor) -> Tensor:
-        "The loss times count / expected."
+        Args:
+            loss: the batch's.
+            count: what it averages over; a tensor on a device is not read.
+            output: the model's, of which the loss was made.
+        """
+        if self.sums:
+            return loss
         if isinstance(count, Tensor):
             return torch.where(count > 0, loss * (count / self.expected), 0.0).to(loss.dtype)
         if not count:  # the loss may be the mean of nothing, a NaN, and so would its gradient times 0 be
-            return nothing_of(self.learn)
+            return zero_loss(output)
         return loss if count == self.expected else loss * (count / self.expected)
 
-    def _expect(self, count: float | Tensor) -> float:
-        "What a step will count, roughly; counts on the device are not read."
-        return (self.learn.batch_size if isinstance(count, Tensor) else count) * self.learn.step_batches or 1.0
+    def correction(self, counted: float | Tensor, tolerance: float = 0.0) -> float | Tensor:
+        """Return what the step's gradients are to be multiplied by: 1.0 where they are right.
 
-    def _correct(self, counted: float | Tensor, tolerance: float = 0.0) -> None:
+        Args:
+            counted: what the step has counted in all.
+            tolerance: the share of what was expected that counts as rounding.
+        """
         if self.sums:
-            return
+            return 1.0
         if isinstance(counted, Tensor):
-            factor = torch.where(counted > 0, self.expected / counted, 0.0)
-        elif abs(counted - self.expected) <= tolerance * self.expected:
-            return
-        else:
-            factor = self.expected / counted if counted else 0.0
-        scale_gradients(self.learn, factor)
+            return torch.where(counted > 0, self.expected / counted, 0.0)
+        if abs(counted - self.expected) <= tolerance * self.expected:
+            return 1.0
+        return self.expected / counted if counted else 0.0
 
 
-def nothing_of(learn: "Learner") -> Tensor:
-    """A loss that depends on all of the model's output and whose gradients are zero."""
-    output = learn.pred if learn.output is None else learn.output
+def host_count(count: float | Tensor) -> float | Tensor:
+    """Return a count as a number where reading it costs nothing; one on a device stays there."""
+    return count if not isinstance(count, Tensor) or count.device.type != "cpu" else count.item()
+
+
+def zero_loss(output: object) -> Tensor:
+    """Return a loss of 0 that depends on all of the model's output, and whose gradients are zero."""
     # The sum of no elements: times 0, numbers too large for float16 would make a NaN.
-    return sum(t.flatten()[:0].sum() for t in tensors_in(output) if t.requires_grad)
+    return sum(t.flatten()[:0].sum() for t in tensors_in(output) if t.requires_grad)  # type: ignore[return-value]
 
 
-def scale_gradients(learn: "Learner", factor: float | Tensor) -> None:
-    """Multiply all gradients."""
-    grads = [p.grad for p in learn.model.parameters() if p.grad is not None]
+def scale_gradients(model: nn.Module, factor: float | Tensor) -> None:
+    """Multiply all gradients of a model, in place."""
+    if isinstance(factor, float) and factor == 1:
+        return
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
     for kind in {(g.device, g.dtype, g.layout) for g in grads}:
         alike = [g for g in grads if (g.device, g.dtype, g.layout) == kind]
         if kind[2] is not torch.strided:
             for grad in alike:
                 grad.mul_(factor)
         else:
-            torch._foreach_mul_(alike, factor.to(kind[1]) if isinstance(factor, Tensor) else factor)
+            scale_together(alike, factor.to(kind[1]) if isinstance(factor, Tensor) else factor)

@@ -20,7 +20,7 @@ from learnerkit.callbacks.progress import ProgressCallback, print_above
 from learnerkit.callbacks.recorder import EvaluationCallback, Recorder, TableLogger
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, combine_scheds, combined_cos
 from learnerkit.callbacks.training import StepBudget, TrainEvalCallback
-from learnerkit.data.batches import batch_size, get_field, loader_len
+from learnerkit.data.batches import get_field, loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import in_order, keep_seeds
 from learnerkit.events import (
@@ -34,40 +34,25 @@ from learnerkit.events import (
     Event,
 )
 from learnerkit.files import File, Saved, fitted, plain_name, save_whole
-from learnerkit.gradient_mean import nothing_of
-from learnerkit.losses import LossWeight, loss_name
+from learnerkit.losses import LossWeight, loss_name, no_loss, take_loss
 from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import Workers, distrib_ctx, on_workers
 from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
-from learnerkit.snapshot import double, unchanged
+from learnerkit.snapshot import unchanged
+from learnerkit.state import COUNTERS, TRANSIENT, RunState
 from learnerkit.utils import (
-    add_note_once,
     count_parameters,
-    describe,
     listify,
     training_modes,
     unwrap,
     warn,
 )
 
-_BATCH_STATE = {
-    "dl": None, "batch": None, "batch_size": 0, "batch_index": 0, "xb": (), "yb": (), "pred": None, "output": None,
-    "loss": None, "loss_grad": None, "loss_count": 0, "iter": 0, "n_iter": None,
-    "weights": None, "step_batches": 1, "step_due": True,
-}  # fmt: skip
-"""What a run sets batch by batch, and what it is when nothing runs."""
-
 _EVENTS = {
     level: (f"before_{level}", f"after_cancel_{level}", f"after_{level}")
     for level in ("fit", "epoch", "train", "validate", "batch", "backward", "step")
 }
-
-_RUN_STATE = (*_BATCH_STATE, "training", "task", "_dispatch", "_in_fit")
-
-_COUNTERS = ("epoch", "n_epoch", "n_steps", "train_iter", "pct_train", "_start_epoch")
-"""How far the last fit has come."""
-
 
 Rates = float | slice | Iterable[float] | dict
 """Learning rates, as `fit` takes them."""
@@ -80,7 +65,7 @@ def _budget(n_steps: int | None) -> list[Callback]:
     return [] if n_steps is None else [StepBudget(n_steps)]
 
 
-class Learner:
+class Learner(RunState):
     """Trains a model on data, with callbacks that can read and change everything on the way.
 
     Args:
@@ -105,6 +90,8 @@ class Learner:
         TypeError, ValueError: an argument that cannot work; the message says what would.
     """
 
+    recorder: Recorder  # where it has one; so has every other callback its name
+
     def __init__(
         self,
         dls: DataLoaders,
@@ -125,6 +112,7 @@ class Learner:
         loss_weight: Callable[..., Tensor] | str | None = None,
         default_cbs: bool = True,
     ) -> None:
+        super().__init__()
         arguments.check_subclass(type(self), Learner)
         arguments.check_learner(dls, model, loss_func, opt_func)
         self.dls, self.model, self.loss_func = dls, model, loss_func
@@ -136,33 +124,24 @@ class Learner:
         self.moms = arguments.three("moms", moms)
         self.loss_weight = loss_weight
         self._weigh_losses()  # refuses what it cannot take, here rather than in fit
-        self.opt: Optimizer | dict[str, Optimizer] | None = None
+        self._device, self._loss_without_targets = torch.device("cpu"), False  # set for each run
+        self.opt: Any = None  # an optimizer, or a dict of several by name; made at first need
         self.logger: Callable[[list], None] = TableLogger(self)
         self.cbs: list[Callback] = []
         self._parting: list[Callback] = []
         self._scaler_state: dict[str, Any] = {}  # of the gradient scaler (MixedPrecision), between fits
         self._told_outside = False
-        self._dispatch: Dispatch | None = None
-        self.together: parallel.Agreement | None = None
-        self.around: parallel.Agreement | None = None
-        self.workers: Workers | None = None
-        self.task: str | None = None
-        self.training = False
-        self._in_fit = False  # evaluation in a fit leaves its random streams alone
+        self._agreement: parallel.Agreement | None = None
+        self._workers: Workers | None = None
         self._bare_model: nn.Module | None = None  # the model of a run as it was before callbacks could wrap it
         self._eval_modules: set[str] = set()  # the names of its modules that the user has put into eval mode
-        self.epoch = self.train_iter = self._start_epoch = 0
-        self.n_epoch: int | None = 0
-        self.n_steps: int | None = None
-        self.pct_train = 0.0
-        self.__dict__.update(_BATCH_STATE)
         self.add_cbs([TrainEvalCallback(), Recorder(), ProgressCallback()] if default_cbs else [])
         self.add_cbs(cbs)
         self._dispatch = Dispatch(self.cbs, fitting=True)
         try:
             self._dispatch.fire(Event.after_create)
         finally:
-            self._dispatch = None
+            self._dispatch = RunState._dispatch
 
     def __repr__(self) -> str:
         opts = ", ".join(type(opt).__name__ for opt in self.opts) or loss_name(self.opt_func)
@@ -178,7 +157,7 @@ class Learner:
 
     def _fit(self) -> None:
         if self.n_steps is None:
-            epochs: Iterable[int] = range(self._start_epoch, self.n_epoch)
+            epochs: Iterable[int] = range(self._start_epoch, self.n_epoch or 0)
         else:
             epochs = takewhile(lambda _: self.pct_train < 1, count())
         for self.epoch in epochs:
@@ -201,18 +180,18 @@ class Learner:
 
     def _all_batches(self) -> None:
         self.n_iter, self.iter = loader_len(self.dl), -1
-        together = self.together
+        agreement = self._agreement
         with arguments.last_batch_checked(self):
             for self.iter, self.batch in enumerate(self.dl):
-                self._one_batch() if together is None else together.turn(self._one_batch)
-        if together is not None:
-            together.close()
+                self._batch_index = self.iter
+                self._one_batch() if agreement is None else agreement.run_batch(self._one_batch)
+        if agreement is not None:
+            agreement.end_batches()
         arguments.check_read(self)
 
     def _one_batch(self) -> None:
         unpacked = self.dls.unpack(self.batch, self._device, self.loss_func is None)
         self.batch, self.xb, self.yb, self.batch_size = unpacked
-        self.batch_index = self.iter
         self.pred = self.output = self.loss = self.loss_grad = None
         bracket = self._level if self._dispatch.table["batch"] else self._events
         bracket("batch", self._do_batch, CancelBatchException)
@@ -220,9 +199,10 @@ class Learner:
     def _do_batch(self) -> None:
         dispatch = self._dispatch
         self._forward()
-        if dispatch.table["after_pred"]:  # asking first is what makes an event that nobody hears free
+        if dispatch.table["after_pred"]:  # asked here, so that an event without listeners costs nothing
             dispatch.fire("after_pred")
-        self._take_loss()
+        if (self.yb or self._loss_without_targets) and self.task != "predict":
+            take_loss(self)
         if dispatch.table["after_loss"]:
             dispatch.fire("after_loss")
         if self.training:
@@ -230,15 +210,15 @@ class Learner:
             self._events("step", self._step, CancelStepException)
             self._zero_grad()
         elif self.loss is None and self.task != "predict":
-            raise arguments.no_loss(self)
+            raise no_loss(self)
 
     def _weighted_backward(self) -> None:
         if self.loss_grad is None:
-            raise arguments.no_loss(self)
-        if self.weights is None:
+            raise no_loss(self)
+        if self._gradient is None:
             self._backward()
         else:
-            self.weights.backward()
+            self._gradient.backward()
 
     def _level(self, name: str, body: Callable[[], None], cancel: type[Exception]) -> None:
         "A level of the loop that callbacks clean up after, however it ends."
@@ -259,33 +239,6 @@ class Learner:
                 dispatch.fire(after)
         except cancel:
             pass  # cancelled when it was over already
-
-    def _take_loss(self) -> None:
-        "The loss, where there is something to take it of; its errors gain the shapes it got."
-        if not (self.yb or self._loss_without_targets) or self.task == "predict":
-            return
-        try:
-            if self.batch_size == 0 and not batch_size(self.xb):
-                # A rank without data only keeps its peers company: gradients of zero, and no mean of nothing (a NaN).
-                self.loss_grad = nothing_of(self)
-                self.loss = self.loss_grad.detach()
-            else:
-                if not self.iter:
-                    arguments.check_shapes(self)
-                self._loss()
-        except Exception as e:
-            add_note_once(e, f"the loss got predictions: {describe(self.pred)}; targets: {describe(self.yb)}")
-            raise
-        if self.loss_grad is not None:
-            if not isinstance(self.loss_grad, Tensor) or self.loss_grad.ndim:
-                raise arguments.no_scalar(self)
-            table = self._dispatch.table
-            if (table["after_loss"] or table["before_backward"]) and isinstance(self.loss, Tensor):
-                self.loss = self.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
-            weighting = self.loss_weighting
-            self.loss_count = weighting.count(self.yb, self.batch_size, self.pred, self.loss, self.xb)
-            if weighting.unknown:
-                arguments.warn_of_unknown_count(self)
 
     # Seams: what a subclass may override, called inside the events above.
 
@@ -312,11 +265,15 @@ class Learner:
         "Clear the gradients."
         optim.clear_gradients(self.opt)
 
-    def create_opt(self) -> None:
+    def create_opt(self) -> Any:
         """Set `opt`: by default one optimizer of the splitter's groups; a subclass may make a dict of them."""
         first = float(max(self.lr if optim.is_row(self.lr) else optim.rates(self.lr, 2)))
         groups = optim.make_groups(self.model, self.splitter)
         self.opt = optim.make_optimizer(self.opt_func, groups, first, self.model)
+
+    def _overrides(self, *seams: str) -> bool:
+        "Tell whether a subclass has its own version of one of these seams."
+        return any(getattr(type(self), seam) is not getattr(Learner, seam) for seam in seams)
 
     # Runs
 
@@ -383,7 +340,7 @@ class Learner:
             moms: momentum at the start, the peak and the end; default the Learner's. Optimizers without are left alone.
 
         Raises:
-            ValueError: the training loader has no length, so that there is no telling how far training has come.
+            ValueError: the training loader has no length, so that nobody knows how far training has come.
         """
         cycle, momentum = self._one_cycle(div, div_final, pct_start, moms)
         run = {"wd": wd, "cbs": cbs, "reset_opt": reset_opt, "start_epoch": start_epoch, "n_steps": n_steps}
@@ -419,7 +376,7 @@ class Learner:
             pct_start: share of the steps at the constant rate.
 
         Raises:
-            ValueError: the training loader has no length, so that there is no telling how far training has come.
+            ValueError: the training loader has no length, so that nobody knows how far training has come.
         """
 
         def flat_then_cos(rate: float) -> Schedule:
@@ -451,7 +408,7 @@ class Learner:
             cbs, reset_opt, wd, start_epoch: as in `fit`.
 
         Raises:
-            ValueError: the training loader has no length; cycles that are no whole numbers of 1 or more.
+            ValueError: the training loader has no length; cycles that are not whole numbers of 1 or more.
         """
         for name, value in (("n_cycles", n_cycles), ("cycle_len", cycle_len), ("cycle_mult", cycle_mult)):
             arguments.check_count(name, value)
@@ -548,10 +505,6 @@ class Learner:
         recorder. Under DDP every rank must reach this; the losses are those of the global batches, and all ranks get
         the same suggestions.
 
-        A callback may call it in mid-fit, too. It then trains a copy of model and optimizer (on the device) with copies
-        of the callbacks, except of the one that calls it and of those that are `only_fit`. Where several callbacks call
-        it, each finds the others' copies calling it, too.
-
         Args:
             start_lr: the first rate.
             end_lr: the last rate; in between it grows by the same factor at every step.
@@ -565,19 +518,10 @@ class Learner:
             A named tuple with a rate for each of the functions, under its name.
 
         Raises:
-            RuntimeError: called in mid-fit, with a model that cannot be copied.
+            RuntimeError: called during a fit; call it before.
             ValueError: arguments that cannot work, or too few losses to suggest something by.
         """
-        suggest_funcs = listify(suggest_funcs)
-        finder = LRFinder(start_lr, end_lr, num_it, stop_div, suggest_funcs)
-        if self._dispatch is not None:
-            caller = self._dispatch.calling
-
-            def sits_out(cb: Callback) -> bool:
-                return cb is caller or isinstance(cb, StepBudget | ProgressCallback)
-
-            with double(self, _BATCH_STATE, without=sits_out) as twin, torch.enable_grad():  # it may be in validation
-                return twin.lr_find(start_lr, end_lr, num_it, stop_div, show_plot, suggest_funcs)
+        finder = LRFinder(start_lr, end_lr, num_it, stop_div, listify(suggest_funcs))
         arguments.check_fit(self, n_epoch=None, n_steps=num_it, who="lr_find")
         parallel.warn_outside_context(self)
         with self._running("lr_find", finder), unchanged(self):
@@ -621,7 +565,7 @@ class Learner:
         Under DDP every rank must reach this and gets the whole. Predictions are the model's raw outputs.
 
         Args:
-            ds_idx: which dataset, read in its own order whatever its loader's sampler.
+            ds_idx: the dataset, by its loader; it is read in its own order, not its sampler's.
             dl: a loader instead, read in its own order.
             with_input: put the inputs first.
             with_loss: put the loss of each sample last; needs a loss that takes `reduction`.
@@ -670,7 +614,7 @@ class Learner:
             act: a function of the predictions, such as `partial(torch.softmax, dim=1)`, before they are averaged.
 
         Raises:
-            ValueError: nothing that augments, no augmented reading, or predictions that are no tensors.
+            ValueError: nothing that augments, no augmented reading, or predictions that are not tensors.
         """
         arguments.check_count("n", n, "a number of augmented readings")
         if (dl is None) == (batch_tfms is None):
@@ -707,19 +651,19 @@ class Learner:
         self._take_callbacks()
         self._to_device()
         self._device = self.dls.device
-        self._loss_without_targets = self.loss_func is None or type(self)._loss is not Learner._loss
+        self._loss_without_targets = self.loss_func is None or self._overrides("_loss")
         fitting, nested = task == "fit", self._dispatch is not None
         if not nested:
             self._weigh_losses()
             self._note_modes()
-        kept = _RUN_STATE if fitting else (*_RUN_STATE, *_COUNTERS)
+        kept = TRANSIENT if fitting else (*TRANSIENT, *COUNTERS)
         outer = {name: getattr(self, name) for name in kept}
-        with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.together(self):
+        with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.agreement_for(self):
             self.task, self._dispatch = task, parallel.dispatch(self, fitting)
             self._in_fit = self._in_fit or task not in ("validate", "predict")
             try:
                 yield nested
-            except Exception as e:
+            except arguments.EXPLAINED as e:
                 arguments.explain(self, e)
                 raise
             finally:
@@ -739,8 +683,8 @@ class Learner:
         self._loss_weightings = {training: LossWeight(self.loss_func, self.loss_weight) for training in (True, False)}
 
     @property
-    def loss_weighting(self) -> LossWeight:
-        """What the loss averages over, in training or in evaluation, whichever runs."""
+    def _loss_weighting(self) -> LossWeight:
+        """The count that the loss averages over, in training or in evaluation."""
         return self._loss_weightings[self.training]
 
     def _note_modes(self) -> None:
@@ -766,7 +710,7 @@ class Learner:
     def _prepare_opt(self, lr: Any = None, wd: float | None = None, reset: bool = False) -> None:
         "An optimizer with these hyper-parameters, or the Learner's own."
         self._make_opt(reset)
-        arguments.check_closure(self.opts, own_step=type(self)._step is not Learner._step)
+        arguments.check_closure(self.opts, own_step=self._overrides("_step"))
         wd = self.wd if wd is None else wd
         for opt, rates in zip(self.opts, optim.group_rates(self.opt, lr, self.lr), strict=True):
             optim.set_hyper(opt, "lr", rates)
@@ -781,9 +725,9 @@ class Learner:
         return list(self.opt.values()) if self.opt else []
 
     @property
-    def sharded(self) -> bool:
-        """Whether several ranks share the data of this run."""
-        return self.together is not None
+    def _sharded(self) -> bool:
+        """Tell whether several ranks share the data of this run."""
+        return self._agreement is not None
 
     @property
     def x(self) -> Any:
@@ -894,7 +838,7 @@ class Learner:
         # Not in the middle of a run: a callback that was removed there may still owe a cleanup.
         for cb in self._parting:
             if cb not in self.cbs and cb.learn is self:
-                cb.learn = None
+                cb.learn = Callback.learn
         self._parting.clear()
 
     def _take_callbacks(self) -> None:
@@ -987,7 +931,7 @@ class Learner:
         """Write the model's weights, and the optimizer's state, on rank 0. Never waits for other ranks.
 
         The file is whole or not there at all, and loads with `torch.load(..., weights_only=True)`; no key begins with
-        'module.', whatever wraps the model.
+        'module.', also where the model is wrapped.
 
         Args:
             file: a name inside path/model_dir ('.pth' is added); a `pathlib.Path`, taken as it is; or a file that is
@@ -1003,7 +947,8 @@ class Learner:
             if with_opt and self.opt is not None:
                 one = isinstance(self.opt, Optimizer)
                 opt = self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()}
-                scaler = next((cb.scaler.state_dict() for cb in self._running_scalers), self._scaler_state)
+                scalers = [cb.scaler.state_dict() for cb in self._running_scalers if cb.scaler is not None]
+                scaler = scalers[0] if scalers else self._scaler_state
                 state = {"model": state, "opt": opt} | ({"scaler": scaler} if scaler else {})
             save_whole(state, target)
         return target
@@ -1036,7 +981,7 @@ class Learner:
         saved = fitted(files.read(self._file(file), "cpu" if device is None else device), model, strict)
         self._to_device()
         if with_opt and saved.opt is not None:
-            self._load_opt(saved)
+            self._load_opt(saved, saved.opt)
         elif with_opt and world.is_main():
             warn(
                 f"{saved.name} has weights and no optimizer state, so the optimizer stays as it is, or begins anew; "
@@ -1045,11 +990,11 @@ class Learner:
         model.load_state_dict(saved.weights, strict=strict)
         return self
 
-    def _load_opt(self, saved: Saved) -> None:
+    def _load_opt(self, saved: Saved, state: dict) -> None:
         before = self.opt
         self._make_opt()
         try:
-            optim.load_state(self.opt, saved.opt, unwrap(self.model))
+            optim.load_state(self.opt, state, unwrap(self.model))
         except ValueError as e:
             self.opt = before
             raise ValueError(

@@ -1,75 +1,77 @@
-"""What a loss averages over: needed to combine losses of batches and ranks exactly.
+"""The count behind a loss (what it averages over), needed to combine the losses of batches and ranks exactly.
 
-A loss that is the mean over samples combines weighted by samples; one that is the mean over other items (tokens that
-are not padding, samples weighted by class) by the number of those; a sum just adds.
+Means over samples are combined weighted by the number of samples; means over other items (tokens that are not padding,
+samples weighted by class) weighted by the number of those; sums are added.
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learnerkit.data.batches import tensors_in
+from learnerkit import world
+from learnerkit.data.batches import batch_size, tensors_in
+from learnerkit.gradient_mean import zero_loss
+from learnerkit.utils import add_note_once, describe
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
 
 IGNORED = -100
 """The class of targets that torch's cross-entropy leaves out by default."""
 
 
 def loss_option(loss_func: Any, name: str, default: Any = None) -> Any:
-    """An option of a loss: an attribute of a module, or a keyword of a partial."""
+    """Return an option of a loss: an attribute of a module, or a keyword of a partial."""
     if isinstance(loss_func, partial):
         return loss_func.keywords.get(name, loss_option(loss_func.func, name, default))
     return getattr(loss_func, name, default)
 
 
 def unwrap_partial(loss_func: Any) -> Any:
-    """The function inside partials."""
+    """Return the function inside partials."""
     while isinstance(loss_func, partial):
         loss_func = loss_func.func
     return loss_func
 
 
 def is_one_of(loss_func: Any, losses: tuple) -> bool:
-    """Whether a loss is one of these classes of modules, or functions."""
-    found = unwrap_partial(loss_func)
-    return isinstance(found, tuple(x for x in losses if isinstance(x, type))) or any(found is x for x in losses)
+    """Tell whether a loss is one of these functions, or of these classes of modules."""
+    inner = unwrap_partial(loss_func)
+    return isinstance(inner, tuple(x for x in losses if isinstance(x, type))) or any(inner is x for x in losses)
 
 
 def loss_name(loss_func: Any) -> str:
-    """What a loss is called."""
-    return name_of(unwrap_partial(loss_func))
-
-
-def name_of(x: Any) -> str:
-    """The name of a function or class, or that of an object's class."""
-    return getattr(x, "__name__", type(x).__name__)
+    """Return the name of a function or class inside partials, or of an object's class."""
+    inner = unwrap_partial(loss_func)
+    return getattr(inner, "__name__", type(inner).__name__)
 
 
 def is_cross_entropy(loss_func: Any) -> bool:
-    """Whether the targets are classes and `argmax` over dimension 1 decodes a prediction."""
+    """Tell whether the targets are classes, so that `argmax` over dimension 1 decodes a prediction."""
     return is_one_of(loss_func, (nn.CrossEntropyLoss, nn.NLLLoss, F.cross_entropy, F.nll_loss))
 
 
-_LOOKS = 8
-"""In how many batches to look. The first one tells nearly always; some later ones may contradict it."""
+_N_INSPECTED = 8
+"""How many batches to inspect. The first one is nearly always enough, but a later one may contradict it."""
 
 
 class LossWeight:
-    """How one value of the loss counts beside others.
+    """Counts what the loss of a batch averages over, which is its weight among the losses of several batches.
 
     Args:
-        loss_func: one of torch's losses counts as its `reduction`, `weight` and `ignore_index` say; `None` is for a
-            model that makes its own loss, of which the first batches show what it averages over.
+        loss_func: for torch's losses `reduction`, `weight` and `ignore_index` decide what is counted; `None` is for a
+            model that makes its own loss: what that averages over is inferred from its first batches.
         loss_weight: `None`, 'sum', or a function of the targets that returns the number of items averaged over.
 
     Attributes:
         sums: the loss is a sum.
-        unknown: the model's own loss is not a mean that is known here, so that what it counts is a guess.
-        found_alone: this rank has found that out by itself; the others may not know.
+        unknown: the model's own loss is none of the means known here, so the count is a guess.
+        found_alone: only this rank has found that out; the others may not know.
 
     Raises:
         ValueError: another `loss_weight`, or a loss made with reduction='none'.
@@ -82,86 +84,86 @@ class LossWeight:
                 "number of items the loss averages over"
             )
         if loss_weight is None and loss_option(loss_func, "reduction") == "none":
-            raise ValueError(f"{loss_func} has reduction='none', so the loss is no scalar; use 'mean' or 'sum'")
+            raise ValueError(f"{loss_func} has reduction='none', so the loss is not a scalar; use 'mean' or 'sum'")
         self.sums = loss_weight == "sum" or (loss_weight is None and loss_option(loss_func, "reduction") == "sum")
-        self._given = callable(loss_weight)
-        self._count = loss_weight if self._given else None
+        self._is_given = callable(loss_weight)
+        self._count: Callable[..., Any] | None = loss_weight if callable(loss_weight) else None
         if self._count is None and not self.sums and is_cross_entropy(loss_func):
             ignored = loss_option(loss_func, "ignore_index", IGNORED)
             self._count = partial(_count_classes, loss_option(loss_func, "weight"), ignored)
         self.unknown = self.found_alone = False
-        self._looks = self._votes = 0
+        self._left_alone = self._left_together = 0  # batches to inspect: by this rank itself, by all ranks together
         if loss_func is None and loss_weight is None:
-            self._looks = self._votes = _LOOKS
+            self._left_alone = self._left_together = _N_INSPECTED
             self._count = _count_targets
         self._means = set(MEANS)  # those that all batches so far allow
 
     @property
     def votes(self) -> bool:
-        """Whether the ranks find out together, by the next batch, what the model's own loss averages over.
+        """Whether the ranks shall inspect their next batch together to infer what the model's own loss averages over.
 
-        It is the same on all ranks, as only `agree` changes it.
+        It is the same on all ranks, since only `agree` changes it.
         """
-        return self._votes > 0
+        return self._left_together > 0
 
     def count(self, yb: tuple, batch_size: int, pred: Any = None, loss: Any = None, xb: tuple = ()) -> int | Tensor:
-        """The number of items behind a batch's loss; a 0-dim tensor, on every rank alike, where it is counted.
+        """Return the number of items behind a batch's loss: a 0-dim tensor if they are counted, on every rank.
 
         Args:
             yb: the targets.
             batch_size: the number of samples.
-            pred, loss, xb: the predictions, the loss and the inputs, if the model makes its own loss; without
-                predictions the batch shows nothing.
+            pred, loss, xb: the predictions, the loss and the inputs, if the model makes its own loss; a batch without
+                predictions is not inspected.
         """
-        if self._looks and batch_size and pred is not None:
-            self._looks -= 1
-            self._look(possible_means(yb, pred, loss, xb))
+        if self._left_alone and batch_size and pred is not None:
+            self._left_alone -= 1
+            self._inspect(possible_means(yb, pred, loss, xb))
         if self._count is None or not yb:
             return batch_size
-        found = self._count(*yb) if batch_size or not self._given else 0
-        if found is None:
+        count = self._count(*yb) if batch_size or not self._is_given else 0
+        if count is None:
             return batch_size
-        return found if isinstance(found, Tensor) else torch.tensor(found)
+        return count if isinstance(count, Tensor) else torch.tensor(count)
 
-    def _look(self, found: list[str]) -> None:
-        agreed = self._votes < _LOOKS
-        if self._means.isdisjoint(found):
-            self.unknown, self.found_alone, self._looks = True, True, 0  # the count stays what it has been so far
+    def _inspect(self, means: list[str]) -> None:
+        agreed = self._left_together < _N_INSPECTED
+        if self._means.isdisjoint(means):
+            self.unknown, self.found_alone, self._left_alone = True, True, 0  # go on counting as before
         elif not agreed:
-            self._allow(found)
+            self._restrict(means)
 
-    def agree(self, found: list[list[str]]) -> None:
-        """Decide by one batch of each rank; what a rank sees in later batches may only contradict that.
+    def agree(self, means: list[list[str]]) -> None:
+        """Decide by one batch of each rank; after that, a rank's own batches can only contradict the decision.
 
         Args:
-            found: what `possible_means` has found on each of the ranks.
+            means: the result of `possible_means` on each rank.
         """
-        together = self._means.intersection(*found)
-        self._votes -= 1
-        if not together:
-            self.unknown, self._looks, self._votes = True, 0, 0
+        common = self._means.intersection(*means)
+        self._left_together -= 1
+        if not common:
+            self.unknown, self._left_alone, self._left_together = True, 0, 0
             return
-        self._allow([name for name in found[0] if name in together])
-        if len(together) == 1:
-            self._votes = 0
-        elif not self._votes and len(together) == len(MEANS):
-            self.unknown = True  # none of these batches has shown anything
+        self._restrict([name for name in means[0] if name in common])
+        if len(common) == 1:
+            self._left_together = 0
+        elif not self._left_together and len(common) == len(MEANS):
+            self.unknown = True  # no batch has excluded anything
 
-    def _allow(self, found: list[str]) -> None:
-        left = [name for name in found if name in self._means]
+    def _restrict(self, means: list[str]) -> None:
+        left = [name for name in means if name in self._means]
         self._means, self._count = set(left), MEANS[left[0]]
 
 
 def possible_means(yb: tuple, pred: Any, loss: Any, xb: tuple = ()) -> list[str]:
-    """What the loss that a model makes may be the mean over, as its value shows. A host-device sync.
+    """Infer from the value of a model's own loss what it may be the mean over. A host-device sync.
 
     Args:
         yb, pred, loss, xb: targets, predictions, loss and inputs of a batch.
 
     Returns:
-        Some of 'targets' (the mean cross-entropy over those that are not negative), 'shifted' (over those one place
-        later than the predictions) and 'samples', the likeliest first; all of them if the batch does not tell, and none
-        if the loss is another one over tokens.
+        Some of 'targets' (the mean cross-entropy over the targets that are not negative), 'shifted' (the same with the
+        targets one position later than the predictions) and 'samples', the most likely first; all of them if the batch
+        does not tell, and none if the loss is another one over tokens.
     """
     if not isinstance(loss, Tensor) or loss.ndim or len(yb) > 1:
         return ["samples"]
@@ -175,21 +177,21 @@ def possible_means(yb: tuple, pred: Any, loss: Any, xb: tuple = ()) -> list[str]
     if not scores:
         return ["samples"] if by_sample or isinstance(pred, Tensor) else []
     value = float(loss.detach())
-    if not math.isfinite(value):  # the mean over no targets, say; then 'shifted' counts none, too
+    if not math.isfinite(value):  # such as the mean over no targets
         return list(MEANS)
-    ways = [(1, "shifted"), (0, "targets")][-min(target.ndim, 2) :]
+    shifts = [(1, "shifted"), (0, "targets")][-min(target.ndim, 2) :]
     gaps = [
         (abs(_mean_cross_entropy(t.detach().movedim(axis, -1), target, shift) - value), name)
         for t in scores
         for axis in class_axes(t, target)
-        for shift, name in ways
+        for shift, name in shifts
     ]
     gaps = sorted((gap, name) for gap, name in gaps if not math.isnan(gap))
     least = gaps[0][0] if gaps else math.inf
     rounding = torch.finfo(loss.dtype).eps * abs(value)
     if least > max(1e-4 * abs(value), 4 * rounding) + 1e-6:
         return ["samples"] if by_sample else []
-    # Several are as close where predictions are all alike, or the loss has few digits.
+    # Several are equally close if all predictions are equal, or the loss has a low precision.
     near = 2 * (least + rounding) + 1e-9
     return list(dict.fromkeys(name for gap, name in gaps if gap <= near))
 
@@ -199,25 +201,25 @@ def _are_integers(target: Any) -> bool:
 
 
 def _may_be_classes(target: Tensor) -> bool:
-    """Whether all negative targets are the same number: the one for targets that are left out. A host-device sync."""
+    """Tell whether all negative targets are the same number, the mark of ignored targets. A host-device sync."""
     negative = target[target < 0]
     return not len(negative) or bool((negative == negative[0]).all())
 
 
 def _may_be_scores(t: Tensor, target: Tensor) -> bool:
-    """Whether these are scores of classes for each of the targets, by what can be told without their values."""
+    """Tell by shape, type and device whether a tensor may have the scores of classes for each target."""
     fits = t.ndim == target.ndim + 1 and len(t) == len(target) and t.numel() > 0
     return fits and t.is_floating_point() and t.layout is torch.strided and t.device == target.device
 
 
 def _over_tokens(xb: tuple, pred: Any) -> bool:
-    """Whether predictions are scores for each of the tokens (n, t) in the inputs."""
+    """Tell whether predictions have scores for each of the tokens (n, t) in the inputs."""
     tokens = {t.shape for t in tensors_in(xb) if t.ndim == 2 and not t.is_floating_point()}
     return any(t.ndim == 3 and t.shape[:2] in tokens for t in tensors_in(pred))
 
 
 def class_axes(pred: Tensor, target: Tensor) -> list[int]:
-    """The dimensions of scores that may be the classes: those without which scores have the shape of the targets."""
+    """The dimensions of the scores that may be the classes: without one of them the shape is that of the targets."""
     if pred.ndim < 3:
         return [1]
     return [axis for axis in (1, -1) if pred.select(axis, 0).shape == target.shape]
@@ -226,55 +228,153 @@ def class_axes(pred: Tensor, target: Tensor) -> list[int]:
 def _mean_cross_entropy(scores: Tensor, target: Tensor, shift: int) -> float:
     """The mean cross-entropy of scores (n, ..., classes) over targets (n, ...) that are not negative.
 
-    NaN where there is none, or the targets are not classes. A host-device sync.
+    It is NaN if there are none, or if the targets are not classes. A host-device sync.
 
     Args:
-        shift: how many places later in dimension 1 the target of a prediction stands: 1 in language models that are
-            given their inputs as labels.
+        shift: how many positions later in dimension 1 the target of a prediction is: 1 in language models whose labels
+            are their inputs.
     """
     if shift:
         scores, target = scores[:, :-shift], target[:, shift:]
     counted = target >= 0
-    # On a CUDA device larger ones would end in an assert, after which the process cannot use the device any more.
+    # On a CUDA device an invalid class fails an assert, after which the process cannot use the device any more.
     if (target >= scores.shape[-1]).any():
         return math.nan
-    total = 0.0
-    # In pieces: the scores of a large vocabulary in float32 would fill the device's memory a second time.
+    total: float | Tensor = 0.0
+    # In chunks, because a float32 copy of the scores of a large vocabulary would need much of the device's memory.
     rows = max(1, 2**24 // max(1, scores[:1].numel()))
-    for some, classes in zip(scores.split(rows), target.split(rows), strict=True):
-        flat = some.reshape(-1, scores.shape[-1]).float()
+    for chunk, classes in zip(scores.split(rows), target.split(rows), strict=True):
+        flat = chunk.reshape(-1, scores.shape[-1]).float()
         total += F.cross_entropy(flat, classes.reshape(-1).long().clamp(min=-1), ignore_index=-1, reduction="sum")
     return float(total / counted.sum())
 
 
 def _count_shifted(target: Any, *rest: Any) -> Tensor | None:
-    """As `_count_targets`, of those targets that predictions shifted by one place have."""
+    """Count as `_count_targets`, without the first target of each sample, for which there is no prediction."""
     return _count_targets(target[:, 1:] if isinstance(target, Tensor) and target.ndim > 1 else target, *rest)
 
 
 def _count_targets(target: Any, *rest: Any) -> Tensor | None:
-    """How many targets are not negative; models leave negative ones out, mostly -100 or -1.
+    """Count the targets that are not negative, since models ignore negative ones, usually -100 or -1.
 
-    `None` where targets cannot be classes.
+    Returns `None` if the targets cannot be classes.
     """
     return None if rest or not _are_integers(target) else (target >= 0).sum()
 
 
 MEANS = {"shifted": _count_shifted, "targets": _count_targets, "samples": None}
-"""What a model's own loss may be the mean over, the most frequent first, and what counts that in a batch."""
+"""What a model's own loss may be the mean over, the most frequent first, and the function that counts it in a batch."""
 
 
 def _count_classes(weight: Tensor | None, ignore_index: int, target: Any, *rest: Any) -> Tensor | None:
-    """What torch's cross-entropy divides by, or `None` where that is the number of samples.
+    """Return what the mean of torch's cross-entropy divides by, or `None` if that is the number of samples.
 
-    The mean of `torch.nn.CrossEntropyLoss` divides by the summed class weights of the targets that are not ignored;
-    with class probabilities as targets, by the number of them.
+    It is the sum of the class weights of the targets that are not ignored. With class probabilities as targets it is
+    the number of samples.
     """
     if not isinstance(target, Tensor) or target.is_floating_point():
         return None
     if weight is None:
         if target.ndim == 1 and ignore_index < 0 and target.is_cpu and target.numel() and target.min().item() >= 0:
-            return None  # as nearly always, and to find that out takes a few microseconds
+            return None  # the usual case; to check for it takes a few microseconds
         return (target != ignore_index).sum()
     counted = target != ignore_index
     return (weight.to(target.device)[target.clamp(min=0, max=len(weight) - 1)] * counted).sum()
+
+
+# The loss of a batch
+
+ELEMENTWISE = (
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss,
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
+)  # fmt: skip
+"""Losses that compare predictions and targets element by element."""
+
+
+def take_loss(learn: "Learner") -> None:
+    """Set `loss` and `loss_grad` of a batch, and the loss's count; add shapes to its errors.
+
+    Raises:
+        ValueError: a loss that is not a scalar, or that would silently broadcast predictions and targets.
+    """
+    try:
+        if learn.batch_size == 0 and not batch_size(learn.xb):
+            # A rank without data: gradients of zero, since the mean of nothing would be NaN.
+            learn.loss_grad = zero_loss(learn.pred if learn.output is None else learn.output)
+            learn.loss = learn.loss_grad.detach()
+        else:
+            if not learn.iter:
+                check_shapes(learn.loss_func, learn.pred, learn.yb)
+            learn._loss()
+    except Exception as e:
+        add_note_once(e, f"the loss got predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}")
+        raise
+    if learn.loss_grad is None:
+        return
+    if not isinstance(learn.loss_grad, Tensor) or learn.loss_grad.ndim:
+        raise no_scalar(learn.loss_grad)
+    table = learn._dispatch.table
+    if (table["after_loss"] or table["before_backward"]) and isinstance(learn.loss, Tensor):
+        learn.loss = learn.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
+    weighting = learn._loss_weighting
+    learn._loss_count = weighting.count(learn.yb, learn.batch_size, learn.pred, learn.loss, learn.xb)
+    if weighting.unknown:
+        warn_of_unknown_count(learn)
+
+
+def check_shapes(loss_func: Any, pred: Any, yb: tuple) -> None:
+    """Refuse predictions and targets that an elementwise loss would silently broadcast."""
+    if len(yb) != 1 or not is_one_of(loss_func, ELEMENTWISE):
+        return
+    target = yb[0]
+    if isinstance(pred, Tensor) and isinstance(target, Tensor) and pred.shape != target.shape:
+        raise ValueError(
+            f"the model's predictions have the shape {tuple(pred.shape)}, the targets {tuple(target.shape)}, and "
+            f"{loss_name(loss_func)} compares them element by element: "
+            "they must be the same (reshape one of them, for instance with .squeeze(1) or .unsqueeze(1))"
+        )
+
+
+UNKNOWN_COUNT = "the model makes its own loss, and it is not known what that averages over: "
+
+
+def unknown_count(yb: tuple) -> str:
+    """Describe, from the targets of a batch, why it is not known what a model's own loss counts, and what to do."""
+    if not yb:
+        return (
+            f"{UNKNOWN_COUNT}it has a prediction for each token, and there are no targets. "
+            "Name the targets: DataLoaders(target_keys=...), or n_inp=... where batches are tuples"
+        )
+    return (
+        f"{UNKNOWN_COUNT}it is not the mean cross-entropy over the targets that are not negative. Give the Learner "
+        "loss_weight=, a function of the targets that counts what the loss averages over, or 'sum'"
+    )
+
+
+def warn_of_unknown_count(learn: "Learner") -> None:
+    """Warn if the batches of several ranks, or of an accumulated step, are weighted by a count that is only a guess."""
+    if learn.task == "fit" and (learn._sharded or learn._gradient is not None):
+        exact = "Until then steps of several batches or ranks are not exactly those of one batch"
+        alone = learn.training and learn._loss_weighting.found_alone
+        world.warn_once(f"{unknown_count(learn.yb)}. {exact}", on_all=alone)
+
+
+def no_scalar(loss: Any) -> ValueError:
+    """Return the error for a loss that is not a scalar."""
+    return ValueError(
+        f"the loss is not a scalar: loss_func returned {describe(loss)}; return a 0-dim tensor, for instance "
+        "its .mean() (reduction='mean')"
+    )
+
+
+def no_loss(learn: "Learner") -> ValueError:
+    """Return the error for a batch without a loss."""
+    if learn.loss_func is None:
+        return ValueError(
+            f"there is no loss: loss_func is None and the model returned {describe(learn.output)} without a `loss`; "
+            "give the Learner a loss_func, or let the model return its own"
+        )
+    return ValueError(
+        f"there is no loss: the batch {describe(learn.batch)} has no targets; let the dataset return "
+        "(input, target), set DataLoaders(n_inp=..., target_keys=...), or set learn.yb in a callback's before_batch"
+    )

@@ -1,6 +1,6 @@
 """Metrics: functions that are means over samples, and objects with states that ranks can combine.
 
-Every metric counts each sample exactly once, whatever the batches and the number of ranks.
+Every metric counts each sample exactly once, for any batches and any number of ranks.
 """
 
 import copy
@@ -23,15 +23,15 @@ from learnerkit.utils import describe, listify
 
 
 def accuracy(pred: Tensor, target: Tensor, axis: int | None = None) -> Tensor:
-    """Share of samples whose largest score is the target's class.
+    """Share of samples whose class with the largest score is the target.
 
     Args:
         pred: scores of shape (n, classes, ...), or of a language model (n, t, vocabulary).
         target: classes of shape (n, ...) or (n, 1, ...).
-        axis: the dimension of the classes; by default 1, or the last one, whichever fits the targets.
+        axis: the dimension of the classes; by default 1 or the last, whichever fits the shape of the targets.
 
     Raises:
-        ValueError: scores of which both dimension 1 and the last may be the classes, and no `axis`.
+        ValueError: no `axis`, and both dimension 1 and the last may be the classes.
     """
     axis = _class_axis(pred, target, "accuracy") if axis is None else axis
     return _wide(pred.argmax(dim=axis).flatten() == target.flatten()).mean()
@@ -43,12 +43,12 @@ def error_rate(pred: Tensor, target: Tensor, axis: int | None = None) -> Tensor:
 
 
 def _class_axis(pred: Tensor, target: Tensor, metric: str) -> int:
-    """Which dimension of scores the classes are: 1 or -1."""
+    """Return the dimension of the classes in scores: 1 or -1."""
     axes = class_axes(pred, target)
     if len(axes) > 1 and pred.shape[1] > 1:
         raise ValueError(
             f"{metric} got scores of shape {tuple(pred.shape)} and targets of shape {tuple(target.shape)}: the classes "
-            "may be dimension 1 or the last; say which by its argument axis, 1 or -1"
+            "may be dimension 1 or the last; say which by the argument axis, 1 or -1"
         )
     return axes[0] if axes else 1
 
@@ -59,19 +59,19 @@ def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5) -> Tensor:
     Args:
         pred: scores of shape (n, classes).
         target: classes of shape (n,).
-        k: how many; `partial(top_k_accuracy, k=3)` as a metric.
+        k: how many scores; for another number use `partial(top_k_accuracy, k=3)` as the metric.
     """
     best = pred.topk(min(k, pred.shape[1]), dim=1).indices
     return _wide((best == target.reshape(-1, 1)).any(dim=1)).mean()
 
 
 def mse(pred: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error over all elements; shapes must agree in the number of elements."""
+    """Mean squared error over all elements; both tensors must have the same number of elements."""
     return F.mse_loss(pred.flatten(), target.flatten().to(pred.dtype))
 
 
 def mae(pred: Tensor, target: Tensor) -> Tensor:
-    """Mean absolute error over all elements; shapes must agree in the number of elements."""
+    """Mean absolute error over all elements; both tensors must have the same number of elements."""
     return F.l1_loss(pred.flatten(), target.flatten().to(pred.dtype))
 
 
@@ -79,7 +79,7 @@ def mae(pred: Tensor, target: Tensor) -> Tensor:
 
 
 class Metric:
-    """A metric with states: override `update` and `compute`, declare states with `add_state` in `__init__`.
+    """Base of metrics with states: declare states with `add_state` in `__init__`; define `update` and `compute`.
 
     Attributes:
         name: the column; by default the class's name in lower case.
@@ -91,10 +91,10 @@ class Metric:
         self.name = name or type(self).__name__.lower()
 
     def add_state(self, name: str, default: Tensor | float | list, reduce: str = "sum") -> None:
-        """Declare a state that `reset` sets back to `default` and that ranks combine by `reduce`.
+        """Declare a state that `reset` sets to `default` and that ranks combine by `reduce`.
 
         Args:
-            name: the attribute that holds it.
+            name: the attribute for the state.
             default: a tensor or number; for 'cat' an empty list, to which `update` appends tensors.
             reduce: 'sum', 'max', 'min', or 'cat': the tensors of all ranks in the order of the data.
 
@@ -110,24 +110,24 @@ class Metric:
         setattr(self, name, copy.deepcopy(default))
 
     def reset(self) -> None:
-        """Set every state back to its default."""
+        """Set every state to its default."""
         for name, (default, _) in self.__dict__.get("_states", {}).items():
             setattr(self, name, copy.deepcopy(default))
 
     def update(self, pred: Any, *targets: Any) -> None:
-        """Take a batch into the states."""
+        """Update the states with a batch."""
         raise NotImplementedError(f"{type(self).__name__} must define update(self, pred, *targets)")
 
     def compute(self) -> Tensor | float:
-        """The metric from the states."""
+        """Compute the metric from the states."""
         raise NotImplementedError(f"{type(self).__name__} must define compute(self)")
 
 
 class AccumMetric(Metric):
-    """A metric that is no mean over samples: `func` gets all predictions and targets at once, in dataset order.
+    """A metric that is not a mean over samples: `func` gets all predictions and targets at once, in dataset order.
 
     Args:
-        func: f(preds, *targets) -> number or 0-dim tensor; inputs are on the host, concatenated over the batches.
+        func: f(preds, *targets) -> number or 0-dim tensor; it gets tensors on the host, joined over the batches.
         name: the column; by default the function's name.
     """
 
@@ -141,16 +141,19 @@ class AccumMetric(Metric):
         self.batches: list[tuple] = []
 
     def update(self, pred: Any, *targets: Any) -> None:
-        """Keep a batch, on the host."""
+        """Keep a batch on the host."""
         self.batches.append(map_batch(lambda t: t.detach().cpu(), (pred, *targets)))
 
     def compute(self) -> Any:
-        """`func` of everything kept."""
+        """Call `func` with all batches."""
         return self.func(*concat(self.batches))
 
 
 class _MeanOf(Metric):
-    """A function of the mean of something over all samples."""
+    """A metric that is a function of a mean over all samples."""
+
+    total: Tensor
+    count: int | Tensor
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
@@ -163,8 +166,8 @@ class _MeanOf(Metric):
 
 
 def _wide(x: Tensor) -> Tensor:
-    "In digits enough that the mean over batches does not depend on how samples are put into batches."
-    return x.float() if x.device.type == "mps" else x.double()  # MPS has no float64
+    "Convert to float64 (float32 on MPS, which has no float64), so that a mean does not depend on the batching."
+    return x.float() if x.device.type == "mps" else x.double()
 
 
 class rmse(_MeanOf):
@@ -175,7 +178,7 @@ class rmse(_MeanOf):
         self._add(F.mse_loss(pred.flatten(), target.flatten().to(pred.dtype), reduction="sum"), target.numel())
 
     def compute(self) -> Tensor:
-        """The root of their mean."""
+        """Return the root of their mean."""
         return (self.total / self.count).sqrt()
 
 
@@ -183,9 +186,10 @@ class perplexity(_MeanOf):
     """Exponential of the mean cross-entropy over all targets that are not `ignore_index`.
 
     Args:
-        ignore_index: targets that do not count.
-        axis: the dimension of the classes, 1 (as torch's losses have it) or -1 (as language models do); by default
-            the one that fits the shape of the targets.
+        ignore_index: targets with this value are ignored.
+        name: the column; by default 'perplexity'.
+        axis: the dimension of the classes, 1 (as in torch's losses) or -1 (as in language models); by default
+            whichever fits the shape of the targets.
     """
 
     def __init__(self, ignore_index: int = -100, name: str | None = None, axis: int | None = None) -> None:
@@ -200,33 +204,38 @@ class perplexity(_MeanOf):
             target: classes of shape (n, ...) or (n, t).
 
         Raises:
-            ValueError: scores of which both dimension 1 and the last may be the classes, and no `axis`.
+            ValueError: no `axis`, and both dimension 1 and the last may be the classes.
         """
         axis = _class_axis(pred, target, "perplexity") if self.axis is None else self.axis
         total = F.cross_entropy(pred.movedim(axis, 1), target, ignore_index=self.ignore_index, reduction="sum")
         self._add(total, (target != self.ignore_index).sum())
 
     def compute(self) -> Tensor:
-        """The exponential of the mean."""
+        """Return the exponential of the mean."""
         return (self.total / self.count).exp()
 
 
-# Meters: one interface for every kind of metric
+# Meters: one interface to all kinds of metrics
 
 
 def make_meters(metrics: Any) -> list["Meter"]:
-    """A meter for each metric: a function, an object, a class of ours, a list of them, or a dict with their names.
+    """Make a meter for each metric.
+
+    Args:
+        metrics: a function, an object, a subclass of `Metric`, a list of these, or a dict of them by name.
 
     Raises:
-        TypeError: something that is no metric.
-        ValueError: two metrics of one name.
+        TypeError: something that is not a metric.
+        ValueError: two metrics with the same name.
     """
     named = metrics.items() if isinstance(metrics, Mapping) else [(None, m) for m in listify(metrics)]
     meters = [_make_meter(metric, name) for name, metric in named]
     names = [m.name for m in meters]
-    twice = {n for n in names if names.count(n) > 1}
-    if twice:
-        raise ValueError(f"two metrics are named {sorted(twice)}; name them by a dict: metrics={{'name': metric, ...}}")
+    repeated = {n for n in names if names.count(n) > 1}
+    if repeated:
+        raise ValueError(
+            f"two metrics are named {sorted(repeated)}; name them by a dict: metrics={{'name': metric, ...}}"
+        )
     return meters
 
 
@@ -248,21 +257,22 @@ def _make_meter(metric: Any, name: str | None) -> "Meter":
 
 
 def metric_names(metrics: Any) -> list[str]:
-    """The columns of metrics, as a Learner takes them."""
+    """The columns of a Learner's metrics."""
     return list(metrics) if isinstance(metrics, Mapping) else list(map(metric_name, listify(metrics)))
 
 
 def metric_name(metric: Any) -> str:
     """The column of a metric: its `name`, or the name of its function or class."""
-    found = unwrap_partial(metric)
-    return getattr(found, "name", None) or getattr(found, "__name__", type(found).__name__.lower())
+    inner = unwrap_partial(metric)
+    name: Any = getattr(inner, "name", None)
+    return name or getattr(inner, "__name__", type(inner).__name__.lower())
 
 
 class Meter:
-    """Feeds one metric, batch by batch, and reads it at the end.
+    """Updates one metric batch by batch, and computes its value at the end.
 
     Args:
-        metric: what the user gave.
+        metric: the metric as the user gave it.
         name: its column; by default the metric's own name.
     """
 
@@ -274,26 +284,32 @@ class Meter:
         self.metric.reset()
 
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
-        """Take a batch: its place in the order of the data, its number of samples, its predictions and targets."""
+        """Add a batch.
+
+        Args:
+            place: its place in the order of the data.
+            size: its number of samples.
+            pred, targets: its predictions and targets.
+        """
         self.metric.update(_detached(pred), *targets)
 
     def result(self, sharded: bool) -> float:
-        """The metric over everything; if `sharded`, over all ranks, each of which must reach this."""
+        """Return the metric over all batches; if `sharded`, over all ranks, each of which must reach this."""
         if sharded:
             self.combine()
         with warnings.catch_warnings():
-            # torchmetrics warns where a rank had no batch of its own, which is fine here.
+            # torchmetrics warns if a rank had no batch, which is allowed here.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
             return self.scalar(self.metric.compute())
 
     def combine(self) -> None:
-        """Bring the other ranks' samples into the metric."""
+        """Combine the metric's state with that of the other ranks; every rank must reach this."""
 
     def scalar(self, value: Any) -> float:
-        """`value` as a number.
+        """Return `value` as a float.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is not a single number.
         """
         if value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, "__float__"):
             return float(value)
@@ -308,14 +324,15 @@ def _detached(pred: Any) -> Any:
 
 
 class MeanMeter(Meter):
-    """A function that is a mean over samples: its values, weighted by batch size."""
+    """For a function that is a mean over samples: averages its values, weighted by batch size."""
 
     def reset(self) -> None:
         """Forget everything."""
-        self.values, self.sizes = HostScalars(), []
+        self.values = HostScalars()
+        self.sizes: list[int] = []
 
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
-        """Take the mean of a batch; it stays on the device."""
+        """Add the mean of a batch; it stays on the device."""
         value = self.metric(_detached(pred), *targets)
         is_scalar = isinstance(value, Tensor) and value.ndim == 0
         self.values.append(value.detach() if is_scalar else self.scalar(value))
@@ -324,20 +341,20 @@ class MeanMeter(Meter):
             self.values.poll()
 
     def result(self, sharded: bool) -> float:
-        """The mean over all samples."""
+        """Return the mean over all samples."""
         total = sum(value * size for value, size in zip(self.values.all(), self.sizes, strict=True))
         return weighted_mean(total, sum(self.sizes), sharded)
 
 
 def weighted_mean(total: float, count: float, sharded: bool) -> float:
-    """total / count over all ranks if `sharded`, NaN where nothing was counted."""
+    """Return total / count, over all ranks if `sharded`; NaN if nothing was counted."""
     if sharded:
         total, count = world.reduce(torch.tensor([total, count], dtype=torch.float64)).tolist()
     return total / count if count else float("nan")
 
 
 class StatesMeter(Meter):
-    """A `Metric`: its states are combined as they were declared."""
+    """For a `Metric` with declared states: combines them over the ranks."""
 
     def reset(self) -> None:
         """Forget everything."""
@@ -345,7 +362,7 @@ class StatesMeter(Meter):
         self.places: dict[str, list] = {}
 
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
-        """Update the metric, noting where in the order each new piece of a 'cat' state belongs."""
+        """Update the metric, and note the place of each new tensor of a 'cat' state."""
         super().update(place, size, pred, targets)
         for name, (_, reduce) in self.metric._states.items():
             if reduce == "cat":
@@ -357,22 +374,22 @@ class StatesMeter(Meter):
         for name, (_, reduce) in self.metric._states.items():
             value = getattr(self.metric, name)
             if reduce == "cat":
-                whole = world.gather_pieces(list(zip(self.places.get(name, []), value, strict=True)))
+                combined: Any = world.gather_pieces(list(zip(self.places.get(name, []), value, strict=True)))
             else:
-                whole = world.reduce(_alike(torch.as_tensor(value).detach().cpu()), reduce)
-            setattr(self.metric, name, whole)
+                combined = world.reduce(_to_common_shape(torch.as_tensor(value).detach().cpu()), reduce)
+            setattr(self.metric, name, combined)
 
 
-def _alike(value: Tensor) -> Tensor:
-    """A state in the type and shape it has on the ranks that updated it; a rank without data still has the default."""
-    everyone = world.all_gather((value.shape, value.dtype))
-    dtype = functools.reduce(torch.promote_types, (dtype for _, dtype in everyone))
-    shape = torch.broadcast_shapes(*(shape for shape, _ in everyone))
+def _to_common_shape(value: Tensor) -> Tensor:
+    """Give a state the type and shape it has on the other ranks: a rank without data still has the default."""
+    ranks = world.all_gather((value.shape, value.dtype))
+    dtype = functools.reduce(torch.promote_types, (dtype for _, dtype in ranks))
+    shape = torch.broadcast_shapes(*(shape for shape, _ in ranks))
     return value.to(dtype).expand(shape).contiguous()
 
 
 class GatheringMeter(Meter):
-    """An object whose states cannot be combined: it gets everything, from all ranks, in order."""
+    """For an object whose states cannot be combined: updates it with the batches of all ranks, in order."""
 
     def reset(self) -> None:
         """Forget everything."""
@@ -384,15 +401,15 @@ class GatheringMeter(Meter):
         self.batches.append((place, map_batch(lambda t: t.detach().cpu(), (pred, *targets))))
 
     def result(self, sharded: bool) -> float:
-        """Let the metric see all batches, and read it."""
-        batches = gather_batches(self.batches, sharded=sharded)
+        """Update the metric with all batches, and return its value."""
+        batches = gather_batches(self.batches, sharded=sharded) or []
         for batch in batches:
             self.metric.update(*batch)
         return self.scalar(self.metric.compute()) if batches else float("nan")
 
 
 class MergingMeter(Meter):
-    """An object that merges the states of others (torcheval's `merge_state`)."""
+    """For an object that can merge the states of others (torcheval's `merge_state`)."""
 
     def combine(self) -> None:
         """Merge the other ranks' metrics into this one, in rank order."""
@@ -401,10 +418,10 @@ class MergingMeter(Meter):
 
 
 class TorchmetricsMeter(Meter):
-    """A torchmetrics object, which communicates by itself when asked to compute."""
+    """For a torchmetrics object, whose `compute` communicates by itself."""
 
     def result(self, sharded: bool) -> float:
-        """Compute, with the ranks' states combined if the data are sharded and only then."""
+        """Return the metric; its states are combined over the ranks only if the data are sharded."""
         if not sharded:
             self.metric.sync_on_compute = False
         try:

@@ -1,34 +1,34 @@
-"""Parameter groups, their hyper-parameters and their optimizer.
+"""Parameter groups, their hyper-parameters and their optimizers.
 
-A splitter's group is what a list of learning rates counts. The optimizer may hold it as two of its own groups, weights
-and norms-and-biases, once a weight decay was given; each carries its splitter's group as `splitter_group`.
+Lists of learning rates count the splitter's groups. When a weight decay is given, the optimizer has two groups for each
+of them: weights, and norms and biases. Each has the index of its splitter's group as `splitter_group`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from inspect import signature
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Optimizer
 
 from learnerkit.text import did_you_mean
+from learnerkit.torch_internals import StatisticsNorm
 from learnerkit.utils import library_of
 
 GROUP = "splitter_group"
 COUNT = "splitter_groups"
-"""In a group that the splitter made, how many it made: the last may be empty, and the optimizer has none of that."""
+"""Group key: how many groups the splitter returned (empty ones are not in the optimizer)."""
 PLACES = "splitter_places"
-"""In a group that was parted, where in the whole group each of its parameters stood."""
+"""Group key: for a group split by `split_decay`, the position of each of its parameters in the whole group."""
 
-_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
+_NORMS = (StatisticsNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
 def split(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) -> list[list[nn.Parameter]]:
-    """The parameters in the splitter's groups; without a splitter in one group."""
+    """Return the parameters in the splitter's groups; without a splitter in one group."""
     groups = list(splitter(model)) if splitter else [list(model.parameters())]
     if groups and isinstance(groups[0], Tensor):
         groups = [groups]
@@ -36,11 +36,11 @@ def split(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) ->
 
 
 def freeze_to(groups: list[list[nn.Parameter]], n: int, kept: Iterable[nn.Parameter] = ()) -> None:
-    """Let the groups before the `n`-th have no gradients, and the others have them.
+    """Freeze the groups before the `n`-th, and unfreeze the others.
 
     Args:
-        groups: those of `split`.
-        n: a place in the list; a negative one counts from its end.
+        groups: the groups that `split` returned.
+        n: an index into the list; a negative one counts from its end.
         kept: parameters that stay trainable in frozen groups too.
 
     Raises:
@@ -51,17 +51,17 @@ def freeze_to(groups: list[list[nn.Parameter]], n: int, kept: Iterable[nn.Parame
             f"got freeze_to({n!r}) and {len(groups)} parameter groups (the splitter's groups); it takes "
             f"{-len(groups)} to {len(groups) - 1}, the first group that is to be trained"
         )
-    kept = set(map(id, kept))
+    kept_ids = {id(p) for p in kept}
     for i, group in enumerate(groups):
         for p in group:
-            if p.is_floating_point() or p.is_complex():  # others, such as quantised weights, have no gradients
-                p.requires_grad_(i >= n % len(groups) or id(p) in kept)
+            if p.is_floating_point() or p.is_complex():  # others, such as quantised weights, cannot have gradients
+                p.requires_grad_(i >= n % len(groups) or id(p) in kept_ids)
 
 
 def make_groups(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) -> list[dict]:
-    """The parameter groups for an optimizer: those of `splitter`, or one with every parameter.
+    """Make the parameter groups for an optimizer: those of `splitter`, or one with every parameter.
 
-    Frozen parameters are included: optimizers pass over parameters without gradients, so they can be unfrozen later.
+    Frozen parameters are included, so that they can be unfrozen later; optimizers skip parameters without gradients.
 
     Raises:
         ValueError: no parameter requires a gradient.
@@ -77,52 +77,45 @@ def make_groups(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | No
 
 
 def make_optimizer(opt_func: Callable[..., Any], groups: list[dict], lr: float, model: nn.Module) -> Any:
-    """An optimizer of `groups`: of torch's own classes the fused implementation, where there is one for these.
+    """Make an optimizer of `groups`; for torch's own classes with the fused implementation, if there is one.
 
-    It does the whole step in one kernel (or one per type of parameter), with the same result up to rounding. An
-    `opt_func` that chooses an implementation itself (`partial(AdamW, foreach=True)`) is left alone, and models with
-    sparse gradients are, which only the plain implementations know.
+    That does the whole step in one kernel (or one for each type of parameter), with the same result up to rounding. It
+    is not used if `opt_func` chooses an implementation itself (`partial(AdamW, foreach=True)`), nor for models with
+    sparse gradients, which only the plain implementations support.
     """
     kind, options = _unbound(opt_func)
-    known = isinstance(kind, type) and kind.__module__.startswith("torch.optim")
-    sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
-    real = all(p.is_floating_point() for p in model.parameters())
-    if (
-        known
-        and real
-        and not sparse
-        and "fused" in signature(kind).parameters
-        and not options.keys() & _IMPLEMENTATIONS
-    ):
+    is_torchs = isinstance(kind, type) and kind.__module__.startswith("torch.optim")
+    is_sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
+    is_real = all(p.is_floating_point() for p in model.parameters())
+    is_free = not options.keys() & {"fused", "foreach", "capturable", "differentiable"}
+    if is_torchs and is_real and is_free and not is_sparse and "fused" in signature(kind).parameters:
         try:
             return opt_func([dict(group) for group in groups], lr=lr, fused=True)
-        except RuntimeError:  # no fused kernel for this device, or these types
+        except RuntimeError:  # no fused kernel for this device, or for these types
             pass
     return opt_func(groups, lr=lr)
 
 
 def bound_rate(opt_func: Callable[..., Any]) -> float:
-    """The learning rate that is bound in an `opt_func` (`partial(SGD, lr=0.1)`), or 0.001."""
+    """Return the learning rate that is bound in an `opt_func` (`partial(SGD, lr=0.1)`), or 0.001."""
     bound = _unbound(opt_func)[1].get("lr")
     return 1e-3 if bound is None else bound
 
 
 def _unbound(opt_func: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function inside partials, and the keywords that they bind."""
+    """Return the function inside partials, and the keywords that they bind."""
     options: dict[str, Any] = {}
     while isinstance(opt_func, partial):
-        opt_func, options = opt_func.func, {**opt_func.keywords, **options}
+        options = {**opt_func.keywords, **options}
+        opt_func = opt_func.func
     return opt_func, options
 
 
-_IMPLEMENTATIONS = {"fused", "foreach", "capturable", "differentiable"}
-
-
 class Optimizers(dict):
-    """Several optimizers by name, which step and clear together."""
+    """Several optimizers by name, with `step` and `zero_grad` for all of them."""
 
     def step(self) -> None:
-        """Let each step."""
+        """Take a step with each."""
         for opt in self.values():
             opt.step()
 
@@ -136,12 +129,12 @@ _ZERO_GRAD = Optimizer.zero_grad
 
 
 def clear_gradients(opt: Optimizer | Optimizers) -> None:
-    """Do what `opt.zero_grad()` does, in a tenth of the time where that is torch's own.
+    """Do what `opt.zero_grad()` does, in a tenth of the time if that is torch's own method.
 
-    Around its loop torch's opens and closes a range for the profiler, for some 5 to 10 microseconds: as much as all the
-    rest that a Learner's step costs beside torch's work.
+    torch's method opens and closes a range for the profiler, which takes 5 to 10 microseconds: as much as everything
+    else that a Learner adds to torch's work in a step.
     """
-    if getattr(opt.zero_grad, "__func__", None) is not _ZERO_GRAD:
+    if isinstance(opt, dict) or getattr(opt.zero_grad, "__func__", None) is not _ZERO_GRAD:
         opt.zero_grad()
         return
     for group in opt.param_groups:
@@ -150,14 +143,14 @@ def clear_gradients(opt: Optimizer | Optimizers) -> None:
 
 
 def as_one(made: Any) -> Optimizer | Optimizers:
-    """What `create_opt` made: an optimizer, or several that can be used as one.
+    """Return the optimizer that `create_opt` made; a dict of several as `Optimizers`.
 
     Raises:
         TypeError: something else.
     """
-    found = list(made.values()) if isinstance(made, dict) else [made]
-    if not found or not all(isinstance(opt, Optimizer) for opt in found):
-        library = library_of(next(iter(found), None))
+    opts = list(made.values()) if isinstance(made, dict) else [made]
+    if not opts or not all(isinstance(opt, Optimizer) for opt in opts):
+        library = library_of(next(iter(opts), None))
         of = f", made for {library}, another library" if library else ""
         raise TypeError(
             f"opt_func or create_opt made {made!r}{of}; it must be a torch optimizer, or a dict of them by name"
@@ -166,7 +159,7 @@ def as_one(made: Any) -> Optimizer | Optimizers:
 
 
 def for_each(made: Optimizer | Optimizers, value: Any) -> list[Any]:
-    """What is given for each optimizer: of several, a mapping has it by name; anything else is for all of them.
+    """Return a value for each optimizer: for several, from a mapping by name; anything else is for all of them.
 
     Raises:
         ValueError: a name that no optimizer has.
@@ -183,7 +176,7 @@ def for_each(made: Optimizer | Optimizers, value: Any) -> list[Any]:
 
 
 def named(made: Optimizer | Optimizers, values: Sequence) -> Any:
-    """What `for_each` takes apart: one value for each optimizer, by name if there are several."""
+    """Undo `for_each`: return one value for each optimizer, by name if there are several."""
     return dict(zip(made, values, strict=True)) if isinstance(made, dict) else values[0]
 
 
@@ -193,7 +186,7 @@ def n_groups(opt: Optimizer) -> int:
 
 
 def _group_of(i: int, group: dict) -> int:
-    # A factory that makes its own groups loses the mark: each is then a group of its own.
+    # If `opt_func` makes groups of its own, they do not have the key; each then counts as a group of the splitter.
     return group.get(GROUP, i)
 
 
@@ -202,7 +195,8 @@ def set_hyper(opt: Optimizer, name: str, values: float | Sequence[float], exempt
 
     Args:
         name: an entry of the optimizer's groups; 'momentum' also means the first of `betas`.
-        exempt: the ids of parameters whose groups are left alone, where `split_decay` has parted them from others.
+        values: the value, or one for each group.
+        exempt: the ids of parameters whose groups keep their value, if `split_decay` has put them into other groups.
 
     Raises:
         ValueError: the optimizer has no such hyper-parameter.
@@ -221,7 +215,7 @@ def set_hyper(opt: Optimizer, name: str, values: float | Sequence[float], exempt
 
 
 def _key(opt: Optimizer, group: dict, name: str) -> str:
-    "Where a group has a hyper-parameter."
+    "Return the entry of a group that has a hyper-parameter."
     if name in group:
         return name
     if name == "momentum" and "betas" in group:
@@ -232,33 +226,35 @@ def _key(opt: Optimizer, group: dict, name: str) -> str:
 
 
 def get_hypers(opt: Optimizer, names: Iterable[str]) -> list[dict]:
-    """Of each of the optimizer's groups, the entries that `set_hyper` would change, to be put back later.
+    """Return, for each of the optimizer's groups, the entries that `set_hyper` would change, to restore them later.
 
     Raises:
         ValueError: the optimizer has no such hyper-parameter.
     """
     keys = [{_key(opt, group, name) for name in names} for group in opt.param_groups]
     return [
-        {k: group[k].clone() if isinstance(group[k], Tensor) else group[k] for k in found}
-        for group, found in zip(opt.param_groups, keys, strict=True)
+        {k: group[k].clone() if isinstance(group[k], Tensor) else group[k] for k in entries}
+        for group, entries in zip(opt.param_groups, keys, strict=True)
     ]
 
 
 def has_momentum(opt: Optimizer) -> bool:
-    """Whether it works with momentum, or can begin to: RMSprop with a momentum of 0 keeps no state for it."""
-    begins = isinstance(opt, SGD)
-    return all("betas" in g or g.get("momentum") or (begins and "momentum" in g) for g in opt.param_groups)
+    """Tell whether a momentum can be set: not for RMSprop if it was made with 0, since it then has no state for it."""
+    can_start = isinstance(opt, SGD)
+    return all("betas" in g or g.get("momentum") or (can_start and "momentum" in g) for g in opt.param_groups)
 
 
 def rates(lr: float | slice | Iterable[float], count: int) -> list[float]:
-    """Learning rates for `count` groups.
+    """Return learning rates for `count` groups.
 
-    A number is for all; `slice(hi)` is `hi` for the last and a tenth of it for the others; `slice(lo, hi)` is a
-    geometric row; a list or an array has one for each.
+    Args:
+        lr: a number for all groups; `slice(hi)` for `hi` in the last group and a tenth of it in the others;
+            `slice(lo, hi)` for a geometric sequence; or a list or array with one rate for each.
+        count: the number of groups.
 
     Raises:
         TypeError: another type; or a set of several, which has no order.
-        ValueError: a list of another length, a slice with a step, or a rate that is no positive number.
+        ValueError: a list of another length, a slice with a step, or a negative rate.
     """
     if isinstance(lr, slice):
         if lr.stop is None or lr.step is not None:
@@ -266,32 +262,35 @@ def rates(lr: float | slice | Iterable[float], count: int) -> list[float]:
         high = _rate(lr.stop)
         low = high / 10 if lr.start is None else _rate(lr.start)
         if lr.start is not None and not (low > 0 and high > 0):
-            raise ValueError(f"got lr={lr}; slice(lo, hi) is a row of rates by a factor, so both are above 0")
+            raise ValueError(f"got lr={lr}; slice(lo, hi) is a geometric sequence of rates, so both are above 0")
         if count == 1 or lr.start is None:
-            found = [low] * (count - 1) + [high]
+            result = [low] * (count - 1) + [high]
         else:
             step = (high / low) ** (1 / (count - 1))
-            found = [low * step**i for i in range(count)]
+            result = [low * step**i for i in range(count)]
     elif is_row(lr):
-        found = list(map(_rate, lr))
-        if len(found) != count:
-            raise ValueError(f"got {len(found)} learning rates for {count} parameter groups (the splitter's groups)")
+        result = list(map(_rate, lr))
+        if len(result) != count:
+            raise ValueError(f"got {len(result)} learning rates for {count} parameter groups (the splitter's groups)")
     else:
-        found = [_rate(lr)] * count
-    if not all(rate >= 0 for rate in found):
-        raise ValueError(f"got the learning rates {found}; they must not be negative")
-    return found
+        result = [_rate(lr)] * count
+    if not all(rate >= 0 for rate in result):
+        raise ValueError(f"got the learning rates {result}; they must not be negative")
+    return result
 
 
-def is_row(lr: Any) -> bool:
-    """Whether learning rates are given one by one: in a list, a tuple, an array, a generator, or a set of one."""
-    if isinstance(lr, str | Mapping) or (isinstance(lr, Set) and len(lr) > 1):
+def is_row(lr: Any) -> TypeGuard[Iterable]:
+    """Tell whether a value is a list, a tuple, an array, a generator, or a set of one: a value for each group."""
+    if isinstance(lr, str | Mapping) or callable(lr) or (isinstance(lr, Set) and len(lr) > 1):
         return False
     return lr.ndim == 1 if hasattr(lr, "ndim") else isinstance(lr, Iterable)
 
 
 def listed(lr: Any) -> Any:
-    """Learning rates with every row of them as a list, since a generator can be read only once."""
+    """Turn learning rates, or schedules, that are given for each group into a list, in a mapping too.
+
+    A generator can be read only once.
+    """
     if isinstance(lr, Mapping):
         return {name: listed(each) for name, each in lr.items()}
     return list(lr) if is_row(lr) else lr
@@ -308,11 +307,11 @@ def _rate(lr: Any) -> float:
 
 
 def group_rates(made: Optimizer | Optimizers, lr: Any, default: Any) -> list[list[float]]:
-    """Of each optimizer the learning rates of its groups.
+    """Return, for each optimizer, the learning rates of its groups.
 
     Args:
-        lr: as in `rates`; of several optimizers maybe a mapping by name.
-        default: the same, for where `lr` is `None` or leaves an optimizer out.
+        lr: as in `rates`; for several optimizers maybe a mapping by name.
+        default: the same, used if `lr` is `None`, or does not have the optimizer.
     """
     opts = made.values() if isinstance(made, dict) else [made]
     given = zip(opts, for_each(made, listed(lr)), for_each(made, listed(default)), strict=True)
@@ -336,25 +335,25 @@ def set_decay(opt: Optimizer, model: nn.Module, wd: float, wd_bn_bias: bool) -> 
 
 
 def split_decay(opt: Optimizer, model: nn.Module) -> None:
-    """Part each group of `opt` into weights, then norms and biases, keeping its options and the optimizer's state."""
-    opt.param_groups[:] = _parted(opt.param_groups, model)
+    """Split each group of `opt` into weights, and norms and biases, keeping its options and the optimizer's state."""
+    opt.param_groups[:] = _split_groups(opt.param_groups, model)
 
 
-def _parted(groups: list[dict], model: nn.Module) -> list[dict]:
+def _split_groups(groups: list[dict], model: nn.Module) -> list[dict]:
     bare = norms_and_biases(model)
-    parted = []
+    result = []
     for i, group in enumerate(groups):
         places = group.get(PLACES) or range(len(group["params"]))
         for is_bare in (False, True):
-            kept = [(place, p) for place, p in zip(places, group["params"], strict=True) if (id(p) in bare) == is_bare]
-            if kept:
-                own = {"params": [p for _, p in kept], PLACES: [place for place, _ in kept], GROUP: _group_of(i, group)}
-                parted.append({**group, **own})
-    return parted
+            part = [(place, p) for place, p in zip(places, group["params"], strict=True) if (id(p) in bare) == is_bare]
+            if part:
+                own = {"params": [p for _, p in part], PLACES: [place for place, _ in part], GROUP: _group_of(i, group)}
+                result.append({**group, **own})
+    return result
 
 
-def _joined(groups: list[dict]) -> list[dict]:
-    "Undo `_parted`."
+def _join_groups(groups: list[dict]) -> list[dict]:
+    "Undo `_split_groups`."
     whole: dict[int, list[dict]] = {}
     for i, group in enumerate(groups):
         whole.setdefault(_group_of(i, group), []).append(group)
@@ -375,19 +374,19 @@ def norms(model: nn.Module) -> list[nn.Parameter]:
 
 
 def norms_and_biases(model: nn.Module) -> set[int]:
-    """The ids of the parameters that weight decay leaves alone: those of normalisation layers, and every bias."""
+    """The ids of the parameters without weight decay: those of normalisation layers, and every bias."""
     named = [(name.rpartition(".")[2], p) for name, p in model.named_parameters()]
     biases = [p for name, p in named if name.startswith("bias") or name.endswith("bias")]
     return {id(p) for p in (*norms(model), *biases)}
 
 
 def state_to_params(opt: Optimizer) -> None:
-    """Bring optimizer state to the device of its parameter and into its memory layout, which may have changed.
+    """Give optimizer state the device and the memory layout of its parameter, which may have changed.
 
-    torch's fused kernels take for granted that a parameter and its state lie in memory alike.
+    torch's fused kernels require that a parameter and its state have the same memory layout.
     """
     for group in opt.param_groups:
-        # As torch's own loading has it: the step counter stays on the host unless the kernel reads it on the device.
+        # As in torch's own loading, the step counter stays on the host unless the kernel reads it on the device.
         counter_too = group.get("fused") or group.get("capturable")
         for p in group["params"]:
             state = opt.state.get(p, {})
@@ -397,7 +396,7 @@ def state_to_params(opt: Optimizer) -> None:
 
 
 def laid_out_as(p: Tensor, value: Tensor) -> Tensor:
-    """`value` on the device of `p`, and in its memory layout if it has its shape."""
+    """Return `value` on the device of `p`, and with its memory layout if it has the shape of `p`."""
     strided = p.layout is value.layout is torch.strided
     if strided and value.shape == p.shape and value.stride() != p.stride():
         return torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
@@ -405,7 +404,7 @@ def laid_out_as(p: Tensor, value: Tensor) -> Tensor:
 
 
 def load_state(made: Optimizer | Optimizers, saved: dict, model: nn.Module) -> None:
-    """Load the state of one optimizer, or of several by name; parted for weight decay or not, on either side.
+    """Load the state of one optimizer, or of several by name; either side may have groups split for weight decay.
 
     Raises:
         ValueError: the state is of other optimizers or other parameter groups; none is loaded.
@@ -414,9 +413,9 @@ def load_state(made: Optimizer | Optimizers, saved: dict, model: nn.Module) -> N
     states = {"": saved} if "param_groups" in saved else saved
     if opts.keys() != states.keys():
         raise ValueError(f"it has the optimizers {_names(states)}, the learner has {_names(opts)}")
-    fitting = {name: _groups_like(states[name], opt, model) for name, opt in opts.items()}
+    groups = {name: _groups_like(states[name], opt, model) for name, opt in opts.items()}
     for name, opt in opts.items():
-        opt.param_groups[:] = fitting[name]
+        opt.param_groups[:] = groups[name]
         with torch.no_grad():
             opt.load_state_dict(states[name])
         state_to_params(opt)
@@ -427,13 +426,13 @@ def _names(opts: dict) -> str:
 
 
 def _groups_like(state: dict, opt: Optimizer, model: nn.Module) -> list[dict]:
-    "The groups of `opt`, parted or joined as those of a saved state are."
+    "Return the groups of `opt`, split or joined like those of a saved state."
     saved = state["param_groups"]
-    groups = _joined(opt.param_groups)
+    groups = _join_groups(opt.param_groups)
     if any(PLACES in group for group in saved):
-        groups = _parted(groups, model)
+        groups = _split_groups(groups, model)
     sizes = [[(_group_of(i, g), len(g["params"])) for i, g in enumerate(each)] for each in (saved, groups)]
     if sizes[0] != sizes[1]:
-        found = [[size for _, size in each] for each in sizes]
-        raise ValueError(f"its optimizer has groups of {found[0]} parameters, the learner's of {found[1]}")
+        theirs, ours = ([size for _, size in each] for each in sizes)
+        raise ValueError(f"its optimizer has groups of {theirs} parameters, the learner's of {ours}")
     return groups

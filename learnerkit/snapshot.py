@@ -1,21 +1,18 @@
-"""Trying something out on a learner: training that leaves no trace."""
+"""Undoing what a trial changes: training, or running a model, that leaves no trace on a learner."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from learnerkit import world
-from learnerkit.callback import Callback
 from learnerkit.data.order import keep_seeds, samplers_of, with_batches
 from learnerkit.utils import training_modes, unwrap
 
@@ -25,11 +22,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def unchanged(learn: "Learner") -> Iterator[None]:
-    """Give a learner everything that training changes back at the end, exactly and however it ends.
+    """Restore at the end everything that training changes on a learner, exactly, also after an error.
 
-    That is: weights, buffers, gradients and what requires them, also those of the loss; the optimizer, its groups and
-    its state; the random streams of this process and its devices, and of the loaders; samplers with what they remember.
-    Copies are kept on the host, so that the device's memory holds what it would without.
+    That is: weights, buffers, gradients and `requires_grad` of the model and of the loss; the optimizer, its groups and
+    its state; the random states of this process, its devices and the loaders; the attributes of samplers. The copies
+    are on the host, so the device needs no more memory.
 
     Raises:
         ValueError: the model has parameters that get their shape from the first batch.
@@ -44,8 +41,8 @@ def unchanged(learn: "Learner") -> Iterator[None]:
                 _put_back_sampler(sampler, stack)
         stack.callback(loaders.__setitem__, slice(None), list(loaders))
         for i, dl in enumerate(loaders):
-            if isinstance(dl, DataLoader) and dl.persistent_workers:  # nobody can give their random streams back
-                loaders[i] = with_batches(dl)  # with workers of its own
+            if isinstance(dl, DataLoader) and dl.persistent_workers:
+                loaders[i] = with_batches(dl)  # a copy, with other workers: theirs have random states out of reach
         stack.enter_context(world.device_streams_kept(device))
         for module in modules:
             _put_back_module(module, stack)
@@ -60,119 +57,43 @@ _TRIED = ("model", "xb", "pred", "output", "loss", "loss_grad")
 
 @contextmanager
 def trial(learn: "Learner", model: nn.Module) -> Iterator[None]:
-    """Run a model on a batch without leaving a trace in random streams, buffers, modes or the learner.
+    """Restore random states, buffers, modes and the learner's batch after running a model on a batch.
 
     Args:
         learn: the learner.
-        model: its own, without what wraps it; it is `learn.model` meanwhile.
+        model: its unwrapped model; in the context it is `learn.model`.
     """
-    kept = {name: getattr(learn, name) for name in _TRIED}
+    before = {name: getattr(learn, name) for name in _TRIED}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    eager = torch.compiler.set_stance  # a compiled model runs as it is: to compile takes longer than the trial
-    with keep_seeds(device=learn.dls.device), training_modes(model), eager("force_eager"):
+    stance = torch.compiler.set_stance("force_eager")  # to compile a model would take longer than the trial
+    with keep_seeds(device=learn.dls.device), training_modes(model), stance:
         try:
             learn.model = model
             yield
         finally:
-            torch.clear_autocast_cache()  # weights cast here hang on this trial's graph, or on none
-            for name, value in kept.items():
+            torch.clear_autocast_cache()  # it may have weights that were cast in the graph of this trial
+            for name, value in before.items():
                 setattr(learn, name, value)
             with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
-
-
-@contextmanager
-def double(learn: "Learner", fresh: dict[str, Any], without: Callable[[Callback], bool]) -> Iterator["Learner"]:
-    """A learner that begins where this one is, with a model, optimizers and callbacks of its own, and the same data.
-
-    What else a subclass or a callback has is copied, too; what cannot be copied (a file, a lock) is shared.
-
-    Args:
-        learn: the learner, in mid-run.
-        fresh: attributes that are not copied, with their values.
-        without: which callbacks have no part in it. Nor have those that are `only_fit`.
-
-    Raises:
-        RuntimeError: the model or an optimizer cannot be copied.
-    """
-    cbs = {id(cb): copy.copy(cb) for cb in learn.cbs if not cb.only_fit and not without(cb)}
-    # Copies need none. And a loss may know the model in ways that no copy can follow: what it leaves must not count.
-    grads = [(p, p.grad) for opt in learn.opts for group in opt.param_groups for p in group["params"]]
-    try:
-        for p, _ in grads:
-            p.grad = None
-        yield _double(learn, fresh, cbs)
-    finally:
-        for p, grad in grads:
-            p.grad = grad
-        for cb in cbs.values():
-            cb.learn = None  # or the copies would stay, on the device too, until cycles are collected
-
-
-def _double(learn: "Learner", fresh: dict[str, Any], cbs: dict[int, Callback]) -> "Learner":
-    twin = copy.copy(learn)
-    kept = [learn.dls, *learn.dls.loaders, *(getattr(dl, "dataset", None) for dl in learn.dls.loaders), *learn.cbs]
-    memo: dict[int, Any] = {id(x): x for x in kept} | cbs | {id(learn): twin}  # what copies refer to
-    try:
-        for part in [*unwrap(learn.model).modules(), learn.model]:  # networks may be wrapped each by itself
-            if unwrap(part) is not part:
-                memo[id(part)] = copy.deepcopy(unwrap(part), memo)
-        model = copy.deepcopy(learn.model, memo)
-        for opt in learn.opts:
-            _copy_optimizer(opt, memo)
-    except Exception as e:
-        raise RuntimeError(
-            "what is tried out in mid-run is tried on a copy of model and optimizer, and copying them failed: "
-            f"{type(e).__name__}: {e}; do it before the run or after it"
-        ) from e
-    fresh = fresh | {
-        "model": model, "dls": learn.dls, "logger": learn.logger, "cbs": [*cbs.values()], "_parting": [],
-        "around": learn.together, "together": None, "_dispatch": None, "task": None,
-    }  # fmt: skip
-    for name, value in vars(learn).items():
-        setattr(twin, name, fresh[name] if name in fresh else _copied(value, memo))
-    for cb in cbs.values():
-        vars(cb).update({name: _copied(value, memo) for name, value in vars(cb).items()})
-    return twin
-
-
-def _copy_optimizer(opt: Optimizer, memo: dict[int, Any]) -> None:
-    """Copy an optimizer with what it has beside its state and groups, but for methods that others have patched."""
-    twin = copy.deepcopy(opt, memo)
-    for name, value in vars(opt).items():
-        if name not in vars(twin) and not isinstance(value, FunctionType | MethodType | partial):
-            setattr(twin, name, _copied(value, memo))
-
-
-def _copied(x: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy, but for data; or `x` itself if there can be none."""
-    if isinstance(x, DataLoader | Dataset):
-        return x
-    tried = dict(memo)  # what fails half-way must leave nothing in it
-    try:
-        found = copy.deepcopy(x, tried)
-    except Exception:
-        return x
-    memo.update(tried)
-    return found
+                for buffer, values in buffers:
+                    buffer.copy_(values)
 
 
 def check_shaped(modules: Iterable[nn.Module]) -> None:
-    """Refuse parameters that get their shape from the first batch, before which nothing can be kept of them."""
+    """Refuse parameters that get their shape from the first batch, since they cannot be copied before it."""
     for module in modules:
         for name, t in (*module.named_parameters(), *module.named_buffers()):
-            if isinstance(t, UninitializedTensorMixin):
+            if is_lazy(t):
                 raise ValueError(
                     f"{name} of {type(module).__name__} has no shape until the model has seen a batch (a lazy module): "
-                    "show it one first, with learn.validate() or learn.model(x)"
+                    "run it on one first, with learn.validate() or learn.model(x)"
                 )
 
 
 def _put_back_sampler(sampler: Any, stack: ExitStack) -> None:
-    """Let a stack give a sampler what it has back: its attributes, random states, and the order in its rows.
+    """Register on `stack` what restores a sampler: its attributes, random states, and the order of its index lists.
 
-    Data are not copied, as a sampler may know a large dataset.
+    Other data are not copied, as a sampler may have a reference to a large dataset.
     """
     attributes = getattr(sampler, "__dict__", {})
     before = dict(attributes)
@@ -181,12 +102,15 @@ def _put_back_sampler(sampler: Any, stack: ExitStack) -> None:
         attributes.clear()
         attributes.update(before)
 
+    def refill(rows: Any, values: Any) -> None:
+        rows[:] = values
+
     stack.callback(put_back)
     for x in before.values():
         if isinstance(x, list):
-            stack.callback(x.__setitem__, slice(None), list(x))
+            stack.callback(refill, x, list(x))
         elif isinstance(x, np.ndarray | Tensor) and x.ndim == 1:
-            stack.callback(x.__setitem__, slice(None), copy.deepcopy(x))
+            stack.callback(refill, x, copy.deepcopy(x))
         elif isinstance(x, np.random.Generator):
             stack.callback(setattr, x.bit_generator, "state", x.bit_generator.state)
         for get, put in (("getstate", "setstate"), ("get_state", "set_state")):
@@ -195,24 +119,24 @@ def _put_back_sampler(sampler: Any, stack: ExitStack) -> None:
 
 
 def _put_back_module(module: nn.Module, stack: ExitStack) -> None:
-    """Let a stack give every parameter and buffer back its values, its gradient and whether it requires one."""
+    """Register on `stack` what restores each parameter and buffer: values, gradient and `requires_grad`."""
 
     def put_back(part: nn.Module, name: str, t: Tensor, values: Callable, requires_grad: bool, grad: Callable) -> None:
         values()
-        setattr(part, name, t)  # it may be another one by now
+        setattr(part, name, t)  # it may have been replaced
         t.requires_grad_(requires_grad)
         t.grad = grad()
 
     for part in module.modules():
         for named in (part.named_parameters(recurse=False), part.named_buffers(recurse=False)):
             for name, t in named:
-                stack.callback(put_back, part, name, t, _kept(t), t.requires_grad, _kept(t.grad))
+                stack.callback(put_back, part, name, t, _restorer(t), t.requires_grad, _restorer(t.grad))
 
 
 def _put_back_optimizer(opt: Optimizer) -> Callable[[], None]:
-    """What gives an optimizer back its groups, what they hold, and its state."""
-    groups = groups_put_back(opt)
-    state = {p: _kept(values) for p, values in opt.state.items()}
+    """Return a function that restores an optimizer's groups, their hyper-parameters, and its state."""
+    groups = group_restorer(opt)
+    state = {p: _restorer(values) for p, values in opt.state.items()}
 
     def put_back() -> None:
         groups()
@@ -222,9 +146,9 @@ def _put_back_optimizer(opt: Optimizer) -> Callable[[], None]:
     return put_back
 
 
-def groups_put_back(opt: Optimizer) -> Callable[[], None]:
-    """What gives an optimizer back its groups as they are now, with every hyper-parameter, when it is called."""
-    groups = [(g, g["params"], _kept({k: v for k, v in g.items() if k != "params"})) for g in opt.param_groups]
+def group_restorer(opt: Optimizer) -> Callable[[], None]:
+    """Return a function that restores an optimizer's groups with the hyper-parameters they have now."""
+    groups = [(g, g["params"], _restorer({k: v for k, v in g.items() if k != "params"})) for g in opt.param_groups]
 
     def put_back() -> None:
         for group, params, options in groups:
@@ -235,29 +159,29 @@ def groups_put_back(opt: Optimizer) -> Callable[[], None]:
     return put_back
 
 
-def _kept(x: Any) -> Callable[[], Any]:
-    """What returns `x` as it is now: the tensors in it are the same ones then, with today's values."""
+def _restorer(x: Any) -> Callable[[], Any]:
+    """Return a function that returns `x` as it is now; it gives the tensors in it, in place, their present values."""
     if isinstance(x, Tensor):
-        values = _once(x).detach().to("cpu", copy=True)  # waits for the device
+        values = _unexpanded(x).detach().to("cpu", copy=True)  # a host-device sync
 
         def put_back() -> Tensor:
             with torch.no_grad():
-                _once(x).copy_(values)
+                _unexpanded(x).copy_(values)
             return x
 
         return put_back
     if isinstance(x, dict):
-        entries = {k: _kept(v) for k, v in x.items()}
+        entries = {k: _restorer(v) for k, v in x.items()}
         return lambda: {k: entry() for k, entry in entries.items()}
     if type(x) in (list, tuple):
-        items = [_kept(v) for v in x]
+        items = [_restorer(v) for v in x]
         return lambda: type(x)(item() for item in items)
     value = copy.deepcopy(x)
     return lambda: value
 
 
-def _once(x: Tensor) -> Tensor:
-    """`x` with each of its numbers once: an expanded tensor, which cannot be written to, shows the same ones again."""
+def _unexpanded(x: Tensor) -> Tensor:
+    """Return `x` without its expanded (stride 0) dimensions, so that it can be written in place."""
     if x.layout is torch.strided:
         for dim in range(x.ndim):
             if x.stride(dim) == 0 and x.shape[dim] > 1:

@@ -1,4 +1,4 @@
-"""Words for messages: lists cut short, near matches, signals, and text that is safe to print."""
+"""Text for messages: short lists, near matches, names of signals, and text that is safe to print."""
 
 import difflib
 import re
@@ -9,42 +9,42 @@ from unicodedata import combining, east_asian_width
 
 
 def escaped(text: str) -> str:
-    """`text` with its control characters spelt out, but for tabs and new lines: they could steer a terminal."""
+    """Return `text` with escaped control characters, which could change the terminal; tabs and new lines stay."""
     controls = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
     return re.sub(controls, lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def signal_name(signum: int) -> str:
-    """Return SIGTERM for 15; real-time signals have no names."""
-    return signal.Signals(signum).name if signum in iter(signal.Signals) else "real-time signal"
+    """Return the name of a signal, such as SIGTERM for 15; real-time signals have none."""
+    return signal.Signals(signum).name if signum in list(signal.Signals) else "real-time signal"
 
 
 def killed_by(signum: int) -> str:
-    """Say in a few words what ended a process that a signal has killed."""
+    """Say in a few words which signal killed a process."""
     if signum == signal.SIGKILL:
         return "was killed by signal 9 (SIGKILL), as the kernel does when memory runs out (see dmesg),"
     return f"was killed by signal {signum} ({signal_name(signum)})"
 
 
-def one_line(text: str) -> str:
-    """`text` as it fits in a line of a log: new lines and tabs are spelt out, too."""
+def escaped_line(text: str) -> str:
+    """Return `text` for one line of a log: new lines and tabs are escaped, too."""
     return escaped(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def did_you_mean(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
-    """`; did you mean 'x'?` for the nearest allowed name, or nothing."""
+    """Return `; did you mean 'x'?` for the nearest allowed name, or an empty string."""
     near = difflib.get_close_matches(name, list(map(str, allowed)), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def first_few(names: Iterable[Any], joint: str = ", ", n: int = 5) -> str:
-    """The first few of some names, and how many more there are."""
+    """Join the first `n` names, and say how many more there are."""
     names = list(map(str, names))
     return joint.join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
 
 
 def format_time(seconds: float) -> str:
-    """Seconds as `mm:ss`; below a minute with tenths, `00:ss.t`; from one hour on `h:mm:ss`."""
+    """Return seconds as `mm:ss`; below a minute with tenths, `00:ss.t`; from one hour on `h:mm:ss`."""
     tenths = round(seconds * 10)
     if tenths < 600:
         return f"00:{tenths // 10:02d}.{tenths % 10}"
@@ -53,13 +53,15 @@ def format_time(seconds: float) -> str:
 
 
 def columns(text: str) -> int:
-    """How many columns of a terminal a text takes: wide characters (Chinese, Japanese, Korean) take two."""
+    """Return the width of a text in terminal columns: two for a wide character (Chinese, Japanese, Korean)."""
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def in_one_line(error: BaseException) -> str:
-    """The class of an error and the one line of its text that says what was wrong."""
-    text = str(error)
-    if "Original Traceback" in text:  # of a loader's worker: it says last what was wrong, and of which class that is
-        return text.rstrip().rpartition("\n")[2]
-    return f"{type(error).__name__}: {text}".partition("\n")[0].removesuffix(": ")
+    """Return the class of an error and the line of its text that says what was wrong, safe to print."""
+    text = str(error).strip()
+    if "Original Traceback" in text:  # from a loader's worker: the last line has the class and the text
+        line = text.rpartition("\n")[2]
+    else:
+        line = f"{type(error).__name__}: {text}".partition("\n")[0].removesuffix(": ")
+    return escaped(line if len(line) <= 400 else f"{line[:400]} ...")

@@ -1,19 +1,21 @@
-"""Small pure helpers that know nothing of the rest of the library."""
+"""Small helpers that do not depend on the rest of the library."""
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
+
+from learnerkit.torch_internals import caller, without_compiler
 
 
 def listify(x: Any) -> list:
-    """`None` as an empty list, a collection or a generator as a list, anything else as its only item.
+    """Return a list: empty for `None`, of the items of a collection or a generator, or of anything else as one item.
 
-    A str, a mapping, a tensor and whatever can be called (a class, a function, a module) are items.
+    A str, a mapping, a tensor and a callable (a class, a function, a module) are one item.
     """
     if x is None:
         return []
@@ -22,22 +24,22 @@ def listify(x: Any) -> list:
 
 
 def add_note_once(error: BaseException, note: str) -> None:
-    """Add `note` to `error` unless a note of the same kind (the same first two words) is there already."""
+    """Add `note` to `error` unless it has a note of the same kind (with the same first two words) already."""
     kind = " ".join(note.split()[:2])
     if not any(n.startswith(kind) for n in getattr(error, "__notes__", ())):
         error.add_note(note)
 
 
 def warn(message: str) -> None:
-    """Warn, and name the line outside of this package that led here rather than one of its own."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("learnerkit."):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    """Warn, and name the line outside this package that led here."""
+    level = 1
+    while (frame := caller(level)).f_back is not None and frame.f_globals.get("__name__", "").startswith("learnerkit."):
+        level += 1
+    warnings.warn(message, stacklevel=level + 1)
 
 
 def describe(x: Any) -> str:
-    """A value's type and shape in a few words, for error messages."""
+    """Describe a value's type and shape in a few words, for error messages."""
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} tensor of shape {tuple(x.shape)}"
     if isinstance(x, Mapping):
@@ -48,12 +50,10 @@ def describe(x: Any) -> str:
 
 
 def count_parameters(model: nn.Module) -> str:
-    """A model's class and the number of its parameters, for a person."""
-    sizes = [(0 if isinstance(p, UninitializedParameter) else p.numel(), p.requires_grad) for p in model.parameters()]
-    frozen = sum(size for size, trained in sizes if not trained)
-    return f"{type(model).__name__}, {sum(size for size, _ in sizes):,} parameters" + (
-        f", {frozen:,} of them frozen" if frozen else ""
-    )
+    """Describe a model by its class and the number of its parameters."""
+    sizes = [(0 if is_lazy(p) else p.numel(), p.requires_grad) for p in model.parameters()]
+    total, frozen = sum(size for size, _ in sizes), sum(size for size, trained in sizes if not trained)
+    return f"{type(model).__name__}, {total:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
 
 
 _OTHERS = (
@@ -63,27 +63,27 @@ _OTHERS = (
 
 
 def library_of(x: Any) -> str:
-    """The training library that an object, a class or a function was made for, if it is not this one; else ''."""
-    known = x if isinstance(x, type) or hasattr(x, "__qualname__") else type(x)
-    modules = [kind.__module__ for kind in getattr(known, "__mro__", [known])]
-    found = [module.partition(".")[0] for module in modules if module]
-    return next((name for name in found if name in _OTHERS), "")
+    """Return the other training library that an object, a class or a function was made for, or ''."""
+    named = x if isinstance(x, type) or hasattr(x, "__qualname__") else type(x)
+    modules = [kind.__module__ or "" for kind in getattr(named, "__mro__", [named])]
+    packages = [module.partition(".")[0] for module in modules]
+    return next((package for package in packages if package in _OTHERS), "")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside DataParallel, DistributedDataParallel and compiled wrappers."""
+    """Return the user's own module inside DataParallel, DistributedDataParallel and compiled wrappers."""
     while True:
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = model.module
-        elif hasattr(model, "_orig_mod"):  # torch.compile
-            model = model._orig_mod
+        elif (inner := without_compiler(model)) is not model:
+            model = inner
         else:
             return model
 
 
 @contextmanager
-def training_modes(model: nn.Module):
-    """Give every sub-module of `model` its train or eval mode back at the end."""
+def training_modes(model: nn.Module) -> Iterator[None]:
+    """Restore at the end the train or eval mode of every module in `model`."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -93,13 +93,13 @@ def training_modes(model: nn.Module):
 
 
 def ipython_shell() -> Any:
-    """IPython's shell, if this process runs in one."""
+    """Return IPython's shell, if this process runs in one."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython else None
 
 
 def front_end() -> str:
-    """Where a person types: 'notebook' (a Jupyter kernel), 'prompt' (python's or IPython's), or '' in a script."""
+    """Tell what runs this code: 'notebook' (a Jupyter kernel), 'prompt' (python's or IPython's), or '' (a script)."""
     shell = ipython_shell()
     if shell is not None:
         return "notebook" if getattr(shell, "kernel", None) is not None else "prompt"

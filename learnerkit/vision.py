@@ -1,7 +1,7 @@
-"""Image classifiers made of networks that are trained already: a body that sees, and a new head that decides.
+"""Image classifiers made of pretrained networks: a pretrained body and a new head.
 
-`vision_learner` takes torchvision's builders, or any module; the model it makes is a plain `nn.Sequential` of
-`normalize`, `body` and `head`, and the Learner a plain Learner.
+`vision_learner` takes torchvision's builders, or any module. The model is a plain `nn.Sequential` of `normalize`,
+`body` and `head`, and the Learner a plain Learner.
 """
 
 import copy
@@ -42,34 +42,33 @@ def vision_learner(
     model_kwargs: dict[str, Any] | None = None,
     **learner_kwargs: Any,
 ) -> Learner:
-    """A Learner for images, whose model is the body of a known network with a new head.
+    """Make a Learner for images, whose model is the body of a known network with a new head.
 
-    A body that is trained already starts frozen but for its norm layers, so that `learn.fit` trains the head;
-    `learn.fine_tune` trains both in turn. With weights to be downloaded every rank must reach this.
+    A pretrained body starts frozen except for its norm layers, so `learn.fit` trains the head; `learn.fine_tune` trains
+    first the head and then both. If weights are downloaded, every rank must reach this.
 
     Args:
         dls: batches of images (batch, channels, height, width), floats from 0 to 1 or uint8, and targets.
-        model_fn: a builder of torchvision (`resnet18`), its name (`"resnet18"`), or a module one has; a module is
-            copied, and stays as it is.
+        model_fn: a builder of torchvision (`resnet18`), its name (`"resnet18"`), or a module, which is copied.
         n_out: outputs; by default the number of `classes` of the training set, or the `num_classes` of a metric.
-        weights: what torchvision loads, as it takes it ('DEFAULT', 'IMAGENET1K_V1', a member of the enum); `None`:
-            a new network.
+        weights: the weights to load, as torchvision takes them ('DEFAULT', 'IMAGENET1K_V1', a member of the enum);
+            `None`: a new network.
         metrics: as for `Learner`.
-        cut: what to keep as the body: so many of the network's children, or a function of the network that returns
-            it; by default all in front of its classifier and its pooling.
-        concat_pool: pool the body's maps by average and maximum, side by side, instead of by average alone.
+        cut: the body: a number of the network's first children, or a function of the network that returns it; by
+            default everything before its pooling and its classifier.
+        concat_pool: pool the body's feature maps by average and maximum, concatenated, instead of by average only.
         loss_func: default `nn.CrossEntropyLoss()`.
-        normalize: (mean, std) of each channel, taken off by the model's first layer (`Normalize`); `True`: those that
-            the weights were trained with, for a module or a new network ImageNet's; `False`: no such layer.
-        n_in: channels of the images. For other than 3 the first convolution is changed: one channel gets the sum of
-            the three channels' weights, two get the first two times 1.5, and those beyond three start at zero;
-            `normalize` then uses the average of its numbers. With 3, gray images of one channel are repeated.
+        normalize: (mean, std) of each channel for the model's first layer (`Normalize`); `True`: those that the weights
+            were trained with, for a module or a new network ImageNet's; `False`: no such layer.
+        n_in: channels of the images. Unless it is 3 the first convolution is changed: one channel gets the sum of the
+            three channels' weights, two get the first two times 1.5, and those beyond three start at zero; `normalize`
+            then uses the average of its numbers. With 3, gray images of one channel are repeated.
         hidden: sizes of the head's hidden layers.
-        dropout: in front of the head's last layer; half of it in front of each hidden one.
-        custom_head: takes what the body gives, maps or vectors, in place of the head described here.
+        dropout: before the head's last layer; half of it before each hidden layer.
+        custom_head: a module that takes the body's output, feature maps or vectors, instead of the default head.
         splitter: parameter groups; default `split_layers`.
-        pretrained: whether the body is trained already, so that it starts frozen; by default with `weights` and for a
-            module.
+        pretrained: whether the body is pretrained, so that it starts frozen; by default it is with `weights` and for
+            a module.
         model_kwargs: for the builder, such as `{"image_size": 64}` of torchvision's vision transformers.
         learner_kwargs: for `Learner`.
 
@@ -77,8 +76,7 @@ def vision_learner(
         TypeError, ValueError: arguments that cannot work, a network whose classifier is not found, no `n_out`.
         RuntimeError: the weights cannot be downloaded.
     """
-    given = isinstance(model_fn, nn.Module)
-    if given:
+    if isinstance(model_fn, nn.Module):
         network, weights = _copied(model_fn, weights, model_kwargs)
     else:
         network, weights = _built(model_fn, weights, model_kwargs or {}, pretrained)
@@ -95,7 +93,7 @@ def vision_learner(
         model.add_module(name, part)
     loss_func, splitter = loss_func or nn.CrossEntropyLoss(), splitter or split_layers
     learn = Learner(dls, model, loss_func, splitter=splitter, metrics=metrics, **learner_kwargs)
-    if pretrained or (pretrained is None and (given or weights is not None)):
+    if pretrained or (pretrained is None and (isinstance(model_fn, nn.Module) or weights is not None)):
         learn.freeze()
     return learn
 
@@ -104,13 +102,16 @@ def vision_learner(
 
 
 class Normalize(nn.Module):
-    """Takes the mean off each channel and divides by its standard deviation; uint8 images are first scaled to 0..1.
+    """Subtracts the mean of each channel and divides by its standard deviation; uint8 images are first scaled to 0..1.
 
-    Gray images of one channel come out with as many channels as there are means.
+    Gray images of one channel are repeated to as many channels as there are means.
 
     Args:
         mean, std: a number for each channel.
     """
+
+    mean: Tensor
+    std: Tensor
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
@@ -118,34 +119,34 @@ class Normalize(nn.Module):
         self.register_buffer("std", torch.tensor(std).reshape(-1, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (batch, channels, height, width)."""
+        """Normalize images (batch, channels, height, width)."""
         if x.dtype == torch.uint8:
             x = x.to(self.mean.dtype) / 255
         return (x - self.mean) / self.std
 
 
 class ConcatPool(nn.Module):
-    """The average and the maximum of each map: (batch, n, height, width) to (batch, 2 n, 1, 1)."""
+    """Pools feature maps by average and maximum: (batch, n, height, width) to (batch, 2 n, 1, 1)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps (batch, n, height, width)."""
+        """Pool feature maps (batch, n, height, width)."""
         return torch.cat([F.adaptive_avg_pool2d(x, 1), F.adaptive_max_pool2d(x, 1)], dim=1)
 
 
 def create_head(
     n_features: int, n_out: int, hidden: Sequence[int] = (512,), dropout: float = 0.5, pool: nn.Module | None = None
 ) -> nn.Sequential:
-    """Pooling, then blocks of BatchNorm, dropout and a linear layer, with ReLU between them.
+    """Make a head: pooling, then blocks of BatchNorm, dropout and a linear layer, with ReLU between them.
 
-    The linear layers start by kaiming normal (He et al. 2015, https://arxiv.org/abs/1502.01852) and have no bias:
-    the BatchNorm in front of each has one.
+    The linear layers have Kaiming normal initialization (He et al. 2015, https://arxiv.org/abs/1502.01852) and no bias,
+    since the BatchNorm before each has one.
 
     Args:
-        n_features: of the body: its maps, or the length of its vectors.
+        n_features: the number of the body's feature maps, or the length of its vectors.
         n_out: outputs.
-        hidden: sizes of the layers between.
-        dropout: in front of the last layer; half of it in front of the others.
-        pool: for a body that gives maps.
+        hidden: sizes of the hidden layers.
+        dropout: before the last layer; half of it before the others.
+        pool: the pooling, for a body that returns feature maps.
     """
     layers = [] if pool is None else [pool, nn.Flatten()]
     size = n_features * (2 if isinstance(pool, ConcatPool) else 1)
@@ -162,18 +163,19 @@ def _linear(n_in: int, n_out: int) -> nn.Linear:
 
 
 def split_layers(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters of the early body, of the late body and of the head, for a model of `vision_learner`.
+    """Return the parameters of the early body, the late body and the head of a model made by `vision_learner`.
 
-    A ResNet's late body begins with its third stage, another's with the second half of its blocks.
+    The late body of a ResNet begins with its third stage, that of another network with the second half of its blocks.
     """
     model = unwrap(model)
-    body = dict.fromkeys(model.body.parameters())
-    stages = dict(model.body.named_children())
+    network = model.get_submodule("body")
+    body = dict.fromkeys(network.parameters())
+    stages = dict(network.named_children())
     if "layer3" in stages:
-        first = next(stages["layer3"].parameters())
+        units = [list(stages["layer3"].parameters())]
     else:
-        units = list(_units(model.body, sum(p.numel() for p in body) / 2))
-        first = units[len(units) // 2][0] if units else None
+        units = list(_units(network, sum(p.numel() for p in body) / 2))
+    first = units[len(units) // 2][0] if units else None
     groups: list[list[nn.Parameter]] = [[], []]
     late = False
     for p in body:
@@ -183,16 +185,13 @@ def split_layers(model: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def _units(module: nn.Module, limit: float) -> Iterator[list[nn.Parameter]]:
-    "The parameters of each block: containers, and modules with more than `limit` numbers, are taken apart."
+    "The parameters of each block: containers, and modules with more than `limit` parameters, are divided further."
     own, whole = list(module.parameters(recurse=False)), list(module.parameters())
     container = type(module) in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    if not container and sum(p.numel() for p in whole) <= limit:
-        own, parts = whole, []
-    else:
-        parts = module.children()
-    if own:
-        yield own
-    for part in parts:
+    is_block = not container and sum(p.numel() for p in whole) <= limit
+    if params := whole if is_block else own:
+        yield params
+    for part in () if is_block else module.children():
         yield from _units(part, limit)
 
 
@@ -201,12 +200,12 @@ def _units(module: nn.Module, limit: float) -> Iterator[list[nn.Parameter]]:
 
 def _copied(network: nn.Module, weights: Any, model_kwargs: dict | None) -> tuple[nn.Module, None]:
     if weights is not None or model_kwargs:
-        raise TypeError("weights= and model_kwargs= are for a builder; the module that was given has its weights")
+        raise TypeError("weights= and model_kwargs= are for a builder; the given module has its weights already")
     return copy.deepcopy(network), None
 
 
 def _built(builder: Any, weights: Any, model_kwargs: dict, pretrained: bool | None) -> tuple[nn.Module, Any]:
-    "The network, and the member of torchvision's enum that `weights` means."
+    "Return the network, and the member of torchvision's enum for `weights`."
     from torchvision import models
 
     if isinstance(builder, str):
@@ -218,7 +217,7 @@ def _built(builder: Any, weights: Any, model_kwargs: dict, pretrained: bool | No
     if not callable(builder):
         raise TypeError(f"got model_fn={builder!r}; it is a builder of torchvision, its name, or an nn.Module")
     if weights is None:
-        # A builder of one's own may load weights by itself.
+        # A user's own builder may load weights by itself.
         if pretrained and model_kwargs.get("weights") is None and _module(builder).startswith("torchvision."):
             raise ValueError(
                 f"got pretrained=True and no weights: {_name(builder)} would be a new network with random weights, "
@@ -227,7 +226,7 @@ def _built(builder: Any, weights: Any, model_kwargs: dict, pretrained: bool | No
         network = builder(**model_kwargs)
     else:
         weights = _find_weights(builder, weights)
-        # One process of a machine downloads, the others then read its file; every rank must reach this.
+        # One process on each machine downloads, then the others read its file; every rank must reach this.
         network = world.rank0_first(_load, builder, weights, model_kwargs, per_node=True)
     if not isinstance(network, nn.Module):
         raise TypeError(f"model_fn made a {type(network).__name__}; it must make an nn.Module")
@@ -240,7 +239,7 @@ def _find_weights(builder: Callable, weights: Any) -> Any:
     try:
         known = models.get_model_weights(builder)
     except ValueError:
-        return weights  # a builder of one's own, which knows what it takes
+        return weights  # a user's own builder checks them itself
     try:
         return known.verify(weights)
     except (KeyError, TypeError):
@@ -252,10 +251,10 @@ def _find_weights(builder: Callable, weights: Any) -> Any:
 def _load(builder: Callable, weights: Any, model_kwargs: dict) -> nn.Module:
     try:
         return builder(weights=weights, **model_kwargs)
-    except OSError as e:  # the network's errors among them
+    except OSError as e:  # such as errors of the connection
         url, folder = getattr(weights, "url", weights), f"{torch.hub.get_dir()}/checkpoints"
         raise RuntimeError(
-            f"the weights of {_name(builder)} could not be downloaded ({e}). Without a network, put the file {url} "
+            f"the weights of {_name(builder)} could not be downloaded ({e}). Without a connection, put the file {url} "
             f"into {folder}, pass a module that has its weights, or train a new network with weights=None"
         ) from e
 
@@ -268,20 +267,20 @@ def _module(builder: Callable) -> str:
     return getattr(builder, "__module__", None) or ""
 
 
-# The body: what is in front of the classifier
+# The body: everything before the classifier
 
 _FEATURES = ("forward_features", "extract_features")
-"""Methods by which networks of other libraries give their maps."""
+"""Methods of other libraries' networks that return their feature maps."""
 
-_NO_PART_OF_A_BODY = (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.AvgPool2d, nn.Flatten, nn.Dropout, nn.Identity)
+_NOT_IN_BODY = (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.AvgPool2d, nn.Flatten, nn.Dropout, nn.Identity)
 
 
 class MethodBody(nn.Module):
-    """A network whose maps come from one of its methods.
+    """A network whose feature maps are returned by one of its methods.
 
     Args:
-        network: without its classifier.
-        method: the method's name.
+        network: the network without its classifier.
+        method: the name of the method.
     """
 
     def __init__(self, network: nn.Module, method: str) -> None:
@@ -289,15 +288,15 @@ class MethodBody(nn.Module):
         self.network, self.method = network, method
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images."""
+        """Compute the feature maps of images."""
         return getattr(self.network, self.method)(x)
 
 
 def _make_body(network: nn.Module, cut: int | Callable | None, n_in: int) -> tuple[nn.Module, Tensor]:
-    "The body, and what it gives for a small picture."
+    "Return the body, and its output for a small image."
     if cut is None:
-        body, picture = _without_classifier(network, n_in)
-        return body, _checked_output(_run(body, picture), network)
+        body, image = _without_classifier(network, n_in)
+        return body, _checked_output(_run(body, image), network)
     if isinstance(cut, int):
         body = _chain(network, [name for name, _ in network.named_children()][:cut])
     elif callable(cut):
@@ -306,15 +305,15 @@ def _make_body(network: nn.Module, cut: int | Callable | None, n_in: int) -> tup
         raise TypeError(f"got cut={cut!r}; it is a number of children, or a function of the network")
     if not isinstance(body, nn.Module) or not any(True for _ in body.parameters()):
         raise ValueError(f"cut={cut!r} left {describe(body)} without parameters; {_children(network)}")
-    _, out = _run_somehow(body, n_in, network)
+    _, out = _run_on_image(body, n_in, network)
     return body, _checked_output(out, network)
 
 
 def _without_classifier(network: nn.Module, n_in: int) -> tuple[nn.Module, Tensor]:
-    """What gives the classifier its features, as maps where it can; and a picture it was tried on.
+    """Return the part of a network that makes its classifier's input, if possible as feature maps, and a test image.
 
-    The last child with parameters that the network calls is its classifier. What a candidate for the body gives must
-    be, after pooling, what the network gives its classifier; the last resort is the network itself, without that.
+    The classifier is the last child with parameters that the network calls. The output of a candidate for the body
+    must be, after pooling, the classifier's input; if none fits, the body is the network without its classifier.
     """
     children = dict(network.named_children())
     calls: list[tuple[str, tuple]] = []
@@ -324,48 +323,48 @@ def _without_classifier(network: nn.Module, n_in: int) -> tuple[nn.Module, Tenso
         if name
     ]
     try:
-        picture, _ = _run_somehow(network, n_in, network, before=calls.clear)
+        image, _ = _run_on_image(network, n_in, network, before=calls.clear)
     finally:
         for hook in hooks:
             hook.remove()
     called = [(name, args) for name, args in calls if name in children and _n_params(children[name])]
-    classifier, args = called[-1] if called else (None, ())
+    classifier, args = called[-1] if called else ("", ())
     if not args or _n_params(children[classifier]) == _n_params(network):
-        raise ValueError(f"found no classifier of its own in {type(network).__name__}; {_hint(network)}")
-    wanted = args[0]
+        raise ValueError(f"found no classifier among the children of {type(network).__name__}; {_hint(network)}")
+    features = args[0]
     before = [name for name, _ in calls if name in children]
     for body, rest in _candidates(network, before[: before.index(classifier)]):
         try:
-            out = _run(body, picture)
-            fits = out.ndim == 4 and any(_same(found, wanted) for found in (out, out.mean((2, 3)), _run(rest, out)))
-        except Exception:  # whatever a network says to what is not its own forward
+            out = _run(body, image)
+            fits = out.ndim == 4 and any(_equal(x, features) for x in (out, out.mean((2, 3)), _run(rest, out)))
+        except Exception:  # any error, since the candidate's calls may not fit each other
             continue
         if fits:
             if isinstance(body, MethodBody):
                 setattr(network, classifier, nn.Identity())
-            return body, picture
+            return body, image
     used = {name.split(".")[0] for name, _ in calls}
     unused = [name for name, child in children.items() if _n_params(child) and name not in used]
-    if unused:  # such as the further classifiers of GoogLeNet, which act in training alone
+    if unused:  # such as the auxiliary classifiers of GoogLeNet, which are used only in training
         raise ValueError(
             f"{type(network).__name__} does not use {', '.join(unused)} in evaluation (if those are auxiliary "
             f"classifiers, build it without: model_kwargs={{'aux_logits': False}}); {_hint(network)}"
         )
     setattr(network, classifier, nn.Identity())
-    return network, picture
+    return network, image
 
 
 def _candidates(network: nn.Module, before: list[str]) -> Iterator[tuple[nn.Module, nn.Module]]:
-    "(body, what follows it up to the classifier)."
+    "Yield pairs of a body and the modules between it and the classifier; `before` names those before the classifier."
     kept = list(dict.fromkeys(before))
     rest: list[str] = []
-    while kept and isinstance(network.get_submodule(kept[-1]), _NO_PART_OF_A_BODY):
+    while kept and isinstance(network.get_submodule(kept[-1]), _NOT_IN_BODY):
         rest.insert(0, kept.pop())
     after = _chain(network, rest)
     if kept:
         yield _chain(network, kept), after
         chain = _chain(network, kept)
-        chain.add_module("last_relu", nn.ReLU())  # DenseNet's forward has one of its own
+        chain.add_module("last_relu", nn.ReLU())  # in DenseNet it is in `forward`
         yield chain, after
     for method in _FEATURES:
         if hasattr(network, method):
@@ -373,43 +372,43 @@ def _candidates(network: nn.Module, before: list[str]) -> Iterator[tuple[nn.Modu
 
 
 def _chain(network: nn.Module, names: list[str]) -> nn.Sequential:
-    "Children of a network one after the other, by their own names."
+    "Chain some children of a network, under their own names."
     chain = nn.Sequential()
     for name in names:
         chain.add_module(name, network.get_submodule(name))
     return chain
 
 
-def _same(found: Tensor, wanted: Tensor) -> bool:
-    found, wanted = found.flatten(1), wanted.flatten(1)
-    return found.shape == wanted.shape and torch.allclose(found, wanted, 1e-3, 1e-4 * float(wanted.abs().max()))
+def _equal(x: Tensor, features: Tensor) -> bool:
+    x, features = x.flatten(1), features.flatten(1)
+    return x.shape == features.shape and torch.allclose(x, features, 1e-3, 1e-4 * float(features.abs().max()))
 
 
 def _run(module: nn.Module, x: Tensor) -> Any:
-    "What a module gives in evaluation; its modes, its statistics and the random stream stay as they are."
+    "Return a module's output in evaluation; its modes and statistics and the random state do not change."
     gpus = {p.device for p in module.parameters() if p.device.type == "cuda"}
     with training_modes(module), torch.no_grad(), torch.random.fork_rng(gpus):
         return module.eval()(x)
 
 
-def _run_somehow(
+def _run_on_image(
     module: nn.Module, n_in: int, network: nn.Module, before: Callable[[], None] = lambda: None
 ) -> tuple[Tensor, Any]:
-    "A picture that the module takes, and what it gives for it: of the network's own size, or small, or not so small."
+    "Return an image that the module accepts, of the network's own size or else of 64 or 224 pixels, and its output."
     conv = _first_conv(module)
     like = next(module.parameters(), torch.empty(0))
-    own = getattr(network, "image_size", None)
-    for size in (own,) if isinstance(own, int) else (64, 224):
-        # Noise of both signs: a blank picture, or one that no ReLU changes, could not tell two bodies apart.
+    own_size = getattr(network, "image_size", None)
+    for size in (own_size,) if isinstance(own_size, int) else (64, 224):
+        # Noise of both signs: two bodies could give the same output for a blank or a positive image.
         noise = torch.Generator().manual_seed(0)
-        picture = torch.randn(1, conv.in_channels if conv else n_in, size, size, generator=noise).to(like)
+        image = torch.randn(1, conv.in_channels if conv else n_in, size, size, generator=noise).to(like)
         before()
         try:
-            return picture, _run(module, picture)
-        except Exception as e:  # whatever a module says to a picture that is too small
+            return image, _run(module, image)
+        except Exception as e:  # any error, since the image may be too small
             error = e
     raise ValueError(
-        f"could not run {type(network).__name__} on a {describe(picture)}: {type(error).__name__}: {error}; "
+        f"could not run {type(network).__name__} on a {describe(image)}: {type(error).__name__}: {error}; "
         f"{_hint(network)}"
     ) from error
 
@@ -417,14 +416,14 @@ def _run_somehow(
 def _checked_output(out: Any, network: nn.Module) -> Tensor:
     if not isinstance(out, Tensor) or out.ndim not in (2, 4):
         raise ValueError(
-            f"the body of {type(network).__name__} gives a {describe(out)}; it must give maps (batch, n, height, "
-            f"width) or vectors (batch, n); {_hint(network)}"
+            f"the body of {type(network).__name__} returns a {describe(out)}; it must return feature maps (batch, n, "
+            f"height, width) or vectors (batch, n); {_hint(network)}"
         )
     return out
 
 
 def _hint(network: nn.Module) -> str:
-    return f"say what to keep with cut=, a number of children or a function of the network; {_children(network)}"
+    return f"choose the body with cut=, a number of children or a function of the network; {_children(network)}"
 
 
 def _children(network: nn.Module) -> str:
@@ -460,13 +459,13 @@ def _adapt_channels(body: nn.Module, n_in: int) -> None:
 
 
 def _channel_stats(normalize: Any, weights: Any, n_in: int) -> tuple[list[float], list[float]] | None:
-    "Mean and standard deviation of each channel."
+    "Return the mean and the standard deviation of each channel."
     if normalize is False:
         return None
     if normalize is True:
-        told = weights.transforms() if hasattr(weights, "transforms") else None
-        found = (told.mean, told.std) if hasattr(told, "mean") and hasattr(told, "std") else IMAGENET_STATS
-        mean, std = map(list, found)
+        transform: Any = weights.transforms() if hasattr(weights, "transforms") else None
+        has_stats = hasattr(transform, "mean") and hasattr(transform, "std")
+        mean, std = map(list, (transform.mean, transform.std) if has_stats else IMAGENET_STATS)
         if len(mean) != n_in:
             mean, std = ([sum(numbers) / len(numbers)] * n_in for numbers in (mean, std))
         return mean, std
@@ -480,7 +479,7 @@ def _channel_stats(normalize: Any, weights: Any, n_in: int) -> tuple[list[float]
 
 
 def _count_classes(dls: DataLoaders, metrics: Any) -> int:
-    ds = dls.train_ds
+    ds: Any = dls.train_ds
     while ds is not None:
         if getattr(ds, "classes", None) is not None:
             return len(ds.classes)

@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from datetime import timedelta
@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from learnerkit.launch.ping import NotAStore, store_answers
+from learnerkit.torch_internals import CollectiveRefusal, await_thread_list_lock, default_store, default_timeout
 from learnerkit.utils import warn
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ JOIN_SECONDS = 35.0
 
 
 def is_joined() -> bool:
-    """Whether this process is in a process group (`world_size() > 1` says whether it is meant to be)."""
+    """Tell whether this process is in a process group (it is meant to be if `world_size() > 1`)."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -65,7 +65,7 @@ def local_rank() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, the one process that prints, plots and saves."""
+    """Tell whether this is rank 0, the one process that prints, plots and saves."""
     return rank() == 0
 
 
@@ -114,12 +114,12 @@ def join(timeout: float | timedelta | None = None) -> None:
         timeout: seconds (or a timedelta) a collective may wait; `None` is torch's own default.
 
     Raises:
-        RuntimeError: the others do not come within `JOIN_SECONDS`, or something else is where they are to meet.
+        RuntimeError: the others do not come within `JOIN_SECONDS`, or something else listens at rank 0's address.
     """
     if timeout is not None and not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
     if is_joined():
-        if _given_up:
+        if group_is_dead:
             _join_again(timeout)
         return
     if world_size() == 1:
@@ -129,7 +129,7 @@ def join(timeout: float | timedelta | None = None) -> None:
         backend = "gloo"
     else:
         torch.accelerator.set_device_index(device.index)
-        # CPU tensors (predictions, counts) travel by gloo, so they need no room on the accelerator.
+        # CPU tensors (predictions, counts) are sent by gloo, so they need no memory of the accelerator.
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     here, size = rank(), world_size()
     dist.init_process_group(backend, store=_meet_in_store(timeout), rank=here, world_size=size, timeout=timeout)
@@ -150,12 +150,12 @@ def _meet_in_store(timeout: timedelta | None) -> dist.Store:
         raise _not_met(what) from None
     except (RuntimeError, TimeoutError) as e:
         raise _not_met(f"the other processes of this run did not come within {JOIN_SECONDS:.0f} s") from e
-    found.set_timeout(timeout or dist.distributed_c10d.default_pg_timeout)
+    found.set_timeout(timeout or default_timeout())
     return found
 
 
 def _not_met(what: str) -> RuntimeError:
-    """The error of a process that has not met the others."""
+    """The error of a process that could not join the others."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     said = " ".join(f"{name}={os.environ.get(name)}" for name in names)
     return RuntimeError(
@@ -185,33 +185,28 @@ def _await_host(promised: bool) -> None:
 
 
 def _let_threads_settle() -> None:
-    """Keep a child that is about to be forked (a loader's worker, say) from waiting for ever.
+    """Keep a child that is about to be forked (a loader's worker, for one) from waiting for ever.
 
     The interpreter's lock around its list of threads is held for a moment by gloo's threads when they let go of a
     collective's tensors. A child forked in that moment finds it locked: CPython 3.11 takes it once before making it
-    anew (`PyOS_AfterFork_Child`; 3.12 makes it anew first).
+    again (`PyOS_AfterFork_Child`; 3.12 makes it again first).
     """
     time.sleep(0.002)  # what the last collective has left to do
-    sys._current_frames()  # takes that lock, and so waits for whoever has it
+    await_thread_list_lock()
 
 
-_given_up = False  # whether the process group is dead; the group itself is torch's global
-
-
-def give_up() -> None:
-    """Count the process group as dead, its connections being cut; the next `join` on every rank makes another one."""
-    global _given_up
-    _given_up = True
+group_is_dead = False
+"""Whether the connections of the process group, which is torch's global, are closed: the next `join` makes another."""
 
 
 def _join_again(timeout: timedelta | None) -> None:
-    global _given_up
+    global group_is_dead
     # Keys of their own: those in the old group's place tell of its dead connections.
     fresh = dist.PrefixStore("learnerkit/next", store())
     backend, here, size = dist.get_backend_config(), rank(), world_size()
     dist.destroy_process_group()
     dist.init_process_group(backend, store=fresh, rank=here, world_size=size, timeout=timeout)
-    _given_up = False
+    group_is_dead = False
 
 
 def _leave() -> None:
@@ -221,7 +216,7 @@ def _leave() -> None:
 
 def store() -> dist.Store:
     """The key-value store behind the process group, for messages that no collective should carry."""
-    return dist.distributed_c10d._get_default_store()
+    return default_store()
 
 
 def _wire(x: Tensor) -> Tensor:
@@ -232,18 +227,18 @@ def _wire(x: Tensor) -> Tensor:
 
 # Collectives: every rank must reach each of them, in the same order
 
-_silent: ContextVar[str] = ContextVar("silent", default="")
+_refused_in: ContextVar[str] = ContextVar("silent", default="")
 
 
 @contextmanager
 def no_collectives(where: str) -> Iterator[None]:
-    """Refuse collectives in here, naming `where`: its peers may never come, and it would wait for ever."""
-    token = _silent.set(where)
+    """Refuse collectives in here, naming `where`: the other ranks may not come, and this one would wait for ever."""
+    token = _refused_in.set(where)
     try:
-        with _RefuseCollectives(where) if is_joined() else nullcontext():
+        with CollectiveRefusal(functools.partial(_refusal, where)) if is_joined() else nullcontext():
             yield
     finally:
-        _silent.reset(token)
+        _refused_in.reset(token)
 
 
 def _refusal(where: str, what: str) -> RuntimeError:
@@ -253,47 +248,34 @@ def _refusal(where: str, what: str) -> RuntimeError:
     )
 
 
-class _RefuseCollectives(TorchDispatchMode):
-    """Refuses torch.distributed's own functions: they, too, go through torch's dispatcher."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where = where
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            raise _refusal(self.where, f"torch.distributed ({func.__name__.partition('.')[0]})")
-        return func(*args, **(kwargs or {}))
-
-
-_before_meeting: ContextVar[Callable[[], None] | None] = ContextVar("before_meeting", default=None)
+_before_collective: ContextVar[Callable[[], None] | None] = ContextVar("before_collective", default=None)
 
 
 @contextmanager
-def before_meeting(call: Callable[[], None] | None) -> Iterator[None]:
-    """Have `call()` made before each collective in here; it can keep this rank from entering by an exception."""
-    token = _before_meeting.set(call)
+def before_collective(call: Callable[[], None] | None) -> Iterator[None]:
+    """Call `call()` before each collective in here; it can keep this rank from entering by an exception."""
+    token = _before_collective.set(call)
     try:
         yield
     finally:
-        _before_meeting.reset(token)
+        _before_collective.reset(token)
 
 
 @contextmanager
-def one_meeting() -> Iterator[None]:
-    """Collectives that no rank can leave half-way: whether all ranks come is asked once, for all of them."""
-    call = _before_meeting.get()
-    if call is not None and world_size() > 1 and not _silent.get():
+def grouped_collectives() -> Iterator[None]:
+    """Make several collectives one group: whether all ranks come is asked once, before the first."""
+    call = _before_collective.get()
+    if call is not None and world_size() > 1 and not _refused_in.get():
         call()
-    with before_meeting(None):
+    with before_collective(None):
         yield
 
 
-def _meet(what: str, waits: bool = True) -> bool:
-    """Whether there are peers to meet for collective `what`; joins them first.
+def _has_peers(what: str, waits: bool = True) -> bool:
+    """Tell whether there are other ranks for a collective; join them first.
 
     Args:
-        what: its name.
+        what: the collective's name.
         waits: whether every rank waits for the others in it.
 
     Raises:
@@ -301,17 +283,17 @@ def _meet(what: str, waits: bool = True) -> bool:
     """
     if world_size() == 1:
         return False
-    if _silent.get():
-        raise _refusal(_silent.get(), f"world.{what}")
+    if _refused_in.get():
+        raise _refusal(_refused_in.get(), f"world.{what}")
     join()
-    if waits and (call := _before_meeting.get()) is not None:
+    if waits and (call := _before_collective.get()) is not None:
         call()
     return True
 
 
 def barrier() -> None:
     """Wait until every rank is here."""
-    if _meet("barrier"):
+    if _has_peers("barrier"):
         dist.barrier()
 
 
@@ -327,21 +309,22 @@ def reduce(x: T, op: str = "sum") -> T:
     """
     if op not in (*_OPS, "mean"):
         raise ValueError(f"reduce got op={op!r}; it takes 'sum', 'mean', 'max' or 'min'")
-    if not _meet("reduce"):
+    if not _has_peers("reduce"):
         return x
     if not isinstance(x, Tensor):
-        return reduce(torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None), op).item()
-    total = _wire(x.detach()).clone()
+        number: Any = reduce(torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None), op).item()
+        return number
+    total: Any = _wire(x.detach()).clone()
     dist.all_reduce(total, _OPS.get(op, dist.ReduceOp.SUM))
     return (total / world_size() if op == "mean" else total).to(x.device)
 
 
 def broadcast(x: T, src: int = 0) -> T:
     """Rank `src`'s `x`, on every rank: a tensor of the same shape everywhere, or any object that can be pickled."""
-    if not _meet("broadcast"):
+    if not _has_peers("broadcast"):
         return x
     if isinstance(x, Tensor):
-        copy = _wire(x.detach()).clone()
+        copy: Any = _wire(x.detach()).clone()
         dist.broadcast(copy, src)
         return copy.to(x.device)
     box = [x]
@@ -351,11 +334,11 @@ def broadcast(x: T, src: int = 0) -> T:
 
 def all_gather(x: T) -> list[T]:
     """The `x` of every rank, in rank order: tensors of one shape, or any objects that can be pickled."""
-    if not _meet("all_gather"):
+    if not _has_peers("all_gather"):
         return [x]
     if isinstance(x, Tensor):
         local = _wire(x.detach()).contiguous()
-        parts = [torch.empty_like(local) for _ in range(world_size())]
+        parts: list[Any] = [torch.empty_like(local) for _ in range(world_size())]
         dist.all_gather(parts, local)
         return [p.to(x.device) for p in parts]
     everyone: list[Any] = [None] * world_size()
@@ -373,25 +356,24 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
         on: 'all', or 'rank0' where the other ranks need nothing: they get `None`.
     """
     pieces = sorted(pieces, key=lambda piece: piece[0])
-    if not _meet("gather_pieces"):
+    if not _has_peers("gather_pieces"):
         return [tensor for _, tensor in pieces]
     # Cloned: a row cut from a matrix may be "contiguous" with strides that cannot be viewed as bytes.
     tensors = [tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for _, tensor in pieces]
-    # Bytes travel, so that one exchange serves every type; shorter ranks pad to the longest.
+    # Bytes are sent, so that one exchange serves every type; shorter ranks pad to the longest.
     load = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors]) if tensors else torch.empty(0).byte()
     labels = all_gather([(place, t.shape, t.dtype) for (place, _), t in zip(pieces, tensors, strict=True)])
     sizes = [sum(shape.numel() * dtype.itemsize for _, shape, dtype in label) for label in labels]
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(load)] = load
     padded = _wire(padded)
-    wanted = on == "all" or is_main()
-    loads = [torch.empty_like(padded) for _ in sizes] if wanted else None
+    loads = [torch.empty_like(padded) for _ in sizes]
     if on == "all":
         dist.all_gather(loads, padded)
     else:
-        dist.gather(padded, loads, dst=0)
-    if not wanted:
-        return None
+        dist.gather(padded, loads if is_main() else None, dst=0)
+        if not is_main():
+            return None
     found = []
     for label, part in zip(labels, loads, strict=True):
         part, start = part.cpu(), 0
@@ -404,7 +386,7 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
 
 
 def same_everywhere(x: object) -> bool:
-    """Whether every rank brought an equal `x` (compared by `repr`, so numbers and plain containers)."""
+    """Tell whether `x` is equal on every rank (compared by `repr`: numbers and plain containers)."""
     digest = hashlib.sha256(repr(x).encode()).hexdigest()
     return len(set(all_gather(digest))) == 1
 
@@ -433,7 +415,7 @@ def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = 
         return lambda func: functools.wraps(func)(
             lambda *args, **kwargs: rank0_first(functools.partial(func, **kwargs), *args, per_node=per_node)
         )
-    if not _meet("rank0_first"):
+    if not _has_peers("rank0_first"):
         return f(*args)
     node = int(os.environ.get("GROUP_RANK", 0)) if per_node else 0
     key = f"learnerkit/rank0_first/{_count_call('rank0_first')}/{node}"
@@ -473,7 +455,7 @@ def follow_rank0(name: str, timeout: float = 300.0) -> None:
     Raises:
         TimeoutError: rank 0 did not come.
     """
-    if not _meet(name, waits=False):
+    if not _has_peers(name, waits=False):
         return
     key = f"learnerkit/{name}/{_count_call(name)}"
     if is_main():
@@ -489,7 +471,7 @@ def follow_rank0(name: str, timeout: float = 300.0) -> None:
 
 
 def _count_call(name: str) -> int:
-    """How often this rank has called `name`, this call included: ranks that run one program count alike."""
+    """Count the calls of `name` on this rank, this one included: ranks that run one program count alike."""
     return store().add(f"learnerkit/{name}/calls/{rank()}", 1)
 
 
@@ -497,7 +479,7 @@ def _count_call(name: str) -> int:
 
 
 def set_seed(seed: int, reproducible: bool = False) -> None:
-    """Seed python, numpy and torch: one model initialisation and one sample order, whatever the number of ranks.
+    """Seed python, numpy and torch: one model initialisation and one sample order on any number of ranks.
 
     Under DDP dropout and augmentation still differ by rank and by worker: ranks other than 0 move on to streams of
     their own when a fit or an evaluation starts.
@@ -515,11 +497,11 @@ def set_seed(seed: int, reproducible: bool = False) -> None:
 
 
 def seed_digest() -> str:
-    """What tells whether torch's global generators of two ranks are in one state."""
+    """Fingerprint of the state of torch's global generator."""
     return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
 
 
-def spread_seeds(digests: list[str]) -> None:
+def spread_seeds(digests: Sequence[str]) -> None:
     """Move ranks other than 0 to random streams of their own if all still share one.
 
     Args:

@@ -25,6 +25,7 @@ from learnerkit import (
     Learner,
 )
 from learnerkit.events import Event
+from learnerkit.state import TRANSIENT
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,6 +76,17 @@ def make_learner(dls=None, model=None, loss_func=None, cls=Learner, **kwargs):
 def weights(model):
     """A copy of all weights and buffers."""
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def read_report(text):
+    """(mark, text) of each topic in the report of a check: the lines of several findings in one, and the last line."""
+    *lines, verdict = text.splitlines()
+    found, topic = {}, ""
+    for line in lines:
+        mark, topic = (line[:2], line[4:16].strip()) if line[:2].strip() else ("", topic)
+        earlier = found.get(topic, (mark, ""))
+        found[topic] = (earlier[0], f"{earlier[1]} {line[16:].strip()}".strip())
+    return found, verdict
 
 
 def same_weights(a, b):
@@ -207,8 +219,9 @@ def state_of(learn):
     modules = list(learn.model.modules())
     samplers = [dl.sampler for dl in learn.dls.loaders if isinstance(dl, DataLoader)]
     return {
-        "attributes": {k: v for k, v in vars(learn).items() if not k.startswith("_") and k not in COUNTERS | {"cbs"}}
-        | {"loss_weighting": None},
+        "attributes": {
+            k: v for k, v in vars(learn).items() if (k[0] != "_" or k in TRANSIENT) and k not in COUNTERS | {"cbs"}
+        },
         "model": learn.model,
         "modules": modules,
         "types": [type(m) for m in modules],

@@ -1,8 +1,10 @@
 """The house: who knows whom, what is written nowhere, how long the loop is, what the package shows."""
 
 import ast
+import importlib
 import inspect
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -13,6 +15,7 @@ import pytest
 from helpers import ROOT
 
 import learnerkit
+from learnerkit.callback import Callback
 from learnerkit.events import Event
 
 PACKAGE = ROOT / "learnerkit"
@@ -20,11 +23,12 @@ PACKAGE = ROOT / "learnerkit"
 # A room is a folder of the package, or a file at its top. It imports rooms of lower floors only: two rooms on one floor
 # know nothing of each other.
 FLOORS = [
-    ["text", "events", "utils", "host_scalars"],
-    ["launch", "optim", "files"],
-    ["world"],
+    ["text", "events", "state", "torch_internals", "host_scalars"],
+    ["launch", "utils", "files"],
+    ["world", "optim"],
     ["callback", "data", "datasets"],
-    ["losses", "gradient_mean", "snapshot"],
+    ["gradient_mean", "snapshot"],
+    ["losses"],
     ["arguments", "metrics"],
     ["callbacks", "parallel"],
     ["notebook", "preflight"],
@@ -170,12 +174,53 @@ def test_what_is_written_nowhere(name):
     assert running == RUNS_CODE.get(name, 0), "eval or exec"
 
 
+OTHERS = ("torch", "nn", "dist", "F", "sys", "threading", "atexit", "runpy", "IPython", "multiprocessing")
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "torch_internals"])
+def test_private_names_of_others_stand_in_one_module(name):
+    for node in ast.walk(MODULES[name]):
+        if isinstance(node, ast.ImportFrom):
+            private = [a.name for a in node.names if a.name.startswith("_") and not a.name.startswith("__")]
+            assert private == [] or node.module.startswith("learnerkit"), f"from {node.module} import {private}"
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            owner = ast.unparse(node.value)
+            assert owner.split(".")[0] not in OTHERS, ast.unparse(node)
+
+
 def test_no_class_of_torch_is_patched():
     for tree in MODULES.values():
         for node in ast.walk(tree):
             targets = node.targets if isinstance(node, ast.Assign) else []
             assert not any(ast.unparse(t).startswith(("torch.", "nn.", "dist.", "F.")) and isinstance(t, ast.Attribute)
                            and not ast.unparse(t).startswith("torch.backends.") for t in targets)  # fmt: skip
+
+
+def classes():
+    """Every class of the package: its name, its methods and whether each does something, and its bases here."""
+    found = {
+        node.name: node for tree in MODULES.values() for node in tree.body if isinstance(node, ast.ClassDef)
+    }  # fmt: skip
+    for name, node in found.items():
+        functions = [n for n in node.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("__")]
+        methods = {n.name: any(not isinstance(part, ast.Expr | ast.Raise) for part in n.body) for n in functions}
+        bases = [ast.unparse(base) for base in node.bases]
+        yield name, methods, [base for base in bases if base in found]
+
+
+def test_no_class_overrides_more_than_it_adds():
+    table = {name: (methods, bases) for name, methods, bases in classes()}
+    assert {"RankStep", "RankDispatch", "RankStreamLoader", "LRFinder"} <= table.keys()
+
+    def inherited(name):
+        for base in table[name][1]:
+            if base not in learnerkit.__all__:  # those are made to be overridden
+                yield from (method for method, works in table[base][0].items() if works)
+                yield from inherited(base)
+
+    for name, (own, _) in table.items():
+        over = own.keys() & set(inherited(name)) - set(Event)  # hooks call those of their base
+        assert len(over) <= max(1, len(own.keys() - over)), (name, over)
 
 
 # The loop
@@ -206,19 +251,31 @@ def methods(cls):
     return {n.name: ast.get_source_segment(source, n) for n in tree.body[0].body if isinstance(n, ast.FunctionDef)}
 
 
+SEAMS = ("_forward", "_loss", "_backward", "_step", "_zero_grad")
+
+
+def reached(found, first):
+    """The methods that the first one calls by `self`, they themselves call, and so on."""
+    names = [first]
+    for name in names:  # which grows
+        tree = ast.parse(inspect.cleandoc("\n" + found[name]))
+        calls = [n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"]
+        names += dict.fromkeys(call for call in calls if call in found and call not in names)
+    return names
+
+
 def test_the_loop_fits_on_one_screen():
     found = methods(learnerkit.Learner)
-    names = list(found)
-    loop = names[names.index("_fit") : names.index("_events") + 1]
-    assert {"_one_epoch", "_all_batches", "_one_batch", "_do_batch", "_level"} <= set(loop)
-    sizes = {name: code_lines(found[name]) for name in loop}
+    loop = reached(found, "_fit")
+    assert {"_one_epoch", "_all_batches", "_one_batch", "_do_batch", "_level", "_events", "_step"} <= set(loop)
+    sizes = {name: code_lines(found[name]) for name in loop if name not in SEAMS}
     assert sum(sizes.values()) <= 80, sizes
     assert {name: size for name, size in sizes.items() if size > 15} == {}
 
 
 def test_each_seam_is_short():
     found = methods(learnerkit.Learner)
-    for seam in ("_forward", "_loss", "_backward", "_step", "_zero_grad", "create_opt"):
+    for seam in (*SEAMS, "create_opt"):
         assert code_lines(found[seam]) <= 4, seam
 
 
@@ -284,3 +341,18 @@ print([m for m in heavy if m in sys.modules], torch.distributed.is_initialized()
 
 def test_the_packages_files_are_its_own():
     assert Path(learnerkit.__file__).parent == PACKAGE
+
+
+def test_the_table_of_callback_orders_is_right():
+    found, stack = {}, [Callback]
+    for name in MODULES:
+        if not name.endswith("__"):  # not __init__ and __main__
+            importlib.import_module(f"learnerkit.{name}")
+    while stack:
+        own = [cls for cls in stack.pop().__subclasses__() if cls.__module__.startswith("learnerkit.")]
+        stack += own
+        for cls in own:
+            is_only_base = cls.__subclasses__() and (cls.__name__[0] == "_" or "order" not in vars(cls))
+            found |= {} if is_only_base else {cls.__name__: cls.order}
+    rows = re.findall(r"^ +(-?\d+)  ([\w, ]+): \w", learnerkit.callbacks.__doc__, re.MULTILINE)
+    assert {name: int(order) for order, names in rows for name in names.split(", ")} == found

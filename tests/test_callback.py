@@ -171,6 +171,31 @@ def test_an_unknown_attribute_names_the_callback_and_where_it_looked():
         cb.speed  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "weights",
+        "workers",
+        "together",
+        "around",
+        "check",
+        "step_due",
+        "loss_count",
+        "batch_index",
+        "_device",
+    ],
+)
+def test_a_callback_may_use_words_for_its_own_that_no_run_reads(name):
+    class Writer(Callback):
+        def after_loss(self):
+            setattr(self, name, "own")
+
+    learn = make_learner(cbs=Writer())
+    learn.fit(1)
+    assert vars(learn.writer)[name] == "own"
+    assert getattr(learn, name, None) != "own"
+
+
 @pytest.mark.parametrize("name", ["lr", "loss", "model", "opt", "xb", "pred", "epoch", "recorder", "cbs", "fit"])
 def test_assigning_a_learners_name_says_how_to_write_it(name):
     class Writer(Callback):
@@ -445,9 +470,7 @@ def test_a_callback_in_a_run_of_another_learner_is_refused():
 
     def share(cb):
         for use in (lambda: other.fit(1), lambda: make_learner(cbs=shared), lambda: make_learner().fit(1, cbs=shared)):
-            with pytest.raises(
-                ValueError, match="takes part in 'fit' of another learner; make another one, or wait"
-            ) as e:
+            with pytest.raises(ValueError, match="is used in 'fit' of another learner; make another one, or wait") as e:
                 use()
             errors.append(e)
 
@@ -464,7 +487,7 @@ def test_a_callback_added_twice_is_refused_and_stays():
     learn = make_learner(cbs=cb)
     before = list(learn.cbs)
     for add in (learn.add_cb, lambda cb: learn.fit(1, cbs=cb)):
-        with pytest.raises(ValueError, match="belongs to this learner already"):
+        with pytest.raises(ValueError, match="was added to this learner already"):
             add(cb)
         assert learn.cbs == before
         assert cb.learn is learn
@@ -647,9 +670,7 @@ def foreign(name, library="fastai", **attributes):
 
 
 def test_parts_of_other_libraries_are_named():
-    with pytest.raises(
-        TypeError, match=r"got the callback .*made for fastai, another library: let its class derive from"
-    ):
+    with pytest.raises(TypeError, match=r"got the callback .*made for fastai, another library: derive its class from"):
         make_learner(cbs=foreign("MixUp")())
     with pytest.raises(TypeError, match=r"made for lightning, another library: write its hooks as methods named"):
         make_learner(cbs=type("Own", (foreign("Callback", "lightning"),), {}))

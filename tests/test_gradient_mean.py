@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation
-from learnerkit.gradient_mean import GradientMean, scale_gradients
+from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients, zero_loss
 
 PAD = -100
 
@@ -100,53 +100,69 @@ def test_loss_weight_makes_the_true_mean_over_tokens(way, padded):
 
 def test_nothing_weighs_the_batches_of_a_plain_fit():
     seen = set()
-    make_learner().fit(1, cbs=Callback(before_backward=lambda cb: seen.add(cb.learn.weights)))
+    make_learner().fit(1, cbs=Callback(before_backward=lambda cb: seen.add(cb.learn._gradient)))
     assert seen == {None}
 
 
 # Parts
 
 
-class Learn:
-    """As much of a learner as weights need."""
-
-    class loss_weighting:
-        sums = False
-
-    def __init__(self, model, step_batches):
-        self.model, self.step_batches, self.step_due = model, step_batches, False
-        self.output = None
-
-
 @pytest.mark.parametrize("device_counts", [False, True])
-def test_the_mean_whatever_was_expected(device_counts, monkeypatch):
+def test_the_mean_whatever_was_expected(device_counts):
     """Counts on a device, which nobody reads, are stood for by tensors that are not turned into numbers."""
-    if device_counts:
-        monkeypatch.setattr(GradientMean, "_count", lambda self: torch.tensor(self.learn.loss_count))
     net = nn.Linear(1, 1, bias=False)
-    learn = Learn(net, 3)
-    step = GradientMean(learn)
+    step = GradientMean(sums=False)
     for counts in ((4, 4, 4), (0, 5, 2), (1, 0, 9), (0, 0, 0), (7, 1, 1)):
         net.zero_grad()
+        step.begin(expected=12.0)
         for i, count in enumerate(counts):
-            x = torch.tensor([[float(10**i)]])
-            learn.batch_size, learn.loss_count, learn.step_due = 4, count, i == 2
-            learn.pred = net(x)
-            loss = learn.pred.sum() if count or device_counts else learn.pred[:0].mean()
-            step.weigh(loss).backward()
-            step.settle()
-            assert step.begun == (i < 2)
+            pred = net(torch.tensor([[float(10**i)]]))
+            loss = pred.sum() if count or device_counts else pred[:0].mean()
+            count = torch.tensor(count) if device_counts else count
+            step.weigh(loss, count, pred).backward()
+            step.counted = step.counted + count
+        scale_gradients(net, step.correction(step.counted))
         expected = sum(c * 10**i for i, c in enumerate(counts)) / max(1, sum(counts))
         assert net.weight.grad.item() == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_loss_that_sums_is_left_as_it_is():
+    step = GradientMean(sums=True)
+    step.begin(4.0)
+    loss = torch.ones(())
+    assert step.weigh(loss, 3, loss) is loss
+    assert step.correction(9.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("counted", "tolerance", "factor"), [(4.0, 0.0, 1.0), (4.1, 0.1, 1.0), (8, 0.1, 0.5), (0, 0, 0)]
+)
+def test_the_correction(counted, tolerance, factor):
+    step = GradientMean(sums=False)
+    step.begin(4.0)
+    assert step.correction(counted, tolerance) == factor
+
+
 def test_a_loss_of_half_precision_keeps_its_type():
-    learn = Learn(nn.Linear(1, 1), 1)
-    learn.batch_size, learn.pred = 2, torch.ones(1)
-    step = GradientMean(learn)
-    step.expected = 2.0
+    step = GradientMean(sums=False)
+    step.begin(2.0)
     loss = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
-    assert step._weighted(loss, 3).dtype == step._weighted(loss, torch.tensor(3)).dtype == torch.bfloat16
+    assert step.weigh(loss, 3, loss).dtype == step.weigh(loss, torch.tensor(3), loss).dtype == torch.bfloat16
+
+
+def test_a_zero_loss_depends_on_all_of_the_output_and_has_no_gradient():
+    x, y = torch.full((2,), float("inf"), requires_grad=True), torch.ones(3, requires_grad=True)
+    loss = zero_loss({"a": x, "b": [y, torch.ones(1)]})
+    loss.backward()
+    assert loss == 0
+    assert not x.grad.any()
+    assert not y.grad.any()
+
+
+def test_counts_on_the_host_are_numbers():
+    assert host_count(torch.tensor(3)) == 3
+    assert isinstance(host_count(torch.tensor(3)), int)
+    assert host_count(2.5) == 2.5
 
 
 @pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)])
@@ -156,8 +172,7 @@ def test_gradients_of_every_kind_are_scaled(factor):
     y = net[2](net[1](net[0](torch.tensor([1, 1, 3]))).to(torch.bfloat16))
     y.float().sum().backward()
     before = [p.grad.to_dense().clone() for p in net.parameters() if p.grad is not None]
-    learn = Learn(net, 1)
-    scale_gradients(learn, factor)
+    scale_gradients(net, factor)
     after = [p.grad.to_dense() for p in net.parameters() if p.grad is not None]
     assert len(before) == 5
     for a, b in zip(after, before, strict=True):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from learnerkit.host_scalars import HostScalars
+from learnerkit.host_scalars import HostCopy, HostScalars
 
 
 def values(n):
@@ -71,29 +71,40 @@ def test_appending_reads_no_tensor(monkeypatch):
     assert row.all() == [1.0] * 1000
 
 
-class Event:
-    "An accelerator's event that comes when told to."
+class Copy:
+    """A copy from an accelerator that is done when told so."""
 
-    arrived = False
+    def __init__(self, values, done=False):
+        self.values, self.done = values, done
 
-    def query(self):
-        return self.arrived
+    def __len__(self):
+        return len(self.values)
 
-    def synchronize(self):
-        self.arrived = True
+    def is_done(self):
+        return self.done
+
+    def numbers(self):
+        return self.values
 
 
 def test_poll_takes_what_has_arrived_and_waits_for_nothing():
-    row, event = HostScalars(), Event()
-    row._flying = torch.tensor([1.0, 2.0]), event
+    row, copy = HostScalars(), Copy([1.0, 2.0])
+    row._copy = copy
     row.append(3.0)
     assert row.poll() == []
     assert len(row) == 3
-    event.arrived = True
+    copy.done = True
     assert row.poll() == [1.0, 2.0, 3.0]
-    row._flying = torch.tensor([4.0]), Event()
+    row._copy = Copy([4.0])
     row.append(torch.tensor(5.0))
     assert row.all() == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_what_is_on_the_host_need_not_be_copied():
+    copy = HostCopy(torch.tensor([1.0, 2.0]))
+    assert copy.is_done()
+    assert len(copy) == 2
+    assert copy.numbers() == [1.0, 2.0]
 
 
 @pytest.mark.gpu

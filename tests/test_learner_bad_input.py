@@ -233,7 +233,7 @@ def test_a_generator_is_exhausted_after_an_epoch():
 
 @pytest.mark.parametrize("made", [lambda p, y: (p - y).pow(2), lambda p, y: 3.0, lambda p, y: (p.sum(), y.sum())])
 def test_a_loss_must_be_a_scalar(made):
-    with pytest.raises(ValueError, match="the loss is no scalar: loss_func returned .*; return a 0-dim tensor"):
+    with pytest.raises(ValueError, match="the loss is not a scalar: loss_func returned .*; return a 0-dim tensor"):
         make_learner(loss_func=made).fit(1)
 
 

@@ -8,7 +8,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from learnerkit.losses import MEANS, LossWeight, is_cross_entropy, loss_option, possible_means, unwrap_partial
+from learnerkit.losses import (
+    MEANS,
+    LossWeight,
+    check_shapes,
+    is_cross_entropy,
+    loss_option,
+    possible_means,
+    unwrap_partial,
+)
 
 
 def split_and_join(loss_func, pred, target, sizes, loss_weight=None):
@@ -115,7 +123,7 @@ def test_another_loss_weight_is_refused(wrong):
 
 @pytest.mark.parametrize("loss_func", [nn.MSELoss(reduction="none"), partial(F.mse_loss, reduction="none")])
 def test_a_loss_without_reduction_is_refused(loss_func):
-    with pytest.raises(ValueError, match="reduction='none', so the loss is no scalar"):
+    with pytest.raises(ValueError, match="reduction='none', so the loss is not a scalar"):
         LossWeight(loss_func)
     LossWeight(loss_func, lambda y: len(y))  # who gives a count knows better
 
@@ -321,3 +329,27 @@ def test_who_says_what_the_loss_averages_over_is_believed():
     assert LossWeight(None, lambda y: y.numel()).count((target,), 6, scores, loss) == target.numel()
     assert LossWeight(None, "sum").count((target,), 6, scores, loss) == 6
     assert LossWeight(None, "sum").sums
+
+
+# Shapes that would be broadcast
+
+ELEMENTWISE = [nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(), nn.HuberLoss(), F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss]  # fmt: skip  # noqa: E501
+
+
+@pytest.mark.parametrize("loss_func", ELEMENTWISE)
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(("pred", "target"), [((32, 1), (32,)), ((32,), (32, 1)), ((32, 3), (32, 1)), ((4, 2), (2, 4))])
+def test_shapes_that_an_elementwise_loss_would_broadcast(loss_func, wrapped, pred, target):
+    loss = partial(loss_func, reduction="mean") if wrapped and not isinstance(loss_func, nn.Module) else loss_func
+    with pytest.raises(ValueError, match="they must be the same") as e:
+        check_shapes(loss, torch.zeros(pred), (torch.zeros(target),))
+    assert str(pred) in str(e.value)
+    assert str(target) in str(e.value)
+
+
+@pytest.mark.parametrize("loss_func", [*ELEMENTWISE, nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(), torch.dist])
+def test_equal_shapes_pass_and_other_losses_are_left_alone(loss_func):
+    check_shapes(loss_func, torch.zeros(4, 2), (torch.zeros(4, 2),))
+    check_shapes(nn.CrossEntropyLoss(), torch.zeros(4, 2), (torch.zeros(4),))
+    check_shapes(loss_func, torch.zeros(4, 2), (torch.zeros(4), torch.zeros(3)))
+    check_shapes(loss_func, {"a": 1}, (torch.zeros(4),))

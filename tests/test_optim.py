@@ -80,7 +80,7 @@ def test_rates_are_fastais(lr, count, expected):
         ({0.1, 0.2}, TypeError, r"or a list with one number per group \(a set has no order\)"),
         (np.array([0.1]), ValueError, "got 1 learning rates for 2 parameter groups"),
         (np.zeros((2, 2)), TypeError, "a learning rate is a number, a slice, or a list"),
-        (slice(0, 0.1), ValueError, r"slice\(lo, hi\) is a row of rates by a factor, so both are above 0"),
+        (slice(0, 0.1), ValueError, r"slice\(lo, hi\) is a geometric sequence of rates, so both are above 0"),
         (slice(-0.1, 0.1), ValueError, "both are above 0"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from learnerkit.text import columns, did_you_mean, first_few, format_time
+from learnerkit.text import columns, did_you_mean, first_few, format_time, in_one_line
 
 
 def test_did_you_mean():
@@ -43,3 +43,14 @@ def test_the_first_few():
     assert first_few(["a"]) == "a"
     assert first_few(range(5)) == "0, 1, 2, 3, 4"
     assert first_few(range(7), "; ", n=2) == "0; 1 and 5 more"
+
+
+def test_an_error_in_one_line():
+    assert in_one_line(ValueError("wrong\nat length")) == "ValueError: wrong"
+    assert in_one_line(KeyError()) == "KeyError"
+    assert in_one_line(OSError("\x1b[2Jforged")) == "OSError: \\x1b[2Jforged"
+    assert in_one_line(ValueError("x" * 500)) == f"ValueError: {'x' * 388} ..."
+    of_worker = (
+        "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\nOSError: no\n"
+    )
+    assert in_one_line(OSError(of_worker)) == "OSError: no"

@@ -443,7 +443,7 @@ def test_outputs_are_the_classes_of_the_data():
         ({"cut": 0}, ValueError, "without parameters; its children are conv1, "),
         ({"cut": lambda net: 3}, ValueError, "left int without parameters"),
         ({"cut": "layer3"}, TypeError, "got cut='layer3'"),
-        ({"cut": lambda net: nn.Sequential(net.conv1, nn.Flatten(2))}, ValueError, "must give maps .*cut="),
+        ({"cut": lambda net: nn.Sequential(net.conv1, nn.Flatten(2))}, ValueError, "must return feature maps .*cut="),
         ({"n_in": 0}, ValueError, "channels; got n_in=0"),
         ({"model_fn": models.ResNet(models.resnet.BasicBlock, [1] * 4), "n_in": -1}, ValueError, "got n_in=-1"),
         ({"normalize": 0.5}, TypeError, r"got normalize=0.5; it is True, False, or \(mean, std\)"),

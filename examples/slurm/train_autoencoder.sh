@@ -18,8 +18,8 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
 
-# On USR1 the training is to save and stop. SLURM gives a signal to every process of the step, and of TERM or USR1 those
-# would die that load the data, too. URG harms none; the launchers take it for TERM, and hand that to the ranks alone.
+# On USR1 the training is to save and stop. SLURM sends a signal to every process of the step, and TERM or USR1 would
+# kill those that load the data, too. URG kills none; the launchers take it for TERM, and send that to the ranks alone.
 stopping=no
 stop() {
     echo "$(date): the time is nearly over: stopping the training, to go on with it later"
@@ -46,7 +46,7 @@ wait "$srun"
 code=$?
 
 # Above 128 it was stopped by a signal. With 0 the training is complete, and an error of its own would only come again.
-# In its next run the training script starts anew, and goes on from the checkpoint that it finds.
+# In its next run the training script starts again, and goes on from the checkpoint that it finds.
 if [ "$stopping" = yes ] && [ "$code" -gt 128 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

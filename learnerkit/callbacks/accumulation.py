@@ -1,22 +1,24 @@
 """Optimizer steps of several batches."""
 
+from torch import Tensor
+
 from learnerkit import arguments
 from learnerkit.callback import Callback
 from learnerkit.events import CancelBatchException, CancelStepException
-from learnerkit.gradient_mean import GradientMean
+from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients
 
 
 class GradientAccumulation(Callback):
-    """Takes an optimizer step after several batches, as if they had been one.
+    """Takes one optimizer step for several batches, as if they had been one batch.
 
-    The step's gradient is the exact mean over all samples of its batches (or over what `loss_weight` counts), also
-    where they differ in size and in the last group of an epoch, which may be incomplete. Under DDP the gradients are
-    reduced once for each step. Batches without a step end by `CancelBatchException`, so their `before_step` and
-    `after_step` do not take place; schedules advance by steps.
+    The step's gradient is the exact mean over all samples of its batches (or over what `loss_weight` counts), also if
+    the batches differ in size, and in the last step of an epoch, which may have fewer batches. Under DDP the gradients
+    are reduced once a step. Batches without a step end by `CancelBatchException`, so `before_step` and `after_step` do
+    not run for them. Schedules advance by steps.
 
     Args:
         n_batches: batches of a step, on each rank.
-        n_samples: samples of a step over all ranks: a step is taken once there are as many.
+        n_samples: samples of a step over all ranks; the step is taken as soon as its batches have as many.
 
     Raises:
         TypeError, ValueError: neither or both of them, or a number below 1.
@@ -33,83 +35,102 @@ class GradientAccumulation(Callback):
             if value is not None:
                 arguments.check_count(name, value)
         self.n_batches, self.n_samples = n_batches, n_samples
-        self._weights: GradientMean | None = None
+        self._mean: GradientMean | None = None  # on one process; with several ranks RankStep has one
 
     def before_train(self) -> None:
         learn = self.learn
-        if not learn.sharded:  # with several ranks DDP's weights count those of a group as well
-            self._weights = learn.weights = GradientMean(learn)
+        if not learn._sharded:
+            self._mean, learn._gradient = GradientMean(learn._loss_weighting.sums), self
         self._batches = self._samples = self._steps = 0
-        learn.step_batches = self.n_batches or 1
-        self._placed = False
+        learn._step_batches = self.n_batches or 1
+        self._counted = False  # whether the current batch is in `_batches`
 
     def before_batch(self) -> None:
         learn = self.learn
-        self._placed = True
+        self._counted = True
         self._batches += 1
         self._samples += self._global_size()
         last = learn.n_iter is not None and learn.iter + 1 == learn.n_iter
-        full = self._batches == self.n_batches if self.n_batches else self._samples >= self.n_samples
+        full = self._batches == self.n_batches or (self.n_samples and self._samples >= self.n_samples)
         if self._batches == 1 and self.n_samples:
-            learn.step_batches = -(-self.n_samples // max(1, self._samples))
-        learn.step_due = full or last
-        if learn.step_due:
+            learn._step_batches = -(-self.n_samples // max(1, self._samples))
+        learn._step_due = bool(full or last)
+        if learn._step_due:
             self._batches = self._samples = 0
 
     def _global_size(self) -> int:
-        if not self.learn.sharded:
+        if not self.learn._sharded:
             return self.learn.batch_size
         total = self.learn.dl.share.total
         if total is None and self.n_samples:
             raise ValueError(
-                "GradientAccumulation(n_samples=...) needs a loader whose sampler tells the sizes of batches on all "
-                "ranks; with batches made by the dataset use n_batches"
+                "GradientAccumulation(n_samples=...) needs a loader whose sampler knows the sizes of the batches on "
+                "all ranks; if the dataset makes the batches, use n_batches"
             )
         return total or 0
 
+    def backward(self) -> None:
+        """Compute the weighted gradients of the batch, and after the step's last batch correct them."""
+        learn, mean = self.learn, self._mean
+        if mean is None:
+            return learn._backward()
+        count = host_count(learn._loss_count)
+        if not mean.begun:  # a count on the device is not read, to avoid a host-device sync
+            mean.begin((learn.batch_size if isinstance(count, Tensor) else count) * learn._step_batches or 1.0)
+        mean.counted = mean.counted + count
+        learn.loss_grad = mean.weigh(learn.loss_grad, count, learn.pred if learn.output is None else learn.output)
+        learn._backward()
+        self._correct_if_due(mean)
+
+    def _correct_if_due(self, mean: GradientMean) -> None:
+        "Correct the gradients after the step's last backward pass, or after its cancel."
+        if self.learn._step_due and mean.begun:
+            mean.begun = False
+            scale_gradients(self.learn.model, mean.correction(mean.counted))
+
     def after_cancel_backward(self) -> None:
-        if self.learn.weights is self._weights:
-            self._weights.backward_cancelled()
+        if self._mean is not None:
+            self._correct_if_due(self._mean)
 
     def after_backward(self) -> None:
-        if not self.learn.step_due:
+        if not self.learn._step_due:
             raise CancelBatchException
 
     def after_cancel_batch(self) -> None:
-        if self._weights is None:  # the ranks' own agreement does all this
+        if self._mean is None:  # with several ranks their Agreement does all this
             return
-        if not self._placed:  # a callback before this one cancelled the batch, which has its place in a group still
+        if not self._counted:  # a callback before this one cancelled the batch, which is still one of its step
             self.before_batch()
-        self._step_if_due()
+        self._step_if_due(self._mean)
 
     def after_batch(self) -> None:
         learn = self.learn
-        self._placed = False
-        self._steps += learn.step_due
-        if learn.n_iter and learn.n_epoch:  # a group counts as begun only when its step is taken
-            steps = -(-learn.n_iter // learn.step_batches)
+        self._counted = False
+        self._steps += learn._step_due
+        if learn.n_iter and learn.n_epoch:  # progress counts steps that have been taken
+            steps = -(-learn.n_iter // learn._step_batches)
             learn.pct_train = (learn.epoch + min(1.0, self._steps / steps)) / learn.n_epoch
 
     def after_cancel_train(self) -> None:
-        if self._weights is not None:
-            self.learn.weights = self._weights = None  # the open group is left out
+        if self._mean is not None:
+            self.learn._gradient = self._mean = None  # the incomplete step is dropped
 
     def after_train(self) -> None:
-        if self._weights is not None:
-            self.learn.step_due = True  # of a loader without length: that its last batch was the last is known now
-            self._step_if_due()
+        if self._mean is not None:
+            self.learn._step_due = True  # a loader without length has ended: the batch before was the last
+            self._step_if_due(self._mean)
 
-    def _step_if_due(self) -> None:
-        "Take the step of a group whose last batch has not taken it."
+    def _step_if_due(self, mean: GradientMean) -> None:
+        "Take the step if the step's last batch has not taken it."
         learn = self.learn
-        if learn.step_due and self._weights.begun:
-            self._weights.settle()
+        if learn._step_due and mean.begun:
+            self._correct_if_due(mean)
             learn._events("step", learn._step, CancelStepException)
             learn._zero_grad()
 
     def cleanup_train(self) -> None:
         learn = self.learn
         learn._zero_grad()
-        learn.step_batches, learn.step_due = 1, True
-        if learn.weights is self._weights:
-            learn.weights = self._weights = None
+        learn._step_batches, learn._step_due = 1, True
+        if self._mean is not None:
+            learn._gradient = self._mean = None

@@ -1,6 +1,6 @@
-"""Aids for trying a training out: epochs cut short, and a batch to overfit."""
+"""Debugging aids: short epochs, and overfitting one batch."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -10,17 +10,15 @@ from learnerkit import arguments, world
 from learnerkit.callback import Callback
 from learnerkit.data.batches import loader_len, map_batch, to_device
 
-# Loaders in the place of others
-
 
 class LoaderView:
-    """Stands for a loader; what it does not have itself, such as the share of a rank, is the loader's.
+    """A wrapper around a loader; attributes that it does not have itself are the loader's.
 
     Args:
         dl: the loader.
     """
 
-    def __init__(self, dl: Iterable) -> None:
+    def __init__(self, dl: Any) -> None:
         self.dl = dl
 
     def __getattr__(self, name: str) -> Any:
@@ -30,7 +28,7 @@ class LoaderView:
 class ShortLoader(LoaderView):
     """The first `n` batches of a loader."""
 
-    def __init__(self, dl: Iterable, n: int) -> None:
+    def __init__(self, dl: Any, n: int) -> None:
         super().__init__(dl)
         self.n = n
 
@@ -38,25 +36,26 @@ class ShortLoader(LoaderView):
         return min(self.n, len(self.dl))
 
     def __iter__(self) -> Iterator:
-        # It lets the loader's iterator go with the last batch, and with that its workers end.
+        # islice releases the loader's iterator after the last batch, which ends its workers.
         return islice(self.dl, self.n)
 
 
 class RepeatingLoader(LoaderView):
-    """The first batches of a loader over and over, as many times as it has batches.
+    """The first batches of a loader, repeated until there are as many as the loader has.
 
-    A loader without length is read on, to know when it ends.
+    A loader without length is read to its end each time, to count its batches.
 
     Args:
         dl: the loader.
-        n: how many batches are kept.
-        device: where they are kept.
-        kept: those that are known already, each with its share and sample (see `RankLoader`); others are added.
+        n: how many batches to keep.
+        device: where to keep them.
+        kept: the batches read in an earlier epoch, each with its `share` and `sample` (see `RankLoader`); new ones are
+            added to this list.
     """
 
     step_size = None  # only the loader's first batches are read
 
-    def __init__(self, dl: Iterable, n: int, device: torch.device, kept: list[tuple[Any, dict]]) -> None:
+    def __init__(self, dl: Any, n: int, device: torch.device, kept: list[tuple[Any, dict]]) -> None:
         super().__init__(dl)
         self.n, self.device, self.kept = n, device, kept
 
@@ -68,47 +67,47 @@ class RepeatingLoader(LoaderView):
         if length is None or not self.kept:
             for step, batch in enumerate(islice(self.dl, None if length is None else self.n)):
                 if len(self.kept) < self.n:
-                    about = {name: getattr(self.dl, name, None) for name in ("share", "sample")}
-                    self.kept.append(to_device((batch, about), self.device))
-                yield self._kept(step)
+                    facts = {name: getattr(self.dl, name, None) for name in ("share", "sample")}
+                    self.kept.append(to_device((batch, facts), self.device))
+                yield self._repeat(step)
         for step in range(step + 1, length or 0):
-            yield self._kept(step)
+            yield self._repeat(step)
 
-    def _kept(self, step: int) -> Any:
-        which = step % len(self.kept)
-        batch, about = self.kept[which]
-        share = about["share"]
-        if share is not None:  # places are unique, also those of one batch given out twice
-            share = share._replace(place=share.place + (step - which) * world.world_size())
-        self.share, self.sample = share, about["sample"]
-        return map_batch(torch.clone, batch)  # what a callback does to it in place must not last
+    def _repeat(self, step: int) -> Any:
+        index = step % len(self.kept)
+        batch, facts = self.kept[index]
+        share = facts["share"]
+        if share is not None:  # every batch needs its own place, a repeated one too
+            share = share._replace(place=share.place + (step - index) * world.world_size())
+        self.share, self.sample = share, facts["sample"]
+        return map_batch(torch.clone, batch)  # a copy, since a callback may change it in place
 
 
-class _OtherLoader(Callback):
-    """Puts a view in the place of `learn.dl`, and the loader back."""
+class _LoaderSwap(Callback):
+    """Replaces `learn.dl` by a view of it, and puts it back."""
 
     order = 12  # after DistributedCallback, whose loader gives the rank its share
     only_fit = True
-    _whole: Iterable | None = None
+    _original: Any = None
 
-    def _put(self, view: LoaderView) -> None:
-        self._whole, self.learn.dl = self.learn.dl, view
+    def _swap(self, view: LoaderView) -> None:
+        self._original, self.learn.dl = self.learn.dl, view
 
-    def _put_back(self) -> None:
-        if self._whole is not None:
-            self.learn.dl, self._whole = self._whole, None
+    def cleanup_train(self) -> None:
+        if self._original is not None:
+            self.learn.dl, self._original = self._original, None
 
 
-class ShortEpochCallback(_OtherLoader):
-    """Ends the reading of each epoch of a fit early, to try a script out; schedules fit themselves to the short epoch.
+class ShortEpochCallback(_LoaderSwap):
+    """Reads only part of each epoch of a fit, to try out a script; schedules adapt to the short epoch.
 
     Args:
-        pct: share of the batches that is read, above 0 and at most 1; rounded, at least one batch.
-        n: or the number of batches, on each rank.
+        pct: share of the batches to read, above 0 and at most 1; rounded, at least one batch.
+        n: the number of batches to read, on each rank, instead of `pct`.
         short_valid: shorten validation too.
 
     Raises:
-        TypeError, ValueError: neither or both of pct and n, or a number out of range; in a fit, pct and a loader
+        TypeError, ValueError: neither or both of pct and n, or a number out of range; during a fit, pct and a loader
             without length.
     """
 
@@ -123,17 +122,14 @@ class ShortEpochCallback(_OtherLoader):
         self.pct, self.n, self.short_valid = pct, n, short_valid
 
     def before_train(self) -> None:
-        self._put(ShortLoader(self.learn.dl, self._batches()))
+        self._swap(ShortLoader(self.learn.dl, self._batches()))
 
     def before_validate(self) -> None:
         if self.short_valid:
-            self._put(ShortLoader(self.learn.dl, self._batches()))
-
-    def cleanup_train(self) -> None:
-        self._put_back()
+            self.before_train()
 
     def cleanup_validate(self) -> None:
-        self._put_back()
+        self.cleanup_train()
 
     def _batches(self) -> int:
         if self.n is not None:
@@ -145,14 +141,14 @@ class ShortEpochCallback(_OtherLoader):
                 f"ShortEpochCallback(pct={self.pct}) needs to know how many batches an epoch has, but the loader "
                 f"({type(dl).__name__}) has no length; say how many to read by n=..., or give it a __len__"
             )
-        return max(1, round(self.pct * length))
+        return max(1, round((self.pct or 0) * length))
 
 
-class OverfitBatch(_OtherLoader):
-    """Trains on the first batch of the fit alone, to see whether model and loss can learn at all.
+class OverfitBatch(_LoaderSwap):
+    """Trains only on the first batch of the fit, to see whether model and loss can learn at all.
 
-    The batch is kept as it was read, random augmentation included. Under DDP each rank keeps its share of the first
-    global batch. Validation is left alone.
+    The batch is kept as it was read, with its random augmentation. Under DDP each rank keeps its share of the first
+    global batch. Validation reads all its data.
 
     Args:
         n: how many batches to keep.
@@ -168,10 +164,7 @@ class OverfitBatch(_OtherLoader):
         self._kept: list[tuple[Any, dict]] = []
 
     def before_train(self) -> None:
-        self._put(RepeatingLoader(self.learn.dl, self.n, self.learn.dls.device, self._kept))
-
-    def cleanup_train(self) -> None:
-        self._put_back()
+        self._swap(RepeatingLoader(self.learn.dl, self.n, self.learn.dls.device, self._kept))
 
     def cleanup_fit(self) -> None:
         self._kept = []

@@ -1,4 +1,4 @@
-"""The learning rate finder: train while the rate grows, and suggest rates by how the loss goes."""
+"""The learning rate finder: train while the rate grows, and suggest rates from the curve of the loss."""
 
 import math
 from collections import namedtuple
@@ -17,14 +17,14 @@ from learnerkit.events import CancelEpochException, CancelFitException
 from learnerkit.losses import unwrap_partial
 
 DIVERGED = 4.0
-"""How many times its lowest value the smoothed loss may reach."""
+"""Training has diverged when the smoothed loss is more than this many times its lowest value."""
 
-_BETA = 0.98  # of the smoothing, as the recorder's
-_LAST = 5  # losses left out at the end, where training diverges
+_BETA = 0.98  # smoothing, as in the recorder
+_LAST = 5  # losses ignored at the end, where training diverges
 
 
 class LRFinder(StepBudget):
-    """Lets the learning rate grow exponentially with the steps, and records the losses: the work of `lr_find`.
+    """Raises the learning rate exponentially from step to step and records the losses, for `Learner.lr_find`.
 
     Args:
         start_lr, end_lr, num_it, stop_div, suggest_funcs: as in `Learner.lr_find`.
@@ -34,7 +34,7 @@ class LRFinder(StepBudget):
         losses: the smoothed loss of every step, over all ranks.
 
     Raises:
-        ValueError: rates that do not grow from above 0, less than 10 steps, or functions without names of their own.
+        ValueError: rates that do not grow from above 0, less than 10 steps, or functions without different names.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class LRFinder(StepBudget):
         arguments.check_count("num_it", num_it, "a number of steps to suggest a rate by", least=2 * _LAST)
         super().__init__(num_it)
         if not 0 < start_lr < end_lr:
-            raise ValueError(f"got start_lr={start_lr} and end_lr={end_lr}; the rate grows from one above 0")
+            raise ValueError(f"got start_lr={start_lr} and end_lr={end_lr}; the rate must grow, from above 0")
         self.stop_div, self.suggest_funcs = stop_div, suggest_funcs
         names = [getattr(unwrap_partial(function), "__name__", type(function).__name__) for function in suggest_funcs]
         try:
-            self._result = namedtuple("SuggestedLRs", names)
+            self._result: Any = namedtuple("SuggestedLRs", names)  # type: ignore[misc]  # the fields are known only now
         except ValueError as e:
             raise ValueError(
                 f"got suggest_funcs named {', '.join(names)} ({e}); the result has a field for each, so give each a "
@@ -65,7 +65,7 @@ class LRFinder(StepBudget):
 
     def before_train(self) -> None:
         super().before_train()
-        self._sums = torch.zeros(2, dtype=torch.float64)  # of the step's batches: their losses, and what these count
+        self._sums = torch.zeros(2, dtype=torch.float64)  # over the step's batches: of the losses and of the counts
 
     def before_batch(self) -> None:
         self._rate = self._sched(self.learn.pct_train)
@@ -74,16 +74,16 @@ class LRFinder(StepBudget):
 
     def after_batch(self) -> None:
         learn = self.learn
-        if learn.loss is not None and learn.loss_count:
-            # Host-device syncs: to stop in time the host must know the loss of every step.
-            count = float(learn.loss_count)
-            self._sums += torch.tensor([float(learn.loss) * (1.0 if learn.loss_weighting.sums else count), count])
-        if learn.step_due:
+        if learn.loss is not None and learn._loss_count:
+            # Host-device syncs: to stop in time, the host must know the loss of every step.
+            count = float(learn._loss_count)
+            self._sums += torch.tensor([float(learn.loss) * (1.0 if learn._loss_weighting.sums else count), count])
+        if learn._step_due:
             self._close_step()
         super().after_batch()
 
     def after_train(self) -> None:
-        if self._left_over:
+        if self._step_open:
             self._close_step()
         super().after_train()
         raise CancelEpochException  # no validation
@@ -91,60 +91,56 @@ class LRFinder(StepBudget):
     def _close_step(self) -> None:
         "Record the step's loss, and end the run if it diverges."
         learn = self.learn
-        # Every rank must reach this, and does: at the end of a step all take. So all see the same loss.
-        total, count = (world.reduce(self._sums) if learn.sharded else self._sums).tolist()
+        # Every rank must reach this, and does: all ranks take the same steps. So all see the same loss.
+        total, count = (world.reduce(self._sums) if learn._sharded else self._sums).tolist()
         self._sums = torch.zeros(2, dtype=torch.float64)
         if not count:
             return
         self.lrs.append(self._rate)
-        self._losses.append(total if learn.loss_weighting.sums else total / count)
+        self._losses.append(total if learn._loss_weighting.sums else total / count)
         self._smooth.extend(self._losses)
-        # Its first losses, of which no use is made, may be far apart by chance.
+        # The first losses may vary much by chance, and are not used for suggestions either.
         bound = DIVERGED * min(self.losses) if len(self.losses) > self.n_steps // 10 else math.inf
-        self._diverged = not self.losses[-1] <= bound  # also if it is no number
+        self._diverged = not self.losses[-1] <= bound  # true for NaN too
         if self.stop_div and self._diverged:
             raise CancelFitException(agreed=True)
 
     def suggest(self, show_plot: bool) -> tuple:
-        """A rate by each of the functions, as a named tuple; rank 0 plots them.
+        """Return the rate that each function suggests, as a named tuple; rank 0 plots them.
 
         Raises:
-            ValueError: training diverged too soon to tell, or a callback has cancelled it.
+            ValueError: too few losses, because training diverged too soon or a callback cancelled it.
         """
         num_it, finite = self.n_steps, [math.isfinite(loss) for loss in self.losses]
         end = finite.index(False) if False in finite else len(finite) - _LAST
         used = slice(num_it // 10, end)
-        # Tensors, as functions written for fastai take them; numpy's functions do too.
+        # Tensors, because functions written for fastai take them; numpy's functions do too.
         lrs, losses = (torch.tensor(values[used], dtype=torch.float64) for values in (self.lrs, self.losses))
         if len(lrs) < 2:
             too_soon = f"after {len(finite)} of {num_it} steps, too soon to suggest a rate by"
             if self._diverged or False in finite:
                 raise ValueError(f"the loss diverged {too_soon}; begin with a lower start_lr")
             raise ValueError(f"a callback cancelled the fit, or batches of it, {too_soon}")
-        found = [_rate(function(lrs, losses, num_it)) for function in self.suggest_funcs]
-        suggested = self._result(*found)
+        rates = [function(lrs, losses, num_it) for function in self.suggest_funcs]
+        # A function written for fastai returns a tuple of the rate and its point on the curve.
+        suggested = self._result(*(float(rate[0] if isinstance(rate, tuple) else rate) for rate in rates))
         if show_plot and world.is_main():
             plot_lr_find(lrs.numpy(), losses.numpy(), suggested._asdict())
         return suggested
 
 
-def _rate(found: Any) -> float:
-    """The rate that a function suggests; one written for fastai returns a point of the curve with it."""
-    return float(found[0] if isinstance(found, tuple) else found)
-
-
-# Suggestions: functions of (rates, losses, num_it), as fastai has them
+# Suggestions: functions of (rates, losses, num_it), as in fastai
 
 Values = Tensor | np.ndarray
 
 
 def valley(lrs: Values, losses: Values, num_it: int) -> float:
-    """The rate half-way down the longest valley: the row of ever lower losses with most members.
+    """The rate half-way down the longest valley: the longest decreasing subsequence of the losses.
 
-    The rate is taken in the middle of the row's middle third, as in fastai, which has it from arcgis.learn.
+    It is the rate in the middle of the valley's middle third, as in fastai, which took it from arcgis.learn.
     """
     losses = np.asarray(losses)
-    lengths = np.ones(len(losses), dtype=int)  # of the longest falling row that ends here
+    lengths = np.ones(len(losses), dtype=int)  # of the longest decreasing subsequence that ends here
     for i in range(1, len(losses)):
         higher = lengths[:i][losses[:i] > losses[i]]
         lengths[i] = 1 + higher.max(initial=0)
@@ -162,24 +158,24 @@ def slide(
     thresh: float = 0.005,
     adjust_value: float = 1.0,
 ) -> float:
-    """The rate at the left end of a window slid down from the right, to where the slopes at its two ends agree.
+    """The rate at the left end of a window that slides from the right until the slopes at its two ends are similar.
 
     The method is AdaptNLP's interval slide rule (https://novetta.github.io/adaptnlp).
 
     Args:
         lrs, losses, num_it: the curve.
         lr_diff: width of the window, in steps.
-        thresh: how much the slopes may differ.
+        thresh: the largest difference of similar slopes.
         adjust_value: a factor for the rate.
     """
     slopes, count = np.gradient(np.asarray(losses)), len(losses)
     width = min(lr_diff, count - 1)
     left = count - 1 - width
-    found = lrs[left]
+    rate = lrs[left]
     while left >= 0 and abs(slopes[left + width] - slopes[left]) > thresh:
-        found = lrs[left]
+        rate = lrs[left]
         left -= 1
-    return float(found) * adjust_value
+    return float(rate) * adjust_value
 
 
 def minimum(lrs: Values, losses: Values, num_it: int) -> float:
@@ -188,7 +184,7 @@ def minimum(lrs: Values, losses: Values, num_it: int) -> float:
 
 
 def steep(lrs: Values, losses: Values, num_it: int) -> float:
-    """The rate at which the loss falls fastest, over the logarithm of the rate."""
+    """The rate at which the loss falls fastest as a function of the logarithm of the rate."""
     lrs, losses = np.asarray(lrs), np.asarray(losses)
     return float(lrs[:-1][(np.diff(losses) / np.diff(np.log(lrs))).argmin()])
 
@@ -197,20 +193,20 @@ SUGGESTIONS = (valley, slide, minimum, steep)
 
 
 class SuggestionMethod:
-    """The functions that `lr_find` can suggest a rate by."""
+    """The functions by which `lr_find` suggests a rate, under fastai's names."""
 
     Valley, Slide, Minimum, Steep = map(staticmethod, SUGGESTIONS)
 
 
 def plot_lr_find(lrs: np.ndarray, losses: np.ndarray, suggestions: dict[str, float]) -> Any:
-    """Plot the losses over the rates, with a mark for each suggestion; without matplotlib nothing happens.
+    """Plot the losses over the rates, with a mark for each suggestion.
 
     Returns:
-        The axes, or `None`.
+        The axes; `None` if matplotlib is not installed.
     """
     try:
         plt = pyplot("lr_find")
-    except ImportError:  # the suggestions are what was asked for
+    except ImportError:  # no error: the suggestions do not need it
         return None
     ax = plt.subplots()[1]
     ax.plot(lrs, losses, color="0.4")

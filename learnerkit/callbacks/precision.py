@@ -1,4 +1,4 @@
-"""Faster arithmetic for the time of a run: lower precision, memory formats, compiling; and clipped gradients."""
+"""Mixed precision, gradient clipping, channels-last memory format and compilation, for the time of a run."""
 
 import math
 import warnings
@@ -14,7 +14,8 @@ from learnerkit import arguments, optim, world
 from learnerkit.callback import Callback
 from learnerkit.data.batches import in_float32, map_batch
 from learnerkit.events import CancelStepException
-from learnerkit.text import did_you_mean
+from learnerkit.text import did_you_mean, first_few
+from learnerkit.torch_internals import compiled_call, plain_call, set_compiled_call
 from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
@@ -28,19 +29,20 @@ class MixedPrecision(Callback):
 
     The forward pass and the loss run under `torch.autocast`, in training, validation and prediction; `learn.pred` is
     float32 from `after_pred` on. With 'fp16' the loss is scaled in `before_backward`, so that small gradients do not
-    vanish (Micikevicius et al., https://arxiv.org/abs/1710.03740). Before the step gradients are unscaled; where they
-    overflow the step is skipped, by `CancelStepException`, and the scale is halved. A callback that adds to `loss_grad`
-    does so before (`after_loss`), one that looks at gradients after (`before_step`, order above 10). Ranks of a
-    distributed run skip alike, because their gradients are the same. The scale goes on from one fit of a learner to the
-    next, whichever callback trains there, and `Learner.save` and `Learner.load` keep it with the optimizer's state.
-
-    Attributes:
-        scaler: the `torch.amp.GradScaler` of the present run.
-        skipped: how many steps of the last fit overflowed; a few at its start are usual.
+    vanish (Micikevicius et al., https://arxiv.org/abs/1710.03740). Gradients are unscaled before the step; if they
+    overflow, the step is skipped by `CancelStepException` and the scale is halved. So a callback that adds to
+    `loss_grad` must do so in `after_loss`, and one that uses gradients in `before_step` with an order above 10. All
+    ranks of a distributed run skip the same steps, because their gradients are equal. A learner keeps the scale from
+    one fit to the next, also with another MixedPrecision; `Learner.save` and `Learner.load` keep it with the
+    optimizer's state.
 
     Args:
         mode: 'fp16', or 'bf16', which needs no scaling.
-        scaler_kwargs: for 'fp16', those of `torch.amp.GradScaler`, such as `init_scale`.
+        scaler_kwargs: for 'fp16', the arguments of `torch.amp.GradScaler`, such as `init_scale`.
+
+    Attributes:
+        scaler: the `torch.amp.GradScaler` of the current run.
+        skipped: how many steps of the last fit overflowed; a few at its start are usual.
 
     Raises:
         TypeError, ValueError: another mode, or an argument that GradScaler does not take.
@@ -63,8 +65,8 @@ class MixedPrecision(Callback):
         self.mode, self.scaler_kwargs = mode, scaler_kwargs
         self.scaler: torch.amp.GradScaler | None = None
         self.skipped = 0
-        self._open: list[ExitStack] = []  # autocast, for each batch that runs: a callback may validate inside of one
-        self._gate: _Gate | None = None
+        self._open: list[ExitStack] = []  # autocast of each open batch: a callback may validate during a batch
+        self._gate: _StepGate | None = None
 
     def before_fit(self) -> None:
         learn, kind = self.learn, self.learn.dls.device.type
@@ -74,8 +76,8 @@ class MixedPrecision(Callback):
         halves = [n for n, p in learn.model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
         if halves:
             raise ValueError(
-                f"the model has float16 parameters ({halves[0]} and {len(halves) - 1} more), whose gradients cannot be "
-                "unscaled; give MixedPrecision a float32 model (`model.float()`), it casts by itself"
+                f"the model has float16 parameters ({first_few(halves, n=1)}), whose gradients cannot be unscaled; "
+                "give MixedPrecision a float32 model (`model.float()`), it casts by itself"
             )
         if kind == "cpu":
             world.warn_once(
@@ -83,10 +85,10 @@ class MixedPrecision(Callback):
                 "(learn.to_bf16(), or MixedPrecision('bf16'))"
             )
         self.scaler = torch.amp.GradScaler(kind, **self.scaler_kwargs)
-        if learn.sharded:
+        if learn._sharded:
             learn._scaler_state = world.broadcast(learn._scaler_state)  # every rank must reach this
         self.take_scale()
-        self.scaler.scale(torch.zeros((), device=learn.dls.device))  # a rank may step before it has had a loss
+        self.scaler.scale(torch.zeros((), device=learn.dls.device))  # a rank may take a step before it has a loss
         self.skipped, self._gate = 0, None
 
     def before_batch(self) -> None:
@@ -98,17 +100,16 @@ class MixedPrecision(Callback):
 
     def after_loss(self) -> None:
         self._leave_autocast()
-        learn = self.learn  # a model may make its own loss, in half precision
+        learn = self.learn  # a model that makes its own loss may do so in half precision
         learn.loss, learn.loss_grad = map_batch(in_float32, (learn.loss, learn.loss_grad))
 
     def before_backward(self) -> None:
-        # With bf16 nothing is scaled, and no step waits for the device.
         if self.scaler is not None and isinstance(self.learn.loss_grad, Tensor):
             self.learn.loss_grad = self.scaler.scale(self.learn.loss_grad)
 
     def before_step(self) -> None:
-        self._leave_autocast()  # it is still there where a rank has left its batch and steps along with the others
-        if self.scaler is not None and not self._unscale():
+        self._leave_autocast()  # still on if this rank has left its batch and takes the step with the others
+        if self.scaler is not None and not self._unscale(self.scaler):
             self.skipped += 1
             raise CancelStepException
 
@@ -116,32 +117,35 @@ class MixedPrecision(Callback):
         self._close_step()
 
     def after_batch(self) -> None:
-        if self.learn.training and self.learn.step_due:
-            self._close_step()  # of a batch that was cancelled before after_step; else there are no gradients any more
+        if self.learn.training and self.learn._step_due:
+            self._close_step()  # for a batch that was cancelled before after_step; otherwise this does nothing
 
     def _close_step(self) -> None:
-        "Let the scale follow from the step, taken or skipped."
-        if self._gate is None and self.scaler is not None and self.learn.sharded and self._overflows():
-            # This rank left the step before it was unscaled, and the others skip it: scales must stay alike.
+        "Update the scale after a step, taken or skipped."
+        if self.scaler is None:
+            return
+        if self._gate is None and self.learn._sharded and self._overflows():
+            # This rank left the step before unscaling, and the others skip it: all ranks must keep the same scale.
             self.skipped += 1
-            self._unscale()
+            self._unscale(self.scaler)
             self.learn._zero_grad()
         if self._gate is not None:
             self.scaler.update()
             self._gate = None
 
-    def _unscale(self) -> bool:
-        "Unscale the gradients, if there are any, and say whether all of them are finite."
+    def _unscale(self, scaler: torch.amp.GradScaler) -> bool:
+        "Unscale the gradients, if there are any, and tell whether all of them are finite."
         params = _parameters(self.learn)
         if not params:
             return True
-        self._gate = _Gate(params)  # kept until the update: the scaler knows it by its id
-        self.scaler.step(self._gate)  # the one host-device sync of a step: whether to take it must be known here
-        return self._gate.opened
+        gate: Any = _StepGate(params)
+        self._gate = gate  # kept until the update, because the scaler identifies it by its id
+        scaler.step(gate)  # the only host-device sync of a step: the host must know whether to take it
+        return gate.opened
 
     def _overflows(self) -> bool:
-        "Whether a gradient is not finite. A host-device sync, only where a rank has left a step."
-        grads = [p.grad for p in _parameters(self.learn)]
+        "Tell whether a gradient is not finite. A host-device sync, but only if a rank has left a step."
+        grads = [p.grad for p in _parameters(self.learn) if p.grad is not None]
         return bool(grads) and not torch.nn.utils.get_total_norm(grads, torch.inf).isfinite()
 
     def _leave_autocast(self) -> None:
@@ -152,34 +156,33 @@ class MixedPrecision(Callback):
         self._open.pop().close()
 
     def cleanup_fit(self) -> None:
-        # What only tries something out leaves no trace.
+        # lr_find must not change the scale.
         if self.learn.task == "fit" and self.scaler is not None and self.scaler.is_enabled():
-            self.learn._scaler_state = self.scaler.state_dict()  # plain numbers, for which the host waits
+            self.learn._scaler_state = self.scaler.state_dict()  # plain numbers: a host-device sync
         self.scaler = self._gate = None
 
     def take_scale(self) -> None:
-        """Let the scaler go on where the learner's last one, or that of a file, has come to."""
-        last = self.learn._scaler_state
-        if last and self.scaler.is_enabled():
-            state = self.scaler.state_dict()
-            # A count that has passed the interval would never reach it.
+        """Continue with the scale of the learner's last fit, or of the file it has loaded."""
+        last, scaler = self.learn._scaler_state, self.scaler
+        if last and scaler is not None and scaler.is_enabled():
+            state = scaler.state_dict()
+            # The scale grows when the count equals the interval: a larger count would never do so.
             steps = min(last["_growth_tracker"], state["growth_interval"] - 1)
-            self.scaler.load_state_dict(state | {"scale": last["scale"], "_growth_tracker": steps})
+            scaler.load_state_dict(state | {"scale": last["scale"], "_growth_tracker": steps})
 
 
 class GradientClip(Callback):
-    """Scales the gradient of a step down where its norm is above a bound (Pascanu et al., arXiv:1211.5063).
+    """Scales the gradient down if its norm is above a bound (Pascanu et al., arXiv:1211.5063).
 
-    The norm is that of all parameters of all optimizers together, after unscaling and, on several ranks, of their
-    common gradient.
+    It takes the norm over all parameters of all optimizers together, after unscaling and averaging over the ranks.
 
     Args:
         max_norm: the bound; `float('inf')` does not clip.
-        norm_type: which p-norm; `float('inf')` for the largest entry.
-        log: put the norm, as it was before clipping, into the table as the column `grad_norm`.
+        norm_type: the p of the p-norm; `float('inf')` for the largest absolute value.
+        log: add the norm before clipping to the table as the column `grad_norm`.
 
     Raises:
-        ValueError: a bound or a norm that is not a number above 0.
+        ValueError: `max_norm` or `norm_type` is not a number above 0.
     """
 
     order = MixedPrecision.order + 1
@@ -194,9 +197,10 @@ class GradientClip(Callback):
 
     def before_step(self) -> None:
         params = _parameters(self.learn)
-        if params:  # the norm stays on the device
-            norm = torch.nn.utils.get_total_norm([p.grad for p in params], self.norm_type)
-            if self.max_norm < math.inf:  # else an infinite norm would make all gradients NaN
+        if params:
+            # The norm stays on the device: no host-device sync.
+            norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], self.norm_type)
+            if self.max_norm < math.inf:  # otherwise an infinite norm would make all gradients NaN
                 torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
             if self.logs:
                 self.learn.log_metric("grad_norm", norm)
@@ -205,8 +209,8 @@ class GradientClip(Callback):
 class ChannelsLast(Callback):
     """Keeps images and the weights of convolutions in channels-last memory format for the time of a run.
 
-    Convolutions in half precision are faster so on GPUs
-    (https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html). Shapes and values stay what they are.
+    This makes convolutions in half precision faster on GPUs
+    (https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html). Shapes and values do not change.
     """
 
     order = -1
@@ -221,7 +225,7 @@ class ChannelsLast(Callback):
             if _is_image(t) and not t.is_contiguous(memory_format=torch.channels_last):
                 self._strides.append((t, t.stride()))
                 t.data = _channels_last(t.data)
-        self._follow()
+        self._match_layouts()
 
     def before_batch(self) -> None:
         self.learn.xb = map_batch(_channels_last, self.learn.xb)
@@ -229,11 +233,11 @@ class ChannelsLast(Callback):
     def cleanup_fit(self) -> None:
         for t, strides in self._strides:
             t.data = torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t.data)
-        self._follow()
+        self._match_layouts()
         self._strides.clear()
 
-    def _follow(self) -> None:
-        "Let gradients and optimizer state lie in memory as their parameters do, as fused kernels need it."
+    def _match_layouts(self) -> None:
+        "Give gradients and optimizer state the memory layout of their parameters, as fused kernels need it."
         for t, _ in self._strides:
             if t.grad is not None:
                 t.grad = optim.laid_out_as(t, t.grad)
@@ -244,13 +248,12 @@ class ChannelsLast(Callback):
 class Compile(Callback):
     """Compiles the model for the time of a run: a fit with its validation, or a `validate` or `get_preds` alone.
 
-    The module is compiled in place (`nn.Module.compile`), so that `learn.model` stays the same object and its weights
-    keep their names for whoever wraps, saves or averages it; afterwards it is the plain module again. What has been
-    compiled serves later runs as well. A model that is wrapped already stays as it is, with a warning: replicas of
-    `nn.DataParallel` would all call the one compiled original.
+    The module is compiled in place (`nn.Module.compile`), so `learn.model` stays the same object and its weights keep
+    their names; afterwards it is not compiled any more. Later runs reuse the compiled code. A model that is already
+    wrapped is not compiled, with a warning: replicas of `nn.DataParallel` would all call the one compiled original.
 
     Args:
-        kwargs: those of `torch.compile`: `backend`, `mode`, `dynamic`, ...
+        kwargs: the arguments of `torch.compile`: `backend`, `mode`, `dynamic`, ...
 
     Raises:
         TypeError: an argument that `torch.compile` does not take.
@@ -267,32 +270,21 @@ class Compile(Callback):
     def before_fit(self) -> None:
         model = self.learn.model
         if unwrap(model) is model:
-            # The one attribute in which `model.compile` leaves what calls will use; torch has no public way back.
-            self._compiled = model, model._compiled_call_impl
-            # torch finds again what it has compiled before for the same module.
-            model._compiled_call_impl = torch.compile(_call_of(model), **self.kwargs)
+            self._compiled = model, compiled_call(model)
+            # For the same module torch reuses the code of an earlier run.
+            set_compiled_call(model, torch.compile(plain_call(model), **self.kwargs))
         else:
             world.warn_once(f"Compile leaves the model as it is: it is wrapped in {type(model).__name__}")
 
     def cleanup_fit(self) -> None:
         if self._compiled is not None:
             model, model_call = self._compiled
-            model._compiled_call_impl = model_call
+            set_compiled_call(model, model_call)
             self._compiled = None
 
 
-def _call_of(model: nn.Module) -> Callable:
-    """What `model.compile` compiles.
-
-    torch 2.10 does not compile a `forward` of torch's own, as nn.Sequential's is, unless code outside torch calls it.
-    """
-    if model.forward.__module__.startswith("torch."):
-        return lambda *args, **kwargs: model._call_impl(*args, **kwargs)
-    return model._call_impl
-
-
-class _Gate:
-    """What GradScaler takes for one optimizer of all parameters: it notes whether it may step."""
+class _StepGate:
+    """Stands for one optimizer of all parameters in GradScaler.step, and notes whether it was allowed to step."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.param_groups = [{"params": params}]
@@ -304,21 +296,21 @@ class _Gate:
 
 def _parameters(learn: "Learner") -> list[Tensor]:
     """The parameters of all optimizers that have gradients, each once."""
-    found = (p for opt in learn.opts for group in opt.param_groups for p in group["params"])
-    return [p for p in dict.fromkeys(found) if p.grad is not None]
+    params = (p for opt in learn.opts for group in opt.param_groups for p in group["params"])
+    return [p for p in dict.fromkeys(params) if p.grad is not None]
 
 
-def _check_arguments(taker: str, given: dict[str, Any], function: Callable, positional: str) -> None:
+def _check_arguments(target: str, given: dict[str, Any], function: Callable, positional: str) -> None:
     allowed = [name for name in signature(function).parameters if name != positional]
     for name in given:
         if name not in allowed:
             raise TypeError(
-                f"got the argument {name!r}; {taker} takes {', '.join(allowed)}{did_you_mean(name, allowed)}"
+                f"got the argument {name!r}; {target} takes {', '.join(allowed)}{did_you_mean(name, allowed)}"
             )
 
 
 def _check_autocast(kind: str, mode: str) -> None:
-    """Refuse a device type whose autocast has no such type; torch itself may only warn and do nothing."""
+    """Refuse a device whose autocast does not have this precision; torch itself may only warn and do nothing."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""Collects predictions: what `Learner.get_preds` returns."""
+"""Predictions: collecting them for `Learner.get_preds`, augmenting inputs and averaging for `Learner.tta`."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ from learnerkit.utils import describe
 
 
 class GatherPredictions(Callback):
-    """Keeps what is asked for of every batch on the host, and puts it together at the end, in order.
+    """Keeps the requested items of every batch on the host, and joins them at the end, in dataset order.
 
     Args:
         with_input, with_loss, with_decoded, act, on: as in `Learner.get_preds`.
@@ -27,7 +27,7 @@ class GatherPredictions(Callback):
 
     order = 50
     run_train = False
-    name = "gather_preds"  # as in fastai: loggers and trackers of others ask for it, and let `get_preds` pass
+    name = "gather_preds"  # as in fastai: other loggers and trackers look for it, and do nothing in `get_preds`
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class GatherPredictions(Callback):
         if on not in ("all", "rank0"):
             raise ValueError(f"got on={on!r}; predictions come on='all' ranks or on='rank0'")
         self.with_input, self.with_loss, self.with_decoded = with_input, with_loss, with_decoded
-        self.act, self.on = act, on
+        self.act, self._on = act, on
         self.items: tuple = ()
         self._batches: list[tuple[int, dict]] = []
 
     def before_validate(self) -> None:
-        # Refused before the data are read rather than after.
+        # Here, so that what cannot work is refused before the data are read.
         if self.with_loss:
             self._loss_func = per_sample(self.learn.loss_func)
         if self.with_decoded:
@@ -57,56 +57,52 @@ class GatherPredictions(Callback):
         if not learn.batch_size:
             return
         _check_rows(learn.pred, learn.batch_size)
-        found = {"preds": learn.pred}
+        items = {"preds": learn.pred}
         if self.with_input:
-            found["inputs"] = learn.xb
+            items["inputs"] = learn.xb
         if learn.yb:
-            found["targets"] = learn.yb
+            items["targets"] = learn.yb
         if self.with_loss:
-            found["losses"] = self._losses()
-        self._batches.append((learn.batch_index, map_batch(lambda t: t.detach().cpu(), found)))
+            items["losses"] = self._losses()
+        self._batches.append((learn._batch_index, map_batch(lambda t: t.detach().cpu(), items)))
 
     def _losses(self) -> Tensor:
         learn = self.learn
         if not learn.yb:
             raise ValueError("with_loss=True, but the batches have no targets")
         loss = self._loss_func(learn.pred, *learn.yb)
-        # Losses of several elements of a sample are averaged to the sample's.
+        # If there are several losses for each sample, the sample's loss is their mean.
         return loss if loss.ndim == 1 and len(loss) == learn.batch_size else loss.reshape(learn.batch_size, -1).mean(1)
 
     def after_validate(self) -> None:
-        batches = gather_batches(self._batches, self.learn.sharded, self.on)
+        batches = gather_batches(self._batches, self.learn._sharded, self._on)
         self._batches = []
-        if batches is None:
-            whole: dict[str, Any] = {}
-        elif not batches:
+        if batches is not None and not batches:
             raise ValueError("there is nothing to predict: the loader gave no batches")
-        else:
-            whole = concat(batches)
-        preds = whole.get("preds")
-        wanted = {
-            "inputs": _single(whole.get("inputs")) if self.with_input else ...,
-            "preds": self.act(preds) if self.act and preds is not None else preds,
-            "targets": _single(whole.get("targets")),
-            "decoded": (self._decode(preds) if preds is not None else None) if self.with_decoded else ...,
-            "losses": whole.get("losses") if self.with_loss else ...,
-        }
-        self.items = tuple(item for item in wanted.values() if item is not ...)
+        joined: dict[str, Any] = concat(batches) if batches else {}  # without any, this rank asked for nothing
+        preds = joined.get("preds")
+        items = [_single(joined.get("inputs"))] if self.with_input else []
+        items += [self.act(preds) if self.act and preds is not None else preds, _single(joined.get("targets"))]
+        if self.with_decoded:
+            items.append(None if preds is None else self._decode(preds))
+        if self.with_loss:
+            items.append(joined.get("losses"))
+        self.items = tuple(items)
 
 
 def _check_rows(pred: Any, size: int) -> None:
-    """Refuse a list with an entry for each sample: on several ranks, entry k of all batches would be put together."""
-    each = type(pred) is list and len(pred) == size > 1 and all(isinstance(t, Tensor) and t.ndim for t in pred)
-    if each and all(len(t) != size for t in pred):
+    """Refuse a list with an entry for each sample: on several ranks, entry k of all batches would be joined."""
+    by_sample = type(pred) is list and len(pred) == size > 1 and all(isinstance(t, Tensor) and t.ndim for t in pred)
+    if by_sample and all(len(t) != size for t in pred):
         raise ValueError(
             f"the model returned a list of {size} tensors for {size} samples, and none of them has a row for each; "
-            "predictions are a tensor with a row for each sample, or a tuple or dict of such: pad them to one length, "
-            "or stack them"
+            "predictions are a tensor with a row for each sample, or a tuple or dict of such tensors: pad them to one "
+            "length, or stack them"
         )
 
 
 class Augment(Callback):
-    """Applies an augmentation to the inputs of every batch; of several inputs, to the first."""
+    """Applies an augmentation to the input of every batch; if there are several inputs, to the first."""
 
     run_train = False
 
@@ -120,7 +116,7 @@ class Augment(Callback):
 
 
 def averaged(plain: Tensor, augmented: list[Tensor], beta: float | None, use_max: bool) -> Any:
-    """Predictions of one kind (without `beta` of two) out of plain and augmented ones, as `Learner.tta` describes."""
+    """Combine plain and augmented predictions as `Learner.tta` describes; without `beta` return a pair."""
     if not all(isinstance(p, Tensor) for p in (plain, *augmented)):
         raise ValueError(f"tta can average predictions that are tensors; the model's are {describe(plain)}")
     if use_max:
@@ -134,10 +130,10 @@ def _single(items: tuple | None) -> Any:
 
 
 def per_sample(loss_func: Any) -> Callable[..., Tensor]:
-    """`loss_func` without its reduction.
+    """Return `loss_func` with reduction='none'.
 
     Raises:
-        ValueError: it takes no `reduction`.
+        ValueError: it does not take `reduction`.
     """
     if hasattr(unwrap_partial(loss_func), "reduction"):
 
@@ -150,10 +146,10 @@ def per_sample(loss_func: Any) -> Callable[..., Tensor]:
 
         return losses
     try:
-        takes = "reduction" in signature(unwrap_partial(loss_func)).parameters
+        takes_reduction = "reduction" in signature(unwrap_partial(loss_func)).parameters
     except (TypeError, ValueError):
-        takes = False
-    if not takes:
+        takes_reduction = False
+    if not takes_reduction:
         raise ValueError(
             f"with_loss=True needs a loss that takes `reduction`, as torch's do; {loss_func!r} does not. "
             "Compute the losses from the predictions and targets instead"
@@ -162,10 +158,10 @@ def per_sample(loss_func: Any) -> Callable[..., Tensor]:
 
 
 def decoder(loss_func: Any) -> Callable[[Tensor], Tensor]:
-    """How predictions made for `loss_func` are decoded.
+    """Return the function that decodes predictions made for `loss_func`.
 
     Raises:
-        ValueError: it is not a cross-entropy, and has neither `decode` nor fastai's `decodes`.
+        ValueError: the loss is not a cross-entropy, and has neither `decode` nor fastai's `decodes`.
     """
     own = loss_option(loss_func, "decode", loss_option(loss_func, "decodes"))
     if callable(own):
@@ -173,6 +169,6 @@ def decoder(loss_func: Any) -> Callable[[Tensor], Tensor]:
     if is_cross_entropy(loss_func):
         return partial(torch.argmax, dim=1)
     raise ValueError(
-        f"with_decoded=True: there is no telling how predictions for {loss_func!r} are decoded; give the loss a "
+        f"with_decoded=True: it is not known how to decode predictions for {loss_func!r}; give the loss a method "
         "`decode(pred)`, or decode the predictions yourself"
     )

@@ -1,4 +1,4 @@
-"""Progress: a live bar under a table in a terminal, an HTML table and bar in a notebook, plain lines elsewhere."""
+"""Progress: a table and a live bar in a terminal, an HTML table and bar in a notebook, plain lines elsewhere."""
 
 import html
 import io
@@ -16,18 +16,20 @@ from learnerkit.utils import front_end
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
-_REFRESH = 0.1  # seconds between two drawings of the bar
+_REFRESH = 0.1  # seconds; the bar is redrawn at most this often
 
 
 class ProgressCallback(Callback):
-    """Shows how far training has come: smoothed loss, remaining time, and the table of finished epochs.
+    """Shows the progress of training: smoothed loss, remaining time, and the table of finished epochs.
 
-    The table goes to standard output and the terminal's bar to standard error, so that a redirected output holds whole
-    lines only. The bar is redrawn ten times a second at most, from losses that have arrived on the host.
+    The table goes to standard output and the terminal's bar to standard error, so a redirected output has only whole
+    lines. The bar is redrawn at most ten times a second, with the newest loss on the host; it never waits for the
+    device.
     """
 
     order = 60
     rank0_only = True
+    _guarded = False  # its hooks run at every step, where the guard costs some 50 us, and they do not communicate
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +49,7 @@ class ProgressCallback(Callback):
             self._logger = learn.logger
             learn.logger = self._page or TableLogger(learn, print_above)
             if self._is_live():
-                # Elsewhere the header waits for the first row, which knows the columns of logged metrics too.
+                # Otherwise the header is printed with the first row, when the columns of logged metrics are known too.
                 learn.logger.header()
 
     def _is_live(self) -> bool:
@@ -57,7 +59,7 @@ class ProgressCallback(Callback):
         learn = self.learn
         steps = loader_len(learn.dl)
         self._skipped = (steps or 0) * learn._start_epoch
-        self._show_bar(self._where(), learn.n_steps or (steps and steps * learn.n_epoch))
+        self._show_bar(self._where(), learn.n_steps or (steps or 0) * (learn.n_epoch or 0) or None)
 
     def before_validate(self) -> None:
         what = "predicting" if self.learn.task == "predict" else "validating"
@@ -68,10 +70,10 @@ class ProgressCallback(Callback):
             now = time.perf_counter()
             if now >= self._next:
                 self._next = now + _REFRESH
-                self._draw()
+                self._draw(self._bar)
 
     def cleanup_validate(self) -> None:
-        if self._bar is not None:  # back to training, if that is where a callback asked for it
+        if self._bar is not None:  # a callback may have validated during training
             self._bar.set_description_str(self._where(), refresh=False)
 
     def cleanup_fit(self) -> None:
@@ -84,24 +86,24 @@ class ProgressCallback(Callback):
         self._bar = self._page = self._logger = None
 
     def _where(self) -> str:
-        # Counted from 1 for the reader, whereas the table has the numbers that callbacks know.
+        # The bar counts epochs from 1; the table counts from 0, as callbacks do.
         learn = self.learn
         if self._task != "fit":
-            return {"lr_find": "finding the rate"}.get(self._task, "")
+            return "finding the rate" if self._task == "lr_find" else ""
         return f"epoch {learn.epoch + 1}" + (f"/{learn.n_epoch}" if learn.n_epoch else "")
 
     def _show_bar(self, text: str, total: int | None) -> None:
         if self._bar is None and self._is_live():
             self._next = time.perf_counter() + _REFRESH
-            # In a notebook tqdm keeps the time and words the bar, and the page shows it.
-            where = {"file": io.StringIO()} if self._page else {"dynamic_ncols": True}
-            form = _BAR if total else _ENDLESS
-            self._bar = tqdm(total=total, initial=self._skipped, leave=False, bar_format=form, **where)
+            # In a notebook tqdm only measures time and formats the text; NotebookPage displays it.
+            output = {"file": io.StringIO()} if self._page else {"dynamic_ncols": True}
+            form = _BAR if total else _NO_TOTAL
+            self._bar = tqdm(total=total, initial=self._skipped, leave=False, bar_format=form, **output)
         if self._bar is not None:
             self._bar.set_description_str(text, refresh=self._page is None)
 
-    def _draw(self) -> None:
-        learn, bar = self.learn, self._bar
+    def _draw(self, bar: tqdm) -> None:
+        learn = self.learn
         if self._task in ("validate", "predict"):
             bar.n = learn.iter + 1
         else:
@@ -117,36 +119,37 @@ class ProgressCallback(Callback):
 
 
 _BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-_WORDS = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-_ENDLESS = "{desc} {n_fmt} [{elapsed}, {rate_fmt}{postfix}]"  # for a loader that does not say its length
+_TEXT = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+_NO_TOTAL = "{desc} {n_fmt} [{elapsed}, {rate_fmt}{postfix}]"  # for a loader without length
 
 
 def print_above(line: str) -> None:
-    """Print a line above the bar, if one is drawn."""
-    # tqdm clears its bars, writes the line and draws them again; flushed, so that a log file can be followed.
-    tqdm.write(line, file=sys.stdout)
-    sys.stdout.flush()
+    """Print a line above the bar, if there is one."""
+    tqdm.write(line, file=sys.stdout)  # clears the bars, writes the line and draws them again
+    sys.stdout.flush()  # so that a log file can be followed
 
 
 class NotebookPage:
-    """One output of a notebook cell: the table so far and, below it, a bar that goes away at the end.
+    """One output of a notebook cell: the table and, below it, a bar that is removed at the end.
+
+    It is the learner's logger during a fit.
 
     Args:
-        learn: whose recorder knows the columns.
+        learn: the learner, whose recorder has the columns.
     """
 
     def __init__(self, learn: "Learner") -> None:
         self.learn = learn
         self.names: list[str] = []
-        self.rows: list[dict[str, Any] | str] = []  # a line that was said stands among them
+        self.rows: list[dict[str, Any] | str] = []  # a str is a line printed by `say`
         self.bar: tqdm | None = None
         self._handle: Any = None
 
     def __call__(self, row: list) -> None:
-        """Add a row: this is the learner's logger meanwhile."""
+        """Add a row."""
         names = self.learn.recorder.metric_names
         self.rows.append(dict(zip(names, row, strict=True)))
-        # Logged metrics come and go from epoch to epoch; those of earlier rows keep their columns, before the time.
+        # Logged metrics may differ from row to row; those of earlier rows keep their columns, before the time.
         end = len(names) - (names[-1] == "time")
         self.names = [*names[:end], *(name for name in self.names if name not in names), *names[end:]]
         self.show()
@@ -162,13 +165,13 @@ class NotebookPage:
         self.show()
 
     def close(self) -> None:
-        """Take the bar away. What has shown nothing and has no table leaves no trace in the notebook."""
+        """Remove the bar; if there is no table and nothing was displayed, display nothing."""
         self.bar = None
         if self.names or self._handle is not None:
             self.show()
 
     def show(self) -> None:
-        """Draw everything anew, in the place where it was."""
+        """Display the table and the bar, in place of what was displayed before."""
         from IPython.display import display
 
         content = {"text/html": self._html(), "text/plain": self._text()}
@@ -188,12 +191,12 @@ class NotebookPage:
             lines += [self._html_line(row) for row in self._cells()]
             lines.append("</tbody></table>")
         if bar is not None:
-            form = _WORDS if bar.total else _ENDLESS
-            words = html.escape(bar.format_meter(**{**bar.format_dict, "bar_format": form}))
+            form = _TEXT if bar.total else _NO_TOTAL
+            text = html.escape(bar.format_meter(**{**bar.format_dict, "bar_format": form}))
             done = f'value="{bar.n}" max="{bar.total}" ' if bar.total else ""
             lines.append(
                 f'<div><progress {done}style="width: 20em"></progress> '
-                f'<span style="font-family: monospace">{words}</span></div>'
+                f'<span style="font-family: monospace">{text}</span></div>'
             )
         return "\n".join(lines)
 

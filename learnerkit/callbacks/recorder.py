@@ -1,7 +1,8 @@
-"""What a fit leaves behind: losses, metrics, rates, the table's rows and the plot of the loss."""
+"""The record of a fit: losses, metrics, rates, the rows of the table, and plots of them."""
 
 import copy
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.host_scalars import HostScalars
 from learnerkit.metrics import Meter, make_meters, weighted_mean
-from learnerkit.text import columns, did_you_mean, format_time, one_line
+from learnerkit.text import columns, did_you_mean, escaped_line, format_time
 from learnerkit.utils import add_note_once, describe, listify
 
 if TYPE_CHECKING:
@@ -21,30 +22,30 @@ if TYPE_CHECKING:
 
 
 class LossMeter:
-    """The losses of a row of batches and how much each counts; nothing waits for the device until it is read."""
+    """The losses of batches and their counts; nothing waits for the device until they are read."""
 
     def __init__(self) -> None:
         self.losses, self.counts = HostScalars(), HostScalars()
 
     def update(self, learn: "Learner") -> None:
-        """Take a batch's loss; a batch without one (cancelled before) counts nothing."""
+        """Add a batch's loss; a batch without one (cancelled before it) counts nothing."""
         if learn.loss is None:
             self.losses.append(0.0)
             self.counts.append(0)
         else:
             self.losses.append(learn.loss)
-            self.counts.append(learn.loss_count)
-        if not learn.iter % 1024:  # now and then, so that they do not pile up on the device
+            self.counts.append(learn._loss_count)
+        if not learn.iter % 1024:  # so that they do not pile up on the device
             self.losses.poll()
             self.counts.poll()
 
-    def weighed(self, sums: bool, sharded: bool) -> tuple[list[float], list[float]]:
-        """(weighted losses, weights) of each batch; if `sharded`, of each step over all ranks."""
+    def totals(self, sums: bool, sharded: bool) -> tuple[list[float], list[float]]:
+        """(total losses, counts) of each batch; if `sharded`, of each step over all ranks."""
         counts = self.counts.all()
-        # Where nothing counted the loss may be the mean of nothing, a NaN.
+        # Where the count is 0 the loss may be the mean of nothing, a NaN.
         totals = [(loss if sums else loss * n) if n else 0.0 for loss, n in zip(self.losses.all(), counts, strict=True)]
         if sharded:
-            # A rank that has left training early lacks its last steps.
+            # A rank that has left training early lacks its last steps. Every rank must reach this.
             steps = torch.zeros(2, world.reduce(len(counts), "max"), dtype=torch.float64)
             steps[:, : len(counts)] = torch.tensor([totals, counts], dtype=torch.float64)
             totals, counts = world.reduce(steps).tolist()
@@ -52,16 +53,16 @@ class LossMeter:
 
     def mean(self, sums: bool, sharded: bool) -> float:
         """The mean over everything counted, on all ranks if `sharded`."""
-        totals, counts = self.weighed(sums, sharded=False)
+        totals, counts = self.totals(sums, sharded=False)
         return weighted_mean(sum(totals), sum(counts), sharded)
 
 
 class Evaluation:
-    """Loss and metrics over the batches of one reading of a loader.
+    """Loss and metrics over one pass through a loader.
 
     Args:
-        meters: the metrics'.
-        sharded: whether the ranks share the data.
+        meters: one for each metric.
+        sharded: whether the data are divided among the ranks.
     """
 
     def __init__(self, meters: list[Meter], sharded: bool) -> None:
@@ -75,20 +76,20 @@ class Evaluation:
             meter.reset()
 
     def update(self, learn: "Learner") -> None:
-        """Take the present batch."""
+        """Add the current batch."""
         self.batches += 1
         self.loss.update(learn)
         for meter in self.meters:
             if learn.batch_size and learn.pred is not None:
                 try:
-                    meter.update(learn.batch_index, learn.batch_size, learn.pred, learn.yb)
+                    meter.update(learn._batch_index, learn.batch_size, learn.pred, learn.yb)
                 except Exception as e:
                     got = f"predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}"
                     add_note_once(e, f"metric {meter.name!r} got {got}")
                     raise
 
     def metrics(self) -> list[float]:
-        """Each metric; every rank must reach this if the data are sharded."""
+        """The value of each metric; every rank must reach this if the data are sharded."""
         if not (world.reduce(self.batches) if self.sharded else self.batches):
             return [float("nan")] * len(self.meters)
         return [meter.result(self.sharded) for meter in self.meters]
@@ -105,46 +106,47 @@ class EvaluationCallback(Callback):
         self.values: list[float] = []
 
     def before_validate(self) -> None:
-        # Copies: in mid-fit the recorder may be using the metrics themselves.
-        self._evaluation = Evaluation(make_meters(copy.deepcopy(self.learn.metrics)), self.learn.sharded)
+        # Copies, because during a fit the recorder may be using the metrics themselves.
+        self._evaluation = Evaluation(make_meters(copy.deepcopy(self.learn.metrics)), self.learn._sharded)
 
     def after_batch(self) -> None:
         self._evaluation.update(self.learn)
 
     def after_validate(self) -> None:
-        found = self._evaluation
-        with world.one_meeting():
-            self.values = [found.loss.mean(self.learn.loss_weighting.sums, found.sharded), *found.metrics()]
+        evaluation, sums = self._evaluation, self.learn._loss_weighting.sums
+        with world.grouped_collectives():
+            self.values = [evaluation.loss.mean(sums, evaluation.sharded), *evaluation.metrics()]
 
 
 class Smoother:
-    """An exponential average corrected for its start, as in Adam (Kingma and Ba, https://arxiv.org/abs/1412.6980).
+    """An exponential average with Adam's bias correction (Kingma and Ba, https://arxiv.org/abs/1412.6980).
 
-    Within an epoch it follows this rank's losses; when the epoch is closed, those of all ranks take their place.
+    During an epoch it averages this rank's losses; `close` replaces them by those of all ranks.
 
     Args:
-        beta: share of the past in each value.
+        beta: the weight of the past in each value.
     """
 
     def __init__(self, beta: float) -> None:
         self.beta = beta
         self.values: list[float] = []
-        self._average, self._count, self._taken = 0.0, 0, 0
-        self._start = (0, 0.0, 0)
+        self._average, self._count = 0.0, 0
+        self._seen = 0  # losses of the current epoch that are in `values`
+        self._epoch_start = (0, 0.0, 0)
 
     def extend(self, losses: list[float]) -> None:
-        """Follow the losses of the open epoch, of which some may be known already."""
-        for loss in losses[self._taken :]:
+        """Add those of the current epoch's losses that are new; `losses` has all of them."""
+        for loss in losses[self._seen :]:
             self._add(loss)
-        self._taken = len(losses)
+        self._seen = len(losses)
 
     def close(self, losses: list[float | None]) -> None:
         """End the epoch with its final losses; `None` is a step in which nothing counted."""
-        length, self._average, self._count = self._start
+        length, self._average, self._count = self._epoch_start
         del self.values[length:]
         for loss in losses:
             self._add(loss)
-        self._taken, self._start = 0, (len(self.values), self._average, self._count)
+        self._seen, self._epoch_start = 0, (len(self.values), self._average, self._count)
 
     def _add(self, loss: float | None) -> None:
         if loss is not None:
@@ -154,23 +156,26 @@ class Smoother:
 
 
 class Recorder(Callback):
-    """Records a fit: losses, metrics and rates; writes the table's rows to `learn.logger`.
+    """Records a fit: losses, metrics and rates; gives the rows of the table to `learn.logger`.
 
     Args:
-        add_time: whether the last column is the epoch's time.
-        train_metrics: whether metrics are taken on training batches too.
-        valid_metrics: whether metrics are taken in validation.
-        beta: smoothing of `losses`: an exponential average, corrected for its start.
+        add_time: add a last column with the duration of the epoch.
+        train_metrics: compute the metrics on training batches too.
+        valid_metrics: compute the metrics in validation.
+        beta: smoothing of `losses`: the weight of the past in an exponential average with bias correction.
 
     Attributes:
         metric_names: the columns.
-        values: one list for each epoch, and each row that `ValidateEvery` has added: the columns but epoch and time.
+        values: a list for each row (one for each epoch, and those that `ValidateEvery` adds), without epoch and time.
         log: the last row; `final_record`: the last of `values`.
-        losses: the smoothed training loss at every batch, over all ranks once an epoch is over.
+        losses: the smoothed training loss at every batch; of finished epochs over all ranks.
         lrs: the last group's learning rate at every batch.
-        iters: the number of batches trained on up to each of these rows.
+        iters: for each row, the number of training batches so far.
         hps: scheduled hyper-parameters at every batch, by name.
         history: the earlier fits, each with these attributes.
+
+    Raises:
+        ValueError: `beta` below 0, or not below 1.
     """
 
     order = 50
@@ -186,12 +191,8 @@ class Recorder(Callback):
         super().__init__()
         if not 0 <= beta < 1:
             raise ValueError(f"got beta={beta}; the smoothing is 0 (none) or more, and less than 1")
-        self.add_time, self.train_metrics, self.valid_metrics, self.beta = (
-            add_time,
-            train_metrics,
-            valid_metrics,
-            beta,
-        )
+        self.add_time, self.beta = add_time, beta
+        self.train_metrics, self.valid_metrics = train_metrics, valid_metrics
         self.history: list[SimpleNamespace] = []
         self._start()
 
@@ -207,12 +208,12 @@ class Recorder(Callback):
         self._train_meters: list[Meter] = []
         self._valid_meters: list[Meter] = []
         self._smooth = Smoother(self.beta)
-        self._open = False
+        self._in_epoch = False  # the smoothed losses of the epoch are not final yet
 
     @property
     def losses(self) -> list[float]:
-        """The smoothed training loss at every step; reading it in mid-epoch waits for the device."""
-        if self._open:
+        """The smoothed training loss at every step. Reading it during an epoch is a host-device sync."""
+        if self._in_epoch:
             self._smooth.extend(self._train.loss.losses.all())
         return self._smooth.values
 
@@ -222,27 +223,27 @@ class Recorder(Callback):
         return self.losses[-1] if self.losses else None
 
     def recent_loss(self) -> float | None:
-        """The smoothed loss of the newest step that the host knows of; never waits."""
-        if self._open:
+        """The smoothed loss of the newest step whose loss is on the host; never waits for the device."""
+        if self._in_epoch:
             self._smooth.extend(self._train.loss.losses.poll())
         return self._smooth.values[-1] if self._smooth.values else None
 
     def log_metric(self, name: str, value: float | Tensor) -> None:
-        """Take a value into the column `name` of this epoch's row.
+        """Add a value to the column `name` of this epoch's row, which has the mean of its values.
 
         Raises:
-            ValueError: no single number, or the name of another column.
+            ValueError: a tensor that is not a single number, or the name of another column.
         """
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"log_metric({name!r}) got {describe(value)}; it takes one number")
-            value = value.detach().clone().reshape(())  # it is read later, and a weight has moved on by then
+            value = value.detach().clone().reshape(())  # a copy: it is read later, when the tensor may have changed
         if name not in self._logged:
             if name in (*self._names(), "epoch", "time"):
                 raise ValueError(f"log_metric got {name!r}, which is a column already; choose another name")
             self._logged[name] = HostScalars()
         self._logged[name].append(value)
-        if not len(self._logged[name]) % 1024:  # now and then, so that they do not pile up on the device
+        if not len(self._logged[name]) % 1024:  # so that they do not pile up on the device
             self._logged[name].poll()
 
     def before_fit(self) -> None:
@@ -251,11 +252,11 @@ class Recorder(Callback):
             self.history.append(SimpleNamespace(**{name: getattr(self, name) for name in kept}))
         self._start()
         metrics = self.learn.metrics
-        # Copies in training, so that a metric's states in validation are its own.
+        # Copies in training, because validation needs the metrics' states for itself.
         self._train_meters = make_meters(copy.deepcopy(metrics)) if self.train_metrics else []
         self._valid_meters = make_meters(metrics) if self.valid_metrics else []
         self.metric_names = ["epoch", *self._names(), *(["time"] if self.add_time else [])]
-        self._start_epoch()  # here too: an epoch may be cancelled before this callback has heard of it
+        self._start_epoch()  # here too: an epoch may be cancelled before this callback's `before_epoch`
 
     def _names(self) -> list[str]:
         train, valid = [m.name for m in self._train_meters], [m.name for m in self._valid_meters]
@@ -265,28 +266,29 @@ class Recorder(Callback):
 
     def before_epoch(self) -> None:
         self._start_epoch()
-        self._open = True
+        self._in_epoch = True
 
     def _start_epoch(self) -> None:
-        self._began = time.perf_counter()
+        self._start_time = time.perf_counter()
         meters = self._train_meters, self._valid_meters
-        self._train, self._valid = (Evaluation(m, self.learn.sharded) for m in meters)
+        self._train, self._valid = (Evaluation(m, self.learn._sharded) for m in meters)
         self._logged = {}
-        self._begun = len(self.lrs)
+        self._first_batch = len(self.lrs)
         self._last_opt = self.learn.opts[-1]
 
     def after_batch(self) -> None:
         learn = self.learn
         if not learn.training:
             self._valid.update(learn)
-        elif learn.loss is not None or learn.sharded:  # ranks must agree on the number of steps
+        elif learn.loss is not None or learn._sharded:  # ranks must agree on the number of steps
             (self._train if self._train_meters else self._train.loss).update(learn)
             lr = self._last_opt.param_groups[-1]["lr"]
-            self.lrs.append(lr if type(lr) is float else float(lr))  # a tensor's value: a sync, asked for by the user
+            # Of a tensor, which only the user can have put there, this is a host-device sync.
+            self.lrs.append(lr if type(lr) is float else float(lr))
 
     def after_epoch(self) -> None:
-        sums = self.learn.loss_weighting.sums
-        with world.one_meeting():
+        sums = self.learn._loss_weighting.sums
+        with world.grouped_collectives():
             values = [self._train_loss(), *self._train.metrics()]
             if self.learn.dls.valid is not None:
                 values += [self._valid.loss.mean(sums, self._valid.sharded), *self._valid.metrics()]
@@ -295,50 +297,51 @@ class Recorder(Callback):
         self._start_epoch()
 
     def add_row(self, validation: list[float]) -> None:
-        """Write a row in mid-epoch: what has been recorded in this epoch so far; every rank must reach this.
+        """Write a row during an epoch, with what it has recorded so far; every rank must reach this.
 
         Args:
             validation: what `Learner.validate` returned.
         """
-        learn, sums = self.learn, self.learn.loss_weighting.sums
-        with world.one_meeting():
-            trained = [self._train.loss.mean(sums, self._train.sharded), *self._train.metrics()]
+        learn, sums = self.learn, self.learn._loss_weighting.sums
+        with world.grouped_collectives():
+            training = [self._train.loss.mean(sums, self._train.sharded), *self._train.metrics()]
             logged = self._logged_means()
-        done = f"{learn.epoch} {(learn.iter + 1) / learn.n_iter:.0%}" if learn.n_iter else learn.epoch
-        self._write(done, [*trained, *validation[: 1 + len(self._valid_meters)]], logged)
+        epoch = f"{learn.epoch} {(learn.iter + 1) / learn.n_iter:.0%}" if learn.n_iter else learn.epoch
+        self._write(epoch, [*training, *validation[: 1 + len(self._valid_meters)]], logged)
 
     def _write(self, epoch: int | str, values: list[float], logged: dict[str, float]) -> None:
         self.metric_names = ["epoch", *self._names(), *logged, *(["time"] if self.add_time else [])]
         self.final_record = [*values, *logged.values()]
         self.values.append(self.final_record)
         self.iters.append(len(self.lrs))
-        took = [format_time(time.perf_counter() - self._began)] if self.add_time else []
-        self.log = [epoch, *self.final_record, *took]
+        duration = [format_time(time.perf_counter() - self._start_time)] if self.add_time else []
+        self.log = [epoch, *self.final_record, *duration]
         self.learn.logger(self.log)
 
     def after_fit(self) -> None:
-        # Cut short in mid-epoch; ranks may have been at different events.
-        if world.reduce(int(self._open), "max") if self.learn.sharded else self._open:
+        # A fit cancelled during an epoch; the cancel may have reached the ranks at different events.
+        if world.reduce(int(self._in_epoch), "max") if self.learn._sharded else self._in_epoch:
             self._train_loss()
 
     def _train_loss(self) -> float:
-        """The epoch's mean training loss over all ranks, whose steps replace this rank's own in `losses`."""
-        sums = self.learn.loss_weighting.sums
-        totals, counts = self._train.loss.weighed(sums, self._train.sharded)
+        """Make the losses of all ranks those of the epoch in `losses`, and return their mean."""
+        sums = self.learn._loss_weighting.sums
+        totals, counts = self._train.loss.totals(sums, self._train.sharded)
         steps = [(total if sums else total / n) if n else None for total, n in zip(totals, counts, strict=True)]
         self._smooth.close(steps)
-        self.lrs += self.lrs[-1:] * (self._begun + len(steps) - len(self.lrs))
-        self._open = False
+        self.lrs += self.lrs[-1:] * (self._first_batch + len(steps) - len(self.lrs))  # if this rank left early
+        self._in_epoch = False
         return sum(totals) / sum(counts) if sum(counts) else float("nan")
 
     def _logged_means(self) -> dict[str, float]:
-        found = {name: (sum(v.all()), len(v)) for name, v in self._logged.items()}
-        if self._train.sharded:
-            # A callback may log on some ranks alone, so names travel with their sums.
-            everyone = world.all_gather(found)
-            names = list(dict.fromkeys(name for rank in everyone for name in rank))
-            found = {n: tuple(map(sum, zip(*(rank[n] for rank in everyone if n in rank), strict=True))) for n in names}
-        return {name: total / count for name, (total, count) in found.items()}
+        own = {name: (sum(values.all()), len(values)) for name, values in self._logged.items()}
+        totals, counts = defaultdict[str, float](float), defaultdict[str, int](int)
+        # A callback may log on some ranks only, so the names travel with their sums.
+        for rank in world.all_gather(own) if self._train.sharded else [own]:
+            for name, (total, count) in rank.items():
+                totals[name] += total
+                counts[name] += count
+        return {name: total / counts[name] for name, total in totals.items()}
 
     def plot_loss(
         self,
@@ -351,11 +354,11 @@ class Recorder(Callback):
         """Plot the smoothed training loss at every step, and the validation loss at the end of each epoch.
 
         Args:
-            skip_start: leave out the first steps, whose loss would flatten the rest.
-            with_valid: whether to show validation.
-            all_fits: put the earlier fits (`history`) before the last one.
-            log: whether the loss has a logarithmic axis.
-            ax: the matplotlib axes to draw on.
+            skip_start: how many steps to leave out at the start; their large losses would flatten the rest.
+            with_valid: show the validation loss.
+            all_fits: show the earlier fits (`history`) before the last one.
+            log: use a logarithmic axis for the loss.
+            ax: the matplotlib axes to draw on; by default new ones.
 
         Returns:
             The axes; `None` on ranks other than 0.
@@ -368,7 +371,8 @@ class Recorder(Callback):
         if ax is None:
             ax = pyplot("plot_loss").subplots()[1]
         losses, valid, ends, before = [], [], [], 0
-        for fit in [*(self.history if all_fits else []), self]:
+        fits: list[Any] = [*(self.history if all_fits else []), self]
+        for fit in fits:
             if "valid_loss" in fit.metric_names:
                 column = fit.metric_names.index("valid_loss") - 1
                 valid += [row[column] for row in fit.values]
@@ -386,13 +390,13 @@ class Recorder(Callback):
         return ax
 
     def plot_sched(self, keys: str | list[str] | None = None) -> Any:
-        """Plot the hyper-parameters that were scheduled in the last fit, at every step; of groups, the last one's.
+        """Plot the scheduled hyper-parameters of the last fit at every step (of several groups, the last one's).
 
         Args:
-            keys: which of `hps`; by default all, and the learning rate where nothing was scheduled.
+            keys: names in `hps`; by default all of them, or the learning rate if nothing was scheduled.
 
         Returns:
-            The axes, one for each; `None` on ranks other than 0.
+            An array of axes, one for each name; `None` on ranks other than 0.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -400,24 +404,21 @@ class Recorder(Callback):
         """
         if not world.is_main():
             return None
-        found = self.hps or {"lr": self.lrs}
-        keys = listify(keys) or list(found)
+        hps = self.hps or {"lr": self.lrs}
+        keys = listify(keys) or list(hps)
         for key in keys:
-            if key not in found:
-                raise ValueError(f"got {key!r}; the last fit has {list(found)}{did_you_mean(key, found)}")
+            if key not in hps:
+                raise ValueError(f"got {key!r}; the last fit has {list(hps)}{did_you_mean(key, hps)}")
         plt = pyplot("plot_sched")
         _, axes = plt.subplots(1, len(keys), figsize=(5 * len(keys), 3.5), squeeze=False, layout="constrained")
         for ax, key in zip(axes[0], keys, strict=True):
-            ax.plot(range(1, len(found[key]) + 1), found[key])
+            ax.plot(range(1, len(hps[key]) + 1), hps[key])
             ax.set(xlabel="step", ylabel=key, title=_TITLES.get(key, key))
         return axes[0]
 
 
 def pyplot(who: str) -> Any:
-    """matplotlib's `pyplot`.
-
-    Args:
-        who: needs it.
+    """Import matplotlib's `pyplot` for the function `who`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -432,14 +433,14 @@ def pyplot(who: str) -> Any:
 _TITLES = {"lr": "Learning rate", "momentum": "Momentum", "weight_decay": "Weight decay"}
 
 
-# The columns of the table, for who watches them
+# Monitored columns of the table
 
 
 def check_monitor(learn: "Learner", name: str) -> None:
-    """Refuse to monitor a column that the fit which begins will not have; call it in `before_fit`.
+    """Refuse to monitor a column that the starting fit will not have; call it in `before_fit`.
 
     Raises:
-        ValueError: there is no such column, or nobody who records rows.
+        ValueError: there is no such column, or no Recorder.
     """
     if not hasattr(learn, "recorder"):
         raise ValueError(
@@ -451,7 +452,7 @@ def check_monitor(learn: "Learner", name: str) -> None:
     columns += dict.fromkeys(name for cb in learn.cbs for name in cb.logs if name not in columns)
     if name not in columns:
         missing = " and, without a validation loader, none of validation" if learn.dls.valid is None else ""
-        near = did_you_mean(name, columns, cutoff=0.5)  # 'mae' is near to 'valid_mae'
+        near = did_you_mean(name, columns, cutoff=0.5)  # low enough to find 'valid_mae' for 'mae'
         raise ValueError(
             f"got monitor={name!r}; this fit's columns are {', '.join(columns)}{missing}{near or '.'} For a column of "
             f"its own a callback declares what it gives to log_metric: `logs = ({name!r},)` in its class"
@@ -459,23 +460,21 @@ def check_monitor(learn: "Learner", name: str) -> None:
 
 
 def monitored(learn: "Learner", name: str) -> float | None:
-    """The value of a column in the newest row; `None` if that row has no such column.
-
-    A global value: it is the same on all ranks.
-    """
+    """The value of a column in the newest row, the same on all ranks; `None` if that row has no such column."""
     recorder = learn.recorder
-    return dict(zip(recorder.metric_names[1:], recorder.final_record, strict=False)).get(name)  # a record has no time
+    # Not strict: the names may end with the time, which the record does not have.
+    return dict(zip(recorder.metric_names[1:], recorder.final_record, strict=False)).get(name)
 
 
 # The table
 
 
 class TableLogger:
-    """The logger of a Learner: prints each row under a header, as plain lines that read well in a log file.
+    """The default logger of a Learner: prints a header and the rows as plain lines.
 
     Args:
-        learn: whose recorder knows the columns.
-        write: prints one line.
+        learn: the learner, whose recorder has the columns.
+        write: a function that prints one line.
     """
 
     def __init__(self, learn: "Learner", write: Callable[[str], None] = print) -> None:
@@ -484,7 +483,7 @@ class TableLogger:
         self._rows = 0
 
     def __call__(self, row: list) -> None:
-        """Print a row, and before it the header where that is due: for a new fit, or when the columns changed."""
+        """Print a row, and the header before it if a new fit has begun or the columns have changed."""
         recorder = self.learn.recorder
         if recorder.metric_names != self._names or (self._rows and len(recorder.values) == 1):
             self.header()
@@ -498,17 +497,17 @@ class TableLogger:
 
 
 def format_value(value: Any) -> str:
-    """A cell's text: six decimals, four digits for large numbers; never more than a line."""
+    """The text of a cell, in one line: numbers with six decimals, large ones with four digits."""
     if not isinstance(value, float):
-        return one_line(str(value))
+        return escaped_line(str(value))
     return f"{value:.6f}" if abs(value) < 1e5 else f"{value:.4g}"
 
 
 def format_row(names: list[str], row: list) -> str:
     """A line of the table, its cells right-aligned under the names."""
-    least = {"epoch": 5, "time": 7}
+    widths = {"epoch": 5, "time": 7}
     cells = []
     for name, cell in zip(names, map(format_value, row), strict=True):
-        width = max(least.get(name, 9), columns(format_value(name)))
+        width = max(widths.get(name, 9), columns(format_value(name)))
         cells.append(" " * (width - columns(cell)) + cell)
     return "  ".join(cells)

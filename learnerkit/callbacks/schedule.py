@@ -1,12 +1,9 @@
-"""Hyper-parameters that change while training goes on.
-
-A schedule is a function of the share of training done, counted in optimizer steps, from 0 to 1.
-"""
+"""Schedules of hyper-parameters: functions of the share of training done, from 0 to 1, counted in optimizer steps."""
 
 import math
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from numbers import Real
@@ -18,16 +15,16 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchPlateau
 from learnerkit import arguments, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
-from learnerkit.snapshot import groups_put_back
+from learnerkit.snapshot import group_restorer
 from learnerkit.text import did_you_mean
 from learnerkit.utils import listify
 
 Schedule = Callable[[float], float]
-"""A value as a function of the share of training done, from 0 to 1."""
+"""A hyper-parameter as a function of the share of training done, from 0 to 1."""
 
 
 class SchedNo:
-    """A schedule that stays at `start`; base of the others.
+    """A constant schedule, and the base of the others.
 
     Args:
         start, end: the values at 0 and at 1.
@@ -76,7 +73,7 @@ class SchedCos(SchedNo):
 
 
 class SchedExp(SchedNo):
-    """A schedule that changes by the same factor in the same time.
+    """An exponential schedule.
 
     Args:
         start, end: the values at 0 and at 1.
@@ -88,7 +85,7 @@ class SchedExp(SchedNo):
     def __init__(self, start: float, end: float) -> None:
         super().__init__(start, end)
         if not start * end > 0:
-            raise ValueError(f"got SchedExp({start}, {end}); both are greater than 0 (or both less)")
+            raise ValueError(f"got SchedExp({start}, {end}); both must be above 0, or both below")
 
     def __call__(self, position: float) -> float:
         return self.start * (self.end / self.start) ** position
@@ -99,7 +96,7 @@ class SchedPoly(SchedNo):
 
     Args:
         start, end: the values at 0 and at 1.
-        power: 1 is a straight line; more begins slowly, less begins fast.
+        power: 1 is a straight line; a higher power starts slower, a lower one faster.
     """
 
     def __init__(self, start: float, end: float, power: float) -> None:
@@ -111,28 +108,28 @@ class SchedPoly(SchedNo):
 
 
 def combine_scheds(pcts: Sequence[float], scheds: Sequence[Schedule]) -> Schedule:
-    """One schedule after the other.
+    """Run several schedules one after the other.
 
     Args:
-        pcts: the share of training that each takes; together 1.
-        scheds: the schedules; each goes from 0 to 1 in its share.
+        pcts: the share of training for each schedule; their sum is 1.
+        scheds: the schedules; each runs from 0 to 1 in its share.
 
     Raises:
-        ValueError: shares that are negative or do not make 1, or another number of them.
+        ValueError: shares that are negative or do not sum to 1, or not one share for each schedule.
     """
     pcts, scheds = list(map(float, pcts)), listify(scheds)
     if len(pcts) != len(scheds) or not pcts:
         raise ValueError(f"got {len(pcts)} shares for {len(scheds)} schedules; give one share for each")
     if min(pcts) < 0 or abs(sum(pcts) - 1) > 1e-6:
-        raise ValueError(f"got the shares {pcts}, which make {sum(pcts)}; they are 0 or more, and together 1")
-    joints = list(accumulate(pcts, initial=0.0))
+        raise ValueError(f"got the shares {pcts}, whose sum is {sum(pcts)}; each is 0 or more, and their sum is 1")
+    bounds = list(accumulate(pcts, initial=0.0))
     last = max(i for i, pct in enumerate(pcts) if pct > 0)
-    joints[last + 1 :] = [1.0] * (len(joints) - last - 1)  # their sum may be a rounding error off
-    spans = list(pairwise(joints))
+    bounds[last + 1 :] = [1.0] * (len(bounds) - last - 1)  # exactly 1, without the sum's rounding error
+    spans = list(pairwise(bounds))
 
     def schedule(position: float) -> float:
-        # At a joint the next one begins, also where the shares' sum is a rounding error beyond it.
-        i = min(bisect_right(joints, position + 1e-9) - 1, last)
+        # At a bound the next schedule starts, even if rounding has put the bound slightly above the position.
+        i = min(bisect_right(bounds, position + 1e-9) - 1, last)
         start, end = spans[i]
         return scheds[i](max(0.0, (position - start) / (end - start)))
 
@@ -144,7 +141,7 @@ def combined_cos(pct: float, start: float, middle: float, end: float) -> Schedul
 
     Args:
         pct: share of training at which `middle` is reached, between 0 and 1.
-        start, middle, end: the values there.
+        start, middle, end: the values at 0, at `pct` and at 1.
 
     Raises:
         ValueError: `pct` outside 0 to 1.
@@ -155,11 +152,11 @@ def combined_cos(pct: float, start: float, middle: float, end: float) -> Schedul
 
 
 def linear_warmup(pct: float, then: Schedule | float, start: float = 0.0) -> Schedule:
-    """A schedule that grows along a line to where `then` begins (Goyal et al., https://arxiv.org/abs/1706.02677).
+    """A schedule with a linear warm-up before another schedule (Goyal et al., https://arxiv.org/abs/1706.02677).
 
     Args:
-        pct: share of training that the warm-up takes, between 0 and 1.
-        then: the schedule, or the constant, that takes the rest.
+        pct: share of training for the warm-up, between 0 and 1.
+        then: the schedule, or the constant, for the rest of training; the warm-up ends at its first value.
         start: the value at 0.
 
     Raises:
@@ -172,18 +169,18 @@ def linear_warmup(pct: float, then: Schedule | float, start: float = 0.0) -> Sch
 
 
 class ParamScheduler(Callback):
-    """Sets hyper-parameters before every training batch.
+    """Sets hyper-parameters before every training batch; at the end of the fit they get their old values back.
+
+    `recorder.hps` has the values at every batch; of several groups, the last one's. The weight decay of norms and
+    biases, which have none by default, is not scheduled.
 
     Args:
-        scheds: by hyper-parameter ('lr', 'momentum', 'weight_decay'), a schedule, or a list of them, one for each of
-            the splitter's groups. Of several optimizers it may be a dict of these by name, and those that are left out
-            keep their value. The weight decay of norms and biases, which have none, is left alone.
-
-    `recorder.hps` has the values at every batch; of several groups, the last one's. The optimizer gets back the values
-    it had before.
+        scheds: for each hyper-parameter ('lr', 'momentum', 'weight_decay') a schedule, or a list with one for each of
+            the splitter's groups. With several optimizers it may be a dict of these by the optimizer's name;
+            optimizers that are not in it keep their values.
 
     Raises:
-        ValueError: in `before_fit`, no such hyper-parameter, or a list of another length.
+        ValueError: in `before_fit`, no such hyper-parameter, or a list of the wrong length.
     """
 
     order = 60
@@ -192,7 +189,7 @@ class ParamScheduler(Callback):
 
     def __init__(self, scheds: Mapping[str, Schedule | Sequence[Schedule] | Mapping]) -> None:
         super().__init__()
-        self.scheds = {name: _listed(sched) for name, sched in scheds.items()}
+        self.scheds = {name: optim.listed(sched) for name, sched in scheds.items()}
         self.hps: dict[str, list[float]] = {}
         self._by_opt: list[dict[str, Any]] = []
         self._before: list[list[dict]] = []
@@ -214,31 +211,25 @@ class ParamScheduler(Callback):
         self._bare = set() if learn.wd_bn_bias else optim.norms_and_biases(learn.model)
         self.hps = {name: [] for name in self.scheds}
         if hasattr(learn, "recorder"):
-            learn.recorder.hps |= self.hps  # beside those of another scheduler
+            learn.recorder.hps |= self.hps  # it may have those of another ParamScheduler already
 
     def before_batch(self) -> None:
-        at, last = self.learn.pct_train, {}
+        position, last = self.learn.pct_train, dict[str, float]()
         for opt, scheds in zip(self.learn.opts, self._by_opt, strict=True):
             for name, sched in scheds.items():
-                values = float(sched(at)) if callable(sched) else [float(s(at)) for s in sched]
-                optim.set_hyper(opt, name, values, exempt=self._bare if name == "weight_decay" else set())
-                last[name] = values if callable(sched) else values[-1]
+                values = [float(s(position)) for s in ([sched] if callable(sched) else sched)]
+                exempt = self._bare if name == "weight_decay" else set()
+                optim.set_hyper(opt, name, values[0] if callable(sched) else values, exempt)
+                last[name] = values[-1]
         for name, value in last.items():
             self.hps[name].append(value)
 
     def cleanup_fit(self) -> None:
         for opt, before in zip(self.learn.opts, self._before, strict=False):
-            # By their places: a load in the meantime has put other dicts there.
+            # By position, since a load in the meantime has replaced the groups by other dicts.
             for group, values in zip(opt.param_groups, before, strict=False):
                 group.update(values)
         self._before = []
-
-
-def _listed(sched: Any) -> Any:
-    """A schedule, or several as a list, since a generator can be read only once; of several optimizers by name."""
-    if isinstance(sched, Mapping):
-        return {name: _listed(each) for name, each in sched.items()}
-    return list(sched) if isinstance(sched, Iterable) and not callable(sched) else sched
 
 
 def _check_schedule(name: str, sched: Any, count: int) -> None:
@@ -251,15 +242,15 @@ def _check_schedule(name: str, sched: Any, count: int) -> None:
 
 
 def check_nobody_schedules(learn: Any, who: str) -> None:
-    """Refuse `who`, which sets rates now and then, beside a schedule that sets them before every batch.
+    """Refuse the callback `who`, which changes learning rates, if a schedule sets them before every batch anyway.
 
     Raises:
-        ValueError: there is one.
+        ValueError: there is such a schedule.
     """
     if any(isinstance(cb, ParamScheduler) and "lr" in cb.scheds for cb in learn.cbs):
         raise ValueError(
-            f"{who} cannot act beside a schedule of 'lr' (fit_one_cycle and the like have one), which sets the rate "
-            "anew before every batch: train with fit at a constant rate, or leave one of them out"
+            f"{who} cannot be combined with a schedule of 'lr' (fit_one_cycle and the like have one), which sets the "
+            "rate before every batch: train with fit at a constant rate, or leave one of them out"
         )
 
 
@@ -267,21 +258,20 @@ _EXAMPLE = "TorchScheduler(lambda opt: StepLR(opt, 10))"
 
 
 class TorchScheduler(Callback):
-    """Lets a scheduler of `torch.optim.lr_scheduler` set the rates of a fit.
+    """Sets learning rates with a scheduler of `torch.optim.lr_scheduler`.
 
-    It is made anew for each fit, from the rates that the fit was given, which the optimizer gets back at the end. Of
-    several optimizers each has one of its own. A fit with a `start_epoch` finds one that steps by epochs, and watches
-    no column, where it would be by then; another begins anew.
+    Each fit makes a new scheduler, one for each optimizer, and gives the optimizer its old rates back at the end. In a
+    fit with `start_epoch`, a scheduler that steps once an epoch without a monitored column first takes the steps of the
+    skipped epochs; any other scheduler starts at its beginning.
 
     Args:
         make: a function of the optimizer that returns the scheduler: `lambda opt: StepLR(opt, 10)`.
-        step: let it step after each optimizer step ('batch') or after each epoch ('epoch').
-        monitor: the column of the table that it steps by, as `torch.optim.lr_scheduler.ReduceLROnPlateau` does.
+        step: when the scheduler steps: after each optimizer step ('batch') or after each epoch ('epoch').
+        monitor: the column of the table given to its `step`, as `torch.optim.lr_scheduler.ReduceLROnPlateau` needs it.
 
     Raises:
         TypeError: `make` is a scheduler rather than a function that makes one, or makes something else.
-        ValueError: another `step`; a `monitor` for steps that have no row in the table; in `before_fit` also a schedule
-            of the rate.
+        ValueError: another `step`; a `monitor` with step='batch'; in `before_fit` also a schedule of the rate.
     """
 
     order = 60
@@ -307,9 +297,9 @@ class TorchScheduler(Callback):
         if self.monitor is not None:
             check_monitor(learn, self.monitor)
         for opt in learn.opts:
-            self._undo += [groups_put_back(opt), partial(_put_back_attributes, opt, set(vars(opt)))]
+            self._undo += [group_restorer(opt), partial(_put_back_attributes, opt, set(vars(opt)))]
             for group in opt.param_groups:
-                group.pop("initial_lr", None)  # of an earlier scheduler: this one begins with the rates of this fit
+                group.pop("initial_lr", None)  # left by an earlier scheduler; this one starts with this fit's rates
         self._schedulers = [self.make(opt) for opt in learn.opts]
         for made in self._schedulers:
             if not hasattr(made, "step"):
@@ -327,7 +317,7 @@ class TorchScheduler(Callback):
         self._stepped = True
 
     def after_batch(self) -> None:
-        # Only now: the recorder (order 50) notes the rate that the step was taken with.
+        # Not in after_step: the recorder (order 50) must first record the rate of this step in its after_batch.
         self._step_after_batch()
 
     def after_train(self) -> None:
@@ -345,10 +335,10 @@ class TorchScheduler(Callback):
     def _advance(self) -> None:
         values = [] if self.monitor is None else [monitored(self.learn, self.monitor)]
         if values == [None]:
-            return  # a callback logs it only now and then
+            return  # the newest row does not have the column
         for scheduler in self._schedulers:
             with warnings.catch_warnings():
-                # A step may have been skipped, which torch takes for calls in the wrong order.
+                # If an optimizer step was skipped, torch warns of a wrong order of calls.
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
                 scheduler.step(*values)
 
@@ -359,6 +349,6 @@ class TorchScheduler(Callback):
 
 
 def _put_back_attributes(opt: Optimizer, before: set[str]) -> None:
-    """Take off what torch's schedulers put onto an optimizer: a `step` that counts, and what it has counted."""
+    """Remove the attributes that torch's schedulers add to an optimizer (a counting `step`, and its count)."""
     for name in vars(opt).keys() - before:
         delattr(opt, name)

@@ -1,26 +1,25 @@
-"""The course of training: train and eval mode, counters, sample order; its end and its validations by steps."""
+"""The course of training: train and eval mode, counters, sample order, and an end after a number of steps."""
 
 from contextlib import ExitStack
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader
 
 from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.data.order import SampleOrder, draws_globally, seeded_samplers, with_own_stream
 from learnerkit.events import CancelTrainException
+from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import unwrap
 
 
 class TrainEvalCallback(Callback):
-    """Puts the model into train or eval mode, counts steps, and seeds the sample order of each epoch.
+    """Puts the model into train or eval mode, counts batches, and seeds the sample order of each epoch.
 
-    A run that ends well leaves the model in eval mode. Modules that the user has put into eval mode, inside of a model
-    in train mode, stay so in training, also in later fits. To freeze modules after a fit, call `model.train()`, and
-    then `eval()` on them; to train all of them again, `model.train()` alone. A model with a `reset` method, by which
-    it forgets its hidden state, is reset as a run begins.
+    A run that ends without an error leaves the model in eval mode. If the user puts some modules of a model in train
+    mode into eval mode, they stay in eval mode in this and later fits. To change that after a fit, call
+    `model.train()`, and then `eval()` on the modules that shall stay in eval mode. If the model has a `reset` method
+    (for its hidden state), it is called at the start of a run.
     """
 
     order = -10
@@ -28,9 +27,9 @@ class TrainEvalCallback(Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sample_order: SampleOrder | None = None
+        self.sample_order: SampleOrder = None  # type: ignore[assignment]  # until the first fit
         self._seeded = ExitStack()
-        self._twin: tuple[DataLoader, DataLoader] | None = None
+        self._twin: tuple[DataLoader, DataLoader] | None = None  # the training loader, and the copy that is read
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -52,7 +51,7 @@ class TrainEvalCallback(Callback):
             learn.pct_train = learn.epoch / learn.n_epoch
         self._seeded = ExitStack()  # a new one: a copy of this callback may be in the middle of an epoch
         self._seeded.enter_context(seeded_samplers(learn.dl, self.sample_order.seed(learn.epoch)))
-        if draws_globally(learn.dl) and not learn.sharded:  # with several ranks their loaders see to it
+        if draws_globally(learn.dl) and not learn._sharded:  # the loaders of several ranks do this themselves
             if self._twin is None or self._twin[0] is not learn.dl:
                 self._twin = learn.dl, with_own_stream(learn.dl)
             learn.dl = self._twin[1]
@@ -60,59 +59,59 @@ class TrainEvalCallback(Callback):
     def after_batch(self) -> None:
         learn = self.learn
         learn.train_iter += 1
-        if learn.n_iter and learn.n_epoch:  # a loader without length advances pct_train by whole epochs
+        if learn.n_iter and learn.n_epoch:  # if the loader has no length, pct_train changes once an epoch
             learn.pct_train = (learn.epoch + (learn.iter + 1) / learn.n_iter) / learn.n_epoch
 
     def cleanup_train(self) -> None:
         self._seeded.close()
 
     def cleanup_fit(self) -> None:
-        self._twin = None  # and with it workers that persist
+        self._twin = None  # this also ends its persistent workers
 
     def before_validate(self) -> None:
         self.learn.model.eval()
 
 
 def _warn_of_dropout(model: nn.Module, in_eval: set[str]) -> None:
-    """Warn of modules that are to be trained in eval mode with dropout in them, as it is seldom meant."""
+    """Warn of modules in eval mode that have trainable parameters and dropout: that is rarely intended."""
     for name in sorted(in_eval):
         if name.rpartition(".")[0] in in_eval:
-            continue  # inside of one that is named
+            continue  # the warning names the module around it
         part = model.get_submodule(name)
         trained = any(p.requires_grad for p in part.parameters())
-        if trained and any(isinstance(m, _DropoutNd) and m.p > 0 for m in part.modules()):
+        if trained and any(isinstance(m, Dropout) and m.p > 0 for m in part.modules()):
             world.warn_once(
                 f"{name} ({type(part).__name__}) is in eval mode and stays so while it is trained: its dropout is off. "
                 "Models loaded with from_pretrained of transformers are in eval mode: call .train() on the model "
-                "before the fit. If it is meant, freeze its parameters, or filter this warning"
+                "before the fit. If this is intended, freeze its parameters, or filter this warning"
             )
 
 
 class StepCounter(Callback):
-    """Counts the optimizer steps of a fit, those skipped or cancelled included: every rank counts alike."""
+    """Counts the optimizer steps of a fit, including skipped and cancelled ones, so that all ranks count the same."""
 
     run_valid = False
 
     def __init__(self) -> None:
         super().__init__()
-        self._taken, self._left_over = 0, False
+        self._steps, self._step_open = 0, False
 
     def before_fit(self) -> None:
-        self._taken = 0
+        self._steps = 0
 
     def before_train(self) -> None:
-        self._left_over = False
+        self._step_open = False
 
     def after_batch(self) -> None:
-        self._taken += self.learn.step_due
-        self._left_over = not self.learn.step_due
+        self._steps += self.learn._step_due
+        self._step_open = not self.learn._step_due
 
     def after_cancel_train(self) -> None:
-        self._left_over = False  # accumulation leaves out what it has begun
+        self._step_open = False  # gradient accumulation drops an incomplete step here
 
     def after_train(self) -> None:
-        # A loader without length has ended in mid-group, and accumulation has taken that step too.
-        self._taken += self._left_over
+        # A loader without length ended within an accumulated step, and GradientAccumulation has taken that step.
+        self._steps += self._step_open
 
 
 class StepBudget(StepCounter):
@@ -122,7 +121,7 @@ class StepBudget(StepCounter):
         n_steps: how many.
     """
 
-    order = 100  # the last step is everybody else's, too
+    order = 100  # after the other callbacks, which must see the last step too
 
     def __init__(self, n_steps: int) -> None:
         super().__init__()
@@ -136,7 +135,7 @@ class StepBudget(StepCounter):
     def after_batch(self) -> None:
         super().after_batch()
         self._advance()
-        if self._taken >= self.n_steps:
+        if self._steps >= self.n_steps:
             raise CancelTrainException(agreed=True)
 
     def after_train(self) -> None:
@@ -144,15 +143,15 @@ class StepBudget(StepCounter):
         self._advance()
 
     def _advance(self) -> None:
-        self.learn.pct_train = min(1.0, self._taken / self.n_steps)
+        self.learn.pct_train = min(1.0, self._steps / self.n_steps)
 
 
 class BnFreeze(Callback):
-    """Keeps the statistics of BatchNorm layers whose parameters are frozen: those layers stay in eval mode."""
+    """Keeps BatchNorm layers with frozen parameters in eval mode, so that their statistics do not change."""
 
     run_valid = False
 
     def before_train(self) -> None:
         for module in self.learn.model.modules():
-            if isinstance(module, _BatchNorm) and module.affine and not module.weight.requires_grad:
+            if isinstance(module, BatchNorm) and module.affine and not module.weight.requires_grad:
                 module.eval()

@@ -1,6 +1,6 @@
-"""Batches: nested tensors, how they are moved, counted, joined and gathered."""
+"""Batches of nested tensors: moving, counting, joining and gathering them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -10,40 +10,36 @@ from torch import Tensor
 from learnerkit import world
 from learnerkit.utils import library_of
 
-HOST = torch.device("cpu")
-
-# Batches
-
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """`batch` with every tensor in it on `device`, however it is nested; copies from pinned memory do not block."""
-    return map_batch(lambda t: _untyped(t).to(device, non_blocking=True), batch)
+    """Move every tensor in a nested batch to `device`; copies from pinned memory do not block."""
+    return map_batch(lambda t: _as_plain(t).to(device, non_blocking=True), batch)
 
 
-def _untyped(t: Tensor) -> Tensor:
-    """A typed tensor of fastai as a plain one: torch's functions refuse two of them whose types differ."""
+def _as_plain(t: Tensor) -> Tensor:
+    """Return fastai's tensor subclasses as plain tensors: torch's functions refuse operands of two such types."""
     return t.as_subclass(Tensor) if type(t) is not Tensor and library_of(t) == "fastai" else t
 
 
 def map_batch(f: Callable[[Tensor], Any], batch: Any) -> Any:
-    """`batch` with `f` applied to every tensor in tuples, lists, named tuples and mappings."""
+    """Apply `f` to every tensor in nested tuples, lists, named tuples and mappings."""
     if isinstance(batch, Tensor):
         return f(batch)
     if isinstance(batch, tuple | list):
-        found = [f(b) if isinstance(b, Tensor) else map_batch(f, b) for b in batch]
-        return type(batch)(*found) if hasattr(batch, "_fields") else type(batch)(found)
+        mapped = [f(b) if isinstance(b, Tensor) else map_batch(f, b) for b in batch]
+        return type(batch)(*mapped) if hasattr(batch, "_fields") else type(batch)(mapped)
     if isinstance(batch, Mapping):
         return {k: map_batch(f, v) for k, v in batch.items()}
     return batch
 
 
 def in_float32(t: Tensor) -> Tensor:
-    """A tensor of a lower floating precision as float32; others as they are."""
+    """Return a tensor of lower floating-point precision as float32, and any other as it is."""
     return t.float() if t.is_floating_point() and t.itemsize < 4 else t
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Every tensor in a nested batch, in order."""
+    """Yield every tensor in a nested batch, in order."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
@@ -53,7 +49,7 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def get_field(output: Any, name: str, default: Any = None) -> Any:
-    """An entry of a model's output, be it an attribute or a key."""
+    """Return an entry of a model's output, by key from a mapping, otherwise by attribute."""
     if isinstance(output, Mapping):
         return output.get(name, default)
     return getattr(output, name, default)
@@ -73,9 +69,9 @@ def batch_size(batch: Any) -> int:
 
 
 def concat(batches: list) -> Any:
-    """Batches of one structure joined along their first dimension.
+    """Join batches of one structure along their first dimension.
 
-    Tensors whose other dimensions differ from batch to batch come as a list, one tensor for each sample.
+    If the other dimensions of a tensor differ between batches, the result is a list with a tensor for each sample.
     """
     first = batches[0]
     if isinstance(first, Tensor):
@@ -91,29 +87,29 @@ def concat(batches: list) -> Any:
 
 
 def gather_batches(batches: list[tuple[Any, Any]], sharded: bool, on: str = "all") -> list | None:
-    """The batches of all ranks in the order of their places; every rank must reach this if `sharded`.
+    """Return the batches of all ranks in the order of their places; every rank must reach this if `sharded`.
 
     Args:
         batches: (place, batch) pairs; the tensors of a batch may be nested, all batches have one structure.
-        sharded: whether ranks hold different batches; if not, this rank's are the answer.
+        sharded: whether ranks hold different batches; if not, this rank's batches are returned.
         on: 'all', or 'rank0': the other ranks get `None`.
     """
     if not sharded:
         return [batch for _, batch in batches]
-    # A rank without data learns the structure from the others.
-    mine = map_batch(lambda t: torch.empty(0), batches[0][1]) if batches else None
-    structure = next((s for s in world.all_gather(mine) if s is not None), None)
+    # A rank without data gets the structure from the others.
+    own = map_batch(lambda t: torch.empty(0), batches[0][1]) if batches else None
+    structure = next((s for s in world.all_gather(own) if s is not None), None)
     pieces = [((place, i), t) for place, batch in batches for i, t in enumerate(tensors_in(batch))]
     tensors = world.gather_pieces(pieces, on)
     if tensors is None or structure is None:
         return None if tensors is None else []
-    found = iter(tensors)
+    gathered = iter(tensors)
     count = len(tensors) // max(1, sum(1 for _ in tensors_in(structure)))
-    return [map_batch(lambda _: next(found), structure) for _ in range(count)]
+    return [map_batch(lambda _: next(gathered), structure) for _ in range(count)]
 
 
-def loader_len(dl: Iterable) -> int | None:
-    """The number of batches of a loader, or `None` if it does not say."""
+def loader_len(dl: Any) -> int | None:
+    """The length of a loader, dataset or sampler; `None` if it has no length."""
     try:
         return len(dl)
     except TypeError:

@@ -1,33 +1,30 @@
-"""The loaders of a Learner, and how a batch is split into inputs and targets."""
+"""The loaders of a Learner, and the split of a batch into inputs and targets."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    Dataset,
-    IterableDataset,
-)
+from torch.utils.data import Dataset, IterableDataset
 
 from learnerkit import world
 from learnerkit.data.batches import batch_size, loader_len, to_device
 from learnerkit.data.order import keep_seeds
 from learnerkit.data.rows import RowsLoader
 
-# Loaders
+_TRAIN_ONLY = ("sampler", "batch_sampler", "drop_last")
 
 
 class DataLoaders:
-    """The training loader, the validation loader and any more of a Learner.
+    """The training loader, the validation loader and any further loaders of a Learner.
 
     Args:
         train: a torch `DataLoader`, or on one process any iterable of batches.
         valid: the same for validation; without it validation is skipped.
         more: further loaders, read as `dls[2]`, ...
         device: where batches and model go; by default the accelerator of this local rank, else the CPU.
-        n_inp: how many entries of a tuple batch are inputs; by default all but the last.
-        target_keys: which entries of a mapping batch are targets.
+        n_inp: the number of inputs in a tuple batch; by default all entries except the last.
+        target_keys: the entries of a mapping batch that are targets.
 
     Raises:
         TypeError: a loader that cannot be iterated over.
@@ -38,12 +35,12 @@ class DataLoaders:
         self,
         train: Iterable,
         valid: Iterable | None = None,
-        *more: Iterable,
+        *more: Iterable | None,
         device: torch.device | str | int | None = None,
         n_inp: int | None = None,
         target_keys: tuple[str, ...] = ("labels",),
     ) -> None:
-        self.loaders = [train, valid, *more]
+        self.loaders: list[Any] = [train, valid, *more]
         for i, dl in enumerate(self.loaders):
             _check_loader(dl, i)
         if n_inp is not None and n_inp < 1:
@@ -73,10 +70,11 @@ class DataLoaders:
             train_ds, valid_ds, more: map-style or iterable datasets.
             bs: samples in a training batch.
             valid_bs: samples in a batch of the other loaders; by default `bs`.
-            shuffle: whether training draws in random order (map-style datasets).
-            num_workers: worker processes of each loader; whole-batch reading needs none and starts none.
-            loader_kwargs: for `torch.utils.data.DataLoader`; `sampler`, `batch_sampler` and `drop_last` concern the
-                training loader alone. Pinned memory is on where there is a CUDA device.
+            shuffle: draw training samples in random order (map-style datasets).
+            num_workers: worker processes of each loader; reading whole batches needs none and starts none.
+            device, n_inp, target_keys: as for `DataLoaders`.
+            loader_kwargs: for `torch.utils.data.DataLoader`; `sampler`, `batch_sampler` and `drop_last` are for the
+                training loader only. Pinned memory is used by default if the device is a CUDA device.
         """
         train_only = {k: loader_kwargs.pop(k) for k in _TRAIN_ONLY if k in loader_kwargs}
         loader_kwargs["num_workers"] = num_workers
@@ -97,7 +95,7 @@ class DataLoaders:
 
     @property
     def device(self) -> torch.device:
-        """Where batches and model go; found at first use."""
+        """The device for batches and model; chosen at first use."""
         if self._device is None:
             self._device = world.default_device()
         if self._pins and self._device.type == "cuda":
@@ -116,14 +114,13 @@ class DataLoaders:
 
     def __getitem__(self, i: int) -> Iterable:
         try:
-            found = self.loaders[i]
+            loader = self.loaders[i]
         except IndexError:
-            found = None
-        if found is None:
-            raise IndexError(
-                f"there is no loader {i}; there are {[i for i, dl in enumerate(self.loaders) if dl is not None]}"
-            )
-        return found
+            loader = None
+        if loader is None:
+            there = [k for k, dl in enumerate(self.loaders) if dl is not None]
+            raise IndexError(f"there is no loader {i}; there are {there}")
+        return loader
 
     @property
     def train_ds(self) -> Dataset | None:
@@ -145,8 +142,8 @@ class DataLoaders:
             return to_device(next(iter(self.train)), self.device)
 
     def unpack(self, batch: Any, device: torch.device, keep_targets: bool) -> tuple[Any, tuple, tuple, int]:
-        """(batch on `device`, inputs, targets, number of samples); the rest as in `split`."""
-        # Once per step: what most batches are, a pair of tensors that are there already, takes a short way.
+        """Return (batch on `device`, inputs, targets, number of samples); arguments as in `split`."""
+        # This runs at every step, so the usual batch, a pair of tensors on the device already, gets a fast path.
         if type(batch) in (tuple, list) and len(batch) == 2 and self.n_inp in (None, 1):
             x, y = batch
             if type(x) is type(y) is Tensor and x.device == device == y.device and x.ndim:
@@ -156,11 +153,11 @@ class DataLoaders:
         return batch, inputs, targets, batch_size(inputs)
 
     def split(self, batch: Any, keep_targets: bool = False) -> tuple[tuple, tuple]:
-        """A batch as (xb, yb): inputs and targets.
+        """Split a batch into (xb, yb): inputs and targets.
 
         Args:
             batch: a tuple or list, a mapping, or anything else, which is the only input.
-            keep_targets: leave the targets of a mapping among its inputs too, for a model that makes its own loss.
+            keep_targets: keep the targets of a mapping among its inputs too, for a model that makes its own loss.
 
         Raises:
             ValueError: a tuple batch that is empty or shorter than `n_inp`.
@@ -175,9 +172,6 @@ class DataLoaders:
             inputs = batch if keep_targets else {k: v for k, v in batch.items() if k not in self.target_keys}
             return (inputs,), targets
         return (batch,), ()
-
-
-_TRAIN_ONLY = ("sampler", "batch_sampler", "drop_last")
 
 
 def _check_loader(dl: Any, i: int) -> None:
@@ -197,11 +191,11 @@ def _check_loader(dl: Any, i: int) -> None:
 
 
 def _described(dl: Iterable) -> str:
-    """How many samples and batches a loader has, as far as it says."""
+    """The number of samples and batches of a loader, as far as they are known, or its class."""
     samples, batches = loader_len(getattr(dl, "dataset", None)), loader_len(dl)
     size = getattr(dl, "batch_size", None)
-    found = [
+    parts = [
         "" if samples is None else f"{samples:,} sample{'' if samples == 1 else 's'}",
         "" if batches is None else f"{batches:,} batch{'' if batches == 1 else 'es'}" + (f" of {size}" if size else ""),
     ]
-    return " in ".join(filter(None, found)) or type(dl).__name__
+    return " in ".join(filter(None, parts)) or type(dl).__name__

@@ -1,4 +1,4 @@
-"""The order in which samples are drawn, and the random streams it comes from."""
+"""The order in which samples are drawn, and the random streams that decide it."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,18 +15,17 @@ from torch.utils.data import (
 )
 
 from learnerkit import world
-from learnerkit.data.batches import HOST
-from learnerkit.data.rows import IndexBatches, _reads_rows
+from learnerkit.data.rows import IndexBatches, reads_rows
 
-# The order of samples
+HOST = torch.device("cpu")
 
 
 class SampleOrder:
     """Seeds for the sample order of each epoch of a fit.
 
-    Epoch e is drawn with the seed that torch's own loader would have drawn from the global generator, had nothing else
-    used that since the fit began. So a fit sees the order of a plain torch loop with the same seed, and no dropout,
-    augmentation or validation, on any number of ranks, can change it.
+    The seed of an epoch is the one that torch's own loader would draw from the global generator if nothing else had
+    used the generator since the fit began. So the order is that of a plain torch loop with the same seed, and dropout,
+    augmentation, validation and the number of ranks do not change it.
     """
 
     def __init__(self) -> None:
@@ -35,9 +34,9 @@ class SampleOrder:
         self._seeds: list[int] = []
 
     def seed(self, epoch: int) -> int:
-        """The seed of an epoch (counted from 0)."""
+        """Return the seed of an epoch (counted from 0)."""
         while len(self._seeds) <= epoch:
-            # The first draw is the one that torch's loader makes for its workers.
+            # The first of the two draws is the one that torch's loader makes for its workers.
             _, seed = (int(torch.empty((), dtype=torch.int64).random_(generator=self.generator)) for _ in range(2))
             self._seeds.append(seed)
         return self._seeds[epoch]
@@ -45,53 +44,53 @@ class SampleOrder:
 
 def samplers_of(dl: Any) -> list:
     """The sampler objects behind a loader, from the batch sampler inwards."""
-    found, inner = [], dl
+    samplers: list[Any] = []
+    inner = dl
     while True:
-        # Asked for None, not for truth: a sampler may have no length.
+        # Compared with None, because the truth of a sampler is its length, which it may not have.
         parts = [getattr(inner, name, None) for name in ("batch_sampler", "sampler")]
         inner = next((part for part in parts if part is not None), None)
-        if inner is None or any(inner is s for s in found):
-            return found
-        found.append(inner)
+        if inner is None or any(inner is s for s in samplers):
+            return samplers
+        samplers.append(inner)
 
 
 @contextmanager
 def seeded_samplers(dl: Any, seed: int) -> Iterator[None]:
-    """Give the samplers behind `dl` that would use the global generator one with `seed`, for as long as this lasts."""
-    lent = [s for s in samplers_of(dl) if getattr(s, "generator", seed) is None]
-    for sampler in lent:
+    """Give the samplers behind `dl` that have no generator one with this seed, inside the context."""
+    without = [s for s in samplers_of(dl) if getattr(s, "generator", seed) is None]
+    for sampler in without:
         sampler.generator = torch.Generator().manual_seed(seed)
-    if lent:  # the draw they would have made, so that the next fit starts elsewhere in the global stream
+    if without:  # make the draw that they would have made, so that the next fit gets another order
         torch.empty((), dtype=torch.int64).random_()
     try:
         yield
     finally:
-        for sampler in lent:
+        for sampler in without:
             sampler.generator = None
 
 
-# Samplers that draw from nothing but the generator they were lent (`seeded_samplers`), or have, or from none.
+# Samplers that never draw from the global generators once `seeded_samplers` has given them a generator.
 _SEEDED = (BatchSampler, IndexBatches, SequentialSampler, DistributedSampler)
 
 
 def draws_globally(dl: Any) -> bool:
-    """Whether a sampler behind a map-style loader may draw from the global generators."""
+    """Tell whether a sampler behind a map-style loader may draw from the global generators."""
     if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset):
         return False
     return any(type(s) not in _SEEDED and getattr(s, "generator", None) is None for s in samplers_of(dl))
 
 
 def same_stream(batches: Iterable, seed: int | tuple | None, advance: bool = False) -> Iterator:
-    """Iterate with global generators of its own: what others draw meanwhile does not change it, nor it theirs.
+    """Iterate with a private copy of the global random state; neither side sees the other's draws.
 
     Args:
         batches: what to iterate over.
-        seed: a seed to begin with; or states, as those of `world.seed_states`; or `None`: the present ones.
-        advance: leave the global generators at its end as it would have left them, if nobody else has used them, and
-            it began with their states.
+        seed: what to start with: a seed, states as from `world.seed_states`, or `None` for the current states.
+        advance: at the end leave the global generators in the final states of the private copy, if it started with
+            theirs and nothing else has used them since.
     """
-    first = inside = None
-    stream = None
+    first = inside = stream = None
     while True:
         outside = world.seed_states()
         if inside is not None:
@@ -120,13 +119,13 @@ def _same_states(a: tuple, b: tuple) -> bool:
 
 
 class OwnStream:
-    """Batches (or indices) drawn as a `same_stream`.
+    """A sampler that draws with a private copy of the global random state (`same_stream`).
 
     Args:
         batches: the user's sampler or batch sampler.
     """
 
-    def __init__(self, batches: Iterable) -> None:
+    def __init__(self, batches: Any) -> None:
         self.batches = batches
 
     def __len__(self) -> int:
@@ -137,13 +136,13 @@ class OwnStream:
 
 
 def with_own_stream(dl: DataLoader) -> DataLoader:
-    """A copy of `dl` whose samplers draw as an `OwnStream`."""
+    """Return a copy of `dl` whose sampler or batch sampler is an `OwnStream`."""
     name = "sampler" if dl.batch_sampler is None else "batch_sampler"
     return with_batches(dl, **{name: OwnStream(getattr(dl, name))})
 
 
 def states_at_start(dl: Any) -> tuple:
-    """The states of the global generators that the samplers of `dl` will find when an epoch begins now."""
+    """The states that the global generators will have when the samplers of `dl` draw, if an epoch begins now."""
     with keep_seeds():
         if getattr(dl, "generator", None) is None:  # torch's loader first draws a seed for its workers
             torch.empty((), dtype=torch.int64).random_()
@@ -152,29 +151,33 @@ def states_at_start(dl: Any) -> tuple:
 
 @contextmanager
 def keep_seeds(dl: Any = None, device: torch.device = HOST) -> Iterator[None]:
-    """Give random generators their state back at the end: the host's (torch, python, numpy), and those behind `dl`.
+    """Restore random generators at the end: those of the host (torch, python, numpy), of `dl` and of its samplers.
 
     Args:
         dl: a loader.
-        device: of another device than the host, its generators too.
+        device: if it is not the host, restore the generators of this type of device too.
     """
     states = world.seed_states()
     generators = [getattr(x, "generator", None) for x in (dl, *samplers_of(dl))]
-    own = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
+    own_states = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
     try:
         with world.device_streams_kept(device):
             yield
     finally:
         world.set_seed_states(states)
-        for generator, state in own:
+        for generator, state in own_states:
             generator.set_state(state)
 
 
 def in_order(dl: Any, name: str) -> Any:
-    """`dl` reading its whole dataset once, in dataset order, whatever its sampler; other iterables as they are."""
+    """Return a copy of `dl` that reads its whole dataset once, in dataset order; other iterables as they are.
+
+    Raises:
+        ValueError: a loader without batches whose sampler is neither sequential nor random.
+    """
     if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset):
         return dl
-    sampler = SequentialSampler(dl.dataset)
+    sampler: SequentialSampler = SequentialSampler(dl.dataset)  # type: ignore[arg-type]  # of any with a length
     if dl.batch_sampler is None:
         if type(dl.sampler) in (SequentialSampler, RandomSampler):
             return with_batches(dl, sampler=sampler)
@@ -183,15 +186,13 @@ def in_order(dl: Any, name: str) -> Any:
             "order; pass get_preds a loader of your own as dl="
         )
     size = getattr(dl.batch_sampler, "batch_size", None) or 64
-    return with_batches(
-        dl,
-        batch_sampler=IndexBatches(sampler, size, False) if _reads_rows(dl) else BatchSampler(sampler, size, False),
-    )
+    kind = IndexBatches if reads_rows(dl) else BatchSampler
+    return with_batches(dl, batch_sampler=kind(sampler, size, False))
 
 
 def with_batches(dl: DataLoader, **samplers: Any) -> DataLoader:
-    """A copy of `dl` that draws from another `sampler` or `batch_sampler`; all else, also of a subclass, is kept."""
+    """Return a copy of `dl` with another `sampler` or `batch_sampler`; everything else, of a subclass too, is kept."""
     twin = DataLoader.__new__(type(dl))
-    # torch's loader forbids assigning samplers once made; the copy is a loader being made.
+    # Not by assignment, which torch's loader forbids to protect a loader in use.
     twin.__dict__.update(dl.__dict__ | samplers | {"_iterator": None})
     return twin

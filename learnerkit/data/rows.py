@@ -1,6 +1,6 @@
 """Reading whole batches of a `TensorDataset` at once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,11 +16,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-# Whole-batch reading
-
 
 def _rows(dataset: Dataset) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-    """(tensors, index into them or None) of a TensorDataset or of nested Subsets of one; else `None`."""
+    """Return (tensors, index into them or `None`) of a TensorDataset, or of nested Subsets of one; else `None`."""
     if type(dataset) is TensorDataset:
         return dataset.tensors, None
     if type(dataset) is Subset:
@@ -35,27 +33,31 @@ def _rows(dataset: Dataset) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
 class RowsLoader(DataLoader):
     """A torch `DataLoader` that reads a batch of a `TensorDataset` by one `index_select` for each tensor.
 
-    That is about eight times as fast as fetching and collating samples one by one, and no worker can be faster, so
-    none is started. For other datasets, or a `collate_fn` of one's own, it is torch's loader unchanged.
+    This is about eight times as fast as fetching and collating samples one by one; workers could not make it faster,
+    so none are started. For other datasets, or with another `collate_fn`, it is torch's loader unchanged.
     """
 
     def __init__(self, dataset: Dataset, **kwargs: Any) -> None:
         super().__init__(dataset, **kwargs)
         batched = self.batch_sampler is not None and self.collate_fn is default_collate
         self._by_rows = batched and _rows(dataset) is not None
-        if self._by_rows and self.batch_size is not None:  # it made the batch sampler itself
-            # torch's loader forbids the assignment to protect its own invariants, which hold here.
+        if self._by_rows and self.batch_size is not None:  # the batch sampler is not the user's
+            # Not by assignment, which torch's loader forbids to protect invariants that hold here.
             self.__dict__["batch_sampler"] = IndexBatches(self.sampler, self.batch_size, self.drop_last)
 
-    def __iter__(self) -> Iterator:
-        return self._read_rows() if self._by_rows else super().__iter__()
+    def __iter__(self) -> Any:  # torch names a private class here
+        rows = _rows(self.dataset) if self._by_rows else None
+        if rows is None or self.batch_sampler is None:
+            return super().__iter__()
+        return self._read_rows(self.batch_sampler, *rows)
 
-    def _read_rows(self) -> Iterator[list[Tensor]]:
-        tensors, index = _rows(self.dataset)
+    def _read_rows(
+        self, batches: Iterable, tensors: tuple[Tensor, ...], index: Tensor | None
+    ) -> Iterator[list[Tensor]]:
         pin = self.pin_memory and torch.accelerator.is_available()
-        # torch's loader draws a seed for its workers here; the same draw keeps random streams the same.
+        # torch's loader draws a seed for its workers here; the same draw keeps the random streams equal.
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        for rows in self.batch_sampler:
+        for rows in batches:
             rows = torch.as_tensor(rows, dtype=torch.long)
             if index is not None:
                 rows = index.index_select(0, rows)
@@ -64,7 +66,7 @@ class RowsLoader(DataLoader):
 
 
 class IndexBatches(BatchSampler):
-    """torch's `BatchSampler`, but batches of a plain random or sequential sampler are slices of one index tensor."""
+    """A `BatchSampler` whose batches of a plain random or sequential sampler are slices of one index tensor."""
 
     def __iter__(self) -> Iterator:
         order = self._order()
@@ -74,11 +76,11 @@ class IndexBatches(BatchSampler):
         whole = len(order) // self.batch_size
         yield from order.split(self.batch_size)[: whole if self.drop_last else None]
         generator = getattr(self.sampler, "generator", None)
-        if generator is not None:  # at its end torch's RandomSampler draws another order, and uses none of it
+        if generator is not None:  # at its end torch's RandomSampler draws another permutation and ignores it
             torch.randperm(len(order), generator=generator)
 
     def _order(self) -> Tensor | None:
-        sampler = self.sampler
+        sampler: Any = self.sampler
         if type(sampler) is SequentialSampler:
             return torch.arange(len(sampler.data_source))
         whole = type(sampler) is RandomSampler and not sampler.replacement
@@ -91,5 +93,6 @@ class IndexBatches(BatchSampler):
         return torch.randperm(sampler.num_samples, generator=generator)
 
 
-def _reads_rows(dl: DataLoader) -> bool:
+def reads_rows(dl: DataLoader) -> bool:
+    """Tell whether a loader reads whole batches."""
     return getattr(dl, "_by_rows", False)

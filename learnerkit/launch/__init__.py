@@ -1,1 +1,11 @@
-"""Processes: start the ranks of one machine or of several, watch them, stop them. The standard library only."""
+"""The launcher, ``python -m learnerkit.launch``: it starts the ranks of one machine or of several, and watches them.
+
+It imports the standard library only, and torch just to find other machines. The files, in the order of a launch:
+
+- cli.py reads the command line and makes the attempts. gpus.py counts GPUs; slurm.py reads, or writes, a SLURM job.
+- nodes.py begins an attempt with the launchers of other machines, and agrees with them on its end. rendezvous.py finds
+  them (addresses.py, ping.py), and node_info.py checks that they match.
+- supervise.py starts, watches and stops the ranks of this machine. environment.py sets their variables.
+- rank_main.py is the program of each rank: it runs the script. heartbeat.py tells where in the script a rank is.
+- processes.py ends processes; report.py says in words which rank failed first.
+"""

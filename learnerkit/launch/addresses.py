@@ -7,15 +7,12 @@ import sys
 
 from learnerkit.launch.environment import LOOPBACK_INTERFACE
 
-ANYWHERE = "192.0.2.1"  # for documentation (RFC 5737): nobody has it, but there is a way towards it
+ANYWHERE = "192.0.2.1"  # of TEST-NET-1 (RFC 5737): nobody has it, but the kernel would route to it
 SIOCGIFADDR = 0x8915  # from <linux/sockios.h>: the IPv4 address of a network interface
 
 
 class NodeError(Exception):
-    """The nodes could not meet, or do not fit together; the message says why, and what to do."""
-
-
-# Addresses
+    """The nodes do not find each other, or do not fit together; the message says why, and what to do."""
 
 
 def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
@@ -26,24 +23,24 @@ def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
     """
     parts = re.fullmatch(r"(?:\[([^\]]+)\]|([^\s:\[\]]+))(?::(\d+))?", text)
     port = int(parts[3] or default_port) if parts else 0
-    if not 0 < port < 65536:
+    if parts is None or not 0 < port < 65536:
         raise ValueError(f"{text!r}: give host:port, such as node1:{default_port}")
     return parts[1] or parts[2], port
 
 
 def family_of(address: str) -> int:
-    """The family of a numeric address."""
+    """Return the family of a numeric address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def own_address(host: str, port: int) -> str:
-    """The address by which this machine would reach another, or by which others would reach it.
+    """Return the address from which this machine would connect to a host.
 
-    Its own name may stand for a loopback address (127.0.1.1 on Debian), where no other machine can reach it: then it
-    is the address by which this machine would reach the rest of the world.
+    This machine's own name may stand for a loopback address (127.0.1.1 on Debian), which no other machine can reach;
+    return the address for connections to the rest of the world then.
 
     Raises:
-        NodeError: the name is unknown, or there is no way.
+        NodeError: the name is unknown, or there is no route.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
@@ -52,17 +49,17 @@ def own_address(host: str, port: int) -> str:
     family, kind, protocol, _, address = found[0]
     with socket.socket(family, kind, protocol) as probe:
         try:
-            probe.connect(address)  # sends nothing: the kernel looks for the way
+            probe.connect(address)  # sends nothing: the kernel looks for a route
         except OSError as error:
-            raise NodeError(f"there is no way from here to {host} ({error.strerror or error})") from error
-        own = probe.getsockname()[0]
+            raise NodeError(f"there is no route from here to {host} ({error.strerror or error})") from error
+        own: str = probe.getsockname()[0]
     if own.startswith("127.") and not host.startswith(("127.", "localhost")):
         return own_address(ANYWHERE, port)
     return own
 
 
 def is_own(host: str) -> bool:
-    """Whether an address is one of this machine's: then, and only then, a socket can be bound to it."""
+    """Tell whether an address is one of this machine's: then, and only then, a socket can be bound to it."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -73,7 +70,7 @@ def is_own(host: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface with an IPv4 address, as gloo and NCCL want it; `None`: not found."""
+    """Return the name of the network interface with an IPv4 address, for gloo and NCCL; `None`: not found."""
     if address.startswith("127."):
         return LOOPBACK_INTERFACE
     if sys.platform != "linux" or ":" in address:
@@ -84,7 +81,7 @@ def interface_of(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has none
+            except OSError:  # it has no address
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name

@@ -1,9 +1,4 @@
-"""Start one process per GPU of this machine, or of several, watch them, and say which one failed first.
-
-``python -m learnerkit.launch train.py`` needs the standard library only; torch is imported by the processes
-that it starts, and here only to meet the launchers of other machines. What happens to the processes is in
-`learnerkit.launch.supervise`, how launchers meet in `learnerkit.launch.nodes`.
-"""
+"""The command line of ``python -m learnerkit.launch``, and the attempts to run what it asks for."""
 
 import argparse
 import os
@@ -16,31 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from learnerkit.launch import slurm
+from learnerkit.launch import slurm, supervise
 from learnerkit.launch.addresses import NodeError, parse_endpoint
 from learnerkit.launch.environment import LOOPBACK
 from learnerkit.launch.gpus import choose_gpus, gpu_names
-from learnerkit.launch.nodes import Elastic, NodeGroup, SingleNode, Static
+from learnerkit.launch.nodes import begin_alone, begin_with_others
+from learnerkit.launch.rendezvous import Elastic, Rendezvous, Static
 from learnerkit.launch.report import say
-from learnerkit.launch.supervise import (
-    GRACE_SECONDS,
-    LONG_GRACE_SECONDS,
-    Interrupted,
-    Job,
-    aside,
-    received_signals,
-    run_attempt,
-)
+from learnerkit.launch.supervise import Attempt, Interrupted, Job
 from learnerkit.text import signal_name
 
-__all__ = ["main"]
-PORT = 29500  # where nodes meet unless another one is given, as with torchrun
+PORT = 29500  # of the nodes' rendezvous unless another one is given, as with torchrun
 DOCTOR = ["-m", "learnerkit.doctor", "--rank"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A job on this machine, how often it may be started anew, and which other machines take part."""
+    """A job on this machine, how often it may be restarted, and which other machines take part."""
 
     job: Job
     restarts: int = 0
@@ -59,25 +46,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(plan: Plan) -> int:
     """Run attempts until one succeeds, or none is left, and return the exit code."""
-    job, restarts = plan.job, plan.restarts
-    if plan.nodes is None:
-        others = SingleNode(job.nproc, restarts, plan.port)
-    else:
-        others = NodeGroup(job.nproc, restarts, plan.nodes, job.command, job.timeout or 300.0, say)
-    attempt = 0
-    with received_signals() as signals:
+    job, restarts, number = plan.job, plan.restarts, 0
+    rendezvous = Rendezvous(plan.nodes, job.timeout or 300.0, say) if plan.nodes else None
+    attempt: Attempt | None = None
+
+    def begin() -> Attempt:
+        if rendezvous is None:
+            return begin_alone(number, job.nproc, restarts, plan.port)
+        return begin_with_others(number, job.nproc, restarts, rendezvous, job.command)
+
+    with supervise.received_signals() as signals:
         try:
             while True:
-                place = aside(lambda: others.meet(attempt), signals)  # noqa: B023 - it is over before the next one
-                if place.attempt:
-                    say(f"attempt {place.attempt + 1} of {restarts + 1}")
-                end = run_attempt(job, place, others, signals)
-                if end.kind == "joined":
-                    say(end.text)
+                attempt = supervise.wait_interruptibly(begin, signals)
+                number = attempt.topology.attempt  # another node may be further
+                if number:
+                    say(f"attempt {number + 1} of {restarts + 1}")
+                outcome = supervise.run_attempt(job, attempt, signals)
+                attempt.stop()
+                if outcome.kind == "joined":
+                    say(outcome.text)
                     continue
-                attempt = place.attempt + 1
-                if end.kind in ("done", "stopped") or attempt > restarts:
-                    return end.code
+                number += 1
+                if outcome.kind in ("done", "stopped") or number > restarts:
+                    return outcome.code
         except Interrupted as interrupted:
             say(f"{signal_name(interrupted.signum)} received")
             return 128 + interrupted.signum
@@ -85,7 +77,10 @@ def run(plan: Plan) -> int:
             say(str(error))
             return 1
         finally:
-            others.close()
+            if attempt is not None:
+                attempt.leave()
+            if rendezvous is not None:
+                rendezvous.leave()
 
 
 # The command line
@@ -100,12 +95,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> Parser:
-    """The options."""
+    """Return the parser with its options."""
     parser = Parser(
         usage="python -m learnerkit.launch [options] script.py [arguments of the script]\n"
         "       python -m learnerkit.launch [options] -m package.module [arguments of the module]",
-        description="Run a training script once per GPU of this machine, or of several; on a machine without GPUs, "
-        "once.",
+        description="Run a training script once per GPU of this machine, or of several; without GPUs, once.",
         epilog="examples:\n"
         "  python -m learnerkit.launch train.py --epochs 5        every GPU\n"
         "  python -m learnerkit.launch --gpus 0,2 train.py        two of them\n"
@@ -116,11 +110,11 @@ def make_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    grace = f"{GRACE_SECONDS:.0f} after a failure or Ctrl-C, {LONG_GRACE_SECONDS:.0f} after SIGTERM"
+    grace = f"{supervise.GRACE_SECONDS:.0f} after a failure or Ctrl-C, {supervise.LONG_GRACE_SECONDS:.0f} after SIGTERM"
     add = parser.add_argument
     add("--nproc", "--nproc-per-node", type=int, metavar="N", help="number of processes (default: one per GPU)")
     add("--gpus", metavar="0,1", help="the GPUs to use, by index, with one process each")
-    add("--max-restarts", type=int, default=0, metavar="N", help="start all processes anew after a failure, N times")
+    add("--max-restarts", type=int, default=0, metavar="N", help="restart all processes after a failure, N times")
     add("--timeout", type=float, metavar="S", help="seconds to wait for a rank or a node before giving up (300)")
     add("--grace", type=float, metavar="S", help=f"seconds to stop in before being killed (default: {grace})")
     add("--log-dir", type=Path, metavar="D", help="write output and whole tracebacks to D/attempt-0/rank-0.log ...")
@@ -129,17 +123,15 @@ def make_parser() -> Parser:
     add("-u", dest="unbuffered", action="store_true", help="do not buffer the output of the processes")
     add("-m", dest="as_module", action="store_true", help="run a module, as python -m does")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    add = parser.add_argument_group(
-        "several machines", "run the same command on each; under srun nothing has to be said"
-    ).add_argument
+    several = parser.add_argument_group("several machines", "run the same command on each; srun needs none of these")
+    add = several.add_argument
     add("--nnodes", metavar="N|MIN:MAX", help="number of machines (nodes), or the least and the most of them")
     add("--node-rank", type=int, metavar="R", help="which of N nodes this is, from 0")
     add("--master-addr", metavar="A", help="address of node 0")
-    add("--master-port", type=int, metavar="P", help=f"port at which the nodes meet (default: {PORT})")
-    add("--rdzv-endpoint", metavar="H:P", help="where nodes meet that may come and go, or have no numbers")
-    add = parser.add_argument_group(
-        "SLURM", "write a batch script that runs this command, and comes back after its time limit"
-    ).add_argument
+    add("--master-port", type=int, metavar="P", help=f"port at which node 0 listens (default: {PORT})")
+    add("--rdzv-endpoint", metavar="H:P", help="for nodes that may come and go, or have no numbers: host:port of one")
+    batch = "write a batch script that runs this command, and comes back after its time limit"
+    add = parser.add_argument_group("SLURM", batch).add_argument
     add("--write-sbatch", type=Path, metavar="F", help="write the batch script to F, and run nothing")
     add("--nodes", type=int, metavar="N", help="machines (1)")
     add("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each, such as 4 or v100:4")
@@ -152,9 +144,8 @@ def make_parser() -> Parser:
     add("--account", metavar="X", help="who pays")
     add("--output", metavar="F", help="file of what is printed (%%x-%%j.out: the job's name and number)")
     add("--error", metavar="F", help="file of the error messages alone (default: they go to --output)")
-    repeated = {"action": "append"}
     other = "any other option of sbatch, such as --exclusive; repeatable"
-    add("--sbatch", type=str.strip, **repeated, metavar='"..."', help=other)  # see shielded
+    add("--sbatch", type=str.strip, action="append", metavar='"..."', help=other)  # see protect_sbatch_values
     add = parser.add_argument_group(
         "the environment of a SLURM job",
         "with --write-sbatch; all are repeatable. Modules and commands run in the order in which\n"
@@ -162,15 +153,15 @@ def make_parser() -> Parser:
         "are set. Modules that are loaded in the shell which submits the job stay loaded, unless\n"
         '--setup "module purge" unloads them.',
     ).add_argument
-    add("--module", dest="setup", type=module_line, metavar="NAME", **repeated, help="load a module, such as cuda/12.4")
-    setup = 'run a shell command, such as "source ~/venv/bin/activate" or "conda activate x"'
-    add("--setup", **repeated, metavar='"..."', help=setup)
-    add("--env", **repeated, metavar="NAME=VALUE", help="set a variable of the training, to this very value")
+    module, setup = "load a module, such as cuda/12.4", 'such as "source ~/venv/bin/activate" or "conda activate x"'
+    add("--module", dest="setup", type=module_line, action="append", metavar="NAME", help=module)
+    add("--setup", action="append", metavar='"..."', help=f"run a shell command, {setup}")
+    add("--env", action="append", metavar="NAME=VALUE", help="set a variable of the training to exactly this value")
     return parser
 
 
 def module_line(name: str) -> str:
-    """The shell command that loads a module."""
+    """Return the shell command that loads a module."""
     if not re.fullmatch(r"[\w./][\w./+:@=~-]*", name, re.ASCII):
         raise argparse.ArgumentTypeError(f"{name!r}: give the name of one module, such as cuda/12.4")
     return f"module load {name}"
@@ -188,7 +179,7 @@ def parse(argv: Sequence[str] | None) -> Plan | int:
     """
     parser = make_parser()
     words = list(sys.argv[1:] if argv is None else argv)
-    options = parser.parse_args(shielded(words))
+    options = parser.parse_args(protect_sbatch_values(words))
     own = words[len(words) - len(options.command) :]
     try:
         command = choose_command(options.as_module, own) if own or not options.check else []
@@ -201,23 +192,23 @@ def parse(argv: Sequence[str] | None) -> Plan | int:
             raise ValueError(f"--{name} goes with --write-sbatch, which writes a batch script")
         nodes, one_gpu = choose_nodes(options, os.environ)
         nproc, gpus = choose_processes(1 if one_gpu else options.nproc, options.gpus, os.environ)
-        port = 0 if nodes else free_port(options.master_port)
+        port = 0 if nodes else free_port(options.master_port or 0)
     except ValueError as error:
         parser.error(str(error))
     job = Job(
         command, nproc, gpus, options.grace, options.unbuffered, options.timeout, options.log_dir, options.tee,
-        speaks=options.check,
+        explains_failure=options.check,
     )  # fmt: skip
     return Plan(job, options.max_restarts, nodes, port)
 
 
-def shielded(words: list[str]) -> list[str]:
-    """The words of a command line in which argparse does not take what follows --sbatch for an option of its own."""
+def protect_sbatch_values(words: list[str]) -> list[str]:
+    """Put a space before what follows --sbatch, so that argparse does not take it for an option of its own."""
     return [f" {word}" if before == "--sbatch" else word for before, word in zip(["", *words], words, strict=False)]
 
 
 def check_numbers(options: argparse.Namespace) -> None:
-    """Refuse numbers that mean nothing."""
+    """Refuse numbers that are out of range."""
     if options.grace is not None and not 0 <= options.grace < float("inf"):
         raise ValueError(f"--grace {options.grace}: give seconds, 0 or more")
     if options.timeout is not None and not 0 < options.timeout < float("inf"):
@@ -237,24 +228,16 @@ def choose_command(module: bool, command: list[str]) -> list[str]:
     if module:
         return ["-m", *command]
     if not os.path.isfile(command[0]):
-        raise ValueError(f"{command[0]!r} is no file (seen from {os.getcwd()}); name a Python script, or use -m")
+        raise ValueError(f"{command[0]!r} is not a file (in {os.getcwd()}); name a Python script, or use -m")
     return command
 
 
-def free_port(port: int | None) -> int:
-    """Return the port asked for on one machine; 0 for any.
-
-    Raises:
-        ValueError: it is taken.
-    """
-    if port is None:
-        return 0
+def free_port(port: int) -> int:
+    """Return the port asked for on one machine, where 0 is any; refuse one that is taken."""
     try:
         socket.create_server((LOOPBACK, port)).close()
     except OSError as error:
-        raise ValueError(
-            f"--master-port {port} cannot be had ({error.strerror}); give another one, or none for a free one"
-        ) from error
+        raise ValueError(f"--master-port {port}: {error.strerror}; give another one, or none for a free one") from error
     return port
 
 
@@ -262,7 +245,7 @@ def free_port(port: int | None) -> int:
 
 
 def choose_nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Static | Elastic | None, bool]:
-    """Return how the machines of the run meet, if there are several, and whether to start one process only."""
+    """Return how the machines of the run find each other, if there are several, and whether each starts one process."""
     least, most = node_counts(options.nnodes)
     static = [name for name in ("node_rank", "master_addr") if getattr(options, name) is not None]
     if options.rdzv_endpoint is not None:
@@ -279,7 +262,7 @@ def choose_nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> tup
             return None, False
         return Static(task.number, task.count, task.addr, task.port), task.one_gpu
     if least < most:
-        raise ValueError(f"--nnodes {options.nnodes} needs --rdzv-endpoint host:port, where nodes come and go")
+        raise ValueError(f"--nnodes {options.nnodes} needs --rdzv-endpoint host:port, as nodes may come and go")
     if most == 1:
         return None, False
     if len(static) < 2:
@@ -305,20 +288,20 @@ def write_sbatch(options: argparse.Namespace, command: list[str]) -> int:
     settings["nodes"] = 1 if settings["nodes"] is None else settings["nodes"]
     name = command[1] if command[0] == "-m" else Path(command[0]).stem
     settings["job_name"] = settings["job_name"] or re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII)
-    text = slurm.batch_script(command, **settings, launcher_options=carried(options))
+    text = slurm.batch_script(command, **settings, launcher_options=launcher_options(options))
     try:
         options.write_sbatch.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--write-sbatch {options.write_sbatch}: {error.strerror}") from error
-    print(f"wrote {options.write_sbatch}; hand it in with: sbatch {options.write_sbatch}")
+    print(f"wrote {options.write_sbatch}; submit it with: sbatch {options.write_sbatch}")
     for folder in {Path(file).parent: None for file in (options.output, options.error) if file}:
         if "%" not in str(folder) and not folder.is_dir():
             print(f"first make the folder {folder}: SLURM does not, and without it the job fails and says nothing")
     return 0
 
 
-def carried(options: argparse.Namespace) -> list[str]:
-    """The options of the launcher that a batch script needs, too."""
+def launcher_options(options: argparse.Namespace) -> list[str]:
+    """Return the options of the launcher that a batch script needs, too."""
     words, default = ["-u"] if options.unbuffered else [], make_parser().get_default
     for name in ("nproc", "gpus", "max_restarts", "timeout", "grace", "log_dir", "tee", "check"):
         value = getattr(options, name)

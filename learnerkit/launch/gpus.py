@@ -1,4 +1,4 @@
-"""Which GPUs this machine has, found out without importing torch."""
+"""The GPUs of this machine, found without importing torch."""
 
 import ctypes
 import os
@@ -30,7 +30,7 @@ def gpu_names(environ: Mapping[str, str]) -> list[str]:
 
 
 def listed_gpus(visible: str) -> list[str]:
-    """Return the indices, GPU and MIG names in a CUDA_VISIBLE_DEVICES, up to the first bad one like CUDA."""
+    """Return the indices, GPU and MIG names in a CUDA_VISIBLE_DEVICES; like CUDA, stop at the first bad one."""
     names = []
     for name in map(str.strip, visible.split(",")):
         if not re.fullmatch(r"\d+|(GPU|MIG)-.+", name):
@@ -40,7 +40,7 @@ def listed_gpus(visible: str) -> list[str]:
 
 
 def count_with_nvml() -> int | None:
-    """Ask the driver's management library; None if there is none or it does not answer."""
+    """Ask the driver's management library; `None`: it is missing or does not answer."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -54,7 +54,7 @@ def count_with_nvml() -> int | None:
 
 
 def count_with_torch() -> int:
-    """Ask torch, in a process of its own: slow, but it knows the GPUs of every maker."""
+    """Ask torch in another process: slow, but torch knows the GPUs of every maker."""
     question = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     answer = subprocess.run(question, stdout=subprocess.PIPE, text=True).stdout.strip()
     return int(answer) if answer.isdecimal() else 0

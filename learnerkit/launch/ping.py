@@ -1,9 +1,8 @@
-"""Whether what listens at an address is a store of torch's, found out before torch connects to it.
+"""A check that a store of torch's listens at an address, before torch connects to it.
 
-torch's own client waits without limit for an answer, and prints many lines about a wrong one. So the ping with which
-that client begins is sent by hand first, also because this need not import torch. The protocol of the store is not
-public and may change: what does not answer the ping counts as something else only if a store of the installed torch
-does.
+torch's client waits without limit for an answer, and prints many lines about a wrong one. So this module first sends
+the ping with which that client begins, which needs no import of torch. The store's protocol is not public and may
+change: what does not answer the ping counts as something else only if a store of the installed torch does answer it.
 """
 
 import functools
@@ -21,22 +20,22 @@ ECHO = b"\r\n\r\n"  # what the store is to send back; to a server that reads lin
 PING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + ECHO  # VALIDATE with its number, PING with a number to return
 TESTED = (2, 15)  # stores of torch up to this release answer the ping; one of a later release is asked first
 CONNECT_SECONDS = 2.0
-ANSWER_SECONDS = 20.0  # for what listens to answer like a store, whose machine may be busy
+ANSWER_SECONDS = 20.0  # for the answer of a store, whose machine may be busy
 PROMPT_SECONDS = 0.5  # the least to wait: a store takes milliseconds on a machine that is not busy
-OWN_SECONDS = 5.0  # for a store in this very process
-AGAIN_SECONDS = 1.0  # between two attempts at what closes the connection
+OWN_SECONDS = 5.0  # for a store in this process
+RETRY_SECONDS = 1.0  # between two connections to a port that closes them
 
 
 class NotAStore(Exception):
-    """Something else listens there; the message says how it answers."""
+    """Something else listens at the address; the message says how it answers."""
 
 
 def store_answers(host: str, port: int, patience: float) -> bool:
-    """Whether a store of torch's answers; `False`: nobody listens there.
+    """Tell whether a store of torch's answers at a port; `False`: nothing listens there.
 
     Args:
-        host: its name or address.
-        port: where it listens.
+        host: a name or an address.
+        port: the port.
         patience: seconds to wait for the answer of what listens; `math.inf`: without limit.
 
     Raises:
@@ -50,7 +49,7 @@ def store_answers(host: str, port: int, patience: float) -> bool:
             return False
         with connection:
             if connection.getsockname()[1] == port:
-                return False  # where nobody listens, the kernel may take that very port for this end, and connect both
+                return False  # where nothing listens, the kernel may choose that port for this end, and connect both
             answer = _answer(connection, PROMPT_SECONDS, PING)
             if _is_echo(answer) or not ping_is_known():
                 return True
@@ -63,20 +62,20 @@ def store_answers(host: str, port: int, patience: float) -> bool:
         if answer:
             first, *_ = answer.strip().splitlines() or [answer]
             raise NotAStore(f"it answers {repr(first)[1:]}")
-        # So may a store on its way out, or what forwards connections to one that is to come.
+        # A store that ends closes connections, and so does a proxy whose store has not started yet.
         left = began + min(patience, ANSWER_SECONDS) - time.monotonic()
         if left <= 0:
             raise NotAStore("it closes every connection")
-        time.sleep(min(AGAIN_SECONDS, left))
+        time.sleep(min(RETRY_SECONDS, left))
 
 
 def ping_is_known() -> bool:
-    """Whether a store of the installed torch answers the ping."""
+    """Tell whether a store of the installed torch answers the ping."""
     return torch_is_tested() or own_store_answers()
 
 
 def torch_is_tested() -> bool:
-    """Whether the installed torch is of a release that is known to answer the ping."""
+    """Tell whether the installed torch is of a release that is known to answer the ping."""
     with suppress(PackageNotFoundError, ValueError):  # torch may run from its sources
         return tuple(map(int, version("torch").split(".")[:2])) <= TESTED
     return False
@@ -84,7 +83,7 @@ def torch_is_tested() -> bool:
 
 @functools.cache
 def own_store_answers() -> bool:
-    """Whether a store on loopback, made for the purpose, answers the ping."""
+    """Start a store on loopback, and tell whether it answers the ping."""
     from torch.distributed import TCPStore
 
     try:
@@ -102,7 +101,7 @@ def own_store_answers() -> bool:
 
 
 def _answer(connection: socket.socket, seconds: float, question: bytes = b"") -> bytes | None:
-    """The first bytes that come; none: the connection is closed; `None`: none come in time."""
+    """Return the first bytes that come; `b""`: the connection is closed; `None`: none come in time."""
     connection.settimeout(None if seconds == math.inf else max(seconds, 0.01))
     try:
         connection.sendall(question)
@@ -114,4 +113,4 @@ def _answer(connection: socket.socket, seconds: float, question: bytes = b"") ->
 
 
 def _is_echo(answer: bytes | None) -> bool:
-    return bool(answer) and ECHO.startswith(answer[: len(ECHO)])
+    return ECHO.startswith(answer[: len(ECHO)]) if answer else False

@@ -1,4 +1,4 @@
-"""Which rank failed first, and how each has ended, in words."""
+"""The report of an attempt: which rank failed first, and how each has ended, in words."""
 
 import re
 import signal
@@ -6,18 +6,30 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from learnerkit.launch.environment import Place
+from learnerkit.launch.environment import Topology
 from learnerkit.launch.heartbeat import Heartbeat
-from learnerkit.launch.nodes import End
 from learnerkit.text import escaped, killed_by
 
-# What torch raises in a collective, also because another rank has gone.
-COLLECTIVE_ERROR = re.compile(
-    r"Dist(Backend|Network|Store)?Error\b|RuntimeError: .*(?i:gloo|nccl|connection (closed|reset) by peer)"
-)
-MAY_FOLLOW, FOLLOWS = 1, 2  # see echo
+MAY_FOLLOW, FOLLOWS = 1, 2  # see follows
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended for all nodes.
+
+    Args:
+        kind: 'done', 'failed', 'stopped' (a launcher got a signal), 'lost' (a node is), 'joined' (a node wants to be).
+        node: the first node on which it ended.
+        code: the exit code of the failure.
+        text: what to tell the user.
+    """
+
+    kind: str
+    node: int = 0
+    code: int = 1
+    text: str = ""
 
 
 @dataclass
@@ -25,22 +37,22 @@ class Rank:
     """One process of the run."""
 
     number: int
-    process: subprocess.Popen
+    process: subprocess.Popen[bytes]
     report_file: IO[bytes]
     ended: float  # on the monotonic clock; while the process runs, when it was last seen alive
     code: int | None = None  # as in Popen: minus the number of the signal that ended it
-    report: dict = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
     stop_signals: list[int] = field(default_factory=list)  # what the launcher sent to end it
     heartbeat: Heartbeat | None = None
-    place: str = ""  # where in the run it ended
+    location: str = ""  # where in the run it ended
     log: Path | None = None
 
 
-def failure(rank: Rank, place: Place) -> End:
-    """How a failure ends an attempt, in words for the other nodes."""
-    error = rank.report.get("error")
-    code = rank.code if rank.code >= 0 else 128 - rank.code
-    return End("failed", place.node, code, f"rank {rank.number} {fate(rank)}" + (f": {error}" if error else ""))
+def failure(rank: Rank, topology: Topology) -> Outcome:
+    """Return the outcome of an attempt that this rank's failure ends, in words for the other nodes."""
+    error, code = rank.report.get("error"), rank.code or 0
+    text = f"rank {rank.number} {how_it_ended(rank)}" + (f": {error}" if error else "")
+    return Outcome("failed", topology.node, code if code >= 0 else 128 - code, text)
 
 
 def log_errors(ranks: list[Rank]) -> None:
@@ -51,52 +63,46 @@ def log_errors(ranks: list[Rank]) -> None:
                 file.write(escaped(rank.report["traceback"]))
 
 
-def ending(ranks: list[Rank], reason: int | End, place: Place) -> End:
-    """How the attempt has ended: of several failures here the first cause counts, once all have ended."""
+def outcome_of(ranks: list[Rank], reason: int | Outcome, topology: Topology) -> Outcome:
+    """Return how the attempt has ended: of several failures here the first cause counts, once all have ended."""
     if isinstance(reason, int):
-        return End("stopped", place.node, 128 + reason)
+        return Outcome("stopped", topology.node, 128 + reason)
     first = first_failure(ranks)
-    return failure(first, place) if first and not elsewhere(reason, place) else reason
+    return failure(first, topology) if first and not ended_by_another_node(reason, topology) else reason
 
 
-def elsewhere(reason: int | End, place: Place) -> bool:
+def ended_by_another_node(reason: int | Outcome, topology: Topology) -> bool:
     """Tell whether another node has ended the attempt."""
-    return isinstance(reason, End) and reason.kind != "done" and reason.node != place.node
+    return isinstance(reason, Outcome) and reason.kind != "done" and reason.node != topology.node
 
 
-def report(ranks: list[Rank], reason: int | End, place: Place, began: float) -> None:
+def report(ranks: list[Rank], reason: int | Outcome, topology: Topology, began: float) -> None:
     """Say what went wrong, the first failure first and then a line for every rank."""
-    failed, by_others = failures(ranks), elsewhere(reason, place)
-    if by_others and reason.kind != "joined":
+    failed, by_others = failures(ranks), ended_by_another_node(reason, topology)
+    if isinstance(reason, Outcome) and by_others and reason.kind != "joined":
         say(reason.text)
     # If all that failed only followed, one that has ended well left too early, however long it took to end.
-    follow = failed and all(echo(rank) == FOLLOWS for rank in failed)
+    follow = failed and all(follows(rank) == FOLLOWS for rank in failed)
     early = [rank for rank in ranks if rank.code == 0 and failed and (follow or rank.ended < failed[0].ended)]
-    if failed and early and all(map(echo, failed)):
-        say(f"rank {early[0].number} left before the others: it {described(early[0], began)}")
+    if failed and early and all(map(follows, failed)):
+        say(f"rank {early[0].number} left before the others: it {how_where_and_when(early[0], began)}")
     for rank in failed[: 0 if by_others else 1]:
         # One line if the user asked for the end, or the message names the cause.
-        one_line = reason == signal.SIGINT or echo(rank) == FOLLOWS
+        one_line = reason == signal.SIGINT or follows(rank) == FOLLOWS
         details = rank.report.get("error" if one_line else "brief", "")
-        say(f"rank {rank.number} {described(rank, began)}" + (f":\n{details}" if details else ""))
+        say(f"rank {rank.number} {how_where_and_when(rank, began)}" + (f":\n{details}" if details else ""))
     for rank in failed[0 if by_others else 1 :]:
         error = rank.report.get("error")
-        say(f"rank {rank.number} then " + (f"failed: {error}" if error else fate(rank)))
+        say(f"rank {rank.number} then " + (f"failed: {error}" if error else how_it_ended(rank)))
     for rank in ranks:
         if rank not in failed and (failed or by_others or signal.SIGKILL in rank.stop_signals):
-            say(f"rank {rank.number} {described(rank, began)}")
-
-
-def described(rank: Rank, began: float) -> str:
-    """How, where and when a rank ended."""
-    place = f" in {rank.place}" if rank.place else ""
-    return f"{fate(rank)}{place} after {rank.ended - began:.1f} s" + (f" ({rank.log})" if rank.log else "")
+            say(f"rank {rank.number} {how_where_and_when(rank, began)}")
 
 
 def failures(ranks: list[Rank]) -> list[Rank]:
-    """Return the ranks that ended badly, other than by being stopped: the first cause first, then its echoes."""
+    """Return the ranks that ended badly, except those that were stopped: the first cause first, its followers last."""
     failed = [rank for rank in ranks if rank.code not in (None, 0) and not stopped(rank)]
-    return sorted(failed, key=lambda rank: (echo(rank), rank.ended))
+    return sorted(failed, key=lambda rank: (follows(rank), rank.ended))
 
 
 def first_failure(ranks: list[Rank]) -> Rank | None:
@@ -104,16 +110,25 @@ def first_failure(ranks: list[Rank]) -> Rank | None:
     return next(iter(failures(ranks)), None)
 
 
-def echo(rank: Rank) -> int:
-    """Tell whether a failure comes of another rank's: 0 (it does not), MAY_FOLLOW or FOLLOWS.
+def follows(rank: Rank) -> int:
+    """Tell whether another rank has caused a failure: 0 (no), MAY_FOLLOW or FOLLOWS.
 
     The time alone does not tell: a rank that failed first may clean up for longer than those that follow it, and
-    the peers of a killed rank see its connections close before the kernel has cleared it away.
+    the peers of a killed rank see its connections close before the kernel has removed it.
     """
     if rank.report.get("follows_another"):
         return FOLLOWS
     aborted = rank.code == -signal.SIGABRT  # torch does so, too, when it loses its peers on NCCL
-    return MAY_FOLLOW if aborted or COLLECTIVE_ERROR.match(rank.report.get("error", "")) else 0
+    return MAY_FOLLOW if aborted or is_collective_error(rank.report.get("error", "")) else 0
+
+
+def is_collective_error(error: str) -> bool:
+    """Tell whether an error, given as 'ClassName: message', is one that torch raises when another rank has gone.
+
+    These are torch.distributed's own classes, and RuntimeErrors whose message names a backend or a lost connection.
+    """
+    by_message = r"RuntimeError: (?is:.*(gloo|nccl|connection (closed|reset) by peer))"
+    return bool(re.match(rf"Dist(Backend|Network|QueueEmpty|Store)?Error\b|{by_message}", error))
 
 
 def stopped(rank: Rank) -> bool:
@@ -121,7 +136,7 @@ def stopped(rank: Rank) -> bool:
     return any(rank.code in (-signum, 128 + signum) for signum in rank.stop_signals)
 
 
-def fate(rank: Rank) -> str:
+def how_it_ended(rank: Rank) -> str:
     """Say in a few words how a rank ended."""
     if rank.code is None:
         return f"does not die: process {rank.process.pid} hangs in the kernel"
@@ -131,7 +146,13 @@ def fate(rank: Rank) -> str:
         return killed_by(-rank.code)
     if rank.code == 0:
         return "ended with exit code 0"
-    return f"failed (exit code {rank.code})" + (", following another rank," if echo(rank) == FOLLOWS else "")
+    return f"failed (exit code {rank.code})" + (", following another rank," if follows(rank) == FOLLOWS else "")
+
+
+def how_where_and_when(rank: Rank, began: float) -> str:
+    """Say how a rank ended, where in the run, and after how many seconds."""
+    where = f" in {rank.location}" if rank.location else ""
+    return f"{how_it_ended(rank)}{where} after {rank.ended - began:.1f} s" + (f" ({rank.log})" if rank.log else "")
 
 
 def say(text: str) -> None:

@@ -1,7 +1,7 @@
-"""What SLURM says about a job: which launcher of how many this is, and a batch script for a new one.
+"""SLURM: which launcher of how many this is, from the environment alone, and a batch script for a new job.
 
-All is read from the environment; ``scontrol`` need not be there. The variables and options are those of the manuals
-of srun, sbatch and salloc (https://slurm.schedmd.com/srun.html), and were checked with version 22.05.
+The variables and options are those of the manuals of srun, sbatch and salloc (https://slurm.schedmd.com/srun.html),
+and were checked with version 22.05.
 """
 
 import os
@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-FIRST_SPECIAL_STEP = 0xFFFFFFF0  # from here on: a batch script's shell, an interactive shell and the like
+FIRST_SPECIAL_STEP = 0xFFFFFFF0  # steps from here on are the shell of a batch script, an interactive shell and so on
 PORTS = range(20000, 30000)  # below those that the kernel picks
 NOTICE_SECONDS = 120  # between the signal to a batch script and the time limit
-LEAST_SECONDS = 300  # of a time limit: a job that was signalled as it began would be requeued for ever
+LEAST_SECONDS = 300  # of a time limit: a job that is signalled as soon as it begins would be requeued for ever
 
 _RANGES = r"\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]"
 _NODE = rf"(?:[^][,\s]|{_RANGES})+"
@@ -23,13 +23,13 @@ _NODE = rf"(?:[^][,\s]|{_RANGES})+"
 
 @dataclass(frozen=True)
 class Task:
-    """Where srun has put this process.
+    """The task of a job step in which srun has started this launcher.
 
     Args:
         number, count: which launcher of how many of the job step.
-        one_gpu: each launcher is to start exactly one rank, as there are several on some node; else one per GPU.
+        one_gpu: each launcher starts exactly one rank, as some node has several launchers; else one rank per GPU.
         addr: the first node of the step, where task 0 runs.
-        port: the same for all launchers of the step, and another one for other steps and jobs of these days.
+        port: the same for all launchers of the step; other steps, and jobs of the same days, get others.
     """
 
     number: int
@@ -39,11 +39,8 @@ class Task:
     port: int
 
 
-# Where am I?
-
-
 def current_task(environ: Mapping[str, str]) -> Task | None:
-    """Return which launcher of how many this is; None if there are no others.
+    """Return the task of this launcher; None if there are no other launchers.
 
     There are none without SLURM, in the shell of a batch script or of an interactive allocation, and in a step of one
     task.
@@ -58,27 +55,27 @@ def current_task(environ: Mapping[str, str]) -> Task | None:
     nodes, tasks = expand_nodes(_variable(environ, "SLURM_STEP_NODELIST")), _tasks_per_node(environ)
     here = environ.get("SLURMD_NODENAME", nodes[0])
     step_shape = environ["SLURM_STEP_TASKS_PER_NODE"]
-    # sbatch hands the variables of the step in which it is called to the new job's batch script.
+    # If sbatch is called in a step, the new job's batch script inherits the variables of that step.
     stale = environ.get("SLURM_TASKS_PER_NODE", step_shape) != step_shape or here not in nodes
     if stale or not number < count == sum(tasks) or len(tasks) != len(nodes):
         names = ("JOB_ID", "STEP_ID", "PROCID", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE", "TASKS_PER_NODE",
                  "STEP_NODELIST")  # fmt: skip
         found = ", ".join(f"SLURM_{name}={environ[f'SLURM_{name}']}" for name in names if f"SLURM_{name}" in environ)
         raise ValueError(
-            f"these variables are not of one job step: {found}, SLURMD_NODENAME={here}; start the launcher by srun, or "
-            "unset SLURM_STEP_ID if it is to run on this machine alone"
+            f"these variables do not belong to one job step: {found}, SLURMD_NODENAME={here}; start the launcher by "
+            "srun, or unset SLURM_STEP_ID to run on this machine alone"
         )
     if environ.get("SLURM_DISTRIBUTION") == "arbitrary":
         raise ValueError("with srun --distribution=arbitrary nothing says on which node task 0 is; leave it out")
-    port = PORTS[(job + 1009 * step) % len(PORTS)]  # jobs in a row, and the steps of one, get different ones
+    port = PORTS[(job + 1009 * step) % len(PORTS)]  # consecutive jobs, and the steps of one, get different ones
     return Task(number, count, max(tasks) > 1, nodes[0], port)
 
 
 def advice(environ: Mapping[str, str]) -> str:
-    """Return a line for a shell in an allocation which leaves some of it unused, else an empty one."""
+    """Return a hint if the launcher would not use the whole allocation of this shell, else an empty string."""
     if "SLURM_JOB_ID" not in environ or _step(environ) is not None:
         return ""
-    overlap = " --overlap" if "SLURM_PTY_PORT" in environ else ""  # else it waits for the step of this very shell
+    overlap = " --overlap" if "SLURM_PTY_PORT" in environ else ""  # else it waits for the step of this shell
     srun = f"`srun{overlap} python -m learnerkit.launch ...`"
     nodes, tasks = (_integer(environ, f"SLURM_{name}", "1") for name in ("JOB_NUM_NODES", "NTASKS"))
     if nodes > 1:
@@ -92,17 +89,17 @@ def advice(environ: Mapping[str, str]) -> str:
 
 def _step(environ: Mapping[str, str]) -> int | None:
     """Return the number of the step in which srun has started this process; None in a shell."""
-    if not {"SLURM_JOB_ID", "SLURM_STEP_ID"} <= environ.keys() or _is_typed(environ):
+    if not {"SLURM_JOB_ID", "SLURM_STEP_ID"} <= environ.keys() or _in_pty_shell(environ):
         return None
     step = _integer(environ, "SLURM_STEP_ID")
     return step if step < FIRST_SPECIAL_STEP else None
 
 
-def _is_typed(environ: Mapping[str, str]) -> bool:
-    """Tell whether this was started from a shell that runs by ``srun --pty bash``, rather than by srun.
+def _in_pty_shell(environ: Mapping[str, str]) -> bool:
+    """Tell whether this launcher was started from the shell of ``srun --pty bash``, rather than by srun.
 
-    The shell may be one of many tasks, of which the others start no launcher. A launcher that srun itself has started
-    is the task's process, or has no terminal.
+    The shell may be one of many tasks, and the others start no launcher. A launcher that srun itself has started is
+    the task's process, or has no terminal.
     """
     is_task = environ.get("SLURM_TASK_PID") == str(os.getpid())
     return "SLURM_PTY_PORT" in environ and not is_task and os.isatty(0)
@@ -117,7 +114,7 @@ def _variable(environ: Mapping[str, str], name: str) -> str:
 def _integer(environ: Mapping[str, str], name: str, default: str | None = None) -> int:
     text = _variable(environ, name) if default is None else environ.get(name, default)
     if not re.fullmatch("[0-9]+", text):
-        raise ValueError(f"{name}={text}: this is to be a number")
+        raise ValueError(f"{name}={text}: this must be a number")
     return int(text)
 
 
@@ -127,7 +124,7 @@ def _tasks_per_node(environ: Mapping[str, str]) -> list[int]:
     tasks = []
     for part in text.split(","):
         if not (match := re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)):
-            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text}: this is to be like 2(x3),1")
+            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text}: this must be like 2(x3),1")
         tasks += [int(match[1])] * int(match[2] or 1)
     return tasks
 
@@ -136,22 +133,22 @@ def expand_nodes(text: str) -> list[str]:
     """Turn 'gpu[01-03,07],login' into the names of the nodes, in SLURM's order.
 
     Raises:
-        ValueError: the text is no such list.
+        ValueError: the text is not such a list.
     """
     if not re.fullmatch(f"{_NODE}(?:,{_NODE})*", text):
-        raise ValueError(f"{text!r} is no list of nodes, such as gpu[01-03,07],login")
+        raise ValueError(f"{text!r} is not a list of nodes, such as gpu[01-03,07],login")
     names = []
     for node in re.findall(_NODE, text):
         parts = re.findall(rf"{_RANGES}|[^][]+", node)
         choices = [_numbers(part[1:-1]) if part.startswith("[") else [part] for part in parts]
         if not all(choices):
-            raise ValueError(f"{text!r} is no list of nodes: a range in it runs backwards")
+            raise ValueError(f"{text!r} is not a list of nodes: a range in it runs backwards")
         names += ["".join(choice) for choice in product(*choices)]
     return names
 
 
 def _numbers(ranges: str) -> list[str]:
-    """Turn '08-10,3' into ['08', '09', '10', '3']; a range that runs backwards has none, and so the whole."""
+    """Turn '08-10,3' into ['08', '09', '10', '3']; return an empty list if a range runs backwards."""
     numbers = []
     for part in ranges.split(","):
         first, _, last = part.partition("-")
@@ -166,44 +163,31 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def batch_script(
-    command: Sequence[str],
-    *,
-    nodes: int,
-    gpus_per_node: int | str | None,
-    time: str | None,
-    job_name: str,
-    cpus_per_task: int | None = None,
-    mem: str | None = None,
-    mem_per_cpu: str | None = None,
-    partition: str | None = None,
-    account: str | None = None,
-    output: str | None = None,
-    error: str | None = None,
-    sbatch: Sequence[str] | None = None,
-    setup: Sequence[str] | None = None,
-    env: Sequence[str] | None = None,
-    launcher_options: Sequence[str] = (),
-    python: str = "python",
-) -> str:
-    """Return a batch script for sbatch: a launcher on every node, put back into the queue at the time limit.
+    command: Sequence[str], *, nodes: int, gpus_per_node: int | str | None, time: str | None, job_name: str,
+    cpus_per_task: int | None = None, mem: str | None = None, mem_per_cpu: str | None = None,
+    partition: str | None = None, account: str | None = None, output: str | None = None, error: str | None = None,
+    sbatch: Sequence[str] | None = None, setup: Sequence[str] | None = None, env: Sequence[str] | None = None,
+    launcher_options: Sequence[str] = (), python: str = "python",
+) -> str:  # fmt: skip
+    """Return a batch script for sbatch: a launcher on every node, and a new place in the queue at the time limit.
 
     Args:
         command: script.py args..., or -m module args...
-        nodes, gpus_per_node: how many, of GPUs also as type:number; without GPUs `None`.
-        time: the limit as sbatch takes it, such as 08:00:00; `None`: the cluster's.
-        job_name: also begins the name of the file of what is printed.
+        nodes, gpus_per_node: how many; GPUs also as type:number, `None`: no GPUs.
+        time: the limit in sbatch's format, such as 08:00:00; `None`: the cluster's.
+        job_name: also begins the name of the output file.
         cpus_per_task: CPU cores of each node; `None`: the cluster's default.
-        mem, mem_per_cpu: memory of each node, such as 64G, or for each core; `None`: the cluster's default.
-        partition, account: as the cluster has them.
-        output, error: files for what is printed, in sbatch's patterns; `None`: job_name-number.out for both.
+        mem, mem_per_cpu: memory of each node, such as 64G, or of each core; `None`: the cluster's default.
+        partition, account: as the cluster names them.
+        output, error: output files, in sbatch's patterns; `None`: job_name-number.out for both.
         sbatch: further options of sbatch.
         setup: shell commands that prepare the environment on the first node.
         env: NAME=VALUE each, set after that.
-        launcher_options: go before `command`.
+        launcher_options: options of the launcher.
         python: the interpreter.
 
     Raises:
-        ValueError: what is wrong with a value.
+        ValueError: a value is not allowed; the message says why.
     """
     for name, number in (("nodes", nodes), ("cpus-per-task", cpus_per_task)):
         if number is not None and number < 1:
@@ -249,10 +233,10 @@ def _check_line(name: str, text: str | None, wanted: str) -> None:
 
 
 def _sbatch_option(text: str) -> str:
-    """An option of sbatch as a line of the script has it: with its dashes, and quoted where that is needed.
+    """Return an option of sbatch for a line of the script: with its dashes, and quoted where needed.
 
     Raises:
-        ValueError: this is not one option, or it is said elsewhere.
+        ValueError: the text is not one option, or an option that is given elsewhere.
     """
     try:
         option, *value = shlex.split(text) if text.isprintable() else []
@@ -264,7 +248,7 @@ def _sbatch_option(text: str) -> str:
         raise ValueError(f"--sbatch {text!r}: give one option of sbatch, such as --exclusive or --comment='two words'")
     if name[1] != "-":
         taken = _SHORT.get(name[1])
-    else:  # sbatch takes the beginning of a name for the whole
+    else:  # sbatch accepts the beginning of a name for the whole
         taken = next((full for full in _TAKEN if full.startswith(name[2:]) and name != "--gpus"), None)
     if taken and _TAKEN[taken]:
         raise ValueError(f"--sbatch {text!r}: leave --{taken} out, the script relies on its own --{_TAKEN[taken]}")
@@ -274,7 +258,7 @@ def _sbatch_option(text: str) -> str:
 
 
 def _setup_section(commands: Sequence[str]) -> str:
-    """The section of a script that runs these, and checks after each how it has ended."""
+    """Return the section of a script that runs the commands, and checks after each how it has ended."""
     lines, missing = [], {r"(module|ml)\b": _MODULE, r"conda\s+activate\b": _CONDA}
     for command in commands:
         _check_command(command)
@@ -284,7 +268,7 @@ def _setup_section(commands: Sequence[str]) -> str:
 
 
 def _check_command(text: str) -> None:
-    """Raise a ValueError if this is not a whole command: the lines after it would become a part of it."""
+    """Raise a ValueError if this is not a whole command: the script's next lines would become a part of it."""
     wanted = "a shell command, such as 'source ~/venv/bin/activate'"
     _check_line("setup", text, wanted)
     env = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}
@@ -299,7 +283,7 @@ def _check_command(text: str) -> None:
 
 
 def _export(text: str) -> str:
-    """The line of a script that sets a variable to just this value."""
+    """Return the line of a script that sets a variable to exactly this value."""
     name, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise ValueError(f"--env {text!r}: give NAME=VALUE, with a name of letters, digits and _")
@@ -308,7 +292,7 @@ def _export(text: str) -> str:
 
 
 def _check_time(text: str) -> None:
-    """Raise a ValueError if this is no time limit of sbatch, or too short a one."""
+    """Raise a ValueError if this is not a time limit of sbatch, or one that is too short."""
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return
     with_days = re.fullmatch("([0-9]+)-([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", text)  # days-hours[:minutes[:seconds]]
@@ -320,7 +304,7 @@ def _check_time(text: str) -> None:
         raise ValueError(f"--time {text!r}: give {LEAST_SECONDS // 60} minutes or more, {NOTICE_SECONDS} s are to save")
 
 
-_TAKEN = {  # what sbatch must not be told by --sbatch: for the script's own sake, or as there is an option for it
+_TAKEN = {  # not allowed with --sbatch, because the script relies on its own value, or has an option for it
     "signal": f"signal=B:USR1@{NOTICE_SECONDS}", "requeue": "requeue", "no-requeue": "requeue",
     "open-mode": "open-mode=append", "ntasks": "ntasks-per-node=1", "ntasks-per-node": "ntasks-per-node=1",
     "tasks-per-node": "ntasks-per-node=1", "job-name": "", "nodes": "", "gpus-per-node": "", "cpus-per-task": "",
@@ -330,7 +314,7 @@ _SHORT = {"J": "job-name", "N": "nodes", "c": "cpus-per-task", "t": "time", "p":
           "o": "output", "e": "error", "n": "ntasks"}  # fmt: skip
 
 _SETUP = """\
-# The environment of the training, made once, on the first node; srun hands it on to all of them.
+# The environment of the training, made once, on the first node; srun passes it on to all nodes.
 # If a command fails the job ends with its exit code, rather than train in another environment.
 end_if_failed() {
     local code=$?
@@ -343,7 +327,7 @@ end_if_failed() {
 """
 
 _MODULE = """\
-# `module` is a function of login shells, which this script has only if the shell that submits it hands it on.
+# `module` is a function of login shells, which this script has only if the shell that submits it passes it on.
 if ! type module >/dev/null 2>&1; then
     submitted_path=$PATH
     . /etc/profile
@@ -352,12 +336,12 @@ fi
 """
 
 _CONDA = """\
-# `conda activate` needs functions of conda's, which a batch script does not have by itself.
+# `conda activate` needs shell functions of conda, which a batch script does not have by itself.
 [ "$(type -t conda)" = function ] || eval "$(conda shell.bash hook)"
 """
 
 _SETUP_END = """\
-set +eu  # if a command has set them: the rest of this script goes on after errors, and looks at them itself
+set +eu  # if a command has set them: the rest of this script must go on after errors, and checks them itself
 
 """
 
@@ -386,8 +370,8 @@ _SCRIPT = """\
 #SBATCH --output={output}
 {error}
 {setup}{env}\
-# On USR1 the training is to save and stop. SLURM gives a signal to every process of the step, and of TERM or USR1 those
-# would die that load the data, too. URG harms none; the launchers take it for TERM, and hand that to the ranks alone.
+# On USR1 the training is to save and stop. SLURM sends a signal to every process of the step, and TERM or USR1 would
+# kill those that load the data, too. URG kills none; the launchers take it for TERM, and send that to the ranks alone.
 stopping=no
 stop() {{
     echo "$(date): the time is nearly over: stopping the training, to go on with it later"
@@ -411,7 +395,7 @@ wait "$srun"
 code=$?
 
 # Above 128 it was stopped by a signal. With 0 the training is complete, and an error of its own would only come again.
-# In its next run the training script starts anew, and goes on from the checkpoint that it finds.
+# In its next run the training script starts again, and goes on from the checkpoint that it finds.
 if [ "$stopping" = yes ] && [ "$code" -gt 128 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

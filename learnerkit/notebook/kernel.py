@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from learnerkit import world
-from learnerkit.launch.environment import LOOPBACK, Place, rank_environment
+from learnerkit.launch.environment import LOOPBACK, Topology, rank_environment
 from learnerkit.notebook import transfer
 from learnerkit.parallel.distributed import OWN_DEVICE, DistributedCallback
 from learnerkit.text import killed_by
@@ -61,9 +61,9 @@ def on_workers(verb: Callable) -> Callable:
     @functools.wraps(verb)
     def run(learn: "Learner", *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if learn.workers is None:
+        if learn._workers is None:
             return verb(learn, *args, **kwargs)
-        result, error = learn.workers.call(run, args, kwargs)
+        result, error = learn._workers.call(run, args, kwargs)
         if error is not None:
             raise error  # the worker's own traceback stands above
         return result
@@ -78,7 +78,7 @@ def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> An
         TypeError, ValueError: an argument that `DistributedCallback` does not take; `nproc` where a launcher starts the
             processes; or the learner is distributed already.
     """
-    if learn.workers is not None or any(isinstance(cb, DistributedCallback) for cb in learn.cbs):
+    if learn._workers is not None or any(isinstance(cb, DistributedCallback) for cb in learn.cbs):
         raise ValueError("the learner is distributed already (to_distributed or an outer distrib_ctx)")
     callback = DistributedCallback(**kwargs)
     if nproc == 0:
@@ -221,14 +221,14 @@ class Workers:
         return type(None), ()  # the learner that a worker gets has none
 
     def __enter__(self) -> "Learner":
-        if self.learn.workers is not None:
+        if self.learn._workers is not None:
             raise ValueError("the learner is distributed already (an outer distrib_ctx)")
         self._start()
-        self.learn.workers = self
+        self.learn._workers = self
         return self.learn
 
     def __exit__(self, *error: object) -> None:
-        self.learn.workers = None
+        self.learn._workers = None
         self._end()
 
     # Start and end
@@ -261,7 +261,7 @@ class Workers:
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, json.dumps(path), str(theirs.fileno()), self.front],
-                env=rank_environment(environ, Place(self.nproc, port), rank, gpus),
+                env=rank_environment(environ, Topology(self.nproc, port), rank, gpus),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 bufsize=0,

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from learnerkit import world
 from learnerkit.callbacks.recorder import TableLogger
-from learnerkit.launch.environment import Place, rank_environment, shared_file
+from learnerkit.launch.environment import Topology, rank_environment, shared_file
 from learnerkit.parallel.drift import digests
 from learnerkit.utils import warn
 
@@ -45,7 +45,7 @@ _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, type(...), ModuleType, torch.dtype, torch.device, torch.Size
 )  # fmt: skip
 _CONTAINERS = (dict, list, set, deque, ndarray, torch.Generator)
-_NOT_SENT = ("logger", "workers", "together", "_dispatch")  # attributes of a learner
+_NOT_SENT = ("logger", "_workers", "_agreement", "_dispatch")  # attributes of a learner
 _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
 
 
@@ -539,8 +539,8 @@ def go_where(folder: str, path: list[str], environ: dict[str, str]) -> None:
     """Have a worker be where the kernel is."""
     os.chdir(folder)
     sys.path[:] = path
-    place = Place(world.world_size(), int(os.environ["MASTER_PORT"]))
-    os.environ.update(rank_environment(environ, place, world.rank(), os.environ.get("CUDA_VISIBLE_DEVICES")))
+    topology = Topology(world.world_size(), int(os.environ["MASTER_PORT"]))
+    os.environ.update(rank_environment(environ, topology, world.rank(), os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def _apply_settings(found: Mapping[str, Any]) -> None:

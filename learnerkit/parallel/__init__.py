@@ -4,14 +4,14 @@ from learnerkit.parallel.agreement import Agreement
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import (
     DistributedCallback,
+    agreement_for,
     dispatch,
-    together,
     warn_outside_context,
 )
 from learnerkit.parallel.drift import DriftCheck
 from learnerkit.parallel.watch import PeerError
 
 __all__ = [
-    "Agreement", "DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError", "dispatch", "together",
+    "Agreement", "DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError", "dispatch", "agreement_for",
     "warn_outside_context",
 ]  # fmt: skip

@@ -1,9 +1,9 @@
 """Ranks leave together: what one of them raises, all of them raise, at the same place of the loop.
 
-Outside the batches every event ends in a vote, a collective of a few bytes. Between them the raising rank keeps its
-peers company, with batches that weigh nothing, until the flag it puts into the gradients' reduction has reached all
-(`learnerkit.parallel.rank_step`); in validation it calls the others to a vote. An error that is not a cancel cannot
-wait for that: `learnerkit.parallel.watch` tells the others and frees those that are blocked.
+Outside the batches every event ends in a vote, a collective of a few bytes. In training the rank that raises goes on
+taking part in the collectives, with batches of zero weight (`company.py`), until the flag that it puts into the
+gradients' reduction has reached all (`carrier.py`); in validation it calls the others to a vote. An error that is not
+a cancel cannot wait for that: `watch.py` tells the others and frees those that are blocked.
 """
 
 import itertools
@@ -11,12 +11,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from learnerkit import world
-from learnerkit.callback import Callback, Dispatch
+from learnerkit.callback import Callback, Dispatch, RaisedIn
 from learnerkit.events import (
     INNER_EVENTS,
     CancelEpochException,
@@ -26,19 +27,18 @@ from learnerkit.events import (
     CancelValidException,
     Event,
 )
-from learnerkit.parallel.watch import Watch, is_collective_error
+from learnerkit.parallel.watch import Watch, may_follow
 from learnerkit.text import in_one_line
-from learnerkit.utils import add_note_once
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 LEAVING = (KeyboardInterrupt, CancelFitException, CancelEpochException, CancelValidException, CancelTrainException)
-"""What ranks leave for together; if several are raised at once, the first of these it is."""
+"""What ranks raise together; if they raise several at once, the first of these counts."""
 
 _OUTER_EVENTS = [event for event in Event if event not in INNER_EVENTS and not event.startswith("cleanup_")]
 
-_PLACES = {
+_PLACES: dict[str, int] = {
     event: i for i, event in enumerate(Event) if event in INNER_EVENTS and event.startswith(("before_", "after_"))
     and not event.startswith("after_cancel_")
 }  # fmt: skip
@@ -48,32 +48,37 @@ _runs = itertools.count()  # every rank makes the same runs
 
 
 class Agreement:
-    """What keeps the ranks together during one run; enter it on every rank.
+    """Lets all ranks of one run leave it at the same place; enter it on every rank.
 
     Args:
         learn: the learner.
         timeout: seconds after which a rank that waits without anything moving counts as stuck.
-        around: that of the run of another learner in which this one takes place.
     """
 
-    def __init__(self, learn: "Learner", timeout: float, around: "Agreement | None" = None) -> None:
-        self.learn, self.timeout, self.around = learn, timeout, around
-        self.inside: Agreement | None = None
-        self.pending: BaseException | None = None
-        self.presses = around.presses if around else 0  # of Ctrl-C
+    def __init__(self, learn: "Learner", timeout: float) -> None:
+        self.learn, self.timeout = learn, timeout
+        self.pending: BaseException | None = None  # this rank's reason to leave, until all ranks know of it
+        self.presses = 0  # of Ctrl-C
         self.between_events = True
         self.votes = 0
+        self.step: Any = None  # this rank's `RankStep` while it trains
+        self.company: Any = None  # and its `Company`
+        self.place = b"before_fit/"  # where the run is: 'event/callback'
         self._failing: BaseException | None = None
         self._stack = ExitStack()
+
+    @property
+    def dispatch(self) -> "RankDispatch":
+        """The dispatch of the run, or of the evaluation that goes on inside it."""
+        return cast(RankDispatch, self.learn._dispatch)
 
     def __enter__(self) -> "Agreement":
         if self.learn.dls.device.type != "cpu":  # NCCL's object collectives go by the current device
             torch.accelerator.set_device_index(self.learn.dls.device.index or 0)
         world.join(self.timeout + 60)  # a collective must not give up before the watch can tell what it waits for
-        outer = self.around and self.around.watch
-        self.watch = self._stack.enter_context(Watch(f"run-{next(_runs)}", self.timeout, outer))
-        self._stack.enter_context(world.before_meeting(self._before_meeting))
-        self._stack.enter_context(self._deferred_interrupts() if outer is None else self._passed_on_interrupts())
+        self.watch = self._stack.enter_context(Watch(f"run-{next(_runs)}", self.timeout))
+        self._stack.enter_context(world.before_collective(self._before_collective))
+        self._stack.enter_context(self._deferred_interrupts())
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: Any) -> None:
@@ -85,11 +90,10 @@ class Agreement:
                 error = last
         if error is not None and not agreed(error):
             self.failed(error)
-        follows = error is not None and error is not self._failing and self.watch.failure is not None
-        if follows and is_collective_error(error):
+        if error is not None and error is not self._failing and self.watch.failure and may_follow(error):
             error = self.watch.peer_error()
         self._stack.close()
-        if error is not own:
+        if error is not None and error is not own:
             raise error from None
 
     @contextmanager
@@ -97,14 +101,10 @@ class Agreement:
         """Ctrl-C takes effect where all ranks can leave together; pressed again, at once."""
 
         def interrupt(*_: object) -> None:
-            innermost = self
-            innermost.presses += 1
-            while innermost.inside is not None:
-                innermost = innermost.inside
-                innermost.presses += 1
+            self.presses += 1
             if self.presses > 1:
                 raise KeyboardInterrupt
-            innermost.pending = KeyboardInterrupt()
+            self.pending = KeyboardInterrupt()
 
         in_main = threading.current_thread() is threading.main_thread()
         if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # the user has a handler
@@ -116,37 +116,26 @@ class Agreement:
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    @contextmanager
-    def _passed_on_interrupts(self) -> Iterator[None]:
-        """The run around this one hears of Ctrl-C, and says so here."""
-        self.around.inside = self
-        try:
-            yield
-        finally:
-            self.around.inside = None
-            if isinstance(self.pending, KeyboardInterrupt):  # too late for this run
-                self.around.pending = self.pending
-
-    def final(self, error: BaseException) -> bool:
-        """Whether an error ends the run here and now: all ranks raise it, or the user has pressed Ctrl-C again."""
+    def ends_now(self, error: BaseException) -> bool:
+        """Tell whether an error ends the run at once: all ranks raise it, or the user has pressed Ctrl-C again."""
         return agreed(error) or (isinstance(error, KeyboardInterrupt) and self.presses > 1)
 
     # Errors
 
     def failed(self, error: BaseException) -> None:
-        """Tell the others of an error that is about to end this rank's run, before its cleanups take their time."""
+        """Tell the others of an error that is about to end this rank's run, before its cleanups run."""
         if self._failing is not None:
             return
-        if is_collective_error(error) and self.watch.first_failure(patience=2.0):
+        if may_follow(error) and self.watch.first_failure(patience=2.0):
             return
-        if self.learn.weights is not None:
-            self.learn.weights.explain(error)
-        here = self.watch.heartbeat.read()
-        facts = {name: here[name] for name in ("event", "callback", "epoch", "step")}
-        if self.learn._dispatch is None or self.learn._dispatch.raised is not error:  # not in a callback
-            facts |= {"event": f"the loop, after {here['event']}", "callback": ""}
+        if self.step is not None and isinstance(error, RuntimeError):  # as DDP's are
+            self.company.explain(error)
+        event, _, callback = self.place.decode().partition("/")
+        if self.learn._dispatch is None or self.dispatch.raised is not error:  # not in a callback
+            event, callback = f"the loop, after {event}", ""
         self._failing = error
-        self.watch.fail(facts | {"cause": in_one_line(error)})
+        place = {"event": event, "callback": callback, "epoch": self.learn.epoch, "step": max(self.learn.iter, 0)}
+        self.watch.fail(place | {"cause": in_one_line(error)})
 
     def check(self) -> None:
         """Leave if another rank has failed.
@@ -159,22 +148,22 @@ class Agreement:
 
     # Cancels
 
-    def own(self, error: BaseException | None = None) -> BaseException | None:
-        """The strongest reason this rank has to leave: `error`, or one from before."""
+    def note_reason(self, error: BaseException | None = None) -> BaseException | None:
+        """Keep the strongest reason this rank has to leave, `error` or one from before, and return it."""
         found = [e for e in (self.pending, error) if e is not None]
         self.pending = min(found, key=strength, default=None)
         return self.pending
 
     def vote(self, error: BaseException | None = None, flags: list[float] | None = None) -> None:
-        """Raise on every rank the strongest of what any of them wants to leave for; every rank must reach this.
+        """Raise on every rank the strongest reason that any of them has to leave; every rank must reach this.
 
         Args:
             error: this rank's.
-            flags: what is known already, as in `flags_of`.
+            flags: those of other ranks that are known already, as in `flags_of`.
         """
-        mine = [max(pair) for pair in zip(flags_of(self.own(error)), flags or flags_of(None), strict=True)]
+        mine = [max(pair) for pair in zip(flags_of(self.note_reason(error)), flags or flags_of(None), strict=True)]
         self.votes += 1
-        with world.before_meeting(None):
+        with world.before_collective(None):
             # A rank that has left a batch early has not counted it; the counter must not stay behind the others'.
             counts = torch.tensor([*mine, self.learn.train_iter], dtype=torch.float64)
             *flags, iterations = world.reduce(counts, "max").tolist()
@@ -182,62 +171,66 @@ class Agreement:
         self.leave(flags)
 
     def leave(self, flags: list[float]) -> None:
-        """Raise what the ranks have agreed on, if they have."""
+        """Raise what the flags of all ranks say, if any is set."""
         kind = next((kind for kind, flag in zip(LEAVING, flags, strict=True) if flag > 0), None)
         if kind is None:
             return
         mine, self.pending = self.pending, None
-        error = mine if isinstance(mine, kind) else kind()
+        error: Any = mine if isinstance(mine, kind) else kind()
         error.agreed = True
         raise error
 
-    def _before_meeting(self) -> None:
-        # A rank that has left an event by a cancel goes to the vote at its end, and would meet this collective there.
+    def _before_collective(self) -> None:
+        # A rank that has left an event by a cancel goes on to the vote after it, which would be paired with this
+        # collective of the others.
         if self.between_events:
             self.vote()
 
     # The loop
 
-    def turn(self, one_batch: Any) -> None:
-        """Run a batch, and keep the others company if this rank leaves it before its end."""
-        learn = self.learn
+    def run_batch(self, one_batch: Any) -> None:
+        """Run a batch, and take part in the others' collectives if this rank leaves it before its end."""
+        learn, step = self.learn, self.step
+        learn._batch_index = learn.dl.share.place
         if not learn.training:
-            self._turn_in_validation(one_batch)
+            self._run_validation_batch(one_batch)
             return
         outer, self.between_events = self.between_events, False
         try:
-            learn.weights.begin()
+            step.begin()
             try:
-                one_batch()  # also with a reason to leave, which travels with its gradients
+                one_batch()  # also with a reason to leave, which is reduced with its gradients
             except LEAVING as error:
-                if self.final(error):
+                if self.ends_now(error):
                     raise
-                self.own(error)
-            learn.weights.complete()
-            if learn._dispatch.to_come("after_batch"):  # the others have it, and may meet in it
-                learn._dispatch.resume("after_batch")
+                self.note_reason(error)
+            if step.is_open():
+                self.company.finish_batch()
+            if self.dispatch.to_come("after_batch"):  # the others have it, and it may hold a collective
+                self.dispatch.resume("after_batch")
         finally:
             self.between_events = outer
 
-    def _turn_in_validation(self, one_batch: Any) -> None:
+    def _run_validation_batch(self, one_batch: Any) -> None:
         try:
             one_batch()
         except LEAVING as error:
-            if self.final(error):
+            if self.ends_now(error):
                 raise
-            self.own(error)
+            self.note_reason(error)
         if self.pending is not None:
             self.watch.tell_others("leaving", self.votes)
         if self.pending is not None or self.watch.called == self.votes:
             self.vote()
 
-    def close(self) -> None:
-        """All batches are read: the last chance to leave from among them; every rank must reach this."""
-        self.vote(flags=self.learn.weights.last_flags() if self.learn.training else None)
+    def end_batches(self) -> None:
+        """Vote after the last batch, whose flags no step has read; every rank must reach this."""
+        flags = self.step.carrier.last_flags() if self.learn.training else None
+        self.vote(flags=flags and flags[:-1])
 
 
 class RankDispatch(Dispatch):
-    """The dispatch of a run on several ranks: it gives signs of life, and votes after each event outside batches.
+    """The dispatch of a run on several ranks: it writes the heartbeat, and votes after each event outside batches.
 
     Args:
         cbs, fitting: as in `Dispatch`.
@@ -252,10 +245,10 @@ class RankDispatch(Dispatch):
         super().__init__(cbs, fitting)
 
     def _resolve(self) -> dict[str, list]:
-        "The table, each entry with the place that the heartbeat shows."
+        "The table, each entry with the place that the heartbeat is to show."
         table = super()._resolve()
         for event in _OUTER_EVENTS:
-            # So that the event takes place on all ranks, also on those where nobody listens to it.
+            # The event takes place on all ranks, also where nobody listens to it.
             table[event] = table[event] or [(None, _nothing)]
         for event in Event:
             table[event] = [
@@ -264,7 +257,7 @@ class RankDispatch(Dispatch):
         return table
 
     def fire(self, event: str) -> None:
-        """Call everyone who listens; an event outside the batches ends in a vote."""
+        """Call everyone who listens; after an event outside the batches, vote."""
         agreement = self.agreement
         if event in INNER_EVENTS:
             self._call(event, self.table[event])
@@ -273,50 +266,51 @@ class RankDispatch(Dispatch):
         try:
             self._call(event, self.table[event])
         except LEAVING as error:
-            if agreement.final(error):
+            if agreement.ends_now(error):
                 raise
             left = error
         agreement.vote(left)
 
     def begin(self) -> None:
-        """A batch begins: none of its events has taken place."""
+        """Begin a batch: none of its events has taken place."""
         self.last = self.stopped = None
 
     def to_come(self, event: str) -> bool:
-        """Whether an event of this batch is still to take place, or was stopped by a cancel half-way."""
+        """Tell whether an event of this batch is still to take place, or a cancel has stopped it half-way."""
         return self.last is None or self.stopped_in(event) or _PLACES[event] > _PLACES[self.last]
 
     def stopped_in(self, event: str) -> bool:
-        """Whether an error or a cancel stopped this event."""
+        """Tell whether an error or a cancel has stopped this event."""
         return self.stopped is not None and self.stopped[0] == event
 
     def resume(self, event: str) -> None:
-        """Go on with an event after the callback that stopped it; or fire it as a whole. Cancels wait, or are over."""
+        """Go on with an event after the callback that stopped it, or fire it as a whole. Cancels are kept for later."""
         hooks = self.table[event]
-        if self.stopped_in(event):
+        if self.stopped is not None and self.stopped[0] == event:
             hooks, self.stopped = self.stopped[1], None
         try:
             self._call(event, hooks)
         except LEAVING as error:
-            if self.agreement.final(error):
+            if self.agreement.ends_now(error):
                 raise
-            self.agreement.own(error)
+            self.agreement.note_reason(error)
         except CancelException:
             pass
 
     def _call(self, event: str, hooks: list) -> None:
         if event in _PLACES:
             self.last = event
-        learn, watch = self.agreement.learn, self.agreement.watch
+        agreement = self.agreement
+        learn, beat = agreement.learn, agreement.watch.heartbeat.beat
         for i, (cb, hook, place) in enumerate(hooks):
-            self.calling = cb
-            watch.heartbeat.beat(learn.epoch, learn.iter, place)
-            self.agreement.check()
+            agreement.place = place
+            beat(monotonic(), learn.epoch, learn.iter, place)
+            agreement.check()
             try:
                 hook()
             except BaseException as error:
                 self.stopped, self.raised = (event, hooks[i + 1 :]), error
-                add_note_once(error, f"raised in {cb!r}.{event}")
+                RaisedIn.add_to(error, cb, event)
                 raise
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
@@ -326,19 +320,19 @@ class RankDispatch(Dispatch):
         finally:
             try:
                 super().__exit__(kind, error, traceback)
-            except LEAVING as cancel:  # of a cleanup on this rank, which must not communicate: the next vote does
-                if self.agreement.final(cancel):
+            except LEAVING as cancel:  # raised in a cleanup, which must not communicate: the next vote does
+                if self.agreement.ends_now(cancel):
                     raise
-                self.agreement.own(cancel)
+                self.agreement.note_reason(cancel)
 
 
 def strength(error: BaseException) -> int:
-    """The place of an error among `LEAVING`."""
+    """Return the place of an error among `LEAVING`: the lower, the stronger."""
     return next(i for i, kind in enumerate(LEAVING) if isinstance(error, kind))
 
 
 def flags_of(error: BaseException | None) -> list[float]:
-    """A 1 in the place of an error among `LEAVING`."""
+    """Return a number for each of `LEAVING`: 1 in the place of the error, else 0."""
     flags = [0.0] * len(LEAVING)
     if error is not None:
         flags[strength(error)] = 1.0
@@ -346,9 +340,9 @@ def flags_of(error: BaseException | None) -> list[float]:
 
 
 def agreed(error: BaseException) -> bool:
-    """Whether all ranks raise this."""
+    """Tell whether all ranks raise this error."""
     return getattr(error, "agreed", False)
 
 
 def _nothing() -> None:
-    """Where nobody listens."""
+    """The hook of an event that nobody listens to."""

@@ -1,20 +1,18 @@
 """`nn.DataParallel` for as long as a fit lasts, with the loss computed where the predictions are."""
 
 import inspect
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from functools import partial
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from learnerkit import arguments
 from learnerkit.callback import Callback
 from learnerkit.data.batches import batch_size, get_field, in_float32, map_batch
 from learnerkit.events import INNER_EVENTS, Event
-from learnerkit.losses import LossWeight, is_cross_entropy, loss_option, unwrap_partial
+from learnerkit.losses import LossWeight, check_shapes, is_cross_entropy, loss_option, no_scalar, unwrap_partial
 from learnerkit.utils import add_note_once, describe, unwrap, warn
 
 _AFTER_PRED = [e for e in INNER_EVENTS if e != Event.before_batch]
@@ -27,18 +25,19 @@ class ParallelCallback(Callback):
 
     In training each replica computes the loss of its own part, and the exact mean (or sum) over the batch is made of
     those numbers. Predictions then stay where they are, and `learn.pred` and `learn.output` are `None`, unless
-    something may read them: metrics on training batches, or a callback of your own that hears an event of the batch
-    after `before_batch`. Validation and `get_preds` always gather them.
+    something may read them: metrics on training batches, or a callback of your own with a hook for an event of the
+    batch after `before_batch`. Validation and `get_preds` always gather them.
 
-    The loss is computed from gathered predictions, on the first GPU, where it cannot be cut up: where a callback hears
-    `after_pred` and so may change predictions or targets, in a Learner with a `_forward` or `_loss` of its own, with
-    targets that are no tensors of one entry per sample, with class weights of zero, and where the loss uses tensors
-    that do not move with it (it is a bound method or an object, or it refers to a tensor or to a module with weights).
+    The loss is computed from gathered predictions, on the first GPU, where it cannot be cut up: where a callback has a
+    hook for `after_pred` and so may change predictions or targets, in a Learner with a `_forward` or `_loss` of its
+    own, with targets that are not tensors of one entry per sample, with class weights of zero, and where the loss uses
+    tensors that do not move with it (it is a bound method or an object, or it refers to a tensor or to a module with
+    weights).
 
     Args:
         device_ids: the GPUs to use; by default all.
-        loss_on_replicas: set it to False for a loss that is no mean or sum of items (one that compares the samples of
-            a batch with each other, say), or that keeps a state of its own.
+        loss_on_replicas: set it to False for a loss that is not a mean or sum of items (one that compares the samples
+            of a batch with each other, say), or that keeps a state of its own.
 
     Raises:
         ValueError: a GPU that is not there, or one twice.
@@ -51,6 +50,8 @@ class ParallelCallback(Callback):
         self.device_ids, self.loss_on_replicas = device_ids, loss_on_replicas
         self._said = False
         self._whole: nn.Module | None = None
+        self._split: nn.Module | None = None
+        self._replicas: Any = None
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -70,10 +71,10 @@ class ParallelCallback(Callback):
         ids.sort(key=lambda i: i != (learn.dls.device.index or 0))
         self._whole, model = learn.model, unwrap(learn.model)
         learn.model = self._split = nn.DataParallel(model, device_ids=ids)
-        if _is_ours(learn._forward) and _is_ours(learn._loss):
+        if not learn._overrides("_forward", "_loss"):
             self._loss_func = learn.loss_func if self.loss_on_replicas and can_replicate(learn.loss_func) else None
             self._replicas = nn.DataParallel(_Replica(model, self._loss_func), device_ids=ids)
-            learn._forward, learn._loss = self._forward, self._loss
+            vars(learn).update(_forward=self._forward, _loss=self._loss)
 
     def cleanup_fit(self) -> None:
         if self._whole is not None:
@@ -93,12 +94,12 @@ class ParallelCallback(Callback):
         own = learn.loss_func is None
         take = own or self._can_take()
         keep = not (take and learn.training) or self._wanted()
-        inputs = learn.xb
+        inputs: Any = learn.xb
         if type(learn.batch) not in (tuple, list) and isinstance(learn.batch, Mapping):
             inputs = dict(inputs[0])
         kind = learn.dls.device.type
         autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        options = take, keep, learn.loss_weighting, autocast
+        options = take, keep, learn._loss_weighting, autocast
         losses, counts, output = self._replicas(inputs, learn.yb if take else (), *options)
         loss = None if losses is None else _combine(losses, counts)
         if not own:
@@ -116,7 +117,7 @@ class ParallelCallback(Callback):
             learn.loss_grad, learn.loss = self._taken, self._taken.detach()
 
     def _can_take(self) -> bool:
-        """Whether the replicas can take the loss of this batch, and nobody can come between it and the predictions."""
+        """Tell whether the replicas can compute the loss: no callback may change predictions or targets before it."""
         learn = self.learn
         return (
             learn.training
@@ -128,7 +129,7 @@ class ParallelCallback(Callback):
         )
 
     def _wanted(self) -> bool:
-        """Whether something may read the predictions of this training batch.
+        """Tell whether something may read the predictions of this training batch.
 
         This library's own callbacks say so themselves.
         """
@@ -137,7 +138,7 @@ class ParallelCallback(Callback):
 
 
 class _Replica(nn.Module):
-    """What DataParallel replicates: the model and the loss, called on one part of a batch."""
+    """The module that DataParallel replicates: the model and the loss, called on one part of a batch."""
 
     def __init__(self, model: nn.Module, loss_func: Any) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ class _Replica(nn.Module):
         self, inputs: tuple | dict, targets: tuple, take: bool, keep: bool, weighting: LossWeight, autocast: tuple
     ) -> tuple[Tensor | None, Tensor | None, Any]:
         """(loss, what it counts, output): the first two of shape (1,), and `None` for what is not needed."""
-        # DataParallel's threads start with autocast's default type, whatever the caller's.
+        # DataParallel's threads start with autocast's default type, not with the caller's.
         with torch.autocast(*autocast):
             output = self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
             loss = self._loss(output, targets) if take else None
@@ -157,7 +158,7 @@ class _Replica(nn.Module):
         if not take or (own and loss is None):
             return None, None, output
         if not isinstance(loss, Tensor) or loss.ndim:
-            raise arguments.no_scalar(SimpleNamespace(loss_grad=loss))
+            raise no_scalar(loss)
         counts = None if weighting.sums else _count(weighting, inputs, targets, output, loss)
         if own and keep:
             output = _with_loss(output, None)  # the vector of the parts' losses is of no use
@@ -167,7 +168,7 @@ class _Replica(nn.Module):
         if self.loss_func is None:
             return get_field(output, "loss")
         pred = map_batch(in_float32, _pred(output))  # as MixedPrecision has them
-        arguments.check_shapes(SimpleNamespace(loss_func=self.loss_func, pred=pred, yb=targets))
+        check_shapes(self.loss_func, pred, targets)
         try:
             return _moved(self.loss_func, targets[0].device)(pred, *targets)
         except Exception as e:
@@ -176,27 +177,27 @@ class _Replica(nn.Module):
             raise
 
 
-def _count(weighting: LossWeight, inputs: tuple | dict, targets: tuple, output: Any, loss: Tensor) -> Tensor:
-    """What the loss of a part of a batch counts, of shape (1,)."""
+def _count(weighting: LossWeight, inputs: Any, targets: tuple, output: Any, loss: Tensor) -> Tensor:
+    """The count of the loss of a part of a batch, of shape (1,)."""
     count = weighting.count(targets, batch_size(inputs), _pred(output), loss, inputs)
     # A product, because to copy a number to the device would make the host wait.
     return torch.ones(1, dtype=torch.float64, device=loss.device) * count
 
 
 def can_split(device: torch.device, ids: list[int]) -> bool:
-    """Whether a batch on `device` can be split over the GPUs `ids`."""
+    """Tell whether a batch on `device` can be split over the GPUs `ids`."""
     return device.type == "cuda" and min(torch.cuda.device_count(), len(ids)) >= 2
 
 
 def can_replicate(loss_func: Any) -> bool:
-    """Whether a loss can be computed on parts of a batch, each on its own device.
+    """Tell whether a loss can be computed on parts of a batch, each on its own device.
 
     A module moves whole, and so do the arguments of a partial; what else a loss refers to stays where it is. A part in
     which all class weights are zero has the mean of nothing, whose gradient is NaN.
     """
     inner = unwrap_partial(loss_func)
     if isinstance(loss_func, nn.Module):
-        held = chain.from_iterable(vars(module).values() for module in loss_func.modules())
+        held: Iterable = chain.from_iterable(vars(module).values() for module in loss_func.modules())
     elif inspect.isfunction(inner):
         found = inspect.getclosurevars(inner)
         held = [*found.nonlocals.values(), *found.globals.values()]
@@ -219,12 +220,12 @@ def _moved(loss_func: Any, device: torch.device) -> Any:
 
 
 def _is_ours(function: Any) -> bool:
-    """Whether a function or method was written in this library; of a partial, such as `Callback(...)` has, never."""
+    """Tell whether a function or method is this library's; a partial, such as `Callback(...)` has, never is."""
     return str(function.__module__).split(".")[0] == __name__.split(".")[0]
 
 
 def _reads(cb: Callback) -> bool:
-    """Whether one of this library's callbacks reads the predictions of training batches."""
+    """Tell whether one of this library's callbacks reads the predictions of training batches."""
     return getattr(cb, "train_metrics", False) or getattr(cb, "reads_predictions", False)
 
 

@@ -1,16 +1,15 @@
-"""DistributedDataParallel for as long as a fit lasts: wrapping, shared-out loaders, exact weights, rank 0's voice."""
+"""DistributedDataParallel for as long as a fit lasts: what it compares, wraps and shares out, and puts back."""
 
 import os
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
@@ -18,22 +17,18 @@ from learnerkit import optim, world
 from learnerkit.callback import Callback, Dispatch
 from learnerkit.data.batches import loader_len, map_batch, tensors_in
 from learnerkit.data.order import draws_globally, states_at_start
-from learnerkit.gradient_mean import nothing_of
-from learnerkit.losses import MEANS, possible_means
+from learnerkit.parallel import wrapping
 from learnerkit.parallel.agreement import Agreement, RankDispatch
+from learnerkit.parallel.company import Company
 from learnerkit.parallel.drift import digests
-from learnerkit.parallel.loaders import RankLoader, emptied, rank_loader
-from learnerkit.parallel.rank_step import Steps
-from learnerkit.snapshot import trial
+from learnerkit.parallel.loaders import RankLoader, rank_loader
+from learnerkit.parallel.rank_step import RankStep
+from learnerkit.parallel.wrapping import COMM_HOOKS
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.utils import listify, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
-
-
-COMM_HOOKS = ("bf16", "fp16", "powersgd")
-
 
 OWN_DEVICE = "each process takes the device of its local rank by itself, so leave the device out"
 
@@ -99,11 +94,7 @@ class DistributedCallback(Callback):
             raise ValueError(f"got comm_hook={comm_hook!r}; it takes None, {', '.join(map(repr, COMM_HOOKS))}")
         if self.timeout <= 0:
             raise ValueError(f"got timeout={timeout}; it is a number of seconds greater than 0")
-        allowed = set(signature(DistributedDataParallel).parameters) - {
-            "module",
-            "device_ids",
-            "output_device",
-        }
+        allowed = set(signature(DistributedDataParallel).parameters) - {"module", "device_ids", "output_device"}
         for name in ddp_kwargs:
             if name not in allowed:
                 near = did_you_mean(name, [*allowed, *signature(DistributedCallback).parameters])
@@ -116,23 +107,15 @@ class DistributedCallback(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        self._plain: nn.Module | None = None
+        self._plain: Any = None  # the model of the fit, without DDP
         self._wrapped: nn.Module | None = None
         self._trainable: list[bool] = []
         self._parts: dict[str, nn.Module] = {}
-        self._steps: Steps | None = None
-        self._probed = False
+        self._step: Any = None  # its `RankStep`
+        self._company: Company | None = None
         self._loaders: dict[tuple, tuple[Any, RankLoader]] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._outside: list[tuple] = []
-        self._logger: Callable | None = None
-
-    def __copy__(self) -> "DistributedCallback":
-        "With the same settings, and no part in the run that this one is in."
-        twin = type(self).__new__(type(self))
-        vars(twin).update(vars(self))
-        twin._forget()
-        return twin
 
     def _warn_once(self, message: str) -> None:
         "Once for this learner; of another one the same may be true."
@@ -147,8 +130,9 @@ class DistributedCallback(Callback):
         if world.world_size() == 1:
             return
         if not world.is_main():
-            self._logger, learn.logger = learn.logger, _say_nothing
-        with world.one_meeting():
+            self._undo.append(partial(setattr, learn, "logger", learn.logger))
+            learn.logger = _log_nothing
+        with world.grouped_collectives():
             if learn.task in ("validate", "predict"):
                 self._prepare_evaluation()
             else:
@@ -196,12 +180,8 @@ class DistributedCallback(Callback):
             order.set_state(orders[0])
 
     def cleanup_fit(self) -> None:
-        if self._logger is not None:
-            self.learn.logger = self._logger
         for undo in reversed(self._undo):
             undo()
-        if self._steps is not None:
-            self._steps.unwrap()
         self._forget()
 
     # Training
@@ -210,20 +190,30 @@ class DistributedCallback(Callback):
         if world.world_size() == 1:
             return
         learn = self.learn
-        if self._steps is None:
-            self._plain = learn.model
-            self._steps = Steps(learn, learn.together)
-            self._check_options()
-            for opt in learn.opts:
-                self._undo.append(opt.register_step_post_hook(self._steps.stepped).remove)
+        if self._step is None:
+            self._start()
         trainable = [p.requires_grad for p in self._plain.parameters()]
         # Of several networks some may be frozen just for the moment.
         if self._wrapped is None or (trainable != self._trainable and not self.wrap_names):
-            learn.together.vote()  # wrapping talks to the other ranks, and one of them may have left this event
-            self._wrapped, self._trainable, self._probed = self._wrap_up(self._plain), trainable, False
+            self._step.agreement.vote()  # wrapping talks to the other ranks, and one of them may have left this event
+            self._wrapped, self._trainable, self._step.first = self._wrap(self._plain), trainable, True
         self._enter(self._wrapped, training=True)
-        self._steps.start()
-        learn.weights = self._steps
+        self._step.start()
+        learn._gradient = self._step
+
+    def _start(self) -> None:
+        learn, self._plain = self.learn, self.learn.model
+        agreement = cast(Agreement, learn._agreement)
+        by_bucket = bool(self.wrap_names) or learn._overrides("_backward")
+        self._check_accumulation(by_bucket)
+        note_unused = None if self.find_unused_parameters else self._find_unused
+        step = self._step = RankStep(learn, agreement, self._plain, note_unused, by_bucket)
+        self._company = Company(learn, step)
+        agreement.step, agreement.company = step, self._company
+        hook = _BatchHook(step)
+        learn.add_cb(hook)
+        self._undo += [partial(learn.remove_cb, hook), partial(wrapping.unwrap_all, step)]
+        self._undo += [opt.register_step_post_hook(step.note_optimizer_step).remove for opt in learn.opts]
 
     def after_train(self) -> None:
         if world.world_size() > 1:
@@ -232,12 +222,10 @@ class DistributedCallback(Callback):
     def cleanup_train(self) -> None:
         self._leave()
 
-    def _check_options(self) -> None:
-        learn, steps = self.learn, self._steps
-        steps.by_bucket = bool(self.wrap_names) or type(learn)._backward is not _learner_backward(learn)
-        if not hasattr(learn, "gradient_accumulation"):
+    def _check_accumulation(self, by_bucket: bool) -> None:
+        if not hasattr(self.learn, "gradient_accumulation"):
             return
-        if steps.by_bucket:
+        if by_bucket:
             raise ValueError(
                 "GradientAccumulation cannot weigh the batches of a learner with wrap= or a _backward of its own "
                 "exactly; accumulate in that _backward, or train the whole model by one loss"
@@ -248,11 +236,11 @@ class DistributedCallback(Callback):
                 "gradients, and accumulation does not; leave static_graph out"
             )
 
-    def _wrap_up(self, model: nn.Module) -> nn.Module:
-        """`model` in DDP, which sends rank 0's parameters and buffers to the others; every rank must reach this."""
-        if self.sync_bn and _batch_norms(model):
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        """Return `model` in DDP, or with its parts in DDP; every rank must reach this."""
+        if self.sync_bn and wrapping.batch_norms(model):
             if self.learn.dls.device.type != "cpu":
-                self._undo.append(_synchronise_batch_norm(model))
+                self._undo.append(wrapping.synchronise_batch_norms(model))
             else:
                 world.warn_once(
                     "sync_bn: torch has no SyncBatchNorm on the CPU, so each rank's BatchNorm sees its own samples "
@@ -264,51 +252,23 @@ class DistributedCallback(Callback):
             )
         if not self.wrap_names:
             return self._ddp(model, bool(self.find_unused_parameters))
-        for name in self.wrap_names:
-            if not isinstance(getattr(model, name, None), nn.Module):
-                names = [n for n, _ in model.named_children()]
-                raise ValueError(f"wrap={self.wrap_names} names {name!r}; {type(model).__name__} has {names}")
-        inside = {id(p) for name in self.wrap_names for p in getattr(model, name).parameters()}
-        outside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
-        if outside:
-            raise ValueError(
-                f"wrap={self.wrap_names} leaves out {first_few(outside)}, which each rank would train by itself; name "
-                "their modules too, or freeze them"
-            )
+        wrapping.check_parts(model, self.wrap_names)
         for name in self.wrap_names:
             wrapper = self._ddp(getattr(model, name), bool(self.find_unused_parameters))
-            wrapper.register_state_dict_post_hook(_without_module)
+            wrapper.register_state_dict_post_hook(wrapping.without_module)
             self._parts[name] = wrapper
         return model
 
     def _ddp(self, module: nn.Module, find_unused: bool) -> DistributedDataParallel:
-        """`module` wrapped; the parameter that carries counts and flags is a part of it for this moment only."""
-        device, steps = self.learn.dls.device, self._steps
         options = {"find_unused_parameters": find_unused, **self.ddp_kwargs}
-        # In DDP's search for unused parameters the carrier would count as one of them.
-        rides = not (steps.by_bucket or find_unused or self.comm_hook)
-        steps.carrier = steps.make_carrier(module) if rides else None
-        # If DDP's search finds no unused parameter, torch warns on each rank. This one is never used, so it finds one.
-        extra = _unused_like(module, device) if find_unused else steps.carrier
-        if extra is not None:
-            module.register_parameter(_CARRIER, extra)
-        try:
-            wrapper = DistributedDataParallel(module, [device] if device.type != "cpu" else None, **options)
-        finally:
-            if extra is not None:
-                del module._parameters[_CARRIER]
-        hook, state = _comm_hook(self.comm_hook)
-        if steps.by_bucket:
-            steps.weigh_buckets(wrapper, hook or default_hooks.allreduce_hook, state)
-        elif hook is not None:
-            wrapper.register_comm_hook(state, hook)
+        wrapper = wrapping.wrap_module(module, self._step, self.learn.dls.device, self.comm_hook, options)
         if not self.wrap_names:
-            steps.unwrap()  # it may have been wrapped otherwise before
-        steps.wrappers.append(wrapper)
+            wrapping.unwrap_all(self._step)  # it may have been wrapped otherwise before
+        self._step.wrappers.append(wrapper)
         return wrapper
 
     def _find_unused(self, names: list[str]) -> None:
-        """Wrap anew if the first batch shows that some parameters take no part in the loss of some rank.
+        """Wrap the model again if the first batch shows that some parameters take no part in the loss of some rank.
 
         Args:
             names: of this rank; every rank must reach this.
@@ -334,7 +294,9 @@ class DistributedCallback(Callback):
             if training:
                 self._warn_of_few(getattr(dl, "dataset", None))
             # With statistics per rank, BatchNorm needs two samples on a rank, or none.
-            alone = training and any(not isinstance(m, nn.SyncBatchNorm) for m in _batch_norms(self.learn.model))
+            alone = training and any(
+                not isinstance(m, nn.SyncBatchNorm) for m in wrapping.batch_norms(self.learn.model)
+            )
             least = 2 if alone else 1
             shared = rank_loader(
                 dl, name, training=training, split=self.split_batches, least=least, seed=seed,
@@ -352,45 +314,19 @@ class DistributedCallback(Callback):
             some = f"{len(dataset)} sample{'s' if len(dataset) > 1 else ''} for {world.world_size()} ranks"
             self._warn_once(f"the training data has {some}: some of them have nothing to do")
 
-    # A batch
-
-    def before_batch(self) -> None:
-        learn = self.learn
-        if not learn.sharded:
-            return
-        share = learn.dl.share
-        learn.batch_index = share.place
-        if not learn.training:
-            return
-        steps = self._steps
-        first, self._probed = not self._probed, True
-        if first:
-            steps.takes_nothing = not steps.by_bucket and _runs_on_nothing(learn, self._plain)
-        if not share.size:
-            learn.batch_size = 0
-            if not steps.takes_nothing:
-                unpacked = learn.dls.unpack(learn.dl.sample, learn.dls.device, learn.loss_func is None)
-                learn.batch, learn.xb, learn.yb, _ = unpacked
-        votes, searches = learn.loss_weighting.votes, first and not self.find_unused_parameters
-        if (votes or searches) and not steps.by_bucket:  # on all ranks alike
-            unused, means = _tried(learn, self._plain)
-            if votes:
-                learn.loss_weighting.agree(world.all_gather(means))
-            if searches:
-                self._find_unused(unused)
-        steps.synchronise()
+    # A batch that this rank leaves
 
     def after_cancel_backward(self) -> None:
-        if self.learn.training and self._steps is not None:
-            self._steps.backward_cancelled()
+        if self.learn.training and self._company is not None:
+            self._company.finish_backward()
 
     def after_cancel_step(self) -> None:
-        if self._steps is not None:
-            self._steps.step_unless_all_skip()
+        if self._company is not None:
+            self._company.step_unless_all_skip()
 
     def after_cancel_batch(self) -> None:
-        if self.learn.training and self._steps is not None:
-            self._steps.complete()
+        if self.learn.training and self._company is not None:
+            self._company.finish_batch()
 
     # Evaluation: on the plain module, without collectives in its forward pass
 
@@ -413,7 +349,7 @@ class DistributedCallback(Callback):
     def _enter(self, model: nn.Module, training: bool) -> None:
         learn = self.learn
         parts = {name: getattr(self._plain, name) for name in self._parts}
-        self._outside.append((learn.model, learn.dl, learn.weights, parts))
+        self._outside.append((learn.model, learn.dl, learn._gradient, parts))
         learn.model = model
         for name, wrapper in self._parts.items():
             setattr(self._plain, name, wrapper if training else wrapper.module)
@@ -422,9 +358,26 @@ class DistributedCallback(Callback):
     def _leave(self) -> None:
         if self._outside:
             learn = self.learn
-            learn.model, learn.dl, learn.weights, parts = self._outside.pop()
+            learn.model, learn.dl, learn._gradient, parts = self._outside.pop()
             for name, part in parts.items():
                 setattr(self._plain, name, part)
+
+
+class _BatchHook(Callback):
+    """The part of `DistributedCallback` that runs at each training batch, for as long as a fit lasts.
+
+    Args:
+        step: its `before_batch` is the hook.
+    """
+
+    order = DistributedCallback.order
+    run_valid = False
+
+    def __init__(self, step: RankStep) -> None:
+        super().__init__(before_batch=step.before_batch)
+
+    def __repr__(self) -> str:
+        return "DistributedCallback"
 
 
 def warn_outside_context(learn: "Learner") -> None:
@@ -439,90 +392,24 @@ def warn_outside_context(learn: "Learner") -> None:
 
 
 @contextmanager
-def together(learn: "Learner") -> Iterator[None]:
-    """Keep the ranks of a run together, where it is one of several ranks and not inside another."""
+def agreement_for(learn: "Learner") -> Iterator[None]:
+    """Enter an `Agreement`, where a run is one of several ranks and not inside another."""
     member = next((cb for cb in learn.cbs if isinstance(cb, DistributedCallback)), None)
-    if member is None or world.world_size() == 1 or learn.together is not None:
+    if member is None or world.world_size() == 1 or learn._agreement is not None:
         yield
         return
     try:
-        with Agreement(learn, member.timeout, learn.around) as learn.together:
+        with Agreement(learn, member.timeout) as learn._agreement:
             yield
     finally:
-        learn.together = None
+        learn._agreement = None
 
 
 def dispatch(learn: "Learner", fitting: bool) -> Dispatch:
     """The dispatch of a run."""
-    if learn.together is None:
+    if learn._agreement is None:
         return Dispatch(learn.cbs, fitting)
-    return RankDispatch(learn.cbs, fitting, learn.together)
-
-
-_CARRIER = "_learnerkit_carrier"
-
-
-def _unused_like(module: nn.Module, device: torch.device) -> nn.Parameter:
-    """A parameter of the module's type, so that it shares a bucket with others, in which no loss takes part."""
-    kind = next((p.dtype for p in module.parameters() if p.requires_grad), None)
-    return nn.Parameter(torch.zeros(1, dtype=kind, device=device))
-
-
-def _learner_backward(learn: "Learner") -> Callable:
-    """The loop's own `_backward`."""
-    return next(cls for cls in type(learn).__mro__ if cls.__module__ == "learnerkit.learner")._backward
-
-
-def _without_module(wrapper: nn.Module, state: dict, prefix: str, *_: Any) -> None:
-    """A hook of `state_dict` that leaves the wrapper's own name out of the keys."""
-    for key in [key for key in state if key.startswith(f"{prefix}module.")]:
-        state[prefix + key.removeprefix(f"{prefix}module.")] = state.pop(key)
-
-
-def _comm_hook(name: str | None) -> tuple[Callable | None, Any]:
-    """One of torch's communication hooks and its state."""
-    if name is None:
-        return None, None
-    if name == "powersgd":
-        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-        return powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
-    return getattr(default_hooks, f"{name}_compress_hook"), None
-
-
-def _runs_on_nothing(learn: "Learner", model: nn.Module) -> bool:
-    """Whether the model can run on a batch without samples (a `view(len(x), -1)` cannot)."""
-    with trial(learn, model), torch.no_grad():
-        model.eval()  # in which no BatchNorm asks other ranks
-        learn.xb = emptied(learn.xb)
-        try:
-            learn._forward()
-        except Exception:
-            return False
-    return True
-
-
-def _tried(learn: "Learner", model: nn.Module) -> tuple[list[str], list[str]]:
-    """What the loss of this rank's batch shows.
-
-    Returns:
-        The names of the trainable parameters that the loss does not depend on; and what a loss of the model's own may
-        be the mean over, which is all that is possible where there are no data. Nothing is shown if the model fails.
-    """
-    named, means = [(name, p) for name, p in model.named_parameters() if p.requires_grad], list(MEANS)
-    with trial(learn, model):
-        try:
-            learn._forward()  # without data, too: the model may ask other ranks, as SyncBatchNorm does
-            if learn.batch_size:
-                learn._loss()
-                if learn.loss_weighting.votes:
-                    means = possible_means(learn.yb, learn.pred, learn.loss, learn.xb)
-            else:
-                learn.loss_grad = nothing_of(learn)
-            grads = torch.autograd.grad(learn.loss_grad, [p for _, p in named], allow_unused=True)
-        except Exception:  # the loop will run into it, too, and say what is wrong
-            return [], means
-    return [name for (name, _), grad in zip(named, grads, strict=True) if grad is None], means
+    return RankDispatch(learn.cbs, fitting, learn._agreement)
 
 
 @torch.no_grad()
@@ -535,32 +422,10 @@ def _send(tensors: list[Tensor]) -> None:
             t.copy_(values.view_as(t))
 
 
-def _say_nothing(row: list) -> None:
+def _log_nothing(row: list) -> None:
     """The logger of ranks other than 0."""
 
 
 def _digest(state: dict) -> tuple:
-    """What tells whether two ranks' states of an optimizer are alike. Waits for the device."""
+    """Fingerprint of the state of an optimizer. A host-device sync."""
     return digests(list(tensors_in(state))), repr(map_batch(lambda t: (t.shape, t.dtype), state))
-
-
-def _batch_norms(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(m, _BatchNorm)]
-
-
-def _synchronise_batch_norm(model: nn.Module) -> Callable[[], None]:
-    """Put `SyncBatchNorm` in the place of each BatchNorm, sharing its parameters; returns what takes it out again."""
-    swapped = []
-    for parent in list(model.modules()):
-        for name, norm in list(parent.named_children()):
-            if isinstance(norm, _BatchNorm) and not isinstance(norm, nn.SyncBatchNorm):
-                synced = nn.SyncBatchNorm.convert_sync_batchnorm(norm)
-                setattr(parent, name, synced)
-                swapped.append((parent, name, norm, synced))
-
-    def undo() -> None:
-        for parent, name, norm, synced in swapped:
-            norm.load_state_dict(synced.state_dict())
-            setattr(parent, name, norm)
-
-    return undo

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from learnerkit import optim, world
 from learnerkit.callback import Callback
+from learnerkit.text import first_few
+from learnerkit.torch_internals import StatisticsNorm
 from learnerkit.utils import describe, unwrap
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class DriftCheck(Callback):
             few bytes.
 
     Raises:
-        ValueError: `every` is no whole number from 1 on.
+        ValueError: `every` is not a whole number of 1 or more.
         RuntimeError: from a check, on every rank alike: the ranks differ.
     """
 
@@ -65,7 +66,7 @@ class DriftCheck(Callback):
 
     def _check(self, training: bool) -> None:
         learn = self.learn
-        if not learn.sharded:
+        if not learn._sharded:
             return
         table = state_table(learn, training)
         # Without an order, which a dict of optimizer state may owe to where it was loaded from.
@@ -79,7 +80,9 @@ class DriftCheck(Callback):
 
 
 def state_table(learn: "Learner", training: bool) -> dict[str, str]:
-    """What all ranks must agree on, by name: digests of tensors, `repr` of anything else. Waits for the device once.
+    """Return what must be the same on all ranks: digests of tensors and the `repr` of anything else, by name.
+
+    A host-device sync.
 
     Args:
         learn: whose state.
@@ -102,7 +105,7 @@ def state_table(learn: "Learner", training: bool) -> dict[str, str]:
 
 
 def _rank_statistics(model: nn.Module) -> set[int]:
-    norms = [m for m in model.modules() if isinstance(m, _NormBase) and not isinstance(m, nn.SyncBatchNorm)]
+    norms = [m for m in model.modules() if isinstance(m, StatisticsNorm) and not isinstance(m, nn.SyncBatchNorm)]
     return {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
 
 
@@ -144,7 +147,7 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def describe_drift(tables: Sequence[Mapping[str, str]]) -> str:
-    """The first name at which the ranks differ, with what each has there, how many do, and a few more of them.
+    """Describe the first entry at which the ranks differ, and say how many more there are.
 
     Args:
         tables: the `state_table` of every rank, in rank order; not all the same.
@@ -154,14 +157,9 @@ def describe_drift(tables: Sequence[Mapping[str, str]]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, table in enumerate(tables):
         ranks.setdefault(table.get(first, "missing"), []).append(rank)
-    found = [f"{value} on rank{'s' * (len(on) > 1)} {_few(on)}" for value, on in ranks.items()]
-    more = f" ({_few(others)})" if others else ""
-    return f"{first} is {_few(found, ' and ')}; {1 + len(others)} of {len(names)} entries differ{more}"
-
-
-def _few(items: Sequence, between: str = ", ", most: int = 8) -> str:
-    text = between.join(map(str, items[:most]))
-    return text if len(items) <= most else f"{text} and {len(items) - most} more"
+    found = [f"{value} on rank{'s' * (len(on) > 1)} {first_few(on, n=8)}" for value, on in ranks.items()]
+    more = f" ({first_few(others, n=8)})" if others else ""
+    return f"{first} is {first_few(found, ' and ', n=8)}; {1 + len(others)} of {len(names)} entries differ{more}"
 
 
 # The digest
@@ -169,7 +167,7 @@ def _few(items: Sequence, between: str = ", ", most: int = 8) -> str:
 
 @torch.no_grad()
 def digests(tensors: Sequence[Tensor]) -> list[int]:
-    """A 64-bit digest of the bits of each tensor, so that equal NaNs are equal and 0.0 and -0.0 are not.
+    """Return a 64-bit digest of the bits of each tensor, so that equal NaNs are equal and 0.0 and -0.0 are not.
 
     Multilinear hashing (Lemire and Kaser, https://arxiv.org/abs/1202.4961): a sum of words of up to 32 bits, each
     times a random odd 64-bit number of its place, modulo 2**64. Integer sums are the same in any order. A change in

@@ -15,20 +15,20 @@ from torch.utils.data import (
     IterableDataset,
     get_worker_info,
 )
-from torch.utils.data._utils import worker as _worker
 
 from learnerkit import world
 from learnerkit.data.batches import batch_size, loader_len, map_batch
 from learnerkit.data.order import draws_globally, same_stream, samplers_of, with_batches
+from learnerkit.torch_internals import as_in_the_main_process
 from learnerkit.utils import library_of, warn
 
 
 class Share(NamedTuple):
-    """What one batch of a rank is of the whole.
+    """The place of one batch of a rank in the whole.
 
     Attributes:
         place: of the batch in the order of all ranks' batches.
-        size: samples of it that count; 0 for a rank that only keeps its peers company.
+        size: samples of it that count; 0 for a rank that only takes part in the others' collectives.
         total: samples of all ranks in this step; `None` where only the data tell.
     """
 
@@ -59,15 +59,15 @@ def join_batches(batches: list) -> Any:
     return [i for b in batches for i in b]
 
 
-def deal(batches: Iterable, ranks: int, split: bool, least: int) -> Iterator[list]:
-    """Deal a stream of index batches to ranks, one list with a piece for each rank per step.
+def distribute(batches: Iterable, ranks: int, split: bool, least: int) -> Iterator[list]:
+    """Distribute a stream of index batches over ranks: for each step a list with a piece for each rank.
 
     Args:
         batches: the user's stream, the same on every rank.
         ranks: how many.
         split: cut each batch into a piece for each rank; otherwise a step takes a batch for each rank, and the last,
             uneven step is spread over all of them.
-        least: the fewest samples a rank should get of what is cut or spread; batches dealt whole stay as they are.
+        least: the fewest samples a rank should get of what is cut or spread; whole batches stay as they are.
     """
     if split:
         for batch in batches:
@@ -92,12 +92,12 @@ class RankBatches:
     Args:
         batches: the user's batch sampler.
         rank, ranks: whose share of how many.
-        split: as in `deal`.
-        least: as in `deal`.
+        split: as in `distribute`.
+        least: as in `distribute`.
         training: every rank takes every step, if need be with a sample that does not count; in evaluation steps
             without samples are left out, and batches are never spread.
         seed: makes all ranks draw alike from samplers that use the global generators (a seed, or states as those of
-            `world.seed_states`); `None` leaves them be.
+            `world.seed_states`); `None` leaves them as they are.
         opaque: the items stand for whole batches, whose sizes only their data tell.
     """
 
@@ -135,7 +135,7 @@ class RankBatches:
             yield batch[0] if self.opaque else batch
 
     def _spread(self, stream: Iterable) -> Iterator[tuple[Share, Any]]:
-        for step, pieces in enumerate(deal(stream, self.ranks, self.split, self.least)):
+        for step, pieces in enumerate(distribute(stream, self.ranks, self.split, self.least)):
             sizes = [len(piece) for piece in pieces]
             mine = sizes[self.rank]
             if mine or self.training:
@@ -150,7 +150,7 @@ class RankBatches:
 
 
 class RankLoader:
-    """What a rank iterates over instead of the user's loader; its other attributes are the loader's.
+    """The loader of a rank, in the place of the user's, whose other attributes it has.
 
     Args:
         loader: a copy of the user's, which draws from `batches`.
@@ -165,9 +165,9 @@ class RankLoader:
     """
 
     ended = False
-    usual_total = None
+    usual_total: int | None = None
 
-    def __init__(self, loader: DataLoader, batches: RankBatches) -> None:
+    def __init__(self, loader: DataLoader, batches: Any) -> None:
         self.loader, self.batches = loader, batches
         self.share: Share | None = None
         self.sample: Any = None
@@ -188,11 +188,11 @@ class RankLoader:
             yield batch if self.share.size else emptied(batch)
 
     def reseed(self, seed: int | tuple) -> None:
-        """Give a new epoch's seed to samplers that draw from the global generators; others do not heed it."""
+        """Give a new epoch's seed to samplers that draw from the global generators; others ignore it."""
         if self.batches.seed is not None:
             self.batches.seed = seed
 
-    def heard(self, ended: float) -> None:
+    def note_ended(self, ended: float) -> None:
         """Take note of the share of ranks whose data have ended, as all of them know it at the same step."""
 
     def __getattr__(self, name: str) -> Any:
@@ -218,9 +218,7 @@ class RankStream(IterableDataset):
         seed: the stream is read with the host's generators seeded with it, or put into these states.
     """
 
-    def __init__(
-        self, dataset: IterableDataset, rank: int, ranks: int, block: int, piece: range | None, seed: Any
-    ) -> None:
+    def __init__(self, dataset: Any, rank: int, ranks: int, block: int, piece: range | None, seed: Any) -> None:
         self.dataset, self.rank, self.ranks = dataset, rank, ranks
         self.block, self.piece, self.seed = block, piece, seed
 
@@ -244,27 +242,21 @@ class _Whole:
         self.dataset = dataset
 
     def __iter__(self) -> Iterator:
-        info, _worker._worker_info = _worker._worker_info, None
-        try:
+        with as_in_the_main_process():
             found = iter(self.dataset)
-        finally:
-            _worker._worker_info = info
         while True:
-            # A generator looks for its worker only when it starts to run.
-            info, _worker._worker_info = _worker._worker_info, None
             try:
-                sample = next(found)
+                with as_in_the_main_process():  # a generator looks for its worker only when it starts to run
+                    sample = next(found)
             except StopIteration:
                 return
-            finally:
-                _worker._worker_info = info
             yield sample
 
 
 class RankStreamLoader(RankLoader):
     """A `RankLoader` of an iterable dataset, of which nobody knows where it ends.
 
-    In training it reads one batch ahead. That a rank has given out its last batch travels with the gradients of that
+    In training it reads one batch ahead. That a rank has given out its last batch is reduced with the gradients of that
     step, so that all ranks end together.
 
     Args:
@@ -325,7 +317,7 @@ class RankStreamLoader(RankLoader):
         self.ended = False
         self._tell(step, batch is not None)
 
-    def heard(self, ended: float) -> None:
+    def note_ended(self, ended: float) -> None:
         ended = round(ended * world.world_size())
         self._over = self._over or (ended == world.world_size() if self.join else ended > 0)
 

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other beside the collectives: failures, questions, and signs of life.
+"""Messages and signs of life that the ranks of a run exchange beside the collectives.
 
 A rank that waits in a collective cannot be told anything by another one, and waits for ever if a peer has failed or is
 stuck. So every rank has two threads while it trains. One reads the messages that other ranks put into the store, and
@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from inspect import isfunction
 from types import FrameType
 from typing import Any
 
@@ -24,7 +25,10 @@ import torch
 import torch.distributed as dist
 
 from learnerkit import world
+from learnerkit.host_scalars import HostCopy
 from learnerkit.launch.heartbeat import Heartbeat, where
+from learnerkit.launch.report import is_collective_error
+from learnerkit.torch_internals import abort_nccl, frame_of_thread, waits_for_ranks
 
 GRACE_SECONDS = 0.5
 """How long after a failure the others may still run into the same error by themselves, and so report it as theirs."""
@@ -37,24 +41,23 @@ class PeerError(RuntimeError):
     """Another rank failed, or came to a standstill; the message says which, where and why."""
 
     follows_another = True  # the launcher reports the first cause before its followers
-    standstill = False  # whether there is no other error to wait for
+    standstill = False  # the ranks came to a standstill: no other error will follow
 
 
 class Watch:
-    """This rank's ear and eye for the others; enter it for a run, on every rank.
+    """Listens for messages of other ranks, and looks for a standstill; enter it for a run, on every rank.
 
     Args:
         name: of the run, the same on every rank and of this run alone.
         timeout: seconds after which a rank that waits without anything moving counts as stuck.
-        outer: that of a run in which this one takes place; both have one heartbeat.
 
     Attributes:
         failure: what is known of the first failure of any rank: rank, event, callback, epoch, step, cause.
         called: before which vote another rank has left validation and waits for all to do so.
     """
 
-    def __init__(self, name: str, timeout: float, outer: "Watch | None" = None) -> None:
-        self.timeout, self._outer = timeout, outer
+    def __init__(self, name: str, timeout: float) -> None:
+        self.timeout = timeout
         self.rank, self.ranks = world.rank(), world.world_size()
         self.store = dist.PrefixStore(f"learnerkit/watch/{name}", world.store())
         self.failure: dict | None = None
@@ -71,7 +74,7 @@ class Watch:
             PeerError: some did not.
         """
         self._await_all()
-        self.heartbeat = Heartbeat.own() if self._outer is None else self._outer.heartbeat
+        self.heartbeat = Heartbeat.own()
         here = _machine()
         everyone = world.all_gather((here, self.heartbeat.path, _connections()))
         self.heartbeats = {self.rank: self.heartbeat}
@@ -89,7 +92,7 @@ class Watch:
             pair for pair in everyone[self.rank][2] if pair[::-1] in others and store not in (pair[0][1], pair[1][1])
         }
         self.heartbeat.live(waits=False)
-        self.heartbeat.beat(0, 0, b"before_fit/")
+        self.heartbeat.beat(time.monotonic(), 0, 0, b"before_fit/")
         self._inbox = self.store.clone()  # a client of its own: it waits while the main thread uses the other one
         for work in (self._listen, self._look):
             self._threads.append(threading.Thread(target=work, name=f"learnerkit{work.__name__}", daemon=True))
@@ -109,10 +112,9 @@ class Watch:
         for thread in self._threads:
             thread.join(timeout=ANSWER_SECONDS)
         # Now rather than when the garbage is collected, so that fits in a row do not gather descriptors.
-        self._inbox = None
+        del self._inbox
         for heartbeat in self.heartbeats.values():
-            if self._outer is None or heartbeat is not self._outer.heartbeat:
-                heartbeat.close()
+            heartbeat.close()
 
     def _await_all(self) -> None:
         # By the store, which tells who is missing; a collective would only wait.
@@ -129,7 +131,7 @@ class Watch:
             time.sleep(0.002)
 
     def _leave_last(self) -> None:
-        # Rank 0, which may host the store: the others would be told by torch, at length, that it has gone.
+        # Rank 0, which may host the store: torch would print long messages on the others if it went first.
         left, end = self.store.add("left", 1), time.monotonic() + ANSWER_SECONDS
         while self.rank == 0 and left < self.ranks and time.monotonic() < end:
             time.sleep(0.01)
@@ -170,7 +172,7 @@ class Watch:
     # A failure
 
     def fail(self, facts: dict) -> None:
-        """Tell the others that this rank has failed, and free those that wait for it."""
+        """Report to the others that this rank has failed, and end their waits for it."""
         self.failure = mine = facts | {"rank": self.rank}
         try:
             self.failure = json.loads(self.store.compare_set("failure", "", json.dumps(mine)))
@@ -186,15 +188,15 @@ class Watch:
         self.hang_up()
 
     def first_failure(self, patience: float) -> dict | None:
-        """The first failure, if one becomes known within `patience` seconds."""
+        """Return the first failure, if one becomes known within `patience` seconds."""
         end = time.monotonic() + patience
         while self.failure is None and time.monotonic() < end:
             time.sleep(0.01)
         return self.failure
 
     def hang_up(self) -> None:
-        """End every wait of this process, and of its peers for it, in a collective. The process group is dead then."""
-        world.give_up()
+        """End every wait in a collective, of this process and of others for it. The process group is dead then."""
+        world.group_is_dead = True
         for pair, line in _open_sockets():
             with line:
                 if pair in self._lines:
@@ -207,12 +209,12 @@ class Watch:
     # A question: has any rank made the step that this one would leave out?
 
     def answer(self) -> None:
-        """Say that this rank made the step asked for, once it has."""
+        """Answer that this rank made the step asked for, once it has."""
         if 0 <= self._asked <= self.stepped:
             self.store.set(f"stepped/{self._asked}", "yes")
 
     def all_skip(self, step: int) -> bool:
-        """Whether every rank leaves out optimizer step `step`; ranks that make it never call this."""
+        """Tell whether every rank leaves out optimizer step `step`; ranks that make it never call this."""
         skipping = self.store.add(f"skipped/{step}", 1)
         if skipping < self.ranks:
             self.tell_others("stepped?", step)
@@ -241,10 +243,10 @@ class Watch:
                 return
 
     def _frame(self) -> FrameType | None:
-        return sys._current_frames().get(self._main)
+        return frame_of_thread(self._main)
 
     def report(self) -> dict:
-        """Where this rank is, whether it waits for others, and its main thread's stack."""
+        """Describe where this rank is, whether it waits for others, and its main thread's stack."""
         frame = self._frame()
         stack = "".join(traceback.format_stack(frame)[-6:]) if frame else ""
         return self.heartbeat.read() | {"waits": _waits(frame), "stack": stack}
@@ -258,7 +260,7 @@ class Watch:
         reports = {rank: found for rank, found in reports.items() if found["alive"] < ANSWER_SECONDS}
         reports |= answers | {self.rank: self.report() | {"waits": True}}
         waiting = [rank for rank in reports if reports[rank]["waits"]]
-        if min(waiting) == self.rank:  # one speaks for all
+        if min(waiting) == self.rank:  # one rank prints for all
             print(self._describe(reports), file=sys.stderr, flush=True)
             failure = self._standstill(reports)
             self._aside(self.tell_others, "failed", failure)
@@ -271,7 +273,7 @@ class Watch:
             os._exit(1)
 
     def _aside(self, work: Callable, *args: Any) -> None:
-        """Do something with the store without waiting for it for long, and give signs of life meanwhile."""
+        """Do something with the store in a thread, wait for it a little, and give signs of life meanwhile."""
         thread = threading.Thread(target=work, args=args, daemon=True)
         thread.start()
         end = time.monotonic() + ANSWER_SECONDS
@@ -280,7 +282,7 @@ class Watch:
             self.heartbeat.live(waits=True)
 
     def _standstill(self, reports: dict[int, dict]) -> dict:
-        """What the ranks' errors say."""
+        """The facts that the ranks' errors will tell."""
         late = self._late(reports)
         culprit = late[0] if late else self.rank
         if late:
@@ -334,7 +336,7 @@ class Watch:
 
     def peer_error(self) -> PeerError:
         """The error of a rank that leaves because another one failed."""
-        first, mine = self.failure, self.heartbeat.read()
+        first, mine = self.failure or {}, self.heartbeat.read()
         verb = "came to a standstill" if first.get("standstill") else "failed"
         error = PeerError(
             f"rank {first['rank']} {verb} in {where(first)}: {first['cause']}\n"
@@ -345,7 +347,7 @@ class Watch:
 
 
 def _machine() -> tuple[str, str]:
-    """Which machine this is: containers may share its name, but then they do not see each other's processes."""
+    """Identify this machine: containers may share its name, but then they do not see each other's processes."""
     processes = "/proc/self/ns/pid"
     return socket.gethostname(), os.readlink(processes) if os.path.exists(processes) else ""
 
@@ -356,29 +358,18 @@ def _put(store: dist.Store, rank: int, kind: str, about: Any = None) -> None:
     store.set(f"inbox/{rank}/{number}", json.dumps([kind, about]))
 
 
-def is_collective_error(error: BaseException) -> bool:
-    """Whether an error may be the echo of another rank's failure."""
-    if isinstance(error, PeerError | dist.DistError):
-        return True
-    text = str(error).lower()
-    echoes = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
-    return isinstance(error, RuntimeError) and any(echo in text for echo in echoes)
+def may_follow(error: BaseException) -> bool:
+    """Tell whether an error may come of another rank's failure."""
+    return isinstance(error, PeerError) or is_collective_error(f"{type(error).__name__}: {error}")
+
+
+_WAITING = {f.__code__ for f in (*vars(world).values(), Watch.all_skip, HostCopy.numbers) if isfunction(f)}
+"""The code of this package's functions in which a rank may wait for others."""
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Whether a thread is inside a collective, or a backward pass, which holds one."""
-    for _ in range(4):  # the innermost frames
-        if frame is None:
-            return False
-        path = frame.f_code.co_filename
-        if any(part in path for part in (f"torch{os.sep}distributed", f"torch{os.sep}autograd")):
-            return True
-        if frame.f_code.co_name == "_distributed_broadcast_coalesced":  # DDP sends its buffers
-            return True
-        if path == world.__file__ or frame.f_code.co_name in ("all_skip", "_land") and "learnerkit" in path:
-            return True
-        frame = frame.f_back
-    return False
+    """Tell whether a thread waits for other ranks."""
+    return waits_for_ranks(frame, _WAITING)
 
 
 def _open_sockets() -> list[tuple[tuple, socket.socket]]:
@@ -422,8 +413,7 @@ def _store_port() -> int | None:
 
 
 def _abort_device_groups() -> None:
-    # Not run on two GPUs so far: NCCL's way to end the waits of a group.
     for device in dist.get_backend_config().split(","):
         kind, _, backend = device.partition(":")
         if backend == "nccl" and kind in ("cuda", "") and torch.cuda.is_available():
-            dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
+            abort_nccl()

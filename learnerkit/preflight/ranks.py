@@ -1,21 +1,20 @@
-"""A proof on the user's own learner: a few steps on several CPU processes against the same steps on one."""
+"""A check on the user's own learner: a few steps on several CPU processes against the same steps on one."""
 
 import gc
 import multiprocessing
 import os
 import re
-import signal
 import sys
 import tempfile
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, product
 from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,22 +22,26 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader, IterableDataset
 
 from learnerkit import world
-from learnerkit.arguments import UNKNOWN_COUNT, unknown_count
+from learnerkit.arguments import check_count
 from learnerkit.callback import Callback
 from learnerkit.callbacks.progress import ProgressCallback
 from learnerkit.data.batches import map_batch, tensors_in
 from learnerkit.data.order import in_order, with_batches
 from learnerkit.events import CancelFitException
 from learnerkit.files import save_whole
+from learnerkit.launch.environment import LOOPBACK, LOOPBACK_INTERFACE
+from learnerkit.launch.processes import kill_group, user_traceback
+from learnerkit.losses import UNKNOWN_COUNT, unknown_count
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.parallel.drift import digests, state_table
 from learnerkit.parallel.loaders import RankLoader
+from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report
+from learnerkit.text import escaped
+from learnerkit.torch_internals import BatchNorm
 from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
@@ -49,15 +52,16 @@ TOLERANCE = 1e-5
 
 
 def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: float = 120.0, **kwargs: Any) -> bool:
-    """Train a few steps on `n` CPU processes and on one, compare the two, and print a verdict. Needs no GPU.
+    """Train a few steps on `n` CPU processes and on one, compare the two, and print a report. Needs no GPU.
 
     Compared are the samples that each rank read, losses and weights; then, on the first validation samples (all of an
     iterable dataset), loss, metrics and predictions. The processes are forks of this one and split each batch; they
     compute in float64 where the learner can. In them `learn.path` is a temporary directory. The learner itself is
     left as it is.
 
-    Differences that are meant are kept out, and said: dropout is off, and BatchNorm uses its running statistics.
-    The learner's callbacks run; take those that write elsewhere than to `learn.path` out with `learn.removed_cbs`.
+    Differences that are intended are left out, and the report says so: dropout is off, and BatchNorm uses its running
+    statistics. The learner's callbacks run; take those that write elsewhere than to `learn.path` out with
+    `learn.removed_cbs`.
 
     Args:
         learn: a learner that can train under DDP.
@@ -75,41 +79,40 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
     """
     _check_call(learn, n, steps)
     callback = DistributedCallback(split_batches=True, sync_bn=False, timeout=timeout / 3, **kwargs)
-    host, seeds, end, notes = _on_host(learn), world.seed_states(), time.monotonic() + timeout, []
+    host, seeds, end, left_out = _on_host(learn), world.seed_states(), time.monotonic() + timeout, []
     for dtype in (torch.float64, None):
         run = partial(_run, learn, host, seeds, steps, dtype)
         joins = [partial(_join, learn, callback, timedelta(seconds=timeout), n, rank) for rank in range(n)]
-        runs = _in_forks([partial(run, join) for join in (None, *joins)], end)
-        failed = sorted((found["when"], place, found["error"]) for place, found in enumerate(runs) if "error" in found)
-        late = [place for (kind, _), place, _ in failed if kind == _LATE]
+        runs = _run_in_forks([partial(run, join) for join in (None, *joins)], end)
+        failed = sorted((found["when"], job, found["error"]) for job, found in enumerate(runs) if "error" in found)
+        late = [job for (kind, _), job, _ in failed if kind == _LATE]
         if not failed or late:
             break
-        notes = [f"computed in the learner's own precision; in float64: {failed[0][2].splitlines()[-1]}"]
+        left_out = [f"float64, which the learner cannot compute in: {failed[0][2].splitlines()[-1]}"]
     title = f"check_distributed: {n} CPU processes against 1"
     if failed:
         who = ["the single process", *(f"rank {rank}" for rank in range(n))]
         _, first, error = failed[0]
         _check_fork(error)
-        print(f"{title}: {who[first]} failed\n{indent(error.rstrip(), '  ')}")
-        others = [who[place] for place in late if place != first]
+        print(f"{title}: {who[first]} failed\n{indent(escaped(error.rstrip()), '  ')}")
+        others = [who[job] for job in late if job != first]
         if others:
             print(f"  not finished when time was up: {', '.join(others)}")
         return False
     one, *ranks = runs
     steps, size = len(one["steps"]), len(one["steps"][0]["samples"])
     print(f"{title}, {steps} steps of {size} samples; differences up to {TOLERANCE:.0e} count as rounding")
-    findings, reason = _compare(one, ranks)
-    for name, ok, text in findings:
-        print(f"  {name:<12} {'ok  ' if ok else 'FAIL'}  {text}")
-    for line in ([f"likely reason: {reason}"] if reason else []) + notes + one["left_out"]:
-        print(f"  {line}")
-    return not reason
+    report = Report()
+    for topic, findings in _compare(one, ranks).items():
+        report.add(topic, findings)
+    if left_out := left_out + one["left_out"]:
+        report.add("left out", [Finding(NOTHING, ", ".join(left_out))])
+    return report.close()
 
 
 def _check_call(learn: "Learner", n: int, steps: int) -> None:
-    for name, value, least in (("n", n, 2), ("steps", steps, 1)):
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"check_distributed got {name}={value!r}; it is a whole number, {least} or more")
+    check_count("n", n, least=2)
+    check_count("steps", steps)
     if world.is_joined() or world.world_size() > 1:
         raise RuntimeError(
             f"check_distributed starts processes of its own, and this one is rank {world.rank()} of "
@@ -129,22 +132,24 @@ def _check_fork(error: str) -> None:
         )
 
 
-# Processes: forked, as what a script or a notebook cell defines need not be pickled then
+# Processes: forked, so that what a script or a notebook cell defines need not be pickled
 
 
-def _in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[dict]:
-    """What each job returned in a process of its own, or its 'error' and 'when' it came; no process is left running.
+def _run_in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[dict]:
+    """Run each job in a fork of this process; return their results, or the 'error' of a job and 'when' it came.
 
     Args:
         jobs: f(a temporary directory for all of them) -> what `torch.load` takes with `weights_only=True`.
-        end: when to give up, on the monotonic clock.
+        end: when to give up, on the monotonic clock. No process is left running.
     """
-    processes, running = [], {}
+    processes: list[BaseProcess] = []
+    running: dict[Any, BaseProcess] = {}
     with tempfile.TemporaryDirectory(prefix="learnerkit-") as name:
         folder = Path(name)
         try:
-            for place, job in enumerate(jobs):
-                process = multiprocessing.get_context("fork").Process(target=_child, args=(job, folder, place))
+            for number, job in enumerate(jobs):
+                args = (job, folder, number)
+                process: BaseProcess = multiprocessing.get_context("fork").Process(target=_child, args=args)
                 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
                     process.start()  # Python 3.12 warns of this process's threads; the children need none of them
                 processes.append(process)
@@ -159,14 +164,12 @@ def _in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[dict]:
             late = list(running.values())
             for process in late:
                 _kill(process)
-        return [_read(folder, place, process, process in late) for place, process in enumerate(processes)]
+        return [_read_result(folder, number, process, process in late) for number, process in enumerate(processes)]
 
 
-def _kill(process: Any) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)  # with its loader workers
-    except (ProcessLookupError, PermissionError):  # nobody is left, or it is too young to head a group
-        process.kill()
+def _kill(process: BaseProcess) -> None:
+    if process.pid is None or not kill_group(process.pid):  # with its loader workers
+        process.kill()  # it is too young to lead a group
     process.join()
 
 
@@ -174,8 +177,8 @@ _ENDED, _RAISED, _FOLLOWED, _LATE = range(4)
 """How a process failed: the lower, the nearer to the cause. One that ends without an exception fails the others."""
 
 
-def _read(folder: Path, place: int, process: Any, late: bool) -> dict:
-    file, log = folder / f"{place}.pt", folder / f"{place}.log"
+def _read_result(folder: Path, number: int, process: BaseProcess, late: bool) -> dict:
+    file, log = folder / f"{number}.pt", folder / f"{number}.log"
     if file.exists():
         return torch.load(file, weights_only=True)
     said = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
@@ -183,38 +186,40 @@ def _read(folder: Path, place: int, process: Any, late: bool) -> dict:
     return {"error": "\n".join([*said, how]), "when": (_LATE if late else _ENDED, 0.0)}
 
 
-def _child(job: Callable[[Path], dict], folder: Path, place: int) -> NoReturn:
+def _child(job: Callable[[Path], dict], folder: Path, number: int) -> NoReturn:
     os.setsid()  # Ctrl-C is for the parent, which ends this group as a whole
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     gc.freeze()  # the parent's garbage may be a loader's iterator, whose end would end the parent's workers
     torch.set_num_threads(1)  # the parent's threads do not exist here
-    with open(folder / f"{place}.log", "w", buffering=1) as log:
+    with open(folder / f"{number}.log", "w", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log
         if len(str(folder)) <= 70:  # it holds sockets of loader workers, whose paths may have 103 characters
-            tempfile.tempdir = str(folder)  # what a killed process leaves goes with it
+            tempfile.tempdir = str(folder)  # what a killed process leaves behind is removed with it
         try:
             found = job(folder)
         except BaseException as e:
             kind = _FOLLOWED if getattr(e, "follows_another", False) else _RAISED
-            found = {"error": traceback.format_exc(limit=-8), "when": (kind, time.monotonic())}
-        save_whole(found, folder / f"{place}.pt")
+            found = {"error": user_traceback(e), "when": (kind, time.monotonic())}
+        save_whole(found, folder / f"{number}.pt")
         for worker in multiprocessing.active_children():
             worker.terminate()
         os._exit("error" in found)
 
 
-def _die_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os.killpg(0, signal.SIGKILL)
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    kill_group(0)  # its own
 
 
 # What each process does
 
 
 def _on_host(learn: "Learner") -> list[tuple]:
-    """(owner, key, value on the host) of the learner's tensors: a child cannot reach a GPU that its parent has used."""
+    """(owner, key, copy on the host) of the learner's tensors: a child cannot reach a GPU that its parent has used."""
     found: list[tuple] = []
     for module in (learn.model, learn.loss_func):
         if isinstance(module, nn.Module):
@@ -247,24 +252,24 @@ def _run(
         else:
             owner[key] = value
     learn.dls._device = torch.device("cpu")
-    for dl in learn.dls.loaders:
-        if isinstance(dl, DataLoader):  # the iterator is kept, since its end would end the parent's workers
-            dl.pin_memory, dl._iterator, dl._iterator_of_parent = False, None, dl._iterator
-    few = learn.dls.loaders[1] = _few(learn.dls.train if learn.dls.valid is None else learn.dls.valid, steps)
+    for i, dl in enumerate(learn.dls.loaders):
+        if isinstance(dl, DataLoader):  # the copy keeps the loader, because its end would end the parent's workers
+            learn.dls.loaders[i] = with_batches(dl, pin_memory=False, copied_from=dl)
+    few = learn.dls.loaders[1] = _first_batches(learn.dls.train if learn.dls.valid is None else learn.dls.valid, steps)
     learn.path, learn.logger = folder / ("ranks" if join else "one"), lambda row: None
     learn.path.mkdir(exist_ok=True)
     learn.remove_cbs([ProgressCallback, ParallelCallback, DistributedCallback])
-    notes, left_out = _Notes(steps), _steady(learn.model)
+    notes, left_out = _Notes(steps), _make_deterministic(learn.model)
 
-    def arrive(cb: Callback) -> None:
+    def prepare(cb: Callback) -> None:
         learn.xb, learn.yb = map_batch(cast, (learn.xb, learn.yb))
         notes.seeds = world.seed_states()
 
-    learn.add_cbs([Callback(before_batch=arrive, order=-1000), notes])
+    learn.add_cbs([Callback(before_batch=prepare, order=-1000), notes])
     if join:
         join(folder)
     warnings.filterwarnings("ignore", re.escape(UNKNOWN_COUNT))  # the report has it
-    world.set_seed_states(seeds)  # python seeds its generator anew in a fork
+    world.set_seed_states(seeds)  # python seeds its generator again in a fork
     start = [p.detach().clone() for p in learn.model.parameters()]
     learn.fit(1)
     if not notes.steps:
@@ -274,7 +279,7 @@ def _run(
     values, outputs = learn.validate(dl=few), tensors_in(list(learn.get_preds(dl=few)))
     return {
         "steps": notes.steps,
-        "sums": learn.loss_weighting.sums,
+        "sums": learn._loss_weighting.sums,
         "unknown": notes.unknown,
         "draws": notes.draws,
         "weights": weights,
@@ -287,18 +292,18 @@ def _run(
 
 def _join(learn: "Learner", callback: DistributedCallback, wait: timedelta, n: int, rank: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    os.environ |= {"MASTER_ADDR": LOOPBACK, "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
     store = dist.FileStore(str(folder / "store"), n)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=wait)
     learn.add_cb(callback)
 
 
-def _few(dl: Any, batches: int) -> Any:
-    """The first batches of a loader in dataset order, the last one short of a sample, so that shares are uneven."""
+def _first_batches(dl: Any, n: int) -> Any:
+    """The first `n` batches of a loader in dataset order, the last one short of a sample, so that shares are uneven."""
     dl = in_order(dl, "1")
     if not _has_indices(dl):
         return dl
-    found = list(islice(dl.batch_sampler, batches))
+    found = list(islice(dl.batch_sampler, n))
     return with_batches(dl, batch_sampler=[*found[:-1], found[-1][: max(1, len(found[-1]) - 1)]])
 
 
@@ -306,28 +311,29 @@ def _has_indices(dl: Any) -> bool:
     return isinstance(dl, DataLoader) and dl.batch_sampler is not None and not isinstance(dl.dataset, IterableDataset)
 
 
-def _steady(model: nn.Module) -> list[str]:
-    """Switch dropout off, and say what rightly differs between ranks and so is not compared."""
-    dropouts = 0
+_DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
+
+
+def _make_deterministic(model: nn.Module) -> list[str]:
+    """Switch dropout off, and say which intended differences between ranks are not compared."""
+    dropouts, norms = 0, len(_norms(model))
     for module in model.modules():
-        name = "p" if isinstance(module, _DropoutNd) else "dropout"
-        if isinstance(module, _DropoutNd | nn.RNNBase | nn.MultiheadAttention) and getattr(module, name):
+        name = "p" if isinstance(module, _DROPOUTS) else "dropout"
+        if isinstance(module, (*_DROPOUTS, nn.RNNBase, nn.MultiheadAttention)) and getattr(module, name):
             setattr(module, name, 0.0)
             dropouts += 1
-    told = [f"dropout was off ({dropouts})"] if dropouts else []
-    norms = len(_norms(model))
-    told += [f"BatchNorm used its running statistics ({norms})"] if norms else []
-    return [f"not compared: {', '.join(told)}"] if told else []
+    said = [f"dropout was off ({dropouts})"] if dropouts else []
+    return said + ([f"BatchNorm used its running statistics ({norms})"] if norms else [])
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:
-    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    return [m for m in model.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
 
 
-class _Noted:
-    """A batch sampler that notes what is drawn from it."""
+class _NotedBatches:
+    """A batch sampler that notes the indices drawn from it."""
 
-    def __init__(self, batches: Iterable, drawn: list) -> None:
+    def __init__(self, batches: Any, drawn: list[list[str]]) -> None:
         self.batches, self.drawn = batches, drawn
 
     def __len__(self) -> int:
@@ -340,7 +346,7 @@ class _Noted:
 
 
 class _Notes(Callback):
-    """Notes each step when all other callbacks have acted, and ends the fit after the last one wanted."""
+    """Notes each step after all other callbacks have acted, and ends the fit after the last one wanted."""
 
     order = 1000
     run_valid = False
@@ -348,7 +354,10 @@ class _Notes(Callback):
 
     def __init__(self, wanted: int) -> None:
         super().__init__()
-        self.wanted, self.steps, self.drawn, self.draws = wanted, [], [], False
+        self.wanted = wanted
+        self.steps: list[dict] = []
+        self.drawn: list[list[str]] = []
+        self.draws = False  # whether a step draws random numbers
         self.seeds: tuple = ()
         self.unknown = ""  # what is not known of the model's own loss
 
@@ -356,36 +365,36 @@ class _Notes(Callback):
         learn = self.learn
         for norm in _norms(learn.model):
             norm.eval()
-        shared = isinstance(learn.dl, RankLoader)
-        loader = learn.dl.loader if shared else learn.dl
-        if _has_indices(loader):
-            noted = with_batches(loader, batch_sampler=_Noted(loader.batch_sampler, self.drawn))
-            if shared:
-                learn.dl.loader = noted
-            else:
-                learn.dl = noted
+        dl: Any = learn.dl
+        loader = dl.loader if isinstance(dl, RankLoader) else dl
+        if not _has_indices(loader):
+            return
+        noted = with_batches(loader, batch_sampler=_NotedBatches(loader.batch_sampler, self.drawn))
+        if isinstance(dl, RankLoader):
+            dl.loader = noted
+        else:
+            learn.dl = noted
 
     def after_loss(self) -> None:
         torch_seeds, python_seeds, _ = world.seed_states()
         self.draws |= not torch.equal(torch_seeds, self.seeds[0]) or python_seeds != self.seeds[1]
-        if self.learn.loss_weighting.unknown:
-            self.unknown = unknown_count(self.learn)
+        if self.learn._loss_weighting.unknown:
+            self.unknown = unknown_count(self.learn.yb)
 
     def after_batch(self) -> None:
         learn, size = self.learn, self.learn.batch_size
         columns = [t for t in tensors_in(learn.batch) if t.ndim and len(t) == size]
-        shapes = [list(t.shape[1:]) for t in columns]
-        marks = iter(digests([t[i] for i in range(size) for t in columns]))
-        data = [[next(marks) for _ in columns] for _ in range(size)]
+        hashes = iter(digests([t[i] for i in range(size) for t in columns]))
+        data = [[next(hashes) for _ in columns] for _ in range(size)]
         samples = (self.drawn[learn.iter] if self.drawn else list(map(str, data))) if size else []
-        counts = size > 0 and learn.loss is not None
+        loss = learn.loss if size else None
         self.steps.append(
             {
                 "samples": samples,
-                "shapes": shapes,
+                "shapes": [list(t.shape[1:]) for t in columns],
                 "data": data if len(data) == len(samples) else [[]] * len(samples),  # a collate_fn may pack samples
-                "loss": float(learn.loss) if counts else 0.0,
-                "count": float(learn.loss_count) if counts else 0.0,
+                "loss": 0.0 if loss is None else float(loss),
+                "count": 0.0 if loss is None else float(learn._loss_count),
                 "state": state_table(learn, training=True),
             }
         )
@@ -393,11 +402,11 @@ class _Notes(Callback):
             raise CancelFitException
 
 
-# The comparison: findings are (name, whether it is the same, text)
+# The comparison
 
 
-def _compare(one: dict, ranks: list[dict]) -> tuple[list[tuple[str, bool, str]], str]:
-    """The findings, and the likely reason of what is wrong, if anything is."""
+def _compare(one: dict, ranks: list[dict]) -> dict[str, list[Finding]]:
+    """The findings by topic; where something is wrong, with the likely reason."""
     steps = list(zip(one["steps"], zip(*(run["steps"] for run in ranks), strict=False), strict=False))
     lengths = [len(run["steps"]) for run in (one, *ranks)]
     wrong_samples, reason = _compare_samples(steps)
@@ -405,40 +414,49 @@ def _compare(one: dict, ranks: list[dict]) -> tuple[list[tuple[str, bool, str]],
         wrong_samples = f"one process took {lengths[0]} steps, the ranks took {lengths[1:]}"
     total = sum(len(step["samples"]) for step in one["steps"])
     right = f"each global batch the same, each sample once ({total} samples)"
-    losses = [{f"step {i}": _loss([step], one["sums"]) for i, (step, _) in enumerate(steps, 1)}]
-    losses += [{f"step {i}": _loss(parts, one["sums"]) for i, (_, parts) in enumerate(steps, 1)}]
-    findings = [
-        ("samples", not wrong_samples, wrong_samples or right),
-        _equal("losses", losses[0], losses[1:]),
-        _equal("weights", one["weights"], [run["weights"] for run in ranks], one["update"]),
-        *(_equal(name, one[name], [run[name] for run in ranks]) for name in ("validation", "predictions")),
-    ]
-    wrong = {name for name, ok, _ in findings if not ok}
-    apart = _apart([parts for _, parts in steps]) if "weights" in wrong else ""
-    if reason or not wrong:
-        return findings, reason
+    alone = {f"step {i}": _loss([step], one["sums"]) for i, (step, _) in enumerate(steps, 1)}
+    together = {f"step {i}": _loss(parts, one["sums"]) for i, (_, parts) in enumerate(steps, 1)}
+    found = {
+        "samples": Finding(WRONG, wrong_samples) if wrong_samples else Finding(OK, right),
+        "losses": _judge_equal(alone, [together]),
+        "weights": _judge_equal(one["weights"], [run["weights"] for run in ranks], one["update"]),
+        **{name: _judge_equal(one[name], [run[name] for run in ranks]) for name in ("validation", "predictions")},
+    }
+    findings = {name: [finding] for name, finding in found.items()}
+    wrong = {name for name, finding in found.items() if finding.mark == WRONG}
+    if wrong:
+        first_alike = torch.isclose(alone["step 1"], together["step 1"], rtol=1e-6, equal_nan=True)
+        apart = _first_apart([parts for _, parts in steps]) if "weights" in wrong else ""
+        findings["reason"] = [Finding(HINT, reason or _likely_reason(one, wrong, bool(first_alike), apart))]
+    return findings
+
+
+def _likely_reason(one: dict, wrong: set[str], first_alike: bool, apart: str) -> str:
+    """The likely reason of a difference other than in the samples.
+
+    Args:
+        one: what the single process has noted.
+        wrong: in what there is a difference.
+        first_alike: the losses of the first step are equal.
+        apart: the first difference between ranks.
+    """
     if apart:
-        return findings, f"a callback that acts on some ranks alone: {apart}"
+        return f"a callback that acts on some ranks alone: {apart}"
     if one["draws"]:
-        return findings, (
+        return (
             "the model or a callback draws random numbers in a step (dropout as a function?), which each rank does for "
             "itself: switch that off for this check"
         )
     if one["unknown"]:
-        return findings, one["unknown"]
-    if not torch.isclose(losses[0]["step 1"], losses[1]["step 1"], rtol=1e-6, equal_nan=True):
-        return findings, (
+        return one["unknown"]
+    if not first_alike:
+        return (
             "the loss is not a mean over samples: give the Learner loss_weight=, a function of the targets that counts "
             "what it averages over; or a prediction depends on the other samples of its batch"
         )
     if wrong & {"samples", "losses", "weights"}:
-        return findings, (
-            "gradients that depend on how a batch is split: by a callback, a `_backward`, or a buffer of the model"
-        )
-    return (
-        findings,
-        "a metric that is no mean over samples (see AccumMetric), or a prediction that depends on its batch",
-    )
+        return "gradients that depend on how a batch is split: by a callback, a `_backward`, or a buffer of the model"
+    return "a metric that is not a mean over samples (see AccumMetric), or a prediction that depends on its batch"
 
 
 def _compare_samples(steps: list[tuple]) -> tuple[str, str]:
@@ -454,7 +472,7 @@ def _compare_samples(steps: list[tuple]) -> tuple[str, str]:
         for (rank, shapes, sample, data), mine, my_data in zip(theirs, step["samples"], step["data"], strict=True):
             if sample != mine:
                 return f"step {number}: rank {rank} read sample {sample} in place of {mine}", _SAMPLER
-            # Batches that are padded to their longest sample may differ in shape.
+            # Where batches are padded to their longest sample, shapes may differ.
             if data != my_data and shapes == step["shapes"]:
                 return f"step {number}: sample {sample} has other data on rank {rank} than on one process", _DATASET
     return "", ""
@@ -464,8 +482,8 @@ _SAMPLER = (
     "the sampler is random in itself: let it draw from torch's or python's generators, which learnerkit seeds alike"
 )
 _DATASET = (
-    "the dataset gives other data for a sample each time (random augmentation?): make them depend on the sample's "
-    "index alone for this check"
+    "the dataset gives other data for a sample each time (random augmentation?): make them depend only on the sample's "
+    "index for this check"
 )
 
 
@@ -476,8 +494,8 @@ def _loss(parts: Iterable[dict], sums: bool) -> Tensor:
     return torch.tensor(total / count if count else float("nan"), dtype=torch.float64)
 
 
-def _apart(steps: list[tuple]) -> str:
-    """Where the states of the ranks, which are equal bit by bit under DDP, differ first."""
+def _first_apart(steps: list[tuple]) -> str:
+    """The first difference between the states of the ranks, which are equal bit by bit under DDP."""
     for number, parts in enumerate(steps, 1):
         first, *others = (part["state"] for part in parts)
         for name in first:
@@ -486,13 +504,10 @@ def _apart(steps: list[tuple]) -> str:
     return ""
 
 
-def _equal(
-    name: str, mine: dict[str, Tensor], others: list[dict[str, Tensor]], scale: float | None = None
-) -> tuple[str, bool, str]:
-    """Whether named tensors are the same for everyone up to rounding; if not, the first that differs.
+def _judge_equal(mine: dict[str, Tensor], others: list[dict[str, Tensor]], scale: float | None = None) -> Finding:
+    """Compare named tensors up to rounding; where they differ, name the first difference.
 
     Args:
-        name: of the line.
         mine: those of the single process.
         others: each rank's; or one, of all ranks together.
         scale: of which differences are a share; by default the largest value.
@@ -500,27 +515,17 @@ def _equal(
     of = "values" if scale is None else "updates"
     scale = max(map(_largest, mine.values()), default=0.0) if scale is None else scale
     largest = 0.0
-    for what, a in mine.items():
-        gaps = [_gaps(a, other[what]) for other in others]
-        gap, rank = max((float(gap.max()), rank) for rank, gap in enumerate(gaps))
-        largest = max(largest, gap)
+    for (what, a), rank in product(mine.items(), range(len(others))):
+        b, who = others[rank][what], f"rank {rank}" if len(others) > 1 else "all ranks together"
+        if a.shape != b.shape:
+            return Finding(WRONG, f"{what}: {tuple(b.shape)} on {who}, {tuple(a.shape)} on one process")
         allowed = TOLERANCE * scale + (100 * torch.finfo(a.dtype).eps * _largest(a) if a.is_floating_point() else 0.0)
-        if gap > allowed:
-            b, at = others[rank][what], tuple((gaps[rank] > allowed).nonzero()[0].tolist())
-            who = f"rank {rank}" if len(others) > 1 else "all ranks together"
-            values = (f"{b[at]:.6g}", f"{a[at]:.6g}") if a.shape == b.shape else (tuple(b.shape), tuple(a.shape))
-            return name, False, f"{what}{list(at) or ''}: {values[0]} on {who}, {values[1]} on one process"
-    return name, True, f"largest difference {largest:.1e}, {of} up to {scale:.2g}"
-
-
-def _gaps(a: Tensor, b: Tensor) -> Tensor:
-    """|a - b|: 0 for two NaNs or equal infinities, infinity for two shapes."""
-    if a.shape != b.shape:
-        return torch.tensor(float("inf"))
-    if not a.numel():
-        return torch.tensor(0.0)
-    same = (a == b) | (a.isnan() & b.isnan())
-    return (_wide(a) - _wide(b)).abs().nan_to_num(float("inf")).masked_fill(same, 0.0)
+        apart = ~torch.isclose(_wide(a), _wide(b), rtol=0.0, atol=allowed, equal_nan=True)
+        if apart.any():
+            at = tuple(apart.nonzero()[0].tolist())
+            return Finding(WRONG, f"{what}{list(at) or ''}: {b[at]:.6g} on {who}, {a[at]:.6g} on one process")
+        largest = max(largest, _largest(_wide(a) - _wide(b)))
+    return Finding(OK, f"largest difference {largest:.1e}, {of} up to {scale:.2g}")
 
 
 def _largest(t: Tensor) -> float:

@@ -1,14 +1,79 @@
-"""The marks of what a check has found, alike in `learn.check()` and in the preflight check."""
+"""What the checks find and how it is printed: alike in `learn.check()`, `learn.check_distributed()` and the doctor.
+
+It imports no torch, as the launcher's side of the doctor needs it.
+"""
+
+import textwrap
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from learnerkit.text import escaped
 
 OK = "ok"
 HINT = "??"
-"""It may be meant so."""
+"""It may be intended."""
 WRONG = "!!"
 """A problem."""
 NOTHING = "--"
-"""Not looked at."""
+"""Not checked."""
+
+WIDTH, INDENT = 98, 16
 
 
-def verdict(problems: int) -> str:
-    """The last line."""
-    return f"{problems} problem{'s' if problems > 1 else ''}" if problems else "all is well"
+class Finding(NamedTuple):
+    """What a check has found out about a topic.
+
+    Attributes:
+        mark: `OK`, `HINT`, `WRONG` or `NOTHING`.
+        text: what was found.
+        advice: what to do.
+    """
+
+    mark: str
+    text: str
+    advice: str = ""
+
+
+def notable(findings: Iterable[Finding]) -> list[Finding]:
+    """The hints and problems; if there are none, the first finding."""
+    found = list(findings)
+    return [finding for finding in found if finding.mark in (HINT, WRONG)] or found[:1]
+
+
+class Report:
+    """Prints findings as they come and counts the problems among them.
+
+    Args:
+        shown: whether to print; False on ranks other than 0.
+
+    Attributes:
+        problems: how many findings are problems.
+    """
+
+    def __init__(self, shown: bool = True) -> None:
+        self.shown, self.problems = shown, 0
+
+    def add(self, topic: str, findings: Iterable[Finding]) -> None:
+        """Print the findings about a topic."""
+        for finding in findings:
+            self.problems += finding.mark == WRONG
+            self._print("\n".join(lines(topic, finding)))
+
+    def close(self) -> bool:
+        """Print the verdict. Return whether there is no problem."""
+        self._print(f"{self.problems} problem{'s' * (self.problems > 1)}" if self.problems else "all is well")
+        return not self.problems
+
+    def _print(self, text: str) -> None:
+        if self.shown:
+            print(text, flush=True)
+
+
+def lines(topic: str, finding: Finding) -> list[str]:
+    """A finding as it is printed: wrapped, with control characters escaped, the advice on lines of its own."""
+    text, advice = (
+        textwrap.wrap(escaped(" ".join(part.split())), WIDTH - indent, break_on_hyphens=False)
+        for part, indent in ((finding.text, INDENT), (finding.advice, INDENT + 3))
+    )
+    rest = text[1:] + [("   " if i else "-> ") + line for i, line in enumerate(advice)]
+    return [f"{finding.mark}  {topic:<{INDENT - 4}}{text[0]}", *(" " * INDENT + line for line in rest)]

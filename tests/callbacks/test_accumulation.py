@@ -108,7 +108,7 @@ def test_a_loss_that_is_another_in_training_has_counts_of_its_own():
     learn.fit(1, lr=0.0)
     assert learn.final_record[1] == pytest.approx(learn.validate()[0])
     # What a validation in mid-training finds does not hold for the training.
-    look = Callback(after_backward=lambda cb: seen.append(int(cb.loss_count)))
+    look = Callback(after_backward=lambda cb: seen.append(int(cb._loss_count)))
     learn.fit(1, cbs=[Callback(before_batch=lambda cb: cb.training and cb.learn.validate()), look])
     assert seen == [int((batch["labels"] >= 0).sum()) for batch in batches]
 
@@ -153,7 +153,7 @@ def fit(learn, *cbs, epochs=2, verb="fit"):
     torch.manual_seed(5)
     getattr(learn, verb)(epochs, 0.01, cbs=[steps, *cbs])
     assert all(p.grad is None for p in learn.model.parameters())
-    assert learn.weights is None
+    assert learn._gradient is None
     return steps
 
 
@@ -256,9 +256,9 @@ def test_a_penalty_counts_once():
 def test_validation_in_the_middle_of_a_group():
     def validate(cb):
         if cb.training and cb.train_iter == 2:
-            before = cb.learn.weights, cb.learn.step_batches, cb.learn.step_due
+            before = cb.learn._gradient, cb.learn._step_batches, cb.learn._step_due
             cb.learn.validate()
-            assert before == (cb.learn.weights, cb.learn.step_batches, cb.learn.step_due)
+            assert before == (cb.learn._gradient, cb.learn._step_batches, cb.learn._step_due)
 
     whole, learn = learner(), learner(bs=4)
     fit(whole)
@@ -347,7 +347,7 @@ def test_an_error_leaves_no_gradients_and_no_weights():
         learn.fit(1, cbs=[raising("after_pred", ZeroDivisionError(), lambda cb: cb.iter == 4),
                           GradientAccumulation(n_batches=3)])  # fmt: skip
     assert all(p.grad is None for p in learn.model.parameters())
-    assert (learn.weights, learn.step_batches, learn.step_due) == (None, 1, True)
+    assert (learn._gradient, learn._step_batches, learn._step_due) == (None, 1, True)
 
 
 # Arguments

@@ -129,10 +129,11 @@ def test_numbers_out_of_range(make):
 @pytest.mark.parametrize("cb", [partial(ShortEpochCallback, n=2), partial(OverfitBatch, 2)])
 def test_workers_end_with_the_short_reading(cb, persistent):
     dl = DataLoader(Items(), 4, num_workers=2, persistent_workers=persistent)
-    alive = []
+    alive, before = [], set(psutil.Process().children())  # a pool of ranks, for one
 
     def look(c):
-        alive.append(sum("resource_tracker" not in " ".join(p.cmdline()) for p in psutil.Process().children()))
+        new = set(psutil.Process().children()) - before
+        alive.append(sum("resource_tracker" not in " ".join(p.cmdline()) for p in new))
 
     _, seen = fit([cb(), Callback(after_train=look)], DataLoaders(dl, device="cpu"), epochs=2)
     assert [x[0, 0].item() for x in seen.train[:2]] == [0, 4]

@@ -88,7 +88,7 @@ def test_what_cannot_be_had_is_said_before_anything_is_read():
     learn = classifier(lambda pred, y: F.cross_entropy(pred, y))
     with pytest.raises(ValueError, match="takes `reduction`"):
         learn.get_preds(with_loss=True)
-    with pytest.raises(ValueError, match="no telling how predictions"):
+    with pytest.raises(ValueError, match="not known how to decode predictions"):
         learn.get_preds(with_decoded=True)
     with pytest.raises(ValueError, match="on='somewhere'"):
         learn.get_preds(on="somewhere")

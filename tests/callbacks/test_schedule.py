@@ -488,7 +488,12 @@ def test_schedules_in_a_row_meet_where_they_should():
 
 @pytest.mark.parametrize(
     ("pcts", "error"),
-    [([0.5, 0.4], "together 1"), ([1.5, -0.5], "0 or more"), ([1.0], "one share for each"), ([], "one share for each")],
+    [
+        ([0.5, 0.4], "their sum is 1"),
+        ([1.5, -0.5], "0 or more"),
+        ([1.0], "one share for each"),
+        ([], "one share for each"),
+    ],
 )
 def test_shares_that_cannot_be_are_refused(pcts, error):
     with pytest.raises(ValueError, match=error):
@@ -497,7 +502,7 @@ def test_shares_that_cannot_be_are_refused(pcts, error):
 
 def test_an_exponential_schedule_through_0_is_refused():
     for ends in ((0, 1), (1, 0), (-1, 1)):
-        with pytest.raises(ValueError, match=r"SchedExp\(.*greater than 0"):
+        with pytest.raises(ValueError, match=r"SchedExp\(.*above 0"):
             SchedExp(*ends)
 
 
@@ -639,7 +644,7 @@ def test_what_a_torch_scheduler_cannot_do_is_refused():
         learner(cbs=TorchScheduler(make, "epoch", "valid_lost")).fit(1)
     with pytest.raises(TypeError, match="TorchScheduler's function made None; it returns a scheduler"):
         learner().fit(1, cbs=TorchScheduler(lambda opt: None))
-    with pytest.raises(ValueError, match="TorchScheduler cannot act beside a schedule of 'lr'"):
+    with pytest.raises(ValueError, match="TorchScheduler cannot be combined with a schedule of 'lr'"):
         learner().fit_one_cycle(1, cbs=TorchScheduler(make))
     with pytest.raises(ValueError, match="ReduceLROnPlateau steps by a value"):
         learner(cbs=TorchScheduler(lr_scheduler.ReduceLROnPlateau, "epoch")).fit(1)

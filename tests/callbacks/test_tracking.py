@@ -561,7 +561,7 @@ def test_at_the_lowest_rate_it_is_quiet(capsys):
 def test_a_schedule_of_the_rate_is_refused():
     learn = make_learner()
     for train in (lambda cb: learn.fit_one_cycle(1, cbs=cb), lambda cb: learn.fit(1, cbs=[sched({"lr": half}), cb])):
-        with pytest.raises(ValueError, match="ReduceLROnPlateau cannot act beside a schedule of 'lr'"):
+        with pytest.raises(ValueError, match="ReduceLROnPlateau cannot be combined with a schedule of 'lr'"):
             train(ReduceLROnPlateau())
     learn.opt_func, learn.opt = (lambda groups, lr: torch.optim.SGD(groups, lr, 0.9)), None
     learn.fit(1, cbs=[sched({"momentum": half}), ReduceLROnPlateau()])

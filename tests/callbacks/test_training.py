@@ -137,7 +137,7 @@ def test_one_of_epochs_and_steps():
         for fit in (learn.fit, learn.fit_one_cycle, learn.fit_flat_cos):
             with pytest.raises(ValueError, match="give one of them: how long to train"):
                 fit(**args)
-    with pytest.raises(ValueError, match="start_epoch=1 and n_steps=3; they do not go together"):
+    with pytest.raises(ValueError, match="start_epoch=1 and n_steps=3; they cannot be combined"):
         learn.fit(n_steps=3, start_epoch=1)
 
 

@@ -18,10 +18,10 @@ import pytest
 
 from learnerkit.launch import cli, gpus, slurm
 from learnerkit.launch.cli import Plan, choose_processes, parse
-from learnerkit.launch.environment import Place, rank_environment
+from learnerkit.launch.environment import Topology, rank_environment
 from learnerkit.launch.gpus import gpu_names, listed_gpus
-from learnerkit.launch.nodes import Elastic, Static
-from learnerkit.launch.report import COLLECTIVE_ERROR
+from learnerkit.launch.rendezvous import Elastic, Static
+from learnerkit.launch.report import is_collective_error
 from learnerkit.launch.slurm import Task
 from learnerkit.launch.supervise import CAUSE_SECONDS, Job
 
@@ -121,7 +121,7 @@ def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
     [
         ([], "nothing to run"),
         (["-m"], "nothing to run"),
-        (["no_such_script.py"], "'no_such_script.py' is no file"),
+        (["no_such_script.py"], "'no_such_script.py' is not a file"),
         (["--nproc", "0", __file__], "--nproc 0: give"),
         (["--nproc", "two", __file__], "invalid int value: 'two'"),
         (["--nproc", "2", "--gpus", "0", __file__], "--nproc does not go with --gpus"),
@@ -275,7 +275,7 @@ def test_a_batch_script_gets_the_launchers_options(no_gpu, tmp_path, capsys):
     assert "#SBATCH --nodes=2\n" in text
     assert "#SBATCH --job-name=pkg.train\n" in text
     assert "python -m learnerkit.launch --max-restarts 1 --grace 0.0 --tee \\\n    -m pkg.train --nodes 9 &\n" in text
-    assert capsys.readouterr().out == f"wrote {job}; hand it in with: sbatch {job}\n"
+    assert capsys.readouterr().out == f"wrote {job}; submit it with: sbatch {job}\n"
 
 
 def test_a_batch_script_gets_what_it_is_told_of_the_cluster(no_gpu, tmp_path, capsys):
@@ -342,9 +342,32 @@ def test_the_script_sees_what_python_would_show_it(run, launched, tmp_path, form
     for number, facts in enumerate(seen):
         env = expected["env"] | stale
         assert facts["env"].pop("LEARNERKIT_HEARTBEAT").endswith(tuple("0123456789"))
-        assert facts.pop("env") == rank_environment(env, Place(2, int(port)), number)
+        assert facts.pop("env") == rank_environment(env, Topology(2, int(port)), number)
         assert facts == {name: value for name, value in expected.items() if name != "env"}
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("pack", "the package runs\n"),
+        ("no_such.module", "-m no_such.module: there is no such module"),
+        ("pack.no_such", "-m pack.no_such: there is no such module"),
+        ("pack.inner", "or it is a package without __main__"),
+        ("script.py", "; try script instead of script.py"),
+        ("broken.part", "ModuleNotFoundError: No module named 'missing_here'"),
+    ],
+)
+def test_what_can_be_run_as_a_module(launched, tmp_path, name, said):
+    for folder in ("pack/inner", "broken"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "pack" / "__main__.py").write_text("print('the package runs')")
+    (tmp_path / "script.py").touch()
+    (tmp_path / "broken" / "__init__.py").write_text("import missing_here")
+    code, out, err = launched("--nproc", 1, "-m", name, cwd=tmp_path).finish()
+    assert said in out + err
+    assert code == (name != "pack")
+    assert ("Traceback" in err) == (name == "broken.part")
 
 
 @pytest.mark.parametrize(
@@ -463,6 +486,18 @@ def test_a_second_ctrl_c_kills_at_once(launched):
     assert len(says(err)) == 3
 
 
+def test_ctrl_c_ends_the_wait_for_a_thread(launched, tmp_path):
+    process = launched("--nproc", 2, SCRIPTS / "launch_end.py", "lingers", cwd=tmp_path)
+    process.wait_for("waits for a thread")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    code, out, err = process.finish()
+    assert code == 130
+    assert len(says(err)) == 1  # neither rank had to be killed
+    assert time.monotonic() - began < 5
+
+
 def test_a_file_for_each_rank_and_attempt(launched, tmp_path):
     (tmp_path / "talk.py").write_text(
         "import os, pathlib, sys, time\n"
@@ -575,5 +610,5 @@ def test_the_user_sees_the_error_and_not_its_echo(launched):
     assert "runpy" not in err
     (follower,) = lines[lines.index("  in batch 7") + 1 :]
     assert follower.startswith("learnerkit.launch: rank 0 then failed: RuntimeError: ")
-    assert COLLECTIVE_ERROR.match(follower.partition("then failed: ")[2])
+    assert is_collective_error(follower.partition("then failed: ")[2])
     assert "exit hook ran\n" in out  # the follower may be stopped before it comes to its own

@@ -2,8 +2,8 @@
 
 import sys
 
-from learnerkit.launch.environment import Place, rank_environment, shared_file
-from learnerkit.text import escaped, killed_by, one_line
+from learnerkit.launch.environment import Topology, rank_environment, shared_file
+from learnerkit.text import escaped, escaped_line, killed_by
 
 
 def test_rank_environment():
@@ -16,7 +16,7 @@ def test_rank_environment():
     }
     given |= {"KEPT": "yes", "NCCL_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "3", "GROUP_NAME": "mine"}
     copy = dict(given)
-    env = rank_environment(given, Place(2, 1234), 1, gpus="5,6")
+    env = rank_environment(given, Topology(2, 1234), 1, gpus="5,6")
     assert given == copy
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     assert env == {
@@ -39,9 +39,9 @@ def test_rank_environment():
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
     }
-    assert rank_environment({"OMP_NUM_THREADS": "4"}, Place(2, 1), 0)["OMP_NUM_THREADS"] == "4"
-    assert "OMP_NUM_THREADS" not in rank_environment({}, Place(1, 1), 0)
-    assert rank_environment(given, Place(1, 1), 0)["CUDA_VISIBLE_DEVICES"] == "3"
+    assert rank_environment({"OMP_NUM_THREADS": "4"}, Topology(2, 1), 0)["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS" not in rank_environment({}, Topology(1, 1), 0)
+    assert rank_environment(given, Topology(1, 1), 0)["CUDA_VISIBLE_DEVICES"] == "3"
 
 
 def test_signals_have_names_where_there_are_any():
@@ -52,7 +52,7 @@ def test_signals_have_names_where_there_are_any():
 
 def test_what_goes_into_a_line_stays_there():
     assert escaped("a\tb\nc\x1b[2J\r\u2028é") == "a\tb\nc\\x1b[2J\\r\\u2028é"
-    assert one_line("a\tb\nc\x1b[2J") == "a\\tb\\nc\\x1b[2J"
+    assert escaped_line("a\tb\nc\x1b[2J") == "a\\tb\\nc\\x1b[2J"
 
 
 def test_a_shared_file_is_found_by_its_path():

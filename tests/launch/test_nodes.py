@@ -19,39 +19,32 @@ from servers import FOREIGN, serving
 
 from learnerkit.launch.addresses import NodeError, interface_of, is_own, own_address, parse_endpoint
 from learnerkit.launch.environment import LOOPBACK, LOOPBACK_INTERFACE
-from learnerkit.launch.nodes import (
-    Elastic,
-    End,
-    NodeGroup,
-    SingleNode,
-    Static,
-    check_cards,
-    fingerprint,
-    place_of,
-    versions,
-)
+from learnerkit.launch.node_info import check_that_nodes_match, fingerprint, topology_of, versions
+from learnerkit.launch.nodes import begin_alone, begin_with_others
 from learnerkit.launch.ping import torch_is_tested
+from learnerkit.launch.rendezvous import Elastic, Rendezvous, Static
+from learnerkit.launch.report import Outcome
 
 LIMIT = 100  # seconds for any one step of a test
 
 
-# Cards and places
+# What nodes tell of themselves
 
 
-def card(node, nproc=1, host="a", address="10.0.0.1", **about):
+def info(node, nproc=1, host="a", address="10.0.0.1", **about):
     facts = {"versions": {"Python": "3.11", "torch": "2.15.0"}, "script": "train.py (12ab)", "attempt": 0}
     return {"node": node, "host": host, "address": address, "nproc": nproc, "port": 7} | facts | about
 
 
-def test_places_are_given_node_by_node():
-    cards = [card(0, 2), card(1, 1, "b", "10.0.0.2"), card(2, 3), card(3, 1, "b", "10.0.0.2", attempt=2)]
-    places = [place_of(node, cards, restarts=5) for node in range(4)]
-    assert [p.first for p in places] == [0, 2, 3, 6]
-    assert {p.world_size for p in places} == {7}
-    assert [(p.local_first, p.local_world_size) for p in places] == [(0, 5), (0, 2), (2, 5), (1, 2)]
-    assert {(p.address, p.port, p.nodes, p.attempt, p.restarts) for p in places} == {("10.0.0.1", 7, 4, 2, 5)}
-    assert [p.node for p in places] == [0, 1, 2, 3]
-    assert [(p.machine, p.machines) for p in places] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+def test_ranks_are_numbered_node_by_node():
+    infos = [info(0, 2), info(1, 1, "b", "10.0.0.2"), info(2, 3), info(3, 1, "b", "10.0.0.2", attempt=2)]
+    found = [topology_of(node, infos, restarts=5) for node in range(4)]
+    assert [p.first_rank for p in found] == [0, 2, 3, 6]
+    assert {p.world_size for p in found} == {7}
+    assert [(p.first_local_rank, p.local_world_size) for p in found] == [(0, 5), (0, 2), (2, 5), (1, 2)]
+    assert {(p.address, p.port, p.nodes, p.attempt, p.restarts) for p in found} == {("10.0.0.1", 7, 4, 2, 5)}
+    assert [p.node for p in found] == [0, 1, 2, 3]
+    assert [(p.machine, p.machines) for p in found] == [(0, 2), (1, 2), (0, 2), (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -62,9 +55,9 @@ def test_places_are_given_node_by_node():
     ],
 )
 def test_nodes_that_do_not_fit_are_refused(about, message):
-    check_cards([card(0), card(1, host="b", address="10.0.0.2")])
+    check_that_nodes_match([info(0), info(1, host="b", address="10.0.0.2")])
     with pytest.raises(NodeError, match=message):
-        check_cards([card(0), card(1, host="b", address="10.0.0.2") | about])
+        check_that_nodes_match([info(0), info(1, host="b", address="10.0.0.2") | about])
 
 
 def test_scripts_are_told_apart_by_what_is_in_them(tmp_path):
@@ -113,14 +106,11 @@ def test_addresses_of_this_machine():
 
 
 def test_alone_there_is_a_new_store_for_every_attempt():
-    alone = SingleNode(2, restarts=1)
-    places = []
-    for attempt in range(2):
-        places.append(alone.meet(attempt))
-        assert alone.listener.getsockname() == (LOOPBACK, places[-1].port)
-        alone.close_listener()
-    assert [p.attempt for p in places] == [0, 1]
-    alone.close()
+    attempts = [begin_alone(number, nproc=2, restarts=1) for number in range(2)]
+    assert [attempt.topology.attempt for attempt in attempts] == [0, 1]
+    for attempt in attempts:
+        assert attempt.listener.getsockname() == (LOOPBACK, attempt.topology.port)
+        attempt.leave()
 
 
 # Launchers that meet
@@ -147,7 +137,7 @@ def test_something_else_at_the_port_is_one_error_in_time(monkeypatch, capfd, spe
         spec = spec(LOOPBACK, port)
         began = time.monotonic()
         with pytest.raises(NodeError) as caught:
-            NodeGroup(1, 0, spec, ONE_SCRIPT, 1.0, said.append).meet(0)
+            begin_with_others(0, 1, 0, Rendezvous(spec, 1.0, said.append), ONE_SCRIPT)
         assert time.monotonic() - began < 1.0 + 10  # the machine may be busy; torch tries for longer, or for ever
     start, end = other_than_a_launcher(spec, port)
     message = str(caught.value)
@@ -157,19 +147,20 @@ def test_something_else_at_the_port_is_one_error_in_time(monkeypatch, capfd, spe
 
 def test_node_0_says_that_its_port_is_taken(capfd):
     with serving(FOREIGN["silent"][0]) as port, pytest.raises(NodeError, match="and a free --master-port$") as caught:
-        NodeGroup(1, 0, Static(0, 2, LOOPBACK, port), ONE_SCRIPT, 1.0, print).meet(0)
+        begin_with_others(0, 1, 0, Rendezvous(Static(0, 2, LOOPBACK, port), 1.0, print), ONE_SCRIPT)
     assert f"node 0 cannot listen at {LOOPBACK}:{port} (Address already in use" in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_node_that_comes_first_waits_for_node_0():
-    said, places, port = [], {}, free_port()
-    nodes = [NodeGroup(1, 0, Static(n, 2, LOOPBACK, port), ONE_SCRIPT, float(LIMIT), said.append) for n in (0, 1)]
+    said, topologies, port = [], {}, free_port()
 
     def take_part(node):
-        places[node] = nodes[node].meet(0)
-        nodes[node].tell(End("done", node, 0))
-        nodes[node].close()
+        rendezvous = Rendezvous(Static(node, 2, LOOPBACK, port), float(LIMIT), said.append)
+        attempt = begin_with_others(0, 1, 0, rendezvous, ONE_SCRIPT)
+        topologies[node] = attempt.topology
+        attempt.agree_on_end(Outcome("done", node, 0))
+        attempt.leave()
 
     threads = [threading.Thread(target=take_part, args=(node,)) for node in (1, 0)]
     for thread in threads:
@@ -178,7 +169,8 @@ def test_a_node_that_comes_first_waits_for_node_0():
     for thread in threads:
         thread.join(LIMIT)
     assert said[0] == f"waiting for node 0 at {LOOPBACK}:{port} (3 s)"
-    assert [(places[n].node, places[n].first, places[n].world_size) for n in (0, 1)] == [(0, 0, 2), (1, 1, 2)]
+    found = [topologies[node] for node in (0, 1)]
+    assert [(each.node, each.first_rank, each.world_size) for each in found] == [(0, 0, 2), (1, 1, 2)]
 
 
 class Launcher(subprocess.Popen):
@@ -438,7 +430,7 @@ def test_hosts_come_and_go(launcher, hosts, tmp_path):
     for one in two:
         code, printed = one.finish()
         assert code == 0, printed
-        assert "another node wants to join: starting anew with it" in printed
+        assert "another node wants to join: restarting with it" in printed
         assert f"{c[1]}) gives no sign of life" in printed
     found = json.loads((tmp_path / "out.json").read_text())
     assert (found["world"], found["attempt"]) == (2, 1)

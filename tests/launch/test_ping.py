@@ -85,7 +85,7 @@ def test_a_store_may_be_slow(monkeypatch):
 
 
 def test_a_store_may_come_after_what_closed_the_connection(monkeypatch):
-    monkeypatch.setattr(ping, "AGAIN_SECONDS", 0.1)
+    monkeypatch.setattr(ping, "RETRY_SECONDS", 0.1)
     store, closed = store_at(), []
 
     def serve(connection):

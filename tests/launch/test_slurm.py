@@ -121,7 +121,7 @@ def test_lists_of_nodes(text, names):
     ["", ",", "a,", ",a", "a,,b", "a[", "a]", "a[]", "a[1-]", "a[1,]", "a[x]", "a[1-2", "a[[1]]", "a b", "a[4,3-1]"],
 )
 def test_malformed_lists_of_nodes(text):
-    with pytest.raises(ValueError, match=f"^{re.escape(repr(text))} is no list of nodes"):
+    with pytest.raises(ValueError, match=f"^{re.escape(repr(text))} is not a list of nodes"):
         expand_nodes(text)
 
 
@@ -204,15 +204,15 @@ def test_a_shell_in_a_step_is_no_task(monkeypatch):
             ({name: value for name, value in ONE_PER_NODE.items() if name != missing}, f"{missing} is not set")
             for missing in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
         ],
-        (ONE_PER_NODE | variables("PROCID=one"), "SLURM_PROCID=one: this is to be a number"),
-        (ONE_PER_NODE | variables("STEP_ID=-1"), "SLURM_STEP_ID=-1: this is to be a number"),
+        (ONE_PER_NODE | variables("PROCID=one"), "SLURM_PROCID=one: this must be a number"),
+        (ONE_PER_NODE | variables("STEP_ID=-1"), "SLURM_STEP_ID=-1: this must be a number"),
         (ONE_PER_NODE | variables("STEP_TASKS_PER_NODE=1(2)"), r"SLURM_STEP_TASKS_PER_NODE=1\(2\): .* 2\(x3\),1"),
-        (ONE_PER_NODE | variables("STEP_NODELIST=gpu[01-"), "'gpu.01-' is no list of nodes"),
-        (STALE, r"not of one job step: .*_STEP_TASKS_PER_NODE=1\(x2\), SLURM_TASKS_PER_NODE=1, .*unset SLURM_STEP_ID"),
-        (ONE_PER_NODE | variables("PROCID=2"), "not of one job step: .*SLURM_PROCID=2"),
-        (ONE_PER_NODE | variables("STEP_NUM_TASKS=3"), "not of one job step"),
-        (ONE_PER_NODE | variables("STEP_NODELIST=gpu[01-03]"), "not of one job step"),
-        (ONE_PER_NODE | variables("SLURMD_NODENAME=gpu09"), "not of one job step: .*SLURMD_NODENAME=gpu09"),
+        (ONE_PER_NODE | variables("STEP_NODELIST=gpu[01-"), "'gpu.01-' is not a list of nodes"),
+        (STALE, r"not belong to one job step: .*_STEP_TASKS_PER_NODE=1\(x2\), SLURM_TASKS_PER_NODE=1, .*SLURM_STEP_ID"),
+        (ONE_PER_NODE | variables("PROCID=2"), "not belong to one job step: .*SLURM_PROCID=2"),
+        (ONE_PER_NODE | variables("STEP_NUM_TASKS=3"), "not belong to one job step"),
+        (ONE_PER_NODE | variables("STEP_NODELIST=gpu[01-03]"), "not belong to one job step"),
+        (ONE_PER_NODE | variables("SLURMD_NODENAME=gpu09"), "not belong to one job step: .*SLURMD_NODENAME=gpu09"),
         (ARBITRARY, "--distribution=arbitrary nothing says"),
     ],
 )
@@ -740,7 +740,7 @@ def test_real_environments(cluster):
         cluster("srun", "-N2", "bash", "-c",
                 f"test $SLURM_PROCID = 1 || exit 0; sbatch -W -N2 -n4 -o out --wrap '{' '.join(SELF)}' >&2; cat out")
     )  # fmt: skip
-    assert task.startswith("these variables are not of one job step")
+    assert task.startswith("these variables do not belong to one job step")
 
 
 @needs_slurm

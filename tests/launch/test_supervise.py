@@ -3,15 +3,18 @@
 import io
 import os
 import signal
+import socket
+import subprocess
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import DistError, TCPStore
 
 from learnerkit.launch import rank_main, supervise
-from learnerkit.launch.environment import Place
-from learnerkit.launch.nodes import End
-from learnerkit.launch.report import Rank
+from learnerkit.launch.environment import Topology
+from learnerkit.launch.report import Outcome, Rank, is_collective_error
 
 
 def says(err):
@@ -21,10 +24,10 @@ def says(err):
 
 def report(ranks, reason, began):
     """Print the report, and return the exit code."""
-    place = Place(len(ranks), 1)
-    reason = reason or End("failed")
-    supervise.report(ranks, reason, place, began)
-    return supervise.ending(ranks, reason, place).code
+    topology = Topology(len(ranks), 1)
+    reason = reason or Outcome("failed")
+    supervise.report(ranks, reason, topology, began)
+    return supervise.outcome_of(ranks, reason, topology).code
 
 
 def ended(number, code, at, error="", stop_signals=(), follows=False):
@@ -91,6 +94,38 @@ def test_a_rank_that_left_too_early_is_the_cause(capsys, at, failed, named):
     assert (first == left) is named
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer", True),
+        ("RuntimeError: [../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv", True),
+        ("RuntimeError: Connection reset by peer", True),
+        ("RuntimeError: NCCL communicator was aborted on rank 1.", True),
+        ("RuntimeError: in a collective:\n  WorkNCCL(SeqNum=2, OpType=ALLREDUCE) ran for 600000 ms", True),
+        ("DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited", True),
+        ("DistStoreError: Timed out after 301 seconds waiting for clients. 1/2 clients joined.", True),
+        ("DistQueueEmptyError: queue is empty", True),
+        ("DistError", True),
+        ("DistanceError: too far", False),
+        ("RuntimeError: shapes differ", False),
+        ("ValueError: NCCL is not a backend for the CPU", False),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", False),
+        ("RuntimeErrorOfMine: nccl", False),
+        ("", False),
+    ],
+)
+def test_errors_that_another_rank_may_have_caused(error, expected):
+    assert is_collective_error(error) is expected
+
+
+def test_torchs_own_error_of_a_lost_store_is_one_of_them():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(DistError) as caught:
+        TCPStore("127.0.0.1", port, timeout=timedelta(seconds=0.1))
+    assert is_collective_error(f"{type(caught.value).__name__}: {caught.value}")
+
+
 def test_report_of_a_run_that_was_asked_to_end(capsys):
     obedient = [ended(0, 143, 3.0, stop_signals=[15]), ended(1, 0, 3.0, stop_signals=[15])]
     assert report(obedient, signal.SIGTERM, began=0.0) == 143
@@ -145,45 +180,51 @@ def test_a_long_chain_of_errors_has_a_brief_traceback():
     assert "ValueError: 0\n" in rank_main.format_error(error)["brief"]
 
 
-def test_a_broken_report_is_no_report(monkeypatch):
-    monkeypatch.setattr(supervise, "signal_group", lambda rank, signum: False)
-    rank = Rank(0, SimpleNamespace(returncode=-9), io.BytesIO(b'{"time": 1.0, "cod'), ended=5.0)
-    supervise.note_end(rank)
+def test_a_broken_report_is_no_report():
+    process = subprocess.Popen(["true"], process_group=0)
+    process.wait()
+    rank = Rank(0, SimpleNamespace(pid=process.pid, returncode=-9), io.BytesIO(b'{"time": 1.0, "cod'), ended=5.0)
+    supervise.record_end(rank)
     assert (rank.code, rank.ended) == (-9, 5.0)
 
 
 @pytest.mark.parametrize(
-    ("place", "file"), [(Place(2, 1, attempt=3), "rank-*.log"), (Place(1, 1, first=5, attempt=3), "rank-5.log")]
+    ("topology", "file"),
+    [(Topology(2, 1, attempt=3), "rank-*.log"), (Topology(1, 1, first_rank=5, attempt=3), "rank-5.log")],
 )
-def test_where_the_output_goes_is_said_if_it_is_not_shown(capsys, tmp_path, place, file):
+def test_where_the_output_goes_is_said_if_it_is_not_shown(capsys, tmp_path, topology, file):
     for folder, tee, said in ((tmp_path, False, True), (tmp_path, True, False), (None, False, False)):
-        supervise.Output(folder, place, tee)
+        supervise.Output(folder, topology, tee)
         line = f"learnerkit.launch: output goes to {tmp_path / 'attempt-3' / file}\n" if said else ""
         assert capsys.readouterr() == ("", line)
 
 
-class Others:
-    """The other nodes, one of which is lost, which becomes known only after a while."""
+class LosesANode:
+    """An attempt in which another node is lost, which becomes known only after a while."""
 
-    def __init__(self, after):
-        self.lost, self.known = End("lost", 1, text="node 1 gives no sign of life"), time.monotonic() + after
+    def __init__(self, nodes, after):
+        self.topology, self.known = Topology(1, 1, nodes=nodes), time.monotonic() + after
+        self.lost = Outcome("lost", 1, text="node 1 gives no sign of life")
 
-    def news(self):
+    @property
+    def ended_elsewhere(self):
         return self.lost if time.monotonic() >= self.known else None
 
-    def in_doubt(self):
-        return self.news() is None
+    @property
+    def may_have_lost_a_node(self):
+        return self.ended_elsewhere is None
 
 
 def test_other_nodes_get_time_to_tell_of_the_cause(monkeypatch):
     monkeypatch.setattr(supervise, "CAUSE_SECONDS", 0.2)
 
-    def watched(error, alone, after):
-        others, signals = Others(after), lambda seconds: time.sleep(seconds) or []
-        return supervise.watch([ended(0, 1, time.monotonic(), error)], signals, others, alone) == others.lost
+    def watched(error, nodes, after):
+        attempt = LosesANode(nodes, after)
+        ranks = [ended(0, 1, time.monotonic(), error)]
+        return supervise.watch(ranks, lambda seconds: time.sleep(seconds) or [], attempt) == attempt.lost
 
     gloo = "RuntimeError: [gloo/tcp/pair.cc:598] Connection closed by peer [10.0.0.2]:1"
-    assert watched(gloo, alone=False, after=0.1)
-    assert watched(gloo, alone=False, after=0.5)  # in doubt for longer than that
-    assert not watched(gloo, alone=True, after=0.1)
-    assert not watched("ValueError: mine", alone=False, after=0.1)
+    assert watched(gloo, nodes=2, after=0.1)
+    assert watched(gloo, nodes=2, after=0.5)  # in doubt for longer than that
+    assert not watched(gloo, nodes=1, after=0.1)
+    assert not watched("ValueError: mine", nodes=2, after=0.1)

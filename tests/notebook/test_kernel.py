@@ -144,7 +144,7 @@ assert where.kind is Where and where.seen is seen and seen == [(0, 2)] * 4 and w
 assert any((model.state_dict()[k] != v).any() for k, v in first.items())
 assert model.calls == 3 * 8, model.calls
 assert len(learn.recorder.values) == 2 and len(learn.recorder.history) == 1 and len(learn.recorder.losses) == 16
-assert learn.epoch == 1 and learn.train_iter == 16 and learn.workers is None and learn.task is None
+assert learn.epoch == 1 and learn.train_iter == 16 and learn._workers is None and learn.task is None
 assert values == learn.recorder.values[-1][1:], (values, learn.recorder.values)
 assert not any(m.training for m in model.modules())
 assert preds.shape == (31, 2)
@@ -564,7 +564,7 @@ with learn.distrib_ctx(nproc=2):
     assert shown.error == "KeyboardInterrupt"
     assert len(presses) == 2
     shown = kernel.run("""
-assert torch.equal(before, learn.model.one.weight) and learn.workers is None and len(learn.cbs) == 3
+assert torch.equal(before, learn.model.one.weight) and learn._workers is None and len(learn.cbs) == 3
 with learn.distrib_ctx(nproc=2):
     learn.fit(1)
 """)
@@ -654,10 +654,10 @@ with pytest.raises(ValueError, match="nproc='2'; it is the number of processes, 
 with pytest.raises(TypeError, match="got the argument 'sinc_bn'.*did you mean 'sync_bn'"):
     learn.distrib_ctx(nproc=2, sinc_bn=True)
 with learn.distrib_ctx():  # no GPU: trains here
-    assert learn.workers is None and children() == []
+    assert learn._workers is None and children() == []
     learn.fit(1)
 with learn.distrib_ctx(nproc=1):
-    assert learn.workers is None
+    assert learn._workers is None
 with learn.distrib_ctx(nproc=2):
     with pytest.raises(ValueError, match="the learner is distributed already"):
         learn.distrib_ctx(nproc=2)

@@ -105,7 +105,7 @@ def fit(learn, epochs=2, **options):
 def check_after(learn, alike=True, took=0.0):
     """The ranks agree on everything, and can go on."""
     assert took < SOON, took
-    assert learn.together is None
+    assert learn._agreement is None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if alike:
         facts = (str(weights(learn)), learn.recorder.values, learn.recorder.losses, learn.recorder.iters)
@@ -194,7 +194,7 @@ class Late(Callback):
     order = 12  # after the DistributedCallback
 
     def before_train(self):
-        self.learn.weights.reads_late = True
+        self.learn._gradient.reads_late = True
 
 
 @on_ranks

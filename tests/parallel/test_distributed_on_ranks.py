@@ -251,7 +251,7 @@ def test_what_one_ranks_batch_shows_of_a_models_own_loss_holds_on_all_ranks(at, 
     model = OwnTokens()
     if padding is None:
         nn.init.zeros_(model.body.weight)  # each mean is log(9) at first
-    count = Callback(after_loss=lambda cb: counts.append(int(cb.loss_count)))
+    count = Callback(after_loss=lambda cb: counts.append(int(cb._loss_count)))
     # The last batch has a sample for rank 0 alone. To wrap anew, and so to begin anew, leaves the ranks together.
     thaw = Callback(before_epoch=lambda cb: unwrap(cb.model).body.requires_grad_(cb.epoch > 0))
     learn = Learner(dls, model, cbs=[count, thaw])
@@ -309,9 +309,9 @@ def test_validate_and_get_preds_in_the_middle_of_training_leave_no_trace():
     class Inner(Callback):
         def after_pred(self):
             if self.training and self.train_iter == 1:
-                before = (self.dl, self.batch, self.iter, self.training, self.sharded, self.model)
+                before = (self.dl, self.batch, self.iter, self.training, self._sharded, self.model)
                 found.append((self.learn.validate(), self.learn.get_preds()[0].sum().item()))
-                after = (self.dl, self.batch, self.iter, self.training, self.sharded, self.model)
+                after = (self.dl, self.batch, self.iter, self.training, self._sharded, self.model)
                 assert all(a is b for a, b in zip(before, after, strict=True))
 
     runs = []

@@ -212,7 +212,7 @@ def checks(monkeypatch):
 class Sharded(Learner):
     """Takes one process for one of several."""
 
-    sharded = property(lambda self: True, lambda self, value: None)
+    _sharded = property(lambda self: True, lambda self, value: None)
 
 
 @pytest.mark.parametrize(("every", "counts"), [(1, [0, 1, 2, 2, 2, 3, 4, 4]), (3, [2, 2, 2, 4, 4])])

@@ -25,7 +25,7 @@ from learnerkit import world
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import seeded_samplers
-from learnerkit.parallel.loaders import RankBatches, deal, rank_loader, split_evenly
+from learnerkit.parallel.loaders import RankBatches, distribute, rank_loader, split_evenly
 
 # World-size invariance as a property: drawn cases, read through real loaders, each rank's after the other
 
@@ -333,14 +333,14 @@ def test_split_evenly(n, parts, least, sizes):
 
 
 def test_a_last_group_of_equal_batches_is_not_spread():
-    assert list(deal([[1, 2], [3, 4], [5, 6], [7, 8]], 2, False, 1)) == [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
-    assert list(deal([[1, 2], [3, 4], [5, 6]], 2, False, 1)) == [[[1, 2], [3, 4]], [[5], [6]]]
+    assert list(distribute([[1, 2], [3, 4], [5, 6], [7, 8]], 2, False, 1)) == [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
+    assert list(distribute([[1, 2], [3, 4], [5, 6]], 2, False, 1)) == [[[1, 2], [3, 4]], [[5], [6]]]
 
 
 def test_no_rank_is_left_with_a_single_sample_of_what_is_spread():
-    assert list(deal([[1, 2], [3, 4], [5, 6], [7]], 2, False, 2)) == [[[1, 2], [3, 4]], [[5, 6, 7], []]]
+    assert list(distribute([[1, 2], [3, 4], [5, 6], [7]], 2, False, 2)) == [[[1, 2], [3, 4]], [[5, 6, 7], []]]
     # A batch of one is the user's own wish: it is as large as a rank's memory may allow.
-    assert list(deal([[1], [2], [3], [4]], 2, False, 2)) == [[[1], [2]], [[3], [4]]]
+    assert list(distribute([[1], [2], [3], [4]], 2, False, 2)) == [[[1], [2]], [[3], [4]]]
 
 
 # Loaders

@@ -32,7 +32,7 @@ class Seen(Callback):
 
     def after_pred(self):
         if not self.training:
-            self.evaluated.append((self.epoch, self.batch_index, self.indices()))
+            self.evaluated.append((self.epoch, self._batch_index, self.indices()))
 
     def indices(self):
         return self.xb[0][:, 0].int().tolist()

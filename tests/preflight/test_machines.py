@@ -9,10 +9,14 @@ import time
 
 import pytest
 import torch
+from helpers import read_report
 from launching import SCRIPTS, environment, in_time
 
-from learnerkit.preflight import machines
-from learnerkit.preflight.machines import ALONE, HINT, NOTHING, OK, TOGETHER, WRONG, Finding
+from learnerkit.preflight import joint_checks, local_checks, machines, report
+from learnerkit.preflight.facts import Board, in_units
+from learnerkit.preflight.joint_checks import JOINT
+from learnerkit.preflight.local_checks import LOCAL
+from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding
 
 GPU = {"type": "cuda", "name": "H100", "index": 0, "id": "u0", "memory": 80 * 2**30, "free": 79 * 2**30, "peers": [1]}
 LINK = {"devices": {"mlx5_0": "400 Gb/sec"}, "opens": True, "disabled": None, "lockable": None}
@@ -48,7 +52,7 @@ def facts(*seen, hosts="aa"):
 
 def judge(topic, everyone):
     """The findings of a topic."""
-    return (ALONE | TOGETHER)[topic][1](everyone)
+    return (LOCAL | JOINT)[topic][1](everyone)
 
 
 def on(hosts, topic, *seen):
@@ -64,7 +68,7 @@ def on(hosts, topic, *seen):
 def test_where_all_is_well_nothing_is_said_against_it(hosts):
     everyone = facts(*({"interface": {"resolved": f"10.0.0.{ord(h)}"}} for h in hosts), hosts=hosts)
     everyone[0]["clock"] = {"ahead": [0.0] * len(hosts)}
-    for topic in [*ALONE, *TOGETHER]:
+    for topic in [*LOCAL, *JOINT]:
         (finding,) = judge(topic, everyone)
         assert finding.mark in (OK, NOTHING), finding
         assert finding.advice == ""
@@ -79,7 +83,7 @@ def test_ranks_that_did_not_come():
         "does every launcher run, and what have those ranks printed?",
     )  # fmt: skip
     (finding,) = machines.judge_ranks(facts(hosts="a"), list(range(1, 8)))
-    assert finding.text.startswith("ranks 1, 2, 3, 4, 3 more of 8 did not")
+    assert finding.text.startswith("ranks 1, 2, 3, 4, 5 and 2 more of 8 did not")
 
 
 def test_versions_that_differ():
@@ -260,25 +264,25 @@ def test_a_check_that_fails_is_a_finding():
     everyone = facts(hosts="ab")
     everyone[1]["ports"] = machines.attempt(lambda: [][0])
     assert machines.judged("ports", None, everyone) == [
-        Finding(NOTHING, "could not be looked at on rank 1 (b): IndexError: list index out of range")
+        Finding(NOTHING, "could not be checked on rank 1 (b): IndexError: list index out of range")
     ]
     (found,) = machines.judged("threads", lambda everyone: 1 / 0, everyone)
-    assert found == Finding(NOTHING, "could not be looked at on rank 0: ZeroDivisionError: division by zero")
+    assert found == Finding(NOTHING, "could not be checked on rank 0: ZeroDivisionError: division by zero")
     everyone[0]["backend"] = {"error": "RuntimeError: no way"}
-    (found,) = machines.judged("backend", None, everyone, WRONG)
+    (found,) = machines.judged("backend", None, everyone, JOINT["backend"][2])
     assert (found.mark, found.text) == (WRONG, "failed on rank 0 (a): RuntimeError: no way")
     assert "GLOO_SOCKET_IFNAME" in found.advice
 
 
 def test_lines_fit_the_terminal_and_cannot_steer_it():
     long = " ".join(["interface"] * 30)
-    printed = machines.lines("interface", Finding(WRONG, f"\x1b[2J\nforged {long}", long))
+    printed = report.lines("interface", Finding(WRONG, f"\x1b[2J\nforged {long}", long))
     assert max(map(len, printed)) <= 98
     assert printed[0].startswith("!!  interface   \\x1b[2J forged interface")
     (advice,) = [line for line in printed if line.lstrip().startswith("-> ")]
     assert advice.index("->") == 16
     assert {len(line) - len(line.lstrip()) for line in printed[1:]} == {16, 19}
-    assert [machines.in_units(n) for n in (5, 2**12, 1.5 * 2**20, 2**36, 2**50)] == [
+    assert [in_units(n) for n in (5, 2**12, 1.5 * 2**20, 2**36, 2**50)] == [
         "5 bytes", "4 KB", "1.5 MB", "64 GB", "1.02e+03 TB",
     ]  # fmt: skip
 
@@ -297,9 +301,9 @@ def run(*command, timeout=600, cwd=None, **env):
     return done.returncode, done.stdout, done.stderr
 
 
-def rows(out):
+def marks(out):
     """The mark of each topic."""
-    return {line[4:16].strip(): line[:2] for line in out.splitlines() if re.match(r"(ok|\?\?|!!|--)  ", line)}
+    return {topic: mark for topic, (mark, _) in read_report(out)[0].items()}
 
 
 def test_two_processes(tmp_path):
@@ -307,10 +311,10 @@ def test_two_processes(tmp_path):
     code, out, err = run("learnerkit.doctor", "--nproc", 2, cwd=tmp_path)
     took, now = time.monotonic() - start, os.times()
     assert (code, err) == (0, ""), out + err
-    found = rows(out)
-    assert list(found) == ["ranks", *ALONE, *TOGETHER]
+    found = marks(out)
+    assert list(found) == ["ranks", *LOCAL, *JOINT]
     assert {topic for topic, mark in found.items() if mark == NOTHING} <= {"peer access", "infiniband", "/dev/shm"}
-    assert {found[topic] for topic in ("ranks", "versions", *TOGETHER)} == {OK}
+    assert {found[topic] for topic in ("ranks", "versions", *JOINT)} == {OK}
     assert re.search(r"4 KB \S+ ms, \S+ GB/s; 1 MB \S+ ms, \S+ GB/s; 16 MB \S+ ms, \S+ GB/s\n", out)
     assert f"torch {torch.__version__}" in out
     assert out.endswith("\nall is well\n")
@@ -321,8 +325,8 @@ def test_two_processes(tmp_path):
 def test_one_process(tmp_path):
     code, out, err = run("learnerkit.doctor", cwd=tmp_path)
     assert (code, err) == (0, ""), out + err
-    assert list(rows(out)) == ["ranks", *ALONE, "file system"]
-    assert re.match(r"--  ranks       1 on .*: nothing between processes could be looked at \(--nproc 2\)\n", out)
+    assert list(marks(out)) == ["ranks", *LOCAL, "file system"]
+    assert re.match(r"--  ranks       1 on .*: nothing between processes could be checked \(--nproc 2\)\n", out)
 
 
 @pytest.mark.slow
@@ -331,10 +335,10 @@ def test_torchrun_starts_it_too(tmp_path):
         "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "learnerkit.doctor", cwd=tmp_path
     )
     assert code == 0, out + err
-    assert rows(out)["all-reduce"] == OK
+    assert marks(out)["all-reduce"] == OK
 
 
-def case(*case, cwd=None):
+def run_case(*case, cwd=None):
     """Run a case of tests/scripts/doctor_cases.py on two ranks."""
     return run("learnerkit.launch", "--nproc", 2, SCRIPTS / "doctor_cases.py", *case, cwd=cwd)
 
@@ -343,23 +347,23 @@ def test_two_machines_that_differ(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
-    code, out, err = case("other_machine", there, cwd=here)
+    code, out, err = run_case("other_machine", there, cwd=here)
     assert code == 1, out + err
     assert os.listdir(there) == []
-    found = rows(out)
+    found = marks(out)
     assert {topic for topic, mark in found.items() if mark == WRONG} == {"versions", "interface", "all-reduce"}
     assert {topic for topic, mark in found.items() if mark == HINT} == {"file system", "clock"}
     text = " ".join(out.split())
     assert r"learnerkit 0.0.9 on rank 1 (host1\x1b[2J), 0.1.0 on rank 0 (host0\x1b[2J)" in text
     assert "up to 5.0 s ahead of rank 0's on rank 1" in text
-    assert "could not be looked at on rank 1 (host1\\x1b[2J): ZeroDivisionError" in text
+    assert "could not be checked on rank 1 (host1\\x1b[2J): ZeroDivisionError" in text
     assert "set to loopback" in text
     assert "the sum is wrong on rank 1 (host1" in text
     assert out.endswith("\n3 problems\n")
 
 
 def test_a_rank_that_cannot_import_torch_says_so():
-    code, out, err = case("no_torch")
+    code, out, err = run_case("no_torch")
     assert (code, out) == (1, "")
     assert re.search(r"learnerkit.doctor: rank 1 \(\S+\) cannot import torch with \S+python\S*:\n    \w+Error: ", err)
     assert "install torch there" in err
@@ -367,17 +371,17 @@ def test_a_rank_that_cannot_import_torch_says_so():
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come():
-    code, out, err = case("silent")
+    code, out, err = run_case("silent")
     assert code == 1, out + err
     assert "!!  ranks       rank 1 of 2 did not come within 3 s" in out
-    assert rows(out)["open files"] == OK
-    assert "all-reduce" not in rows(out)
+    assert marks(out)["open files"] == OK
+    assert "all-reduce" not in marks(out)
     assert out.endswith("\n1 problem\n")
 
 
 @pytest.mark.slow
 def test_nobody_where_the_ranks_should_meet():
-    code, out, err = case("alone_in_the_dark")
+    code, out, err = run_case("alone_in_the_dark")
     assert (code, out) == (1, "")
     assert re.search(r"learnerkit.doctor: rank \d \(\S+\) could not reach the others at 127.0.0.1:9:\n", err), err
     assert "nc -vz 127.0.0.1 9" in err
@@ -385,18 +389,18 @@ def test_nobody_where_the_ranks_should_meet():
 
 @pytest.mark.slow
 def test_what_hangs_ends():
-    code, out, err = case("stuck", "all-reduce")
+    code, out, err = run_case("stuck", "all-reduce")
     assert code == 1, out + err
     assert "!!  all-reduce  has not ended after 3 s\n                -> NCCL_DEBUG=INFO" in out
     assert out.endswith("\n1 problem\n")
 
 
 def test_what_fails_on_one_rank_is_told_though_the_others_wait():
-    code, out, err = case("fails", "backend")
+    code, out, err = run_case("fails", "backend")
     assert code == 1, out + err
     assert "!!  backend     failed on rank 1 (" in out
     assert "IndexError: list index out of range" in out
-    assert list(rows(out))[-1] == "backend"
+    assert list(marks(out))[-1] == "backend"
     assert out.endswith("\n1 problem\n")
 
 
@@ -415,10 +419,10 @@ def test_its_file_goes_when_it_is_stopped(tmp_path):
 
 
 def test_a_directory_that_cannot_be_written(monkeypatch, tmp_path):
-    board = machines.Board(torch.distributed.HashStore(), 0, 1)
+    board = Board(torch.distributed.HashStore(), 0, 1)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machines.Path, "write_text", lambda *args: (_ for _ in ()).throw(OSError(30, "read-only")))
-    found = machines.look_at_files(board)
+    monkeypatch.setattr(joint_checks.Path, "write_text", lambda *args: (_ for _ in ()).throw(OSError(30, "read-only")))
+    found = joint_checks.look_at_files(board)
     assert found == {"folder": str(tmp_path), "seen": False, "refused": "OSError: [Errno 30] read-only"}
 
 
@@ -448,13 +452,13 @@ def test_starting_it_imports_no_torch():
 
 @pytest.mark.gpu
 def test_a_gpu(tmp_path):
-    found = machines.look_at_device()
+    found = local_checks.look_at_device()
     assert found["type"] == "cuda"
     assert 0 < found["free"] <= found["memory"]
     assert found["index"] not in found["peers"]
     assert found["id"]
     command = [sys.executable, "-m", "learnerkit.doctor"]  # on two GPUs and more: NCCL too
     done = subprocess.run(command, env=environment(gpus=True), capture_output=True, text=True, timeout=120)
-    assert rows(done.stdout)["devices"] in (OK, HINT), done.stdout + done.stderr
+    assert marks(done.stdout)["devices"] in (OK, HINT), done.stdout + done.stderr
     assert f"{torch.cuda.device_count()} x " in done.stdout or "free on rank" in done.stdout
     assert torch.cuda.device_count() == 1 or "nccl for cuda, gloo for cpu" in done.stdout

@@ -14,6 +14,7 @@ from helpers import (
     make_dls,
     make_learner,
     make_model,
+    read_report,
     same_weights,
     weights,
 )
@@ -62,10 +63,9 @@ def mapped(change_x=lambda x: x, change_y=lambda y: y, of=make_classes):
     return data
 
 
-def lines(capsys, learn, well):
+def checked(capsys, learn, well):
     assert learn.check() is well
-    found = capsys.readouterr().out.splitlines()
-    return {line[4:16].strip(): line for line in found[:-1]}, found[-1]
+    return read_report(capsys.readouterr().out)
 
 
 class Half(nn.Module):
@@ -128,25 +128,26 @@ def zeroed():
 
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_a_healthy_learner(kind, capsys):
-    found, last = lines(capsys, HEALTHY[kind](), True)
+    found, last = checked(capsys, HEALTHY[kind](), True)
     assert last == "all is well"
-    assert not any(line.startswith("!!") for line in found.values())
+    assert not any(mark == "!!" for mark, _ in found.values())
     assert {"inputs", "targets", "prediction", "loss", "gradients", "optimizer", "validation"} <= found.keys()
-    assert not any("not reached" in line for line in found.values())
+    assert not any("not reached" in text for _, text in found.values())
 
 
 def test_what_a_healthy_report_says(capsys):
-    found, _ = lines(capsys, classes(metrics=accuracy), True)
-    assert found["inputs"].startswith("ok  inputs      float32 (4, 4) on cpu, values -")
-    assert found["targets"] == "ok  targets     int64 (4,) on cpu, values 0 .. 2"
-    assert "(guessing: 1.1)" in found["loss"]
-    assert "4 of 4 trainable" in found["gradients"]
-    assert found["optimizer"].endswith("SGD, lr 0.1")
-    assert "accuracy 0" in found["metrics"]
-    found, _ = lines(capsys, HEALTHY["frozen"](), True)
-    assert "2 of 2 trainable parameters, 2 frozen" in found["gradients"]
-    found, _ = lines(capsys, HEALTHY["no validation"](), True)
-    assert found["validation"].startswith("--")
+    found, _ = checked(capsys, classes(metrics=accuracy), True)
+    assert {mark for mark, _ in found.values()} == {"ok"}
+    assert found["inputs"][1].startswith("float32 (4, 4) on cpu, values -")
+    assert found["targets"][1] == "int64 (4,) on cpu, values 0 .. 2"
+    assert "(guessing: 1.1)" in found["loss"][1]
+    assert found["gradients"][1] == "4 of 4 trainable parameters"
+    assert found["optimizer"][1] == "SGD, lr 0.1"
+    assert found["metrics"][1].startswith("accuracy 0")
+    found, _ = checked(capsys, HEALTHY["frozen"](), True)
+    assert found["gradients"][1] == "2 of 2 trainable parameters, 2 frozen"
+    found, _ = checked(capsys, HEALTHY["no validation"](), True)
+    assert found["validation"] == ("--", "there is no validation loader")
 
 
 def broken_metric(pred, target):
@@ -226,8 +227,8 @@ PROBLEMS = {
     "NaN predictions": (lambda: make_learner(model=hooked(nan)), "prediction", ["4 of 4", "NaN"]),
     "a loss that fails": (lambda: make_learner(loss_func=short_loss), "loss",
                           ["must match", "predictions: float32 tensor of shape (4, 1); targets: (float32"]),
-    "no scalar": (lambda: make_learner(loss_func=no_scalar), "loss", ["no scalar", "(4, 1)"]),
-    "infinite loss": (lambda: make_learner(loss_func=lambda p, y: (p - y).sum() / 0), "loss", ["no finite number"]),
+    "no scalar": (lambda: make_learner(loss_func=no_scalar), "loss", ["not a scalar", "(4, 1)"]),
+    "infinite loss": (lambda: make_learner(loss_func=lambda p, y: (p - y).sum() / 0), "loss", ["not a finite number"]),
     "no gradients": (lambda: make_learner(model=Half()), "gradients", ["spare.weight, spare.bias", "freeze"]),
     "zero gradients": (lambda: make_learner(loss_func=lambda p, y: (p * 0).sum()), "gradients", ["all zero"]),
     "NaN gradients": (lambda: make_learner(loss_func=lambda p, y: (p * 0).sum().abs().sqrt()), "gradients", ["NaN"]),
@@ -275,9 +276,10 @@ def test_what_is_wrong_is_named(kind, capsys):
     make, topic, words = PROBLEMS[kind]
     learn = make()
     before = weights(learn.model)
-    found, last = lines(capsys, learn, False)
-    assert found[topic].startswith("!!"), found
-    assert all(word in found[topic] for word in words), found[topic]
+    found, last = checked(capsys, learn, False)
+    mark, text = found[topic]
+    assert mark == "!!", found
+    assert all(word in text for word in words), text
     assert last.endswith("problem") or last.endswith("problems")
     assert learn.opt is None
     assert learn.task is None
@@ -308,7 +310,7 @@ HINTS = {
     "pixels": (lambda: make_learner(make_dls(data=pixels), nn.Sequential(nn.Flatten(), make_model())), "inputs",
                "0 .. 255"),
     "softmax": (lambda: classes(model=nn.Sequential(make_model(n_out=3), nn.Softmax(1))), "prediction", "softmax"),
-    "no logarithms": (lambda: classes(loss=nn.NLLLoss()), "prediction", "LogSoftmax"),
+    "not logarithms": (lambda: classes(loss=nn.NLLLoss()), "prediction", "LogSoftmax"),
     "a large loss": (lambda: classes(model=hooked(lambda m, a, out: out * 100, make_model(n_out=3))), "loss",
                      "far above the 1.1"),
     "uint8 that the model takes": (
@@ -332,34 +334,37 @@ def cancel_step(cb):
 @pytest.mark.parametrize("kind", HINTS)
 def test_what_may_be_meant_is_a_hint(kind, capsys):
     make, topic, words = HINTS[kind]
-    found, _ = lines(capsys, make(), True)
-    assert found[topic].startswith("??"), found
-    assert words in found[topic]
+    found, _ = checked(capsys, make(), True)
+    mark, text = found[topic]
+    assert mark == "??", found
+    assert words in text
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_last_batch_of_one_sample_is_a_problem_of_batch_norm(drop_last, capsys):
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     dls = DataLoaders(DataLoader(make_data(9), 4, drop_last=drop_last), device="cpu")
-    found, _ = lines(capsys, make_learner(dls, model), drop_last)
+    found, _ = checked(capsys, make_learner(dls, model), drop_last)
     assert ("batchnorm" in found) == (not drop_last)
     if not drop_last:
-        assert found["batchnorm"].startswith("!!")
-        assert "its last batch has 1 of its 9 samples (batches of 4)" in found["batchnorm"]
+        mark, text = found["batchnorm"]
+        assert mark == "!!"
+        assert "its last batch has 1 of its 9 samples (batches of 4)" in text
 
 
 def test_one_class_alone(capsys):
-    found, _ = lines(capsys, classes(1, data=mapped(change_y=lambda y: y * 0)), False)
-    assert found["prediction"].startswith("??")
-    assert "BCEWithLogitsLoss" in found["prediction"]
-    assert "all zero" in found["gradients"]
+    found, _ = checked(capsys, classes(1, data=mapped(change_y=lambda y: y * 0)), False)
+    mark, text = found["prediction"]
+    assert mark == "??"
+    assert "BCEWithLogitsLoss" in text
+    assert "all zero" in found["gradients"][1]
 
 
 def test_several_problems_are_all_told(capsys):
     learn = make_learner(model=Half(), splitter=lambda m: [[m.used.weight]], metrics=broken_metric)
-    found, last = lines(capsys, learn, False)
+    found, last = checked(capsys, learn, False)
     assert last == "3 problems"
-    assert {t for t, line in found.items() if line.startswith("!!")} == {"gradients", "optimizer", "metrics"}
+    assert {topic for topic, (mark, _) in found.items() if mark == "!!"} == {"gradients", "optimizer", "metrics"}
 
 
 def test_called_in_mid_run():
@@ -485,8 +490,8 @@ def test_callbacks_of_ones_own_see_one_step_and_those_of_a_fit_none():
 def test_on_a_gpu_classes_out_of_range_are_told_before_the_device_asserts(capsys):
     dls = DataLoaders.from_datasets(make_classes(64), make_classes(64), bs=16)
     learn = make_learner(dls, make_model(n_out=2), nn.CrossEntropyLoss())
-    found, _ = lines(capsys, learn, False)
-    assert "classes 0 .. 1" in found["targets"]
+    found, _ = checked(capsys, learn, False)
+    assert "classes 0 .. 1" in found["targets"][1]
     torch.cuda.synchronize()
     learn = make_learner(dls, make_model(n_out=3), nn.CrossEntropyLoss())
     for cbs in ([], [OverfitBatch()], [ShortEpochCallback(n=2)]):

@@ -1,26 +1,28 @@
 """The doctor where something is wrong. Argument: what; the launcher starts this in place of the doctor itself."""
 
 import os
+import socket
 import sys
 import time
 from types import SimpleNamespace
 
-import learnerkit
-from learnerkit.preflight import machines
+from learnerkit.preflight import facts, machines
 
 RANK = int(os.environ["RANK"])
 
 
 def other_machine(folder):
     """Rank 1 is on a machine of its own, in `folder`, where everything differs, and the all-reduce is wrong."""
-    machines.socket.gethostname = lambda: f"host{RANK}\x1b[2J"
+    from learnerkit.preflight import joint_checks, local_checks
+
+    socket.gethostname = lambda: f"host{RANK}\x1b[2J"
     if RANK == 1:
         os.chdir(folder)
-        learnerkit.__version__ = "0.0.9"
+        local_checks.__version__ = "0.0.9"
         os.sched_getaffinity = lambda pid: 1 / 0
         ahead = SimpleNamespace(**vars(time))
         ahead.time = lambda: time.time() + 5
-        machines.time = ahead
+        joint_checks.time = ahead
     import torch.distributed as dist
 
     reduce = dist.all_reduce
@@ -40,9 +42,9 @@ def no_torch():
 def silent():
     """Rank 1 does not come."""
     if RANK == 1:
-        machines.collect = lambda rank: time.sleep(600)
+        machines.introduce = lambda rank: time.sleep(600)
     else:
-        machines.MEET_SECONDS = 3.0
+        facts.Board.seconds = 3.0
 
 
 def alone_in_the_dark():
@@ -50,19 +52,20 @@ def alone_in_the_dark():
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     import torch.distributed  # noqa: F401 - it serves the store at the port that is set now
 
-    machines.REACH_SECONDS = 2.0
+    facts.REACH_SECONDS = 2.0
     os.environ["MASTER_PORT"] = "9"
 
 
 def stuck(topic):
     """Rank 1 does not come back from `topic`."""
     if topic == "all-reduce":
-        machines.MEET_SECONDS = 3.0
-    look, judge = machines.TOGETHER[topic]
+        facts.Board.seconds = 3.0
+    from learnerkit.preflight.joint_checks import JOINT
+
     if RANK == 1:
-        machines.TOGETHER[topic] = (lambda board: time.sleep(600), judge)
+        JOINT[topic] = (lambda _: time.sleep(600), *JOINT[topic][1:])
     elif topic == "file system":
-        machines.Board.gather = told(machines.Board.gather)
+        facts.Board.gather = told(facts.Board.gather)
 
 
 def told(gather):
@@ -76,9 +79,10 @@ def told(gather):
 
 def fails(topic):
     """A check of rank 1 fails."""
-    look, judge = machines.TOGETHER[topic]
+    from learnerkit.preflight.joint_checks import JOINT
+
     if RANK == 1:
-        machines.TOGETHER[topic] = (lambda board: [][1], judge)
+        JOINT[topic] = (lambda _: [][1], *JOINT[topic][1:])
 
 
 if __name__ == "__main__":

@@ -30,6 +30,9 @@ if how == "early":  # rank 1 is done while rank 0 goes on
         time.sleep(0.5)
     os.write(1, f"rank {rank} done\n".encode())
     other_is_ready.touch()
+elif how == "lingers":  # done, but for a thread
+    threading.Thread(target=wait_to_be_stopped).start()
+    os.write(1, b"waits for a thread\n")
 elif how == "straggler":  # every rank leaves a program behind, and one a forked child which fails
     subprocess.Popen(["sleep", "60"])
     if os.fork() == 0:

@@ -27,6 +27,7 @@ if __name__ == "__main__":
         "inherited": [fd for fd in range(3, 100) if is_inheritable(fd)],
         "stdin": sys.stdin.read(),
         "torch": "torch" in sys.modules,
+        "ours": [name for name in sys.modules if "learnerkit" in name or name in ("rank_main", "processes")],
         "env": {name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     }
     os.write(1, json.dumps(facts).encode() + b"\n")  # in one piece, whatever the other rank prints

@@ -1,4 +1,4 @@
-"""Print what `learnerkit.slurm` makes of the environment of this process."""
+"""Print what `learnerkit.launch.slurm` makes of the environment of this process."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""check_distributed on a learner of which everything is defined here: 'trained' trains it first, 'stuck' hangs."""
+"""check_distributed on a learner whose parts are all defined here: 'trained' trains it first, 'stuck' hangs."""
 
 import sys
 import time
@@ -40,7 +40,7 @@ learn = Learner(dls, Net(), lambda pred, target: ((pred - target) ** 2).mean())
 if sys.argv[1] == "trained":
     with learn.no_bar(), learn.no_logging():
         learn.fit(1)
-    print("proved" if check_distributed(learn) else "not proved")
+    print("equal" if check_distributed(learn) else "not equal")
 else:
     learn.add_cb(Sleeper())
     print("ready", flush=True)

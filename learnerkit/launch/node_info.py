@@ -1,0 +1,79 @@
+"""The facts about a node that the others must know, the check that nodes fit together, and which ranks each one has."""
+
+import hashlib
+import platform
+import socket
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from learnerkit.launch.addresses import NodeError, interface_of
+from learnerkit.launch.environment import Topology
+
+
+def node_info(node: int, address: str, nproc: int, attempt: int, command: list[str]) -> dict[str, Any]:
+    """Describe this node: who it is, how many ranks it starts, which versions it has and which script it runs."""
+    return {
+        "node": node, "host": socket.gethostname(), "address": address, "nproc": nproc, "attempt": attempt,
+        "versions": versions(), "script": fingerprint(command),
+    }  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be the same on all nodes."""
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for package in ("torch", "learnerkit"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # it runs from its sources
+            found[package] = "none"
+    return found
+
+
+def fingerprint(command: list[str]) -> str:
+    """Identify a script by its name and a digest of its text, a module by its name."""
+    path = Path(command[0])
+    if command[0] == "-m" or not path.is_file():
+        return " ".join(command[:2])
+    return f"{path.name} ({hashlib.sha256(path.read_bytes()).hexdigest()[:8]})"
+
+
+def name_of(info: dict[str, Any]) -> str:
+    """Name a node in a message."""
+    return f"node {info['node']} ({info['host']}, {info['address']})"
+
+
+def check_that_nodes_match(infos: list[dict[str, Any]]) -> None:
+    """Refuse nodes with different versions or scripts.
+
+    Raises:
+        NodeError: says which nodes differ, and in what.
+    """
+    first, first_name = infos[0], name_of(infos[0])
+    for info in infos[1:]:
+        name = name_of(info)
+        for package, there in info["versions"].items():
+            here = first["versions"][package]
+            if there != here:
+                raise NodeError(f"{name} has {package} {there}, {first_name} has {here}; install the same on all nodes")
+        if info["script"] != first["script"]:
+            what = f"{name} runs {info['script']}, {first_name} {first['script']}"
+            raise NodeError(f"{what}; the scripts must be the same")
+
+
+def topology_of(node: int, infos: list[dict[str, Any]], restarts: int) -> Topology:
+    """Number the ranks of all nodes, node by node, and return those of one node."""
+    machines = [(info["host"], info["address"]) for info in infos]
+    distinct = list(dict.fromkeys(machines))
+    here = [info for info, machine in zip(infos, machines, strict=True) if machine == machines[node]]
+
+    def ranks(some: list[dict[str, Any]]) -> int:
+        return sum(info["nproc"] for info in some)
+
+    return Topology(
+        infos[node]["nproc"], infos[0]["port"], infos[0]["address"], interface_of(infos[node]["address"]),
+        first_rank=ranks(infos[:node]), world_size=ranks(infos),
+        first_local_rank=ranks([info for info in here if info["node"] < node]), local_world_size=ranks(here),
+        node=node, nodes=len(infos), machine=distinct.index(machines[node]), machines=len(distinct),
+        attempt=max(info["attempt"] for info in infos), restarts=restarts,
+    )  # fmt: skip

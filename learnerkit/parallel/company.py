@@ -1,0 +1,115 @@
+"""The rest of a batch that this rank has left: it joins, with zero weight, what the other ranks wait in."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from learnerkit.gradient_mean import zero_loss
+from learnerkit.parallel.loaders import emptied
+from learnerkit.parallel.rank_step import RankStep
+from learnerkit.parallel.wrapping import explain_unused
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+
+class Company:
+    """Takes part for this rank in the collectives of a batch that it does not finish by itself.
+
+    Args:
+        learn: the learner.
+        step: what reduces the gradients.
+    """
+
+    def __init__(self, learn: "Learner", step: RankStep) -> None:
+        self.learn, self.step = learn, step
+
+    def finish_batch(self) -> None:
+        """Do, with zero weight, what the other ranks wait for in this batch, if this rank has not done it."""
+        learn, step, dispatch = self.learn, self.step, self.step.agreement.dispatch
+        self.finish_backward()
+        if learn._step_due and not step.stepped:
+            # A host-device sync; only where a rank has left a batch.
+            if float(step.counted) and self.step_unless_all_skip():
+                dispatch.resume("after_step")
+                learn._zero_grad()
+        elif dispatch.stopped_in("after_step"):
+            dispatch.resume("after_step")
+            learn._zero_grad()  # as the others do
+
+    def finish_backward(self) -> None:
+        """Take part in the reduction of the gradients without data, if this rank has left its backward pass out."""
+        learn, step = self.learn, self.step
+        if step.reduced:
+            return
+        if step.agreement.dispatch.to_come("before_batch"):
+            step.agreement.dispatch.resume("before_batch")  # schedules, for one: the step will be taken here, too
+        step.synchronise()
+        batch = {name: getattr(learn, name) for name in ("xb", "pred", "output", "loss", "loss_grad", "batch_size")}
+        learn.batch_size = 0
+        clean = all(p.grad is None for p in learn.model.parameters())
+        try:
+            with torch.enable_grad():
+                if step.by_bucket:
+                    self._repeat_batch()
+                else:
+                    self._run_empty_batch()
+        finally:
+            for name, value in batch.items():
+                setattr(learn, name, value)
+        step.finish_reduction()
+        if learn._step_due and clean and float(step.counted) == 0:  # no rank had data: as if it had not been
+            learn._zero_grad()
+
+    def _run_empty_batch(self) -> None:
+        learn, step = self.learn, self.step
+        if learn.pred is None or not any(isinstance(m, nn.SyncBatchNorm) for m in learn.model.modules()):
+            # Also if this rank has run forward: its output may be NaN, and 0 * NaN is NaN.
+            self._keep_buffers()
+            if step.takes_nothing:
+                learn.xb = emptied(learn.xb)
+            learn._forward()
+        step.take_count(0)
+        if learn._step_due:
+            learn.loss_grad = zero_loss(learn.pred if learn.output is None else learn.output)
+            step.differentiate(0)
+
+    def _repeat_batch(self) -> None:
+        "The whole batch, whose gradients are then left out."
+        learn, step = self.learn, self.step
+        self._keep_buffers()
+        learn._forward()
+        learn._loss()
+        if not step.counts_are_reduced:
+            step.reduce_counts(step.take_count(0))
+        step.buckets.factor = 0.0
+        learn._backward()
+
+    def _keep_buffers(self) -> None:
+        "Have DDP not send its buffers in a second forward pass of one batch."
+        for wrapper in self.step.wrappers:
+            wrapper.require_forward_param_sync &= self.learn.pred is None
+
+    def explain(self, error: RuntimeError) -> None:
+        """Add to an error of DDP's what it does not say itself."""
+        explain_unused(error, self.step)
+
+    def step_unless_all_skip(self) -> bool:
+        """Take the optimizer step that this rank would have left out, unless all ranks leave it out.
+
+        Returns:
+            Whether it was taken here.
+        """
+        learn, step = self.learn, self.step
+        if step.stepped or step.skipped:
+            return False
+        step.skipped = step.agreement.watch.all_skip(step.number)
+        if step.skipped:
+            return False
+        dispatch = step.agreement.dispatch
+        for event in ("after_backward", "before_step"):
+            if dispatch.to_come(event):
+                dispatch.resume(event)  # what clips here has clipped there
+        learn._step()
+        return True

@@ -1,0 +1,147 @@
+"""DDP around a model or its parts: how it is put on, and taken off."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from learnerkit.parallel.rank_step import RankStep
+from learnerkit.text import first_few
+from learnerkit.torch_internals import BatchNorm, remove_ddp_hooks
+
+COMM_HOOKS = ("bf16", "fp16", "powersgd")
+
+_CARRIER = "_learnerkit_carrier"
+
+
+def wrap_module(
+    module: nn.Module, step: RankStep, device: torch.device, comm_hook: str | None, options: dict[str, Any]
+) -> DistributedDataParallel:
+    """Wrap a module in DDP, which sends rank 0's parameters and buffers to the others; every rank must reach this.
+
+    Args:
+        module: the model, or a part of it.
+        step: what weighs the gradients; the parameter of its carrier is a part of `module` for this moment only.
+        device: of the module.
+        comm_hook: one of `COMM_HOOKS`.
+        options: of `DistributedDataParallel`.
+    """
+    find_unused = options["find_unused_parameters"]
+    # In DDP's search for unused parameters the carrier would count as one of them.
+    rides = not (step.by_bucket or find_unused or comm_hook)
+    step.carrier.parameter = None
+    # If DDP's search finds no unused parameter, torch warns on each rank. This one is never used, so it finds one.
+    extra = _unused_like(module, device) if find_unused else step.carrier.make_parameter(module) if rides else None
+    if extra is not None:
+        module.register_parameter(_CARRIER, extra)
+    try:
+        wrapper = DistributedDataParallel(module, [device] if device.type != "cpu" else None, **options)
+    finally:
+        if extra is not None:
+            delattr(module, _CARRIER)
+    hook, state = _comm_hook(comm_hook)
+    if step.by_bucket:
+        step.buckets.attach(wrapper, hook or default_hooks.allreduce_hook, state)
+    elif hook is not None:
+        wrapper.register_comm_hook(state, hook)
+    return wrapper
+
+
+def unwrap_all(step: RankStep) -> None:
+    """Take DDP off the parameters of everything that it was put around."""
+    for wrapper in step.wrappers:
+        remove_ddp_hooks(wrapper)
+    step.wrappers.clear()
+
+
+def check_parts(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Refuse names of sub-modules to wrap that are not there, or that leave trainable parameters out.
+
+    Raises:
+        ValueError: with the names that there are, or with what is left out.
+    """
+    for name in names:
+        if not isinstance(getattr(model, name, None), nn.Module):
+            there = [n for n, _ in model.named_children()]
+            raise ValueError(f"wrap={names} names {name!r}; {type(model).__name__} has {there}")
+    inside = {id(p) for name in names for p in getattr(model, name).parameters()}
+    outside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
+    if outside:
+        raise ValueError(
+            f"wrap={names} leaves out {first_few(outside)}, which each rank would train by itself; name their modules "
+            "too, or freeze them"
+        )
+
+
+def without_module(wrapper: nn.Module, state: dict, prefix: str, *_: Any) -> None:
+    """Leave the wrapper's own name out of the keys: a hook of `state_dict`."""
+    for key in [key for key in state if key.startswith(f"{prefix}module.")]:
+        state[prefix + key.removeprefix(f"{prefix}module.")] = state.pop(key)
+
+
+def _unused_like(module: nn.Module, device: torch.device) -> nn.Parameter:
+    """A parameter of the module's type, so that it shares a bucket with others, in which no loss takes part."""
+    kind = next((p.dtype for p in module.parameters() if p.requires_grad), None)
+    return nn.Parameter(torch.zeros(1, dtype=kind, device=device))
+
+
+def _comm_hook(name: str | None) -> tuple[Callable | None, Any]:
+    """One of torch's communication hooks and its state."""
+    if name is None:
+        return None, None
+    if name == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        return powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
+    return getattr(default_hooks, f"{name}_compress_hook"), None
+
+
+# BatchNorm
+
+
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Return the BatchNorms of a model."""
+    return [m for m in model.modules() if isinstance(m, BatchNorm)]
+
+
+def synchronise_batch_norms(model: nn.Module) -> Callable[[], None]:
+    """Put `SyncBatchNorm` in the place of each BatchNorm, sharing its parameters; return what undoes it."""
+    swapped = []
+    for parent in list(model.modules()):
+        for name, norm in list(parent.named_children()):
+            if isinstance(norm, BatchNorm) and not isinstance(norm, nn.SyncBatchNorm):
+                synced = nn.SyncBatchNorm.convert_sync_batchnorm(norm)
+                setattr(parent, name, synced)
+                swapped.append((parent, name, norm, synced))
+
+    def undo() -> None:
+        for parent, name, norm, synced in swapped:
+            norm.load_state_dict(synced.state_dict())
+            setattr(parent, name, norm)
+
+    return undo
+
+
+# Errors
+
+
+def explain_unused(error: RuntimeError, step: RankStep) -> None:
+    """Add the names of unused parameters to DDP's error about them, which has numbers alone."""
+    text = str(error)
+    if "finished reduction in the prior iteration" not in text and "did not receive grad" not in text:
+        return
+    words = text.rpartition("for rank")[2].rpartition(":")[2].split()
+    numbers = [int(word) for word in words if word.isdigit()]
+    # Of several networks nobody knows which of them DDP has numbered.
+    module = step.wrappers[0].module if len(step.wrappers) == 1 else nn.Module()
+    names = [n for n, p in module.named_parameters() if p.requires_grad]
+    if step.carrier.parameter is not None:  # it came after the module's own parameters, before those of sub-modules
+        names.insert(sum(p.requires_grad for p in module.parameters(recurse=False)), "")
+    found = [names[i] for i in numbers if i < len(names) and names[i]]
+    error.add_note(
+        f"parameters that took no part in the loss: {', '.join(found) or 'see above'}; freeze them, use them, or "
+        "pass find_unused_parameters=True to DistributedCallback"
+    )

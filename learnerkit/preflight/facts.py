@@ -1,0 +1,131 @@
+"""What the ranks of a run have seen: how rank 0 gathers it, and findings about it in words."""
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from learnerkit.preflight.report import Finding, notable
+from learnerkit.text import first_few, in_one_line
+
+REACH_SECONDS = 25.0  # for a rank to reach the store
+
+Facts = dict[str, Any]
+"""Of one rank: 'rank', 'host', 'machine', and by topic what it has seen, or its 'error'."""
+
+Judge = Callable[[list[Facts]], list[Finding]]
+"""Concludes from the facts of all ranks what to report about a topic."""
+
+
+class Board:
+    """Notes that the ranks leave each other in a store, which needs no connections between them.
+
+    Args:
+        store: holds the notes.
+        rank, size: of this rank, and how many there are.
+
+    Attributes:
+        seconds: how long to wait for all ranks to come, and for each thing that they do together.
+    """
+
+    seconds = 30.0
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+
+    def gather(self, topic: str, note: Any, seconds: float | None = None) -> list:
+        """On rank 0 the notes of all ranks, `None` for one that has not come in time; elsewhere nothing."""
+        self.store.set(f"{topic}/{self.rank}", json.dumps(note))
+        if self.rank != 0:
+            return []
+        deadline = time.monotonic() + (self.seconds if seconds is None else seconds)
+        return [self.read(f"{topic}/{rank}", deadline - time.monotonic()) for rank in range(self.size)]
+
+    def announce(self, topic: str, note: Any = None) -> Any:
+        """Rank 0's note, on every rank."""
+        if self.rank == 0:
+            self.store.set(topic, json.dumps(note))
+            return note
+        found = self.read(topic, 2 * self.seconds)
+        if found is None:  # rank 0 has given up and said why, or its process has ended
+            sys.exit(1)
+        return found
+
+    def read(self, key: str, seconds: float = 0) -> Any:
+        """A note, or `None` if it is not there in time."""
+        deadline = time.monotonic() + seconds
+        # Polled, because Python handles signals only between calls of torch.
+        while not self.store.check([key]):
+            if time.monotonic() >= deadline or (self.rank != 0 and self.store.check(["end"])):
+                return None
+            time.sleep(0.005)
+        return json.loads(self.store.get(key))
+
+
+def open_board(rank: int, size: int) -> Board:
+    """Connect to the store of the run; this waits for no other rank."""
+    from torch.distributed import HashStore, PrefixStore, TCPStore
+
+    if size == 1:
+        return Board(HashStore(), rank, size)
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    patience = timedelta(seconds=REACH_SECONDS)
+    try:
+        # multi_tenant: the process group of rank 0 will serve a store at the same port.
+        store = TCPStore(address, int(port), size, serves, patience, wait_for_workers=False, multi_tenant=True)
+        return Board(PrefixStore("learnerkit/doctor", store), rank, size)
+    except Exception as error:
+        sys.exit(
+            f"learnerkit.doctor: rank {rank} ({socket.gethostname()}) could not reach the others at {address}:{port}:\n"
+            f"    {in_one_line(error)}\n    rank 0's machine must have that address, rank 0 must run, and no firewall "
+            f"may close the port;\n    from here, try: nc -vz {address} {port}"
+        )
+
+
+# Words
+
+
+def by_machine(everyone: list[Facts]) -> list[list[Facts]]:
+    """The ranks of each machine."""
+    found: dict[str, list[Facts]] = {}
+    for facts in everyone:
+        found.setdefault(facts["machine"], []).append(facts)
+    return list(found.values())
+
+
+def hosts(ranks: list[Facts]) -> str:
+    """The names of the machines of some ranks."""
+    return first_few(group[0]["host"] for group in by_machine(ranks))
+
+
+def places(ranks: list[Facts]) -> str:
+    """Some ranks and their machines."""
+    return f"rank{'s' * (len(ranks) > 1)} {first_few(f['rank'] for f in ranks)} ({hosts(ranks)})"
+
+
+def in_units(n_bytes: float) -> str:
+    """Bytes as a person reads them, such as 64 MB."""
+    power = next((power for power in (4, 3, 2, 1) if n_bytes >= 1024**power), 0)
+    return f"{n_bytes / 1024**power:.3g} {('bytes', 'KB', 'MB', 'GB', 'TB')[power]}"
+
+
+def per_machine(judge: Callable[[list[Facts], list[Facts]], Finding]) -> Judge:
+    """Turn a judge of one machine's ranks, which gets all ranks as its second argument, into a judge of all machines.
+
+    Where the machines differ, it names those with a hint or a problem; if all are fine, it shows the first one.
+    """
+
+    def judge_all(everyone: list[Facts]) -> list[Finding]:
+        found: dict[Finding, list[Facts]] = {}
+        for group in by_machine(everyone):
+            found.setdefault(judge(group, everyone), []).append(group[0])
+        if len(found) == 1:
+            return list(found)
+        return [finding._replace(text=f"{finding.text} (on {hosts(found[finding])})") for finding in notable(found)]
+
+    return judge_all

@@ -1,0 +1,89 @@
+"""The state of a run: every attribute of the Learner that a callback may read while it trains or evaluates."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from learnerkit.callback import Dispatch
+
+
+class RunState:
+    """The attributes that a run sets, with their values when nothing runs.
+
+    A callback reads these as its own (`self.loss`), and assigns them as `self.learn.loss = ...`. Names with an
+    underscore belong to this package: a callback of your own may use such a word, without it, for an attribute.
+    """
+
+    task: str | None = None
+    """'fit', 'validate', 'predict' or 'lr_find'; `None`: nothing runs."""
+    training: bool = False
+    """Whether the loop trains, rather than validates or predicts."""
+
+    # How far the last fit has come
+
+    n_epoch: int | None = 0
+    """The epoch before which the fit ends; `None` where `n_steps` says how long it is."""
+    n_steps: int | None = None
+    """The optimizer steps of the fit, if it was given them."""
+    epoch: int = 0
+    """The present epoch, from 0."""
+    train_iter: int = 0
+    """Training batches since the fit began."""
+    pct_train: float = 0.0
+    """The share of the fit's training that is done, from 0 to 1."""
+    _start_epoch: int = 0
+    """The first epoch of the fit."""
+
+    # The batch
+
+    dl: Any = None
+    """The loader that is read."""
+    n_iter: int | None = None
+    """The number of its batches; `None` if it does not say."""
+    iter: int = 0
+    """The place of the batch among those that this process reads, from 0."""
+    batch: Any = None
+    """The batch as the loader gave it, on the device."""
+    batch_size: int = 0
+    """Its number of samples; 0 on a rank that has none in this step."""
+    xb: tuple = ()
+    """Its inputs."""
+    yb: tuple = ()
+    """Its targets."""
+    pred: Any = None
+    """The predictions: the model's output, or its `logits`."""
+    output: Any = None
+    """The whole output of the model."""
+    loss: Any = None
+    """The loss that is recorded, detached: a tensor, or `None` without targets."""
+    loss_grad: Any = None
+    """The loss that is differentiated."""
+
+    # For this package
+
+    _dispatch: "Dispatch" = None  # type: ignore[assignment]  # while nothing runs
+    """Who is called at which event."""
+    _in_fit: bool = False
+    """Whether a fit is going on, whose random streams evaluation leaves alone."""
+    _batch_index: int = 0
+    """The place of the batch among those of all ranks."""
+    _loss_count: float | Tensor = 0
+    """What the batch's loss averages over: a number of samples, tokens, or the like."""
+    _gradient: Any = None
+    """What weighs the batches of a step (`GradientMean` or `RankStep`); `None` where a step is one batch."""
+    _step_batches: int = 1
+    """The batches of an optimizer step on this process."""
+    _step_due: bool = True
+    """Whether an optimizer step follows this batch."""
+
+    def __init__(self) -> None:
+        for name in RunState.__annotations__:  # in the learner's own `__dict__`, with what else it has
+            setattr(self, name, getattr(RunState, name))
+
+
+COUNTERS = ("n_epoch", "n_steps", "epoch", "train_iter", "pct_train", "_start_epoch")
+"""The attributes that stay after a fit, and that evaluation puts back."""
+
+TRANSIENT = tuple(name for name in RunState.__annotations__ if name not in COUNTERS)
+"""The attributes that every run puts back at its end."""

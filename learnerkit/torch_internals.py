@@ -1,0 +1,175 @@
+"""Private names of torch, CPython and IPython that are needed, each as one named function.
+
+A release may change any of them; `tests/test_torch_internals.py` says which name is gone.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data._utils import worker as loader_worker
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+# Modules
+
+BatchNorm = _BatchNorm
+"""The base of BatchNorm in every number of dimensions, SyncBatchNorm too."""
+
+StatisticsNorm = _NormBase
+"""The base of the norms that may keep running statistics: BatchNorm and InstanceNorm."""
+
+Dropout = _DropoutNd
+"""The base of all dropout modules."""
+
+
+def compiled_call(model: nn.Module) -> Callable | None:
+    """Return what a call of `model` runs instead of its own code, as `nn.Module.compile` has set it."""
+    return model._compiled_call_impl
+
+
+def set_compiled_call(model: nn.Module, call: Callable | None) -> None:
+    """Set what a call of `model` runs; `None` undoes `nn.Module.compile`, for which torch has no public way."""
+    model._compiled_call_impl = call
+
+
+def plain_call(model: nn.Module) -> Callable:
+    """Return what `nn.Module.compile` compiles: `forward` with its hooks.
+
+    torch 2.10 does not compile a `forward` of torch's own, as nn.Sequential's is, unless code outside torch calls it.
+    """
+    if model.forward.__module__.startswith("torch."):
+        return lambda *args, **kwargs: model._call_impl(*args, **kwargs)
+    return model._call_impl
+
+
+def without_compiler(model: nn.Module) -> nn.Module:
+    """Return the module inside the wrapper that `torch.compile(module)` makes, or `model` itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def scale_together(tensors: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply tensors of one device and type in place, by one kernel for many of them."""
+    torch._foreach_mul_(tensors, factor)
+
+
+# DistributedDataParallel
+
+
+def expect_another_backward(wrapper: DistributedDataParallel) -> None:
+    """Have DDP reduce in a further backward pass, although no forward pass of its own came before it."""
+    reducer = wrapper.reducer
+    reducer._rebuild_buckets()
+    reducer.prepare_for_backward([])
+
+
+def call_after_backward(call: Callable[[], None]) -> None:
+    """Have the autograd engine call this at the end of the backward pass that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def remove_ddp_hooks(wrapper: DistributedDataParallel) -> None:
+    """Take DDP off its module's parameters: a wrapper that lives on, in a traceback say, would go on reducing."""
+    wrapper._remove_autograd_hooks()
+
+
+# Process groups
+
+
+def default_store() -> dist.Store:
+    """Return the store behind the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def default_timeout() -> timedelta:
+    """Return how long torch lets a collective wait by default."""
+    return dist.distributed_c10d.default_pg_timeout
+
+
+def abort_nccl() -> None:
+    """End the waits of the default group's NCCL collectives. Not yet run on two GPUs."""
+    dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
+
+
+class CollectiveRefusal(TorchDispatchMode):
+    """While it is entered, torch.distributed's own functions raise: they go through torch's dispatcher.
+
+    Args:
+        error: makes the error from the name of the function that was called.
+    """
+
+    def __init__(self, error: Callable[[str], Exception]) -> None:
+        super().__init__()
+        self.error = error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise self.error(f"torch.distributed ({func.__name__.partition('.')[0]})")
+        return func(*args, **(kwargs or {}))
+
+
+# Loaders
+
+
+def workers_of(iterator: Any) -> Sequence[Any]:
+    """Return the worker processes of a DataLoader's iterator."""
+    return iterator._workers if isinstance(iterator, _MultiProcessingDataLoaderIter) else ()
+
+
+@contextmanager
+def as_in_the_main_process() -> Iterator[None]:
+    """Let `torch.utils.data.get_worker_info()` return `None` in a loader's worker."""
+    info, loader_worker._worker_info = loader_worker._worker_info, None
+    try:
+        yield
+    finally:
+        loader_worker._worker_info = info
+
+
+# Threads and frames
+
+_FOLDERS = tuple(os.path.dirname(module.__file__) + os.sep for module in (dist, torch.autograd) if module.__file__)
+_SENDS_BUFFERS = DistributedDataParallel._distributed_broadcast_coalesced.__code__
+
+
+def waits_for_ranks(frame: FrameType | None, own: Collection[CodeType], depth: int = 4) -> bool:
+    """Tell whether a thread is in a collective, or in a backward pass, which holds one.
+
+    Args:
+        frame: the thread's innermost.
+        own: the code of this package's functions that wait for other ranks.
+        depth: how many frames to look at.
+    """
+    for _ in range(depth):
+        if frame is None:
+            return False
+        code = frame.f_code
+        if code.co_filename.startswith(_FOLDERS) or code is _SENDS_BUFFERS or code in own:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def frame_of_thread(thread: int) -> FrameType | None:
+    """Return the innermost frame of a thread, by its identifier."""
+    return sys._current_frames().get(thread)
+
+
+def await_thread_list_lock() -> None:
+    """Wait until nobody holds the interpreter's lock around its list of threads."""
+    sys._current_frames()  # takes it
+
+
+def caller(level: int) -> FrameType:
+    """Return the frame of the function `level` calls above the one that asks."""
+    return sys._getframe(level + 1)

@@ -1,0 +1,96 @@
+"""How processes end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from learnerkit.launch import processes
+
+ENDING = """
+import atexit, os, sys, threading, time
+from learnerkit.launch.processes import make_exit
+end = make_exit()
+
+class Loud:
+    def __del__(self, write=os.write):
+        write(1, b"destroyed ")
+
+kept = Loud()
+file = open(sys.argv[1], "w")
+file.write("whole")
+threading.Thread(target=lambda: time.sleep(0.2) or os.write(1, b"thread ")).start()
+atexit.register(lambda: os.write(1, b"hook "))
+"""
+
+
+def run(code, *args):
+    """Run a program, and return its exit code and output."""
+    done = subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_process_ends_as_usual_but_destroys_nothing(tmp_path):
+    assert run(ENDING + "end(3)", tmp_path / "file") == (3, "thread hook ", "")
+    assert (tmp_path / "file").read_text() == "whole"
+    assert run(ENDING, tmp_path / "file") == (0, "thread hook destroyed ", "")  # it has not ended by that function
+
+
+def test_a_hook_that_fails_does_not_change_the_exit_code(tmp_path):
+    code, out, err = run(ENDING + "atexit.register(lambda: 1 / 0)\nend(3)", tmp_path / "file")
+    assert (code, out) == (3, "thread hook ")
+    assert "ZeroDivisionError" in err
+
+
+def test_a_forked_child_may_end_in_its_own_way(tmp_path):
+    child = "if os.fork() == 0:\n    sys.exit(5)\nassert os.waitstatus_to_exitcode(os.wait()[1]) == 5\nend(0)"
+    assert run(ENDING + child, tmp_path / "file") == (0, "hook thread hook ", "")  # the hooks of both
+
+
+def test_a_group_is_killed_with_all_that_it_has_started():
+    sleeps = "import subprocess, time; subprocess.Popen(['sleep', '60']); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", sleeps], stdout=subprocess.PIPE, process_group=0) as process:
+        process.stdout.readline()
+        assert processes.kill_group(process.pid, 0)
+        assert processes.kill_group(process.pid)
+        assert process.stdout.read() == b""  # nobody holds the pipe any more
+    assert process.returncode == -signal.SIGKILL
+    while processes.kill_group(process.pid, 0):  # until somebody has asked how the other one ended
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills with the parent")
+def test_a_process_dies_with_its_parent_and_takes_its_forked_children_along():
+    child = (
+        "import os, sys, time; from learnerkit.launch.processes import die_with_parent, tie_forked_children\n"
+        "die_with_parent(int(sys.argv[1])); tie_forked_children(); os.fork(); print(flush=True); time.sleep(60)"
+    )
+    parent = f"import os, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())])"
+    with subprocess.Popen([sys.executable, "-c", f"{parent}; time.sleep(60)"], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() + process.stdout.readline() == b"\n\n"  # of both
+        process.kill()
+        assert process.stdout.read() == b""
+    assert run(child, 1)[0] == 1  # the parent has died already
+
+
+def test_a_users_traceback_keeps_of_this_package_the_last_frame_alone():
+    def fails():
+        raise ZeroDivisionError
+
+    package = {}
+    exec(compile("def call(f):\n    f()", processes.__file__, "exec"), package)
+    try:
+        try:
+            package["call"](fails)
+        except ZeroDivisionError:
+            package["call"](fails.__call__.__self__.__name__)
+    except TypeError as error:
+        text = processes.user_traceback(error)
+    first, _, second = text.partition("During handling of the above exception")
+    assert processes.__file__ not in first
+    assert "in fails" in first
+    assert second.count(f'File "{processes.__file__}", line 2, in call') == 1
+    assert os.path.basename(__file__) in second

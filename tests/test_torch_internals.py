@@ -1,0 +1,146 @@
+"""Private names that the package needs: if a release takes one away, the test of this name fails."""
+
+import inspect
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils import worker
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from learnerkit import torch_internals
+
+NAMES = {
+    "BatchNorm": lambda: nn.modules.batchnorm._BatchNorm,
+    "StatisticsNorm": lambda: nn.modules.batchnorm._NormBase,
+    "Dropout": lambda: nn.modules.dropout._DropoutNd,
+    "the call of a compiled module": lambda: nn.Module()._compiled_call_impl,
+    "the call of a module": lambda: nn.Module._call_impl,
+    "the module that torch.compile wraps": lambda: torch._dynamo.eval_frame.OptimizedModule.__init__,
+    "multiplying many tensors": lambda: torch._foreach_mul_,
+    "the engine's callbacks": lambda: torch.autograd.Variable._execution_engine.queue_callback,
+    "DDP's reducer, rebuilding": lambda: dist.Reducer._rebuild_buckets,
+    "DDP's reducer, another pass": lambda: dist.Reducer.prepare_for_backward,
+    "DDP's hooks": lambda: DistributedDataParallel._remove_autograd_hooks,
+    "DDP sending buffers": lambda: DistributedDataParallel._distributed_broadcast_coalesced.__code__,
+    "the default store": lambda: dist.distributed_c10d._get_default_store,
+    "the default timeout": lambda: dist.distributed_c10d.default_pg_timeout,
+    "the default group": lambda: dist.distributed_c10d._get_default_group,
+    "a group's backend": lambda: dist.ProcessGroup._get_backend,
+    "the mode that sees every operation": lambda: torch.utils._python_dispatch.TorchDispatchMode.__torch_dispatch__,
+    "a loader's workers": lambda: _MultiProcessingDataLoaderIter._try_get_data,
+    "what a worker knows of itself": lambda: worker._worker_info,
+    "the stacks of all threads": lambda: sys._current_frames,
+    "a caller's frame": lambda: sys._getframe,
+}
+
+PARAMETERS = {
+    "a store on a socket that is there": (dist.TCPStore, ["master_listen_fd", "wait_for_workers", "is_master"]),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_is_there(name):
+    NAMES[name]()
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_parameters_are_there(name):
+    function, parameters = PARAMETERS[name]
+    text = function.__init__.__doc__ or ""
+    assert [parameter for parameter in parameters if parameter not in text] == []
+
+
+def test_ddp_has_the_switches_that_are_turned():
+    source = inspect.getsource(DistributedDataParallel)
+    for name in ("require_backward_grad_sync", "require_forward_param_sync", "find_unused_parameters", "reducer"):
+        assert f"self.{name} = " in source, name
+
+
+def test_batch_norms():
+    for norm in (nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm2d()):
+        assert isinstance(norm, torch_internals.BatchNorm)
+    for other in (nn.InstanceNorm1d(2), nn.LayerNorm(2), nn.Linear(2, 2)):
+        assert not isinstance(other, torch_internals.BatchNorm)
+    assert isinstance(nn.InstanceNorm1d(2), torch_internals.StatisticsNorm)
+    assert isinstance(nn.Dropout2d(), torch_internals.Dropout)
+
+
+def test_a_module_is_compiled_in_place_and_plain_again():
+    model = nn.Sequential(nn.Linear(2, 2))
+    before = torch_internals.compiled_call(model)
+    torch_internals.set_compiled_call(model, lambda x: x + 1)
+    assert torch.equal(model(torch.zeros(2)), torch.ones(2))
+    torch_internals.set_compiled_call(model, before)
+    assert torch.equal(model(torch.zeros(2)), torch_internals.plain_call(model)(torch.zeros(2)))
+
+
+def test_the_wrapper_of_the_compiler_is_taken_off():
+    model = nn.Linear(2, 2)
+    assert torch_internals.without_compiler(torch.compile(model)) is model
+    assert torch_internals.without_compiler(model) is model
+
+
+def test_the_workers_of_a_loader():
+    iterator = iter(DataLoader(range(4), num_workers=2))
+    assert len(torch_internals.workers_of(iterator)) == 2
+    assert list(torch_internals.workers_of(SimpleNamespace(_workers=[1]))) == []
+    del iterator
+
+
+def test_a_worker_may_be_taken_for_the_main_process():
+    worker._worker_info = "a worker"
+    try:
+        with torch_internals.as_in_the_main_process():
+            assert get_worker_info() is None
+        assert get_worker_info() == "a worker"
+    finally:
+        worker._worker_info = None
+
+
+def wait_here(ready, over):
+    ready.set()
+    over.wait()
+
+
+def test_a_thread_that_waits_in_known_code_is_seen():
+    ready, over = threading.Event(), threading.Event()
+    thread = threading.Thread(target=wait_here, args=(ready, over))
+    thread.start()
+    ready.wait()
+    try:
+        frame = torch_internals.frame_of_thread(thread.ident)
+        assert torch_internals.waits_for_ranks(frame, {wait_here.__code__})
+        assert not torch_internals.waits_for_ranks(frame, set())
+        assert not torch_internals.waits_for_ranks(None, {wait_here.__code__})
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_frame_of_torch_distributed_waits():
+    frame = None
+
+    def look(*args):
+        nonlocal frame
+        frame = torch_internals.frame_of_thread(threading.get_ident()).f_back
+        return True
+
+    compiled = compile("def barrier(look):\n    look()\n", dist.__file__, "exec")  # as if it were torch's own
+    found = {}
+    exec(compiled, found)
+    found["barrier"](look)
+    assert torch_internals.waits_for_ranks(frame, set())
+
+
+def test_whose_frame_the_caller_is():
+    def inner():
+        return torch_internals.caller(1).f_code.co_name
+
+    assert inner() == "test_whose_frame_the_caller_is"
