@@ -157,6 +157,7 @@ assert next(learn.model.parameters()).grad is None
     assert shown.text.count("Where.opened (cannot be pickled)") >= 1, shown.text
 
 
+@pytest.mark.slow
 def test_what_belongs_together_stays_together(kernel):
     "Objects shared by several, optimizers of a callback's own, and what loaders, modules, cells and classes hold."
     shown = kernel.run("""
@@ -234,6 +235,7 @@ assert count == 30, count
     assert "Warning" not in shown.text, shown.text
 
 
+@pytest.mark.slow
 def test_tensors_come_back_with_the_storages_they_have(kernel):
     "Exchanged, replaced, shared and parted ones, and views; and other contents that change in place."
     shown = kernel.run("""
@@ -334,6 +336,7 @@ with learn.distrib_ctx(nproc=2):
     assert "Warning" not in shown.text, shown.text
 
 
+@pytest.mark.slow
 def test_features_of_callbacks_in_workers(kernel):
     "What they learn, change and show comes back as from a fit of the kernel's own."
     shown = kernel.run("""
@@ -411,6 +414,7 @@ for i, (one, other) in enumerate(zip(in_workers, here, strict=True)):
     assert shown.error == "", shown.traceback
 
 
+@pytest.mark.slow
 def test_workers_heed_what_is_set_for_the_process(kernel):
     shown = kernel.run("""
 import sys
@@ -449,6 +453,7 @@ assert found == [(torch.float64, True, "yes")], found
     assert shown.error == "", shown.traceback
 
 
+@pytest.mark.slow
 def test_what_is_changed_between_two_calls_counts(kernel):
     shown = kernel.run("""
 learn = make_learner()
@@ -472,6 +477,7 @@ with learn.distrib_ctx(nproc=2):
     assert shown.error == "", shown.traceback
 
 
+@pytest.mark.slow
 def test_rank_0_is_seen_live(kernel):
     shown = kernel.run("""
 import matplotlib.pyplot as plt
@@ -541,6 +547,7 @@ with learn.distrib_ctx(nproc=2):
     assert pressed
 
 
+@pytest.mark.slow
 def test_stop_in_a_cell_raises_there_and_a_second_press_kills(kernel):
     presses = []
 
@@ -597,6 +604,7 @@ with learn.distrib_ctx(nproc=2):
     assert shown.traceback.rstrip().endswith("raised in Bad.before_step")
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_named(kernel):
     shown = kernel.run("""
 class Dies(Callback):
@@ -665,6 +673,7 @@ with learn.distrib_ctx(nproc=2):
     assert shown.error == "", shown.traceback
 
 
+@pytest.mark.slow
 def test_with_the_kernel_its_workers_go(tmp_path):
     kernel = Kernel(tmp_path)
     try:
@@ -732,7 +741,9 @@ kept = [before - torch.cuda.mem_get_info(i)[0] for i, before in zip(devices, fre
     assert ask(kernel, "next(learn.model.parameters()).device.type") == "cuda"
 
 
-@pytest.mark.parametrize("command", [["-i", "-q"], ["-m", "IPython", "--simple-prompt", "--no-banner"]])
+@pytest.mark.parametrize(
+    "command", [["-i", "-q"], pytest.param(["-m", "IPython", "--simple-prompt", "--no-banner"], marks=pytest.mark.slow)]
+)
 def test_from_a_prompt(command, tmp_path):
     "Lines are typed at a real terminal; rank 0 shows its table and bar in it."
     (tmp_path / "cells.py").write_text(PROMPT)
