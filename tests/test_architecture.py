@@ -20,7 +20,7 @@ PACKAGE = ROOT / "learnerkit"
 # A room is a folder of the package, or a file at its top. It imports rooms of lower floors only: two rooms on one floor
 # know nothing of each other.
 FLOORS = [
-    ["text", "events", "utils", "host_scalars"],
+    ["text", "events", "utils", "host_scalars", "torch_internals"],
     ["launch", "optim", "files"],
     ["world"],
     ["callback", "data", "datasets"],
@@ -37,7 +37,7 @@ RUNS_CODE = {"launch.rank_main": 1}
 
 # A notebook's kernel and the workers it has started read what they write to each other, code of cells included; nobody
 # else reads, or can write, those files. Nothing else is read that runs what it says.
-TRUSTS = "notebook.transfer"
+TRUSTS = "notebook.pickling"
 
 # Imported where they are used, because they are slow to import or may not be installed.
 HEAVY = {"torchvision", "matplotlib", "IPython", "torchmetrics", "torcheval", "cloudpickle", "pandas", "PIL"}
