@@ -5,7 +5,6 @@ rank 0 prints and displays, and puts rank 0's weights and attributes into its ow
 interpreters, so the kernel may have used CUDA before.
 """
 
-import functools
 import json
 import multiprocessing
 import os
@@ -29,7 +28,7 @@ import torch.distributed as dist
 
 from learnerkit import torch_internals, world
 from learnerkit.launch.environment import LOOPBACK, Topology, rank_environment
-from learnerkit.launch.processes import kill_group
+from learnerkit.launch.supervise import kill_group
 from learnerkit.notebook import settings, transfer
 from learnerkit.notebook.pickling import load_error
 from learnerkit.parallel.distributed import OWN_DEVICE, DistributedCallback
@@ -47,7 +46,7 @@ LEAVE_SECONDS = 5.0
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from learnerkit.launch.processes import make_exit; end = make_exit(); "  # before torch registers exit hooks
+    "from learnerkit.launch.rank_main import make_exit; end = make_exit(); "  # before torch registers exit hooks
     "from learnerkit.notebook.worker import serve; serve(int(sys.argv[2]), sys.argv[3]); end(0)"
 )
 
@@ -57,19 +56,6 @@ class WorkerTraceback(Exception):
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
-
-
-def on_workers(method: Callable) -> Callable:
-    """Have a method of the learner carried out by the notebook workers, if there are any."""
-
-    @functools.wraps(method)
-    def run(learn: "Learner", *args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        if learn._workers is None:
-            return method(learn, *args, **kwargs)
-        return learn._workers.call(run, args, kwargs)
-
-    return run
 
 
 def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> Any:

@@ -22,7 +22,8 @@ from typing import IO, Any
 import torch
 
 from learnerkit import torch_internals, world
-from learnerkit.launch.processes import kill_group, user_traceback
+from learnerkit.launch.rank_main import user_traceback
+from learnerkit.launch.supervise import kill_group
 from learnerkit.notebook import pickling, settings, transfer
 
 
