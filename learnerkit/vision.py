@@ -76,10 +76,12 @@ def vision_learner(
         TypeError, ValueError: arguments that cannot work, a network whose classifier is not found, no `n_out`.
         RuntimeError: the weights cannot be downloaded.
     """
-    if isinstance(model_fn, nn.Module):
-        network, weights = _copied(model_fn, weights, model_kwargs)
+    if not isinstance(model_fn, nn.Module):
+        network, weights = _build(model_fn, weights, model_kwargs or {}, pretrained)
+    elif weights is not None or model_kwargs:
+        raise TypeError("weights= and model_kwargs= are for a builder; the given module has its weights already")
     else:
-        network, weights = _built(model_fn, weights, model_kwargs or {}, pretrained)
+        network = copy.deepcopy(model_fn)
     body, out = _make_body(network, cut, n_in)
     _adapt_channels(body, n_in)
     if custom_head is None:
@@ -198,13 +200,7 @@ def _units(module: nn.Module, limit: float) -> Iterator[list[nn.Parameter]]:
 # The network
 
 
-def _copied(network: nn.Module, weights: Any, model_kwargs: dict | None) -> tuple[nn.Module, None]:
-    if weights is not None or model_kwargs:
-        raise TypeError("weights= and model_kwargs= are for a builder; the given module has its weights already")
-    return copy.deepcopy(network), None
-
-
-def _built(builder: Any, weights: Any, model_kwargs: dict, pretrained: bool | None) -> tuple[nn.Module, Any]:
+def _build(builder: Any, weights: Any, model_kwargs: dict, pretrained: bool | None) -> tuple[nn.Module, Any]:
     "Return the network, and the member of torchvision's enum for `weights`."
     from torchvision import models
 
@@ -218,7 +214,8 @@ def _built(builder: Any, weights: Any, model_kwargs: dict, pretrained: bool | No
         raise TypeError(f"got model_fn={builder!r}; it is a builder of torchvision, its name, or an nn.Module")
     if weights is None:
         # A user's own builder may load weights by itself.
-        if pretrained and model_kwargs.get("weights") is None and _module(builder).startswith("torchvision."):
+        is_torchvisions = (getattr(builder, "__module__", None) or "").startswith("torchvision.")
+        if pretrained and model_kwargs.get("weights") is None and is_torchvisions:
             raise ValueError(
                 f"got pretrained=True and no weights: {_name(builder)} would be a new network with random weights, "
                 "which would stay frozen; say which to load, such as weights='DEFAULT'"
@@ -261,10 +258,6 @@ def _load(builder: Callable, weights: Any, model_kwargs: dict) -> nn.Module:
 
 def _name(builder: Callable) -> str:
     return getattr(builder, "__name__", repr(builder))
-
-
-def _module(builder: Callable) -> str:
-    return getattr(builder, "__module__", None) or ""
 
 
 # The body: everything before the classifier

@@ -24,10 +24,7 @@ Schedule = Callable[[float], float]
 
 
 class SchedNo:
-    """A constant schedule, and the base of the others.
-
-    Args:
-        start, end: the values at 0 and at 1.
+    """A constant schedule of the value `start`, and the base of the others.
 
     Raises:
         TypeError: a value that is not a single number.
@@ -51,21 +48,16 @@ class SchedNo:
 
 
 class SchedLin(SchedNo):
-    """A schedule along a straight line.
-
-    Args:
-        start, end: the values at 0 and at 1.
-    """
+    """A schedule along a straight line, from `start` at 0 to `end` at 1."""
 
     def __call__(self, position: float) -> float:
         return self.start + position * (self.end - self.start)
 
 
 class SchedCos(SchedNo):
-    """A schedule along half a cosine, flat at both ends (Loshchilov and Hutter, https://arxiv.org/abs/1608.03983).
+    """A schedule along half a cosine, from `start` at 0 to `end` at 1, flat at both ends.
 
-    Args:
-        start, end: the values at 0 and at 1.
+    Loshchilov and Hutter, https://arxiv.org/abs/1608.03983.
     """
 
     def __call__(self, position: float) -> float:
@@ -73,10 +65,7 @@ class SchedCos(SchedNo):
 
 
 class SchedExp(SchedNo):
-    """An exponential schedule.
-
-    Args:
-        start, end: the values at 0 and at 1.
+    """An exponential schedule, from `start` at 0 to `end` at 1.
 
     Raises:
         ValueError: one of them is 0, or they differ in sign.
@@ -92,10 +81,9 @@ class SchedExp(SchedNo):
 
 
 class SchedPoly(SchedNo):
-    """A schedule along a power of the share of training done.
+    """A schedule along a power of the share of training done, from `start` at 0 to `end` at 1.
 
     Args:
-        start, end: the values at 0 and at 1.
         power: 1 is a straight line; a higher power starts slower, a lower one faster.
     """
 
