@@ -177,6 +177,10 @@ def test_what_is_written_nowhere(name):
 OTHERS = ("torch", "nn", "dist", "F", "sys", "threading", "atexit", "runpy", "IPython", "multiprocessing")
 
 
+# It is run by its path, and can import nothing of this package.
+PRIVATE = {"launch.rank_main": ["threading._shutdown", "atexit._run_exitfuncs"]}
+
+
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "torch_internals"])
 def test_private_names_of_others_stand_in_one_module(name):
     for node in ast.walk(MODULES[name]):
@@ -185,7 +189,8 @@ def test_private_names_of_others_stand_in_one_module(name):
             assert private == [] or node.module.startswith("learnerkit"), f"from {node.module} import {private}"
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             owner = ast.unparse(node.value)
-            assert owner.split(".")[0] not in OTHERS, ast.unparse(node)
+            known = ast.unparse(node) in PRIVATE.get(name, [])
+            assert owner.split(".")[0] not in OTHERS or known, ast.unparse(node)
 
 
 def test_no_class_of_torch_is_patched():

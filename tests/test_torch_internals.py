@@ -1,5 +1,6 @@
 """Private names that the package needs: if a release takes one away, the test of this name fails."""
 
+import atexit
 import inspect
 import linecache
 import socket
@@ -41,6 +42,8 @@ NAMES = {
     "what a worker knows of itself": lambda: worker._worker_info,
     "the stacks of all threads": lambda: sys._current_frames,
     "a caller's frame": lambda: sys._getframe,
+    "joining threads (launch/rank_main.py)": lambda: threading._shutdown,
+    "running exit hooks (launch/rank_main.py)": lambda: atexit._run_exitfuncs,
 }
 
 PARAMETERS = {

@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
@@ -30,7 +29,6 @@ _libc = ctypes.CDLL(None if sys.platform != "win32" else "msvcrt")
 
 def main() -> None:
     """Run the command line; if that fails, tell the launcher when and why."""
-    end = make_exit()
     setup = json.loads(os.environ.pop("LEARNERKIT_RANK_SETUP"))
     report_fd, store_fd, process_id = setup["report_fd"], setup["store_fd"], os.getpid()
     die_with_parent(setup["launcher"])
@@ -52,7 +50,7 @@ def main() -> None:
             write_report(report_fd, code, error)
         if not isinstance(error, SystemExit):
             faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=2)  # sys.stderr may not be a file
-    end(code)
+    end_process(code)
 
 
 class StoreHost:
@@ -213,31 +211,21 @@ def tie_forked_children() -> None:
     os.register_at_fork(before=before, after_in_child=after_in_child)
 
 
-def make_exit() -> Callable[[int], NoReturn]:
-    """Return a `sys.exit` that destroys no objects: threads are joined, exit hooks run and files flushed as usual.
+def end_process(code: int) -> NoReturn:
+    """End as the interpreter does, with threads joined, exit hooks run and files flushed, but destroy no objects.
 
     To destroy a process group, or a DDP model that holds one, is not safe while other ranks fail or leave: it can
-    wait for them without end, or abort this process although the script has succeeded.
-
-    Call this before importing what registers exit hooks (`multiprocessing`, `logging`, torch): the last hook registered
-    runs first, and the one that is registered here ends the process. A sitecustomize's hooks, which come earlier still,
-    do not run.
+    wait for them without end, or abort this process although the script has succeeded. The two private names have no
+    public counterpart that runs the hooks of a sitecustomize, too, such as coverage's.
     """
-    exit_code: int | None = None
-
-    def end_process() -> None:
-        if exit_code is not None:  # else this is a forked child that ends in a way of its own
-            flush_files()
-            os._exit(exit_code)
-
-    def exit_without_destructors(code: int) -> NoReturn:
-        nonlocal exit_code
-        exit_code = code
-        flush_files()  # now, because threads and exit hooks may take too long
-        sys.exit(code)
-
-    atexit.register(end_process)
-    return exit_without_destructors
+    flush_files()  # first, because threads and exit hooks may take too long
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except KeyboardInterrupt:  # Ctrl-C: do not wait for them
+        pass
+    flush_files()
+    os._exit(code)
 
 
 def flush_files() -> None:

@@ -46,8 +46,8 @@ LEAVE_SECONDS = 5.0
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from learnerkit.launch.rank_main import make_exit; end = make_exit(); "  # before torch registers exit hooks
-    "from learnerkit.notebook.worker import serve; serve(int(sys.argv[2]), sys.argv[3]); end(0)"
+    "from learnerkit.launch.rank_main import end_process; from learnerkit.notebook.worker import serve; "
+    "serve(int(sys.argv[2]), sys.argv[3]); end_process(0)"
 )
 
 

@@ -12,8 +12,7 @@ from learnerkit.launch import rank_main, supervise
 
 ENDING = """
 import atexit, os, sys, threading, time
-from learnerkit.launch.rank_main import make_exit
-end = make_exit()
+from learnerkit.launch.rank_main import end_process as end
 
 class Loud:
     def __del__(self, write=os.write):
@@ -37,6 +36,13 @@ def test_a_process_ends_as_usual_but_destroys_nothing(tmp_path):
     assert run(ENDING + "end(3)", tmp_path / "file") == (3, "thread hook ", "")
     assert (tmp_path / "file").read_text() == "whole"
     assert run(ENDING, tmp_path / "file") == (0, "thread hook destroyed ", "")  # it has not ended by that function
+
+
+def test_the_hooks_of_a_sitecustomize_run_too(tmp_path, monkeypatch):
+    """Those of coverage, for one."""
+    (tmp_path / "sitecustomize.py").write_text("import atexit\natexit.register(print, 'site')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert run(ENDING + "end(3)", tmp_path / "file") == (3, "thread hook site\n", "")
 
 
 def test_a_hook_that_fails_does_not_change_the_exit_code(tmp_path):
