@@ -104,6 +104,12 @@ class Learner(RunState):
         TypeError, ValueError: an argument that cannot work; the message says what would.
     """
 
+    # What lasts from run to run; `RunState` has what a run sets, and the arguments above are attributes too.
+    dls: DataLoaders  # the loaders
+    model: nn.Module  # the model, wrapped while a callback wraps it
+    opt: Any  # a torch optimizer, or a dict of several by name; `None` until it is needed
+    cbs: list[Callback]  # the callbacks, as they were added
+    logger: Callable[[list], None]  # gets each row of the table
     recorder: Recorder  # where it has one; so has every other callback its name
 
     def __init__(
@@ -139,9 +145,7 @@ class Learner(RunState):
         self.loss_weight = loss_weight
         self._weigh_losses()  # refuses what it cannot take, here rather than in fit
         self._device, self._loss_without_targets = torch.device("cpu"), False  # set for each run
-        self.opt: Any = None  # an optimizer, or a dict of several by name; made at first need
-        self.logger: Callable[[list], None] = TableLogger(self)
-        self.cbs: list[Callback] = []
+        self.opt, self.logger, self.cbs = None, TableLogger(self), []
         self._parting: list[Callback] = []
         self._scaler_state: dict[str, Any] = {}  # of the gradient scaler (MixedPrecision), between fits
         self._told_outside = False
