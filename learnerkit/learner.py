@@ -1,5 +1,6 @@
 """The Learner: the training loop, and the verbs its users call."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from inspect import signature
@@ -36,7 +37,7 @@ from learnerkit.events import (
 from learnerkit.files import File, Saved, fitted, plain_name, save_whole
 from learnerkit.losses import LossWeight, loss_name, no_loss, take_loss
 from learnerkit.metrics import metric_names
-from learnerkit.notebook.kernel import Workers, distrib_ctx, on_workers
+from learnerkit.notebook.kernel import Workers, distrib_ctx
 from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
 from learnerkit.snapshot import unchanged
@@ -63,6 +64,19 @@ Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | No
 
 def _budget(n_steps: int | None) -> list[Callback]:
     return [] if n_steps is None else [StepBudget(n_steps)]
+
+
+def on_workers(method: Callable) -> Callable:
+    """Have a method of the learner carried out by the notebook workers, if there are any."""
+
+    @functools.wraps(method)
+    def run(learn: "Learner", *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if learn._workers is None:
+            return method(learn, *args, **kwargs)
+        return learn._workers.call(run, args, kwargs)
+
+    return run
 
 
 class Learner(RunState):
@@ -133,7 +147,7 @@ class Learner(RunState):
         self._told_outside = False
         self._agreement: parallel.Agreement | None = None
         self._workers: Workers | None = None
-        self._bare_model: nn.Module | None = None  # the model of a run as it was before callbacks could wrap it
+        self._bare_model: Any = None  # the model of a run as it was before callbacks could wrap it
         self._eval_modules: set[str] = set()  # the names of its modules that the user has put into eval mode
         self.add_cbs([TrainEvalCallback(), Recorder(), ProgressCallback()] if default_cbs else [])
         self.add_cbs(cbs)

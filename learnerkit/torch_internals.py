@@ -3,7 +3,9 @@
 A release may change any of them; `tests/test_torch_internals.py` says which name is gone.
 """
 
+import linecache
 import os
+import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as loader_worker
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
@@ -101,6 +104,14 @@ def abort_nccl() -> None:
     dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
 
 
+def host_store(listener: socket.socket, world_size: int) -> dist.Store:
+    """Serve the store of a process group on a socket of ours: torch's own would listen on every interface."""
+    host, port = listener.getsockname()
+    return dist.TCPStore(
+        host, port, world_size, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False
+    )
+
+
 class CollectiveRefusal(TorchDispatchMode):
     """While it is entered, torch.distributed's own functions raise: they go through torch's dispatcher.
 
@@ -119,6 +130,11 @@ class CollectiveRefusal(TorchDispatchMode):
 
 
 # Loaders
+
+
+def loader_attributes(loader: DataLoader) -> dict[str, Any]:
+    """Return a DataLoader's attributes without its iterator, which holds processes if it has persistent workers."""
+    return vars(loader) | {"_iterator": None}
 
 
 def workers_of(iterator: Any) -> Sequence[Any]:
@@ -173,3 +189,27 @@ def await_thread_list_lock() -> None:
 def caller(level: int) -> FrameType:
     """Return the frame of the function `level` calls above the one that asks."""
     return sys._getframe(level + 1)
+
+
+# Cells
+
+
+def typed_sources() -> dict[str, tuple]:
+    """Return linecache's entries of what was typed rather than read from a file, such as the cells of a notebook."""
+    return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+
+
+def add_typed_sources(sources: dict[str, tuple]) -> None:
+    """Let tracebacks show lines that were typed in another process."""
+    linecache.cache.update(sources)
+
+
+def cell_title(shell: Any, name: str) -> str:
+    """Return a cell's title in IPython's tracebacks ('Cell In[3]') for the name of its code; '' for other names."""
+    format_name = getattr(getattr(shell, "compile", None), "format_code_name", None)  # not in IPython 7
+    return " ".join(format_name(name) or ()) if format_name is not None else ""
+
+
+def show_as_notebook(shell: Any, kernel: object) -> None:
+    """Give an IPython shell a kernel, by which libraries (and `utils.front_end`) recognise a notebook."""
+    shell.kernel = kernel

@@ -1,12 +1,11 @@
 """The guard that no test leaves anything behind, in its own process or on a rank, and the seeds it starts with."""
 
-import glob
 import os
 import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -51,10 +50,13 @@ def nothing_left_behind(allowed: Callable[[], set[int]] = set, has_group: bool =
 
 
 def _children() -> set[int]:
-    if sys.platform == "linux":  # a hundred times quicker than to ask each process of the machine for its parent
-        files = glob.glob("/proc/self/task/*/children")
-        return {int(pid) for file in files for pid in Path(file).read_text().split()}
-    return {process.pid for process in psutil.Process().children()}
+    if sys.platform != "linux":
+        return {process.pid for process in psutil.Process().children()}
+    found = set()  # a hundred times sooner than psutil, which asks each process of the machine for its parent
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that has just ended
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
 
 
 def _with_descendants(pid):

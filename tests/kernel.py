@@ -1,6 +1,5 @@
 """A real Jupyter kernel for tests: cells are executed in it, and what they show is collected."""
 
-import os
 import re
 import time
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from launching import environment
 
 @dataclass
 class Shown:
-    """What a cell has shown."""
+    """The output of a cell."""
 
     text: str = ""
     pages: list[str] = field(default_factory=list)  # HTML, as it was at the end
@@ -21,7 +20,7 @@ class Shown:
 
 
 class Kernel:
-    """A kernel in a folder."""
+    """A kernel whose working directory is `folder`."""
 
     def __init__(self, folder):
         from jupyter_client.manager import KernelManager
@@ -72,7 +71,7 @@ class Kernel:
         self.manager.interrupt_kernel()
 
     def close(self):
-        """End the kernel, whatever it does."""
+        """End the kernel, even if it is busy."""
         self.client.stop_channels()
         if self.manager.is_alive():
             self.manager.shutdown_kernel(now=True)
@@ -81,7 +80,7 @@ class Kernel:
 
 
 def alive(process_id):
-    """Whether a process runs (a zombie does not)."""
+    """Tell whether a process runs (a zombie does not)."""
     try:
         with open(f"/proc/{process_id}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"
@@ -90,8 +89,8 @@ def alive(process_id):
 
 
 def gone(process_ids, seconds=60.0):
-    """Whether all of them end within some seconds."""
+    """Tell whether all of them end within some seconds."""
     end = time.monotonic() + seconds
     while any(map(alive, process_ids)) and time.monotonic() < end:
         time.sleep(0.05)
-    return not any(map(alive, process_ids)) and os.getpid() > 0
+    return not any(map(alive, process_ids))

@@ -41,7 +41,7 @@ RUNS_CODE = {"launch.rank_main": 1}
 
 # A notebook's kernel and the workers it has started read what they write to each other, code of cells included; nobody
 # else reads, or can write, those files. Nothing else is read that runs what it says.
-TRUSTS = "notebook.transfer"
+TRUSTS = "notebook.pickling"
 
 # Imported where they are used, because they are slow to import or may not be installed.
 HEAVY = {"torchvision", "matplotlib", "IPython", "torchmetrics", "torcheval", "cloudpickle", "pandas", "PIL"}

@@ -7,5 +7,5 @@ It imports the standard library only, and torch just to find other machines. The
   them (addresses.py, ping.py), and node_info.py checks that they match.
 - supervise.py starts, watches and stops the ranks of this machine. environment.py sets their variables.
 - rank_main.py is the program of each rank: it runs the script. heartbeat.py tells where in the script a rank is.
-- processes.py ends processes; report.py says in words which rank failed first.
+- report.py says in words which rank failed first.
 """

@@ -4,34 +4,37 @@ The launcher starts this file by its path. The script gets the interpreter that 
 module`` would have given it: no module of this package is in `sys.modules` unless the script imports it.
 """
 
+import atexit
+import ctypes
 import faulthandler
+import gc
 import importlib.util
+import io
 import json
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 LEAVE_SECONDS = 3.0  # after an error: how long threads and exit hooks may take before their stacks are printed
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
-
-# processes.py, which lies beside this file, without an entry in sys.modules
-_path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "processes.py")
-_spec: Any = importlib.util.spec_from_file_location("learnerkit_processes", _path)
-processes: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(processes)
+_libc = ctypes.CDLL(None if sys.platform != "win32" else "msvcrt")
 
 
 def main() -> None:
     """Run the command line; if that fails, tell the launcher when and why."""
-    end = processes.make_exit()
+    end = make_exit()
     setup = json.loads(os.environ.pop("LEARNERKIT_RANK_SETUP"))
     report_fd, store_fd, process_id = setup["report_fd"], setup["store_fd"], os.getpid()
-    processes.die_with_parent(setup["launcher"])
-    processes.tie_forked_children()
+    die_with_parent(setup["launcher"])
+    tie_forked_children()
     faulthandler.enable()
     os.set_inheritable(report_fd, False)
     os.environ["LEARNERKIT_HEARTBEAT"] = f"{process_id} {setup['heartbeat']}"
@@ -174,8 +177,99 @@ def format_error(error: BaseException) -> dict[str, str]:
     return {
         "error": f"{name}: {message}" if message else name,
         "traceback": "".join(whole.format()),
-        "brief": processes.user_traceback(error),
+        "brief": user_traceback(error),
     }
+
+
+# For other processes that are started here, too: those of a notebook, and of check_distributed
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the process `parent` dies (on Linux); end if it has died already."""
+    if sys.platform == "linux":
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def tie_forked_children() -> None:
+    """Have the kernel kill the children that the main thread forks, such as DataLoader workers, when this process dies.
+
+    A process that is killed cannot end its loader workers, and they look for it only every few seconds. Until
+    then they hold copies of its sockets, so that the other ranks do not notice that it is gone.
+    """
+    parent = 0
+
+    def before() -> None:
+        # The kernel sends the signal when the thread that forked ends, not its process. So children of a helper
+        # thread must not get it: they would be killed while this process still needs them.
+        nonlocal parent
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+
+    def after_in_child() -> None:
+        if parent:
+            die_with_parent(parent)
+
+    os.register_at_fork(before=before, after_in_child=after_in_child)
+
+
+def make_exit() -> Callable[[int], NoReturn]:
+    """Return a `sys.exit` that destroys no objects: threads are joined, exit hooks run and files flushed as usual.
+
+    To destroy a process group, or a DDP model that holds one, is not safe while other ranks fail or leave: it can
+    wait for them without end, or abort this process although the script has succeeded.
+
+    Call this before importing what registers exit hooks (`multiprocessing`, `logging`, torch): the last hook registered
+    runs first, and the one that is registered here ends the process. A sitecustomize's hooks, which come earlier still,
+    do not run.
+    """
+    exit_code: int | None = None
+
+    def end_process() -> None:
+        if exit_code is not None:  # else this is a forked child that ends in a way of its own
+            flush_files()
+            os._exit(exit_code)
+
+    def exit_without_destructors(code: int) -> NoReturn:
+        nonlocal exit_code
+        exit_code = code
+        flush_files()  # now, because threads and exit hooks may take too long
+        sys.exit(code)
+
+    atexit.register(end_process)
+    return exit_without_destructors
+
+
+def flush_files() -> None:
+    """Flush all files that are open in this process, of Python and of C."""
+    # The base class written in C. io.IOBase itself asks an abstract class about every type: seconds with torch loaded.
+    base = io.IOBase.__mro__[1]
+    for file in gc.get_objects():
+        if issubclass(type(file), base):
+            try:
+                file.flush()
+            except Exception:  # closed, or nobody reads it any more
+                pass
+    _libc.fflush(None)
+
+
+def user_traceback(error: BaseException) -> str:
+    """Return the traceback of an error and its causes, where only the innermost frame of each may be this package's.
+
+    The innermost frame stays because the error may be the package's own.
+    """
+    from traceback import StackSummary, TracebackException  # costs some milliseconds, and most scripts do not fail
+
+    formatted = TracebackException.from_exception(error)
+    chain: list[TracebackException | None] = [formatted]
+    while chain:
+        each = chain.pop()
+        if each is not None:
+            last = len(each.stack) - 1
+            kept = [f for i, f in enumerate(each.stack) if i == last or not f.filename.startswith(PACKAGE)]
+            each.stack = StackSummary.from_list(kept)
+            chain += each.__cause__, each.__context__, *(each.exceptions or ())
+    return "".join(formatted.format())
 
 
 if __name__ == "__main__":

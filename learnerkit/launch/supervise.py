@@ -18,7 +18,6 @@ from typing import IO, Any, TypeVar
 
 from learnerkit.launch.environment import Topology, rank_environment
 from learnerkit.launch.heartbeat import Heartbeat, where
-from learnerkit.launch.processes import kill_group
 from learnerkit.launch.report import Outcome, Rank, failure, first_failure, follows, log_errors, outcome_of, report, say
 from learnerkit.text import signal_name
 
@@ -369,3 +368,12 @@ def kill(ranks: list[Rank]) -> None:
 def cause_seconds(rank: Rank) -> float:
     """Return how long after a rank's failure another one may still turn out to be the cause, by ending."""
     return CAUSE_SECONDS if follows(rank) and not rank.report.get("standstill") else 0.0
+
+
+def kill_group(group: int, signum: int = signal.SIGKILL) -> bool:
+    """Send a signal to all processes of a group; tell whether there were any. Signal 0 only looks."""
+    try:
+        os.killpg(group, signum)
+    except (ProcessLookupError, PermissionError):  # macOS does not permit it if only dead processes are left
+        return False
+    return True

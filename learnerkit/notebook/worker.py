@@ -1,11 +1,10 @@
-"""What a notebook's worker does: wait for calls, carry them out as one rank, and let rank 0's output be seen.
+"""What a notebook worker does: wait for calls, carry them out as one rank, and show rank 0's output in the cell.
 
-A worker is a fresh interpreter, in a session of its own: the Stop button, which signals the kernel's processes, does
-not reach it, and with the kernel it goes, loader workers included. Between two calls it has nothing but its place in
-the process group; the learner lives in the kernel.
+A worker is a fresh interpreter in a session of its own, so the Stop button, which signals the kernel's process group,
+does not reach it. It ends with the kernel, and its loader workers with it. Between two calls it keeps its place in the
+process group and nothing else: the learner lives in the kernel.
 """
 
-import atexit
 import faulthandler
 import gc
 import io
@@ -18,38 +17,38 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from learnerkit import world
-from learnerkit.notebook import transfer
-
-_PACKAGE = os.path.dirname(world.__file__) + os.sep
+from learnerkit import torch_internals, world
+from learnerkit.launch.rank_main import user_traceback
+from learnerkit.launch.supervise import kill_group
+from learnerkit.notebook import pickling, settings, transfer
 
 
 def serve(fd: int, front: str) -> None:
-    """Serve the kernel until it says that this is the end, or is gone.
+    """Carry out the kernel's calls until it sends 'end'.
 
     Args:
-        fd: of the connection to the kernel.
+        fd: the file descriptor of the connection to the kernel.
         front: 'notebook' or 'prompt'.
     """
     sys.argv = [""]
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if "fork" in multiprocessing.get_all_start_methods():
-        # A dataset from a cell cannot be pickled by name for loader workers that start in another way.
+        # Loader workers that start in another way cannot unpickle a dataset that a cell defines.
         multiprocessing.set_start_method("fork", force=True)
-    worker = Worker(Connection(fd))
+    server = CallServer(Connection(fd))
     if front == "notebook" and world.rank() == 0:
-        sys.stdout, sys.stderr = worker.stream("stdout"), worker.stream("stderr")
-        worker.make_shell()
-    worker.run()
+        sys.stdout, sys.stderr = server.make_stream("stdout"), server.make_stream("stderr")
+        server.make_shell()
+    server.run()
 
 
-class Worker:
-    """One rank of the workers.
+class CallServer:
+    """Carries out calls in a notebook worker.
 
     Args:
         kernel: the connection to the kernel.
@@ -58,17 +57,17 @@ class Worker:
     def __init__(self, kernel: Connection) -> None:
         self.kernel = kernel
         self.shell: Any = None
-        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         self._sending = threading.Lock()
-        self._kept: Any = None  # the file that the kernel is to read
+        self._file: IO[bytes] | None = None  # open until the kernel has read it
         threading.Thread(target=self._listen, name="learnerkit_kernel", daemon=True).start()
 
     def _listen(self) -> None:
         while True:
             try:
-                self._inbox.put(self.kernel.recv())
-            except (EOFError, OSError):  # the kernel has gone
-                os.killpg(0, signal.SIGKILL)
+                self._messages.put(self.kernel.recv())
+            except (EOFError, OSError):  # the kernel is dead
+                kill_group(0)
 
     def send(self, *message: Any) -> None:
         """Send a message to the kernel."""
@@ -76,79 +75,63 @@ class Worker:
             self.kernel.send(message)
 
     def run(self) -> None:
-        """Carry out what the kernel wants, call after call."""
-        job = None
+        """Carry out what the kernel asks for, until it sends 'end'."""
+        received: Any = None
         while True:
-            wish, *about = self._inbox.get()
-            if wish == "load":
-                job = self._load(*about)
-            elif wish == "end":
-                leave()
-            else:
-                if wish == "go":  # or 'drop'
-                    self._go(job)
-                job = None
-                self._clear_up()
+            kind, *values = self._messages.get()
+            if kind == "end":
+                return
+            if kind == "load":
+                received = self._load(*values)
+                continue
+            if kind == "go":  # else it is 'drop'
+                self._carry_out(received)
+            received = None
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
-    def _load(self, path: str, *surroundings: Any) -> transfer.Job | None:
-        self._kept = None
+    def _load(self, path: str, *surroundings: Any) -> transfer.Received | None:
+        self._file = None
         try:
-            transfer.go_where(*surroundings)
-            job = transfer.receive(path)
+            settings.set_surroundings(*surroundings)
+            received = transfer.receive(path, lambda row: self.send("row", row))
         except Exception as e:
-            self.send("done", self._failure(e), None)
+            self.send("done", _describe_failure(e), None)
             return None
         self.send("loaded")
-        return job
+        return received
 
-    def _go(self, job: transfer.Job) -> None:
-        failure, result, path = None, None, None
-        if job.rows:
-            job.learn.logger = lambda row: self.send("row", row)
+    def _carry_out(self, received: transfer.Received) -> None:
+        call, failure, result, path = received.call, None, None, None
         try:
             try:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 self.send("running")
-                with job.learn.distrib_ctx(**job.options):
-                    result = job.verb(job.learn, *job.args, **job.kwargs)
+                with call.learn.distrib_ctx(**call.options):
+                    result = call.method(call.learn, *call.args, **call.kwargs)
             finally:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
-                self._show_figures()
+                if self.shell is not None:
+                    self.shell.events.trigger("post_execute")  # shows figures, as at the end of a cell
+                sys.stdout.flush()
+                sys.stderr.flush()
         except BaseException as e:
-            failure = self._failure(e)
-        if world.rank() == 0:
+            failure = _describe_failure(e)
+        if world.is_main():
             try:
-                self._kept, path, error = transfer.send_back(job, result)
+                self._file, path, error = transfer.send_back(received, result)
                 if error is not None:
-                    failure = failure or self._failure(error)
+                    raise error
             except Exception as e:
-                failure = failure or self._failure(e)
+                failure = failure or _describe_failure(e)
         self.send("done", failure, path)
-
-    def _failure(self, error: BaseException) -> dict:
-        found = {
-            "error": transfer.dump_error(error),
-            "name": f"{type(error).__name__}: {error}",
-            "text": _user_traceback(error),
-            "follows": bool(getattr(error, "follows_another", False)),
-            "when": time.monotonic(),
-        }
-        # Frames hold the iterators of loaders, which then end by themselves and at once.
-        while error is not None:
-            traceback.clear_frames(error.__traceback__)
-            error = error.__cause__ or error.__context__
-        return found
-
-    def _clear_up(self) -> None:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
     # Output
 
-    def stream(self, name: str) -> io.TextIOWrapper:
-        """A stream whose lines appear in the notebook's cell as they are written."""
-        lines = io.BufferedWriter(_Stream(self, name))
+    def make_stream(self, name: str) -> io.TextIOWrapper:
+        """Make a stream whose lines appear in the notebook's cell as they are written."""
+        lines = io.BufferedWriter(_CellStream(self, name))
         return io.TextIOWrapper(lines, encoding="utf-8", errors="replace", line_buffering=True)
 
     def make_shell(self) -> None:
@@ -159,10 +142,12 @@ class Worker:
 
         send = self.send
 
-        class Publisher(DisplayPublisher):
-            def publish(self, data: dict, metadata: dict | None = None, **how: Any) -> None:
-                how = {name: how[name] for name in ("transient", "update") if name in how}
-                send("shown", {"data": data, "metadata": metadata, **how})
+        class CellPublisher(DisplayPublisher):
+            def publish(
+                self, data: Any, metadata: Any = None, source: Any = None, *, transient: Any = None,
+                update: Any = False, **kwargs: Any
+            ) -> None:  # fmt: skip
+                send("shown", {"data": data, "metadata": metadata, "transient": transient, "update": update})
 
             def clear_output(self, wait: bool = False) -> None:
                 send("cleared", wait)
@@ -170,53 +155,42 @@ class Worker:
         config = Config()
         config.HistoryManager.enabled = False
         main = sys.modules["__main__"]
-        self.shell = InteractiveShell.instance(config=config, display_pub_class=Publisher, user_module=main)
-        self.shell.kernel = self  # what asks whether this is a notebook looks for one
-
-    def _show_figures(self) -> None:
-        if self.shell is not None:
-            self.shell.events.trigger("post_execute")  # as at the end of a cell
-        sys.stdout.flush()
-        sys.stderr.flush()
+        self.shell = InteractiveShell.instance(config=config, display_pub_class=CellPublisher, user_module=main)
+        torch_internals.show_as_notebook(self.shell, self)
 
 
-class _Stream(io.RawIOBase):
-    """Bytes to the kernel; a loader's workers, which must not use its connection, write to the file descriptor."""
+class _CellStream(io.RawIOBase):
+    """Sends bytes to the kernel. Loader workers must not use its connection: they write to the file descriptor."""
 
-    def __init__(self, worker: Worker, name: str) -> None:
-        self.worker, self.name, self.process = worker, name, os.getpid()
-        self.number = {"stdout": 1, "stderr": 2}[name]
+    def __init__(self, server: CallServer, name: str) -> None:
+        self.server, self.name, self.process_id = server, name, os.getpid()
 
     def writable(self) -> bool:
         return True
 
     def fileno(self) -> int:
-        return self.number
+        return 1 if self.name == "stdout" else 2
 
     def write(self, data: Any) -> int:
         data = bytes(data)
-        if os.getpid() == self.process:
-            self.worker.send("printed", self.name, data)
+        if os.getpid() == self.process_id:
+            self.server.send("printed", self.name, data)
         else:
-            os.write(self.number, data)
+            os.write(self.fileno(), data)
         return len(data)
 
 
-def leave() -> None:
-    """End this process as the launcher's end: exit hooks run, but nothing is destroyed (it could wait for others)."""
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        threading._shutdown()
-        atexit._run_exitfuncs()
-    finally:
-        os._exit(0)
-
-
-def _user_traceback(error: BaseException) -> str:
-    """The traceback without this package's frames, unless the error is its own."""
-    found = traceback.TracebackException.from_exception(error)
-    *others, last = found.stack or [None]
-    kept = [frame for frame in others if not frame.filename.startswith(_PACKAGE)]
-    found.stack = traceback.StackSummary.from_list([*kept, *([last] if last else [])])
-    return "".join(found.format())
+def _describe_failure(error: BaseException) -> dict[str, Any]:
+    failure = {
+        "error": pickling.dump_error(error),
+        "name": f"{type(error).__name__}: {error}",
+        "traceback": user_traceback(error),
+        "follows": bool(getattr(error, "follows_another", False)),
+        "when": time.monotonic(),
+    }
+    # Frames hold the iterators of loaders. Without them, the loaders' processes end at once.
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
+    return failure

@@ -33,7 +33,8 @@ from learnerkit.data.order import in_order, with_batches
 from learnerkit.events import CancelFitException
 from learnerkit.files import save_whole
 from learnerkit.launch.environment import LOOPBACK, LOOPBACK_INTERFACE
-from learnerkit.launch.processes import kill_group, user_traceback
+from learnerkit.launch.rank_main import user_traceback
+from learnerkit.launch.supervise import kill_group
 from learnerkit.losses import UNKNOWN_COUNT, unknown_count
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback

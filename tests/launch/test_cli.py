@@ -577,6 +577,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(launched):
 # torch.distributed
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once(launched):
     two = launched("--nproc", 2, SCRIPTS / "launch_group.py", env={"MASTER_PORT": "29500"})
     one = launched(SCRIPTS / "launch_group.py")

@@ -154,6 +154,7 @@ def free_port() -> int:
 # Restarts
 
 
+@pytest.mark.slow
 def test_r01_r02_kill9_restart(faulty, uninterrupted):
     """Rank 1 is killed, then rank 0, which writes the files and hosts the store; also with a port that was chosen."""
     faults = "kill:1:37,kill:0:62"
@@ -163,7 +164,7 @@ def test_r01_r02_kill9_restart(faulty, uninterrupted):
     assert run.digests("adamw") == uninterrupted["adamw"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("rank", "opt", "times"), [(1, "sgd", 20), (0, "sgd", 3), (1, "adamw", 3)])
 def test_r01_r02_kill9_restart_every_time(faulty, uninterrupted, rank, opt, times):
@@ -270,6 +271,7 @@ def hanging_and_slow(faulty):
     return runs
 
 
+@pytest.mark.slow
 def test_r10_hang(hanging_and_slow):
     run = hanging_and_slow[0]
     assert run.code == 1, run

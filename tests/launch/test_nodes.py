@@ -260,6 +260,7 @@ def test_the_launcher_prints_one_line_about_something_else_before_it_imports_tor
         assert printed.endswith(f"){end}\n")
 
 
+@pytest.mark.slow
 def test_a_missing_node_is_named_and_another_script_refused(launcher, tmp_path):
     for name in ("one.py", "other.py"):
         (tmp_path / name).write_text(f"print({name!r})")
@@ -286,6 +287,7 @@ def test_a_missing_node_is_named_and_another_script_refused(launcher, tmp_path):
         assert "\none.py\n" not in printed
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_node_is_told_on_all_and_all_start_anew(launcher, tmp_path):
     (tmp_path / "train.py").write_text(
         "import os, sys, time\n"

@@ -772,6 +772,7 @@ exit 9
 """
 
 
+@pytest.mark.slow
 @needs_slurm
 def test_a_real_batch_script_is_requeued(cluster):
     (cluster.folder / "python").write_text(PYTHON_STANDIN)

@@ -153,10 +153,11 @@ assert (preds.argmax(1) == targets).float().mean() == values[-1]
 assert next(learn.model.parameters()).grad is None
 """)
     assert shown.error == "", shown.traceback
-    # What cannot come back is said, once for each call in which it changed.
+    # The user is told what cannot come back.
     assert shown.text.count("Where.opened (cannot be pickled)") >= 1, shown.text
 
 
+@pytest.mark.slow
 def test_what_belongs_together_stays_together(kernel):
     "Objects shared by several, optimizers of a callback's own, and what loaders, modules, cells and classes hold."
     shown = kernel.run("""
@@ -234,14 +235,10 @@ assert count == 30, count
     assert "Warning" not in shown.text, shown.text
 
 
-def test_tensors_come_back_with_the_storages_they_have(kernel):
-    "Exchanged, replaced, shared and parted ones, and views; and other contents that change in place."
+def test_weights_that_a_callback_exchanges_come_back(kernel):
+    "Averages of the weights, which the model has in validation and in the end; weights that were replaced; and views."
     shown = kernel.run("""
-import collections, random
-import numpy as np
-
 class Average(Callback):
-    "Averages of the weights, which the model has in validation and in the end."
     def before_fit(self):
         self.averages = [p.detach().clone() for p in self.model.parameters()]
     def after_step(self):
@@ -252,88 +249,114 @@ class Average(Callback):
             a.data, p.data = p.data, a.data
     before_validate = cleanup_validate = after_fit = swap
 
-def shares(a, b):
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
 learn, average = make_learner(), Average()
 weight = learn.model.one.weight
-place = weight.data_ptr()
 with learn.distrib_ctx(nproc=2, split_batches=True):
     learn.fit(2, 1e-2, cbs=average)
     in_worker = learn.recorder.values[-1][1]
     assert learn.validate()[0] == in_worker, (learn.validate(), in_worker)
-assert abs(learn.validate()[0] - in_worker) < 1e-6
-assert learn.model.one.weight is weight and weight.data_ptr() == place
+assert abs(learn.validate()[0] - in_worker) < 1e-6 and learn.model.one.weight is weight
 alone, average_alone = make_learner(), Average()
 alone.fit(2, 1e-2, cbs=average_alone)
 for one, other in zip([*learn.model.parameters(), *average.averages],
                       [*alone.model.parameters(), *average_alone.averages], strict=True):
     torch.testing.assert_close(one, other)
 
-class First(Callback):
+def shares(a, b):
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+class Exchange(Callback):
     def after_fit(self):
         m, cb = unwrap(self.learn.model), self
         cb.known.data, m.one.weight.data = m.one.weight.data, cb.known.data + 5
-        m.two.bias.data = m.two.bias.data + 2  # cb.best has been the same until now
+        m.two.bias.data = m.two.bias.data + 2  # until now cb.best has shown it
         m.two.weight = nn.Parameter(torch.full_like(m.two.weight, 9.0))
-        m.up, m.down = m.down, m.up
         m.none = torch.ones(2)
-        cb.joined.data = m.one.bias.data
-        cb.moved.set_(torch.arange(6.0)[1:4])
-        cb.whole[4] = 7.0
-        cb.turned.data = cb.turned.data.t()
-        cb.spread.data[0] = 3.0
         cb.rows = m.one.weight.data.view(-1)
-        cb.array[1:] = 5
-        cb.bytes[0] = 0
-        cb.random.random()
-        cb.counter["a"] += 1
+        cb.whole[4] = 7.0
 
-class Second(Callback):
-    def after_fit(self):
-        m, cb = unwrap(self.learn.model), self.cb
-        cb.joined.data = cb.joined.data.clone()
-        cb.joined.fill_(1.0)
-        m.one.bias.data.fill_(2.0)
-        params = list(m.parameters())
-        cb.flat = torch.cat([p.data.view(-1) for p in params])
-        for p, part in zip(params, cb.flat.split([p.numel() for p in params]), strict=True):
-            p.data = part.view_as(p)
-        m.none = None
-
-learn, cb, second = make_learner(), First(), Second()
+learn, cb = make_learner(), Exchange()
 m = learn.model
-for name, value in (("up", torch.zeros(2)), ("down", torch.ones(2)), ("none", None)):
-    m.register_buffer(name, value)
-whole, base = torch.zeros(9), torch.arange(4.0)
-vars(cb).update(known=torch.zeros(16, 6), best=m.two.bias.data, joined=torch.zeros(16), moved=torch.zeros(2),
-                whole=whole, part=whole[3:6], turned=base.view(2, 2), spread=torch.zeros(1).expand(4),
-                array=np.zeros(3), bytes=bytearray(b'ab'), random=random.Random(1), counter=collections.Counter())
-array, weight, up, part, second.cb = cb.array, m.one.weight, m.up, cb.part, cb
+m.register_buffer("none", None)
+vars(cb).update(known=torch.zeros(16, 6), best=m.two.bias.data, whole=torch.zeros(9))
+cb.part = cb.whole[3:6]
+weight, part, seen = m.one.weight, cb.part, m.one.bias.detach()
 with learn.distrib_ctx(nproc=2):
     learn.fit(1, 0.0, wd=0.0, cbs=cb)
     start = make_learner().model
     assert m.one.weight is weight and (weight == 5).all() and torch.equal(cb.known, start.one.weight)
     assert torch.equal(cb.best, start.two.bias) and torch.equal(m.two.bias, start.two.bias + 2)
-    assert isinstance(m.two.weight, nn.Parameter) and (m.two.weight == 9).all()
-    assert m.down is up and (m.up == 1).all() and (m.down == 0).all() and (m.none == 1).all()
-    assert shares(cb.joined, m.one.bias) and torch.equal(cb.joined, m.one.bias)
-    assert cb.moved.tolist() == [1, 2, 3] and cb.moved.storage_offset() == 1
-    assert cb.part is part and part.tolist() == [0, 7, 0] and shares(part, whole) and whole.sum() == 7
-    assert cb.turned.tolist() == [[0, 2], [1, 3]] and cb.spread.tolist() == [3] * 4 and cb.spread.stride() == (0,)
-    assert shares(cb.rows, weight)
-    assert cb.array is array and array.tolist() == [0, 5, 5] and cb.bytes[0] == 0 and cb.counter == {"a": 1}
-    assert cb.random.getstate() != random.Random(1).getstate()
-    learn.fit(1, 0.0, wd=0.0, cbs=second)
-    assert (cb.joined == 1).all() and (m.one.bias == 2).all() and not shares(cb.joined, m.one.bias)
-    assert m.none is None and "none" in m._buffers
-    cb.flat.fill_(0.5)
-    assert all((p == 0.5).all() for p in m.parameters())
+    assert isinstance(m.two.weight, nn.Parameter) and (m.two.weight == 9).all() and (m.none == 1).all()
+    assert (cb.rows == 5).all()
+    assert cb.part is part and part.tolist() == [0, 7, 0] and shares(part, cb.whole) and cb.whole.sum() == 7
+    learn.fit(1)
+    assert shares(seen, m.one.bias) and not torch.equal(seen, start.one.bias)
 """)
     assert shown.error == "", shown.traceback
     assert "Warning" not in shown.text, shown.text
 
 
+def test_what_changes_in_place_comes_back(kernel):
+    "Into the same objects; what is not pickled stays as it is, and so does a dataset."
+    shown = kernel.run("""
+import collections, random
+import numpy as np
+
+class Rows(Metric):
+    runs = 0
+    def __init__(self):
+        super().__init__()
+        self.add_state("rows", 0.0)
+    def update(self, pred, *targets):
+        self.rows += len(pred)
+    def compute(self):
+        self.runs += 1
+        return self.rows
+
+class Notes(Callback):
+    def __init__(self):
+        super().__init__()
+        self.array, self.counter = np.zeros(3), collections.Counter()
+        self.python, self.numpy, self.torch = random.Random(1), np.random.default_rng(1), torch.Generator()
+        self.fixed, self.last = np.arange(3), collections.deque(maxlen=2)
+        self.fixed.flags.writeable = False
+        self.lock, self.to_remove = threading.Lock(), True
+    def __getstate__(self):
+        return {k: v for k, v in vars(self).items() if k != "lock"}
+    def draw(self):
+        return self.python.random(), float(self.numpy.random()), float(torch.rand((), generator=self.torch))
+    def before_fit(self):
+        self.lock = threading.Lock()
+    def after_batch(self):
+        with self.lock:
+            self.array[1:] += 1
+            self.counter["a"] += 1
+            self.last.append(self.iter)
+    def after_fit(self):
+        self.drawn = self.draw()
+        self.dls.valid_ds.x.zero_()
+        vars(self).pop("to_remove", None)
+
+notes, rows = Notes(), Rows()
+kept = dict(vars(notes))
+learn = make_learner(cbs=notes)
+learn.metrics = [rows]
+with learn.distrib_ctx(nproc=2):
+    for n in (1, 2):
+        learn.fit(1)
+        assert {k for k, v in vars(notes).items() if kept.get(k) is not v} == {"learn", "drawn"}, vars(notes)
+        assert notes.array.tolist() == [0, n * 5, n * 5] and notes.counter == {"a": n * 5}
+        assert list(notes.last) == [3, 0] and not hasattr(notes, "to_remove"), notes.last
+        assert learn.metrics[0] is rows and rows.runs == n and learn.recorder.values[-1][2] == 31
+        assert learn.dls.valid_ds.x.all()
+again = Notes()
+assert again.draw() != again.draw() == notes.drawn and again.draw() == notes.draw()
+""")
+    assert shown.error == "", shown.traceback
+    assert "Warning" not in shown.text, shown.text
+
+
+@pytest.mark.slow
 def test_features_of_callbacks_in_workers(kernel):
     "What they learn, change and show comes back as from a fit of the kernel's own."
     shown = kernel.run("""
@@ -411,7 +434,7 @@ for i, (one, other) in enumerate(zip(in_workers, here, strict=True)):
     assert shown.error == "", shown.traceback
 
 
-def test_workers_heed_what_is_set_for_the_process(kernel):
+def test_settings_of_the_kernels_process_count_in_workers(kernel):
     shown = kernel.run("""
 import sys
 found = []
@@ -449,6 +472,7 @@ assert found == [(torch.float64, True, "yes")], found
     assert shown.error == "", shown.traceback
 
 
+@pytest.mark.slow
 def test_what_is_changed_between_two_calls_counts(kernel):
     shown = kernel.run("""
 learn = make_learner()
@@ -472,6 +496,7 @@ with learn.distrib_ctx(nproc=2):
     assert shown.error == "", shown.traceback
 
 
+@pytest.mark.slow
 def test_rank_0_is_seen_live(kernel):
     shown = kernel.run("""
 import matplotlib.pyplot as plt
@@ -541,6 +566,7 @@ with learn.distrib_ctx(nproc=2):
     assert pressed
 
 
+@pytest.mark.slow
 def test_stop_in_a_cell_raises_there_and_a_second_press_kills(kernel):
     presses = []
 
@@ -597,6 +623,7 @@ with learn.distrib_ctx(nproc=2):
     assert shown.traceback.rstrip().endswith("raised in Bad.before_step")
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_named(kernel):
     shown = kernel.run("""
 class Dies(Callback):
@@ -665,6 +692,7 @@ with learn.distrib_ctx(nproc=2):
     assert shown.error == "", shown.traceback
 
 
+@pytest.mark.slow
 def test_with_the_kernel_its_workers_go(tmp_path):
     kernel = Kernel(tmp_path)
     try:
@@ -732,7 +760,9 @@ kept = [before - torch.cuda.mem_get_info(i)[0] for i, before in zip(devices, fre
     assert ask(kernel, "next(learn.model.parameters()).device.type") == "cuda"
 
 
-@pytest.mark.parametrize("command", [["-i", "-q"], ["-m", "IPython", "--simple-prompt", "--no-banner"]])
+@pytest.mark.parametrize(
+    "command", [["-i", "-q"], pytest.param(["-m", "IPython", "--simple-prompt", "--no-banner"], marks=pytest.mark.slow)]
+)
 def test_from_a_prompt(command, tmp_path):
     "Lines are typed at a real terminal; rank 0 shows its table and bar in it."
     (tmp_path / "cells.py").write_text(PROMPT)

@@ -395,6 +395,7 @@ def test_what_hangs_ends():
     assert out.endswith("\n1 problem\n")
 
 
+@pytest.mark.slow
 def test_what_fails_on_one_rank_is_told_though_the_others_wait():
     code, out, err = run_case("fails", "backend")
     assert code == 1, out + err

@@ -377,6 +377,7 @@ def test_a_process_that_dies_is_named(capsys):
     assert "it ended with code -9" in out
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_ended(capsys):
     began = time.monotonic()
     found, _, out = verdict(capsys, make(cbs=Fails(lambda: time.sleep(100))), timeout=8)
@@ -447,13 +448,14 @@ def test_the_learners_loader_workers_live_on(capsys):
     learn.dls.train._iterator = None
 
 
+@pytest.mark.slow
 def test_in_a_script_that_has_trained():
     out = run_script("check_distributed.py", "trained", way="python")
     assert "equal" in out.splitlines()
     assert len(out.splitlines()) == 8, out
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_however_the_parent_ends_its_processes_do(signum, script_env, short):
     env = script_env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(short)}
     command = [python(), str(SCRIPTS / "check_distributed.py"), "stuck"]

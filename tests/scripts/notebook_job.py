@@ -1,4 +1,4 @@
-"""A job that runs in a notebook's cell as it does under the launcher; its numbers go into a file."""
+"""A job for a notebook's cell and for the launcher; it writes its numbers into a file."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from learnerkit import Callback, DataLoaders, Learner, accuracy, set_seed, world
 
 
 class Draws(Callback):
-    """What the random streams of all ranks give in a step."""
+    """Records a random number of each rank after every fit."""
 
     def __init__(self):
         super().__init__()

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from learnerkit.launch import processes
+from learnerkit.launch import rank_main, supervise
 
 ENDING = """
 import atexit, os, sys, threading, time
-from learnerkit.launch.processes import make_exit
+from learnerkit.launch.rank_main import make_exit
 end = make_exit()
 
 class Loud:
@@ -54,18 +54,18 @@ def test_a_group_is_killed_with_all_that_it_has_started():
     sleeps = "import subprocess, time; subprocess.Popen(['sleep', '60']); print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", sleeps], stdout=subprocess.PIPE, process_group=0) as process:
         process.stdout.readline()
-        assert processes.kill_group(process.pid, 0)
-        assert processes.kill_group(process.pid)
+        assert supervise.kill_group(process.pid, 0)
+        assert supervise.kill_group(process.pid)
         assert process.stdout.read() == b""  # nobody holds the pipe any more
     assert process.returncode == -signal.SIGKILL
-    while processes.kill_group(process.pid, 0):  # until somebody has asked how the other one ended
+    while supervise.kill_group(process.pid, 0):  # until somebody has asked how the other one ended
         time.sleep(0.01)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills with the parent")
 def test_a_process_dies_with_its_parent_and_takes_its_forked_children_along():
     child = (
-        "import os, sys, time; from learnerkit.launch.processes import die_with_parent, tie_forked_children\n"
+        "import os, sys, time; from learnerkit.launch.rank_main import die_with_parent, tie_forked_children\n"
         "die_with_parent(int(sys.argv[1])); tie_forked_children(); os.fork(); print(flush=True); time.sleep(60)"
     )
     parent = f"import os, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())])"
@@ -81,16 +81,16 @@ def test_a_users_traceback_keeps_of_this_package_the_last_frame_alone():
         raise ZeroDivisionError
 
     package = {}
-    exec(compile("def call(f):\n    f()", processes.__file__, "exec"), package)
+    exec(compile("def call(f):\n    f()", rank_main.__file__, "exec"), package)
     try:
         try:
             package["call"](fails)
         except ZeroDivisionError:
             package["call"](fails.__call__.__self__.__name__)
     except TypeError as error:
-        text = processes.user_traceback(error)
+        text = rank_main.user_traceback(error)
     first, _, second = text.partition("During handling of the above exception")
-    assert processes.__file__ not in first
+    assert rank_main.__file__ not in first
     assert "in fails" in first
-    assert second.count(f'File "{processes.__file__}", line 2, in call') == 1
+    assert second.count(f'File "{rank_main.__file__}", line 2, in call') == 1
     assert os.path.basename(__file__) in second

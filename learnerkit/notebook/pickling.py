@@ -1,0 +1,141 @@
+"""How objects are pickled between a notebook's kernel and its workers: by cloudpickle, with tensors apart.
+
+The files are in memory where the system allows it. Workers map them, so they share one copy of every tensor until they
+write to it. Only the kernel and the processes that it has started read these files.
+"""
+
+import importlib
+import io
+import pickle
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+from types import FunctionType, ModuleType
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from learnerkit.launch.environment import shared_file
+from learnerkit.torch_internals import loader_attributes
+
+_VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, tuple, frozenset})
+"""Types of objects that need no identity, and are never listed."""
+
+
+def numbered(objects: Sequence[Any]) -> dict[int, int]:
+    """Return the places of objects by `id`."""
+    return {id(x): i for i, x in enumerate(objects) if type(x) not in _VALUES}
+
+
+def make_pickler(known: Mapping[int, int]) -> Any:
+    """Make a pickler for a reader that has the objects `known`, which are `numbered` and pickled as their numbers."""
+    return _pickler_class()(known)
+
+
+@cache
+def _pickler_class() -> Any:
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):
+        """Pickles objects one after the other, and saves them with the tensors among them.
+
+        Attributes:
+            lists: whether the objects that are pickled now are listed in `met`; classes and functions always are.
+            met: the objects listed, in order.
+        """
+
+        def __init__(self, known: Mapping[int, int]) -> None:
+            self._buffer = io.BytesIO()
+            super().__init__(self._buffer)
+            self.lists = False
+            self.met: list[Any] = []
+            self._known = known
+            self._met_ids: set[int] = set()
+            self._tensors: list[Tensor] = []
+            self._tensor_numbers: dict[int, int] = {}
+
+        def persistent_id(self, obj: Any) -> tuple[str, int] | None:
+            if type(obj) in _VALUES:
+                return None
+            if id(obj) in self._known:
+                return "known", self._known[id(obj)]
+            if (self.lists or isinstance(obj, type | FunctionType)) and id(obj) not in self._met_ids:
+                self._met_ids.add(id(obj))
+                self.met.append(obj)  # which also keeps its id from being used again
+            if type(obj) not in (Tensor, nn.Parameter) or vars(obj):
+                return None
+            number = self._tensor_numbers.setdefault(id(obj), len(self._tensors))
+            if number == len(self._tensors):
+                self._tensors.append(obj)
+            return "tensor", number
+
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:  # torch.backends.cudnn, say
+                return importlib.import_module, (obj.__name__,)
+            if isinstance(obj, cached_property):  # has a lock in Python 3.11
+                return cached_property, (obj.func,), {"attrname": obj.attrname}
+            if isinstance(obj, DataLoader) and type(obj).__getstate__ is object.__getstate__:
+                return object.__new__, (type(obj),), loader_attributes(obj)
+            return super().reducer_override(obj)
+
+        def save(self) -> tuple[IO[bytes], str]:
+            """Save all that has been pickled in a file that exists until it is closed; return the file and its path."""
+            file, path = shared_file()
+            try:
+                torch.save([torch.frombuffer(self._buffer.getbuffer(), dtype=torch.uint8), *self._tensors], file)
+                file.flush()
+            except BaseException:
+                file.close()
+                raise
+            return file, path
+
+    return Pickler
+
+
+def pickling_error(obj: Any, known: Mapping[int, int]) -> Exception | None:
+    """Return the error that keeps an object from being pickled, if there is one."""
+    try:
+        make_pickler(known).dump(obj)
+    except Exception as e:
+        return e
+    return None
+
+
+def read(path: str, known: Sequence[Any], count: int, mapped: bool) -> list[Any]:
+    """Read the first `count` objects of a file.
+
+    Args:
+        path: the file's.
+        known: the objects that the pickler knew, of this process.
+        count: how many.
+        mapped: leave the tensors in the file, which then exists as long as they do.
+    """
+    pickled, *tensors = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    tables: dict[str, Sequence[Any]] = {"known": known, "tensor": tensors}
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: tuple[str, int]) -> Any:
+            table, number = pid
+            return tables[table][number]
+
+    unpickler = Unpickler(io.BytesIO(pickled.numpy()))
+    return [unpickler.load() for _ in range(count)]
+
+
+def dump_error(error: BaseException) -> bytes:
+    """Return the pickled exception, or nothing if it cannot be pickled."""
+    try:
+        return pickle.dumps(error)  # classes of cells by name: cloudpickle would change the kernel's own
+    except Exception:
+        return b""
+
+
+def load_error(data: bytes) -> BaseException | None:
+    """Return the exception, or `None` if it cannot be made here."""
+    try:
+        error = pickle.loads(data)  # noqa: S301 - from a worker that this process has started
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
