@@ -1,4 +1,4 @@
-"""Callbacks that monitor the table or the loss: save the best model, lower the rate, stop the fit, validate more often."""
+"""Callbacks that monitor the table or the loss: save the best model, lower the rate, stop; and more validations."""
 
 import math
 import operator
