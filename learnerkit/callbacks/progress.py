@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 _REFRESH = 0.1  # seconds; the bar is redrawn at most this often
+_BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+_TEXT = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+_NO_TOTAL = "{desc} {n_fmt} [{elapsed}, {rate_fmt}{postfix}]"  # for a loader without length
 
 
 class ProgressCallback(Callback):
@@ -116,11 +119,6 @@ class ProgressCallback(Callback):
         if self._page is not None:
             self._page.bar = bar
             self._page.show()
-
-
-_BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-_TEXT = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-_NO_TOTAL = "{desc} {n_fmt} [{elapsed}, {rate_fmt}{postfix}]"  # for a loader without length
 
 
 def print_above(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks that monitor a column of the table, or the loss: save the best model, lower the rate, stop the fit."""
+"""Callbacks that monitor the table or the loss: save the best model, lower the rate, stop; and more validations."""
 
 import math
 import operator
@@ -318,6 +318,50 @@ class ReduceLROnPlateau(_PatientCallback):
             self.learn.say(f"{why}: learning rate {', '.join(before)} -> {', '.join(after)}")
 
 
+class ValidateEvery(StepCounter):
+    """Validates also after every `n` optimizer steps, and adds a row to the table.
+
+    The row shows the epoch with the share of it that is done, and the epoch's training loss so far. Trackers such as
+    `SaveModelCallback` treat it like the row of a whole epoch.
+
+    Args:
+        n: optimizer steps between two validations, counted over the whole fit.
+
+    Raises:
+        ValueError: `n` below 1.
+    """
+
+    order = StepBudget.order + 1  # not called after the last step of a budget, which the epoch's validation follows
+    only_fit = True
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        arguments.check_count("n", n, "a number of optimizer steps")
+        self.n = n
+
+    def before_fit(self) -> None:
+        super().before_fit()
+        if self.learn.dls.valid is None:
+            raise ValueError("ValidateEvery needs a validation loader: DataLoaders(train, valid)")
+
+    def after_batch(self) -> None:
+        super().after_batch()
+        learn = self.learn
+        at_end = learn.iter + 1 == learn.n_iter  # the epoch's validation follows
+        if not learn._step_due or self._steps % self.n or at_end:
+            return
+        values = learn.validate()  # every rank must reach this, and does: all ranks count the same steps
+        if hasattr(learn, "recorder"):
+            learn.recorder.add_row(values)
+        try:
+            for cb in sorted(learn.cbs, key=lambda cb: cb.order):
+                if isinstance(cb, TrackerCallback) and cb.run:
+                    cb.take_row()
+        except CancelException as cancel:
+            cancel.agreed = True
+            raise
+
+
 _POLL_EVERY = 4  # batches; how often losses that have arrived from an accelerator are checked
 
 
@@ -399,47 +443,3 @@ class TerminateOnNaNCallback(Callback):
 def _is_on_host(x: float | Tensor) -> bool:
     """Tell whether a number can be read without a host-device sync."""
     return not isinstance(x, Tensor) or x.device.type == "cpu"
-
-
-class ValidateEvery(StepCounter):
-    """Validates also after every `n` optimizer steps, and adds a row to the table.
-
-    The row shows the epoch with the share of it that is done, and the epoch's training loss so far. Trackers such as
-    `SaveModelCallback` treat it like the row of a whole epoch.
-
-    Args:
-        n: optimizer steps between two validations, counted over the whole fit.
-
-    Raises:
-        ValueError: `n` below 1.
-    """
-
-    order = StepBudget.order + 1  # not called after the last step of a budget, which the epoch's validation follows
-    only_fit = True
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        arguments.check_count("n", n, "a number of optimizer steps")
-        self.n = n
-
-    def before_fit(self) -> None:
-        super().before_fit()
-        if self.learn.dls.valid is None:
-            raise ValueError("ValidateEvery needs a validation loader: DataLoaders(train, valid)")
-
-    def after_batch(self) -> None:
-        super().after_batch()
-        learn = self.learn
-        at_end = learn.iter + 1 == learn.n_iter  # the epoch's validation follows
-        if not learn._step_due or self._steps % self.n or at_end:
-            return
-        values = learn.validate()  # every rank must reach this, and does: all ranks count the same steps
-        if hasattr(learn, "recorder"):
-            learn.recorder.add_row(values)
-        try:
-            for cb in sorted(learn.cbs, key=lambda cb: cb.order):
-                if isinstance(cb, TrackerCallback) and cb.run:
-                    cb.take_row()
-        except CancelException as cancel:
-            cancel.agreed = True
-            raise

@@ -510,7 +510,7 @@ def test_warm_up_leads_to_the_schedule_that_follows():
     sched = linear_warmup(0.2, SchedCos(0.1, 0.0))
     assert [sched(at) for at in (0, 0.1, 0.2, 0.6, 1.0)] == pytest.approx([0, 0.05, 0.1, 0.05, 0.0])
     assert [linear_warmup(0.5, 3.0, start=1.0)(at) for at in (0, 0.25, 0.5, 1)] == [1, 2, 3, 3]
-    with pytest.raises(ValueError, match="warms up is between 0 and 1"):
+    with pytest.raises(ValueError, match="it is a share of training, between 0 and 1"):
         linear_warmup(1.5, 0.1)
 
 
