@@ -410,7 +410,7 @@ class Workers:
 
 def _describe_death(p: _WorkerProcess) -> str:
     code = p.process.returncode
-    how = killed_by(-code) if code < 0 else f"ended with exit code {code}"
+    how = killed_by(-code).rstrip(",") if code < 0 else f"ended with exit code {code}"
     last = "".join(f"\n  {line}" for line in p.last_lines)
     printed = last and f"; it printed last:{last}"
     return f"the worker of rank {p.rank} {how}; the next call starts new workers{printed}"
