@@ -25,6 +25,14 @@ def pytest_xdist_auto_num_workers(config):
     return min(os.cpu_count() or 1, 4) if whole else 0
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """What is marked `soak` is not for `pytest -m slow`, even if one of its parameters is slow."""
+    for item in items:
+        if item.get_closest_marker("soak"):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
+
+
 # Several processes
 
 
