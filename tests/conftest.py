@@ -3,6 +3,8 @@
 import inspect
 import os
 import signal
+import tempfile
+from pathlib import Path
 
 import guards
 import pytest
@@ -89,6 +91,13 @@ def nothing_left_behind(rank_pools):
     """Fail a test that leaves environment variables, processes, a process group or a global setting behind."""
     with guards.nothing_left_behind(allowed=rank_pools.processes):
         yield
+
+
+@pytest.fixture
+def short_path():
+    """A folder with a short name, for sockets, whose paths may have 108 characters."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
 
 
 @pytest.fixture(autouse=True)

@@ -666,24 +666,24 @@ def daemon(*command, env):
 
 
 @pytest.fixture
-def cluster(tmp_path):
+def cluster(short_path):
     """Start SLURM's daemons, and end them."""
     first = free_ports()
     host = socket.gethostname().partition(".")[0]
-    configuration = CONFIGURATION.format(folder=tmp_path, host=host, ports=range(first, first + 3))
-    (tmp_path / "slurm.conf").write_text(configuration)
-    (tmp_path / "key").write_bytes(os.urandom(64))
-    (tmp_path / "key").chmod(0o600)
+    configuration = CONFIGURATION.format(folder=short_path, host=host, ports=range(first, first + 3))
+    (short_path / "slurm.conf").write_text(configuration)
+    (short_path / "key").write_bytes(os.urandom(64))
+    (short_path / "key").chmod(0o600)
     for folder in ("state", "spool-127.0.0.1", "spool-127.0.0.2"):
-        (tmp_path / folder).mkdir()
-    found = Cluster(tmp_path)
+        (short_path / folder).mkdir()
+    found = Cluster(short_path)
     with ExitStack() as daemons:
-        files = [f"--{name}={tmp_path}/munge{end}" for name, end in
+        files = [f"--{name}={short_path}/munge{end}" for name, end in
                  (("socket", ""), ("pid-file", ".pid"), ("log-file", ".log"), ("seed-file", ".seed"))]  # fmt: skip
         daemons.enter_context(
-            daemon("munged", "--foreground", "--force", f"--key-file={tmp_path}/key", *files, env=found.env)
+            daemon("munged", "--foreground", "--force", f"--key-file={short_path}/key", *files, env=found.env)
         )
-        wait_until((tmp_path / "munge").exists)
+        wait_until((short_path / "munge").exists)
         daemons.enter_context(daemon("slurmctld", "-D", env=found.env))
         for node in ("127.0.0.1", "127.0.0.2"):
             daemons.enter_context(daemon("slurmd", "-D", "-N", node, env=found.env))

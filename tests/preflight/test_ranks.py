@@ -7,7 +7,6 @@ import signal
 import subprocess
 import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -34,13 +33,6 @@ def files_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
     assert list(tmp_path.glob("learnerkit-*")) == []
-
-
-@pytest.fixture
-def short():
-    """A directory of a short name: sockets are put there."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        yield Path(name)
 
 
 def make_dls(n=60, bs=8, **kwargs):
@@ -457,8 +449,8 @@ def test_in_a_script_that_has_trained():
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_however_the_parent_ends_its_processes_do(signum, script_env, short):
-    env = script_env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(short)}
+def test_however_the_parent_ends_its_processes_do(signum, script_env, short_path):
+    env = script_env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(short_path)}
     command = [python(), str(SCRIPTS / "check_distributed.py"), "stuck"]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # not ignored, as in the background of a shell
     try:
@@ -477,7 +469,7 @@ def test_however_the_parent_ends_its_processes_do(signum, script_env, short):
     assert ("KeyboardInterrupt" in err) == (signum == signal.SIGINT)
     assert psutil.wait_procs(children, timeout=60)[1] == []
     if signum == signal.SIGINT:
-        assert list(short.iterdir()) == []
+        assert list(short_path.iterdir()) == []
 
 
 # Where it cannot be called
