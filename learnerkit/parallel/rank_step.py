@@ -26,7 +26,7 @@ class RankStep:
         agreement: of the run.
         model: the learner's, without DDP.
         note_unused: called with the names of the parameters that the first batch's loss does not depend on, on every
-            rank; `None`: nobody wants to know.
+            rank; `None`: they need not be known.
         by_bucket: weigh the gradients on their way rather than the loss, for learners that differentiate losses of
             their own making. What all ranks count is then made known before the backward pass, so that the gradients
             are right as soon as they are reduced: such a learner may step in its own `_backward`.
@@ -50,13 +50,8 @@ class RankStep:
         note_unused: Callable[[list[str]], None] | None,
         by_bucket: bool,
     ) -> None:
-        self.learn, self.agreement, self._plain, self.note_unused, self.by_bucket = (
-            learn,
-            agreement,
-            model,
-            note_unused,
-            by_bucket,
-        )
+        self.learn, self.agreement, self._plain = learn, agreement, model
+        self.note_unused, self.by_bucket = note_unused, by_bucket
         self.ranks = world.world_size()
         self.mean = GradientMean(learn._loss_weighting.sums)
         self.carrier = Carrier(learn.dls.device)
