@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import signal
 import tempfile
 from pathlib import Path
@@ -25,6 +26,18 @@ def pytest_xdist_auto_num_workers(config):
     """A run of all tests uses a process for each core; one of some files or tests is sooner done in this one."""
     whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS
     return min(os.cpu_count() or 1, 4) if whole else 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give each file to one process of tests, and all tests that run on ranks to one, which starts those once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return "ranks" if re.search(r"-ranks|_on_ranks\.py", nodeid) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -282,6 +282,7 @@ def test_r10_hang(hanging_and_slow):
     assert run.says[1].startswith("learnerkit.launch: rank 1 "), run
 
 
+@pytest.mark.slow
 def test_r11_straggler(hanging_and_slow, uninterrupted):
     run = hanging_and_slow[1]
     assert (run.code, run.err) == (0, ""), run
@@ -452,6 +453,7 @@ def test_r21_stale_env(launch, program, agent_store):
 # Data
 
 
+@pytest.mark.slow
 def test_r33_tiny_dataset(launch):
     run = launch("-m", "learnerkit.launch", "--nproc", 2, SCRIPTS / "fault_tiny.py")
     assert run.finish() == 0, run

@@ -235,6 +235,7 @@ assert count == 30, count
     assert "Warning" not in shown.text, shown.text
 
 
+@pytest.mark.slow
 def test_weights_that_a_callback_exchanges_come_back(kernel):
     "Averages of the weights, which the model has in validation and in the end; weights that were replaced; and views."
     shown = kernel.run("""
@@ -296,6 +297,7 @@ with learn.distrib_ctx(nproc=2):
     assert "Warning" not in shown.text, shown.text
 
 
+@pytest.mark.slow
 def test_what_changes_in_place_comes_back(kernel):
     "Into the same objects; what is not pickled stays as it is, and so does a dataset."
     shown = kernel.run("""
@@ -434,6 +436,7 @@ for i, (one, other) in enumerate(zip(in_workers, here, strict=True)):
     assert shown.error == "", shown.traceback
 
 
+@pytest.mark.slow
 def test_settings_of_the_kernels_process_count_in_workers(kernel):
     shown = kernel.run("""
 import sys
