@@ -322,6 +322,7 @@ def test_two_processes(tmp_path):
     assert in_time(min(took, worked), 20)  # the machine may be busy with other things
 
 
+@pytest.mark.slow
 def test_one_process(tmp_path):
     code, out, err = run("learnerkit.doctor", cwd=tmp_path)
     assert (code, err) == (0, ""), out + err
