@@ -842,7 +842,7 @@ def test_the_example_goes_on_after_its_time_limit(cluster):
             pytest.fail(f"this took too long: {state()}\n{read(output)}")
 
     saved = folder / "models"
-    wait_for(lambda: list(saved.glob("autoencoder-*.pth")), 120)
+    wait_for(lambda: list(saved.glob("autoencoder-*.pth")) and rows(read(output)), 120)
     cluster("scancel", "--signal=USR1", "--batch", job)  # as sbatch's --signal does, two minutes before the end
     wait_for(lambda: {"JobState=PENDING", "Restarts=1"} <= state(), 120)
     first = read(output)
