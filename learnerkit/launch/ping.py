@@ -43,18 +43,22 @@ def store_answers(host: str, port: int, patience: float) -> bool:
     """
     began = time.monotonic()
     while True:
+        answer: bytes | None = b""
         try:
-            connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
+            with socket.create_connection((host, port), timeout=CONNECT_SECONDS) as connection:
+                if connection.getsockname()[1] == port:
+                    return (
+                        False  # where nothing listens, the kernel may choose that port for this end, and connect both
+                    )
+                answer = _answer(connection, PROMPT_SECONDS, PING)
+                if _is_echo(answer) or not ping_is_known():
+                    return True
+                if answer is None:
+                    answer = _answer(connection, began + patience - time.monotonic())
+        except ConnectionResetError:
+            pass  # something listens, and was quicker to close than this end to see that it was connected
         except OSError:
             return False
-        with connection:
-            if connection.getsockname()[1] == port:
-                return False  # where nothing listens, the kernel may choose that port for this end, and connect both
-            answer = _answer(connection, PROMPT_SECONDS, PING)
-            if _is_echo(answer) or not ping_is_known():
-                return True
-            if answer is None:
-                answer = _answer(connection, began + patience - time.monotonic())
         if _is_echo(answer):
             return True
         if answer is None:

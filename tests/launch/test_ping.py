@@ -64,6 +64,15 @@ def test_something_else_is_told_by_its_answer(name):
     assert time.monotonic() - began < 1.0 + 10  # the machine may be busy
 
 
+def test_a_connection_that_is_reset_while_it_is_made_has_met_something(monkeypatch):
+    def reset(*args, **kwargs):
+        raise ConnectionResetError
+
+    monkeypatch.setattr(socket, "create_connection", reset)
+    with pytest.raises(NotAStore, match="it closes every connection"):
+        store_answers(LOOPBACK, 1, 0.1)
+
+
 def test_a_strange_answer_is_shown_in_one_line():
     with serving(lambda c: c.sendall(b"\r\n\x1b[2J\x00 'a'\nb")) as port, pytest.raises(NotAStore) as caught:
         store_answers(LOOPBACK, port, 1.0)
