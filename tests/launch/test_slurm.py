@@ -865,5 +865,5 @@ def test_the_example_goes_on_after_its_time_limit(cluster):
 
 def rows(printed):
     """The epoch and the validation loss of each row of the tables in what was printed."""
-    found = re.findall(r"^ +([0-9]+) +[0-9.]+ +([0-9.]+) +[0-9:]+$", printed, re.MULTILINE)
+    found = re.findall(r"^ +([0-9]+) +[0-9.]+ +([0-9.]+) +[0-9:.]+$", printed, re.MULTILINE)
     return [(int(epoch), float(loss)) for epoch, loss in found]
