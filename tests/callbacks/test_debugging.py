@@ -6,6 +6,7 @@ import psutil
 import pytest
 import torch
 from helpers import (
+    OwnLoss,
     Seen,
     Wrapped,
     make_classes,
@@ -196,22 +197,10 @@ def test_a_loader_without_length_is_read_to_know_its_end():
 def test_mapping_batches_and_both_callbacks_together():
     batches = [{"x": torch.full((2, 4), float(i)), "labels": torch.ones(2, 1)} for i in range(6)]
     dls = DataLoaders(batches, device="cpu")
-    learn, batches = Learner(dls, Own(), opt_func=torch.optim.SGD), []
+    learn, batches = Learner(dls, OwnLoss(), opt_func=torch.optim.SGD), []
     note = Callback(before_batch=lambda cb: batches.append(cb.xb[0]["x"][0, 0].item()))
     learn.fit(2, cbs=[OverfitBatch(), ShortEpochCallback(n=3), note])
     assert batches == [0] * 6
-
-
-class Own(nn.Module):
-    """Makes its own loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(4, 1)
-
-    def forward(self, x, labels):
-        pred = self.body(x)
-        return {"logits": pred, "loss": nn.functional.mse_loss(pred, labels)}
 
 
 def test_pretended_dataparallel(two_gpus):

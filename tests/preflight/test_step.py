@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 from helpers import (
+    OwnLoss,
     Seen,
     make_classes,
     make_data,
@@ -27,18 +28,6 @@ from learnerkit.events import CancelStepException
 from learnerkit.preflight.step import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:mixed precision with float16 is some 30 times slower on a CPU")
-
-
-class Own(nn.Module):
-    """Makes its own loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(4, 1)
-
-    def forward(self, x, labels):
-        pred = self.body(x)
-        return {"logits": pred, "loss": nn.functional.mse_loss(pred, labels)}
 
 
 class Stream(IterableDataset):
@@ -93,7 +82,7 @@ HEALTHY = {
     "binary": lambda: make_learner(make_dls(data=mapped(change_y=lambda y: (y > 0).float(), of=make_data)),
                                    loss_func=nn.BCEWithLogitsLoss()),
     "own loss": lambda: Learner(
-        DataLoaders([{"x": torch.randn(2, 4), "labels": torch.zeros(2, 1)}] * 2, device="cpu"), Own()
+        DataLoaders([{"x": torch.randn(2, 4), "labels": torch.zeros(2, 1)}] * 2, device="cpu"), OwnLoss()
     ),
     "no validation": lambda: make_learner(make_dls(valid=None)),
     "a stream": lambda: make_learner(DataLoaders(DataLoader(Stream(), 4), device="cpu")),
