@@ -300,7 +300,7 @@ def take_loss(learn: "Learner") -> None:
     try:
         if learn.batch_size == 0 and not batch_size(learn.xb):
             # A rank without data: gradients of zero, since the mean of nothing would be NaN.
-            learn.loss_grad = zero_loss(learn.pred if learn.output is None else learn.output)
+            learn.loss_grad = zero_loss(learn._model_output)
             learn.loss = learn.loss_grad.detach()
         else:
             if not learn.iter:

@@ -71,7 +71,7 @@ class RunState:
     _loss_count: float | Tensor = 0
     """What the batch's loss averages over: a number of samples, tokens, or the like."""
     _gradient: Any = None
-    """What weighs the batches of a step (`GradientMean` or `RankStep`); `None` where a step is one batch."""
+    """What weighs the batches of a step (`GradientAccumulation` or `RankStep`); `None` where a step is one batch."""
     _step_batches: int = 1
     """The batches of an optimizer step on this process."""
     _step_due: bool = True
@@ -80,6 +80,11 @@ class RunState:
     def __init__(self) -> None:
         for name in RunState.__annotations__:  # in the learner's own `__dict__`, with what else it has
             setattr(self, name, getattr(RunState, name))
+
+    @property
+    def _model_output(self) -> Any:
+        "All that the model returned, or the predictions where a subclass sets no `output`."
+        return self.pred if self.output is None else self.output
 
 
 COUNTERS = ("n_epoch", "n_steps", "epoch", "train_iter", "pct_train", "_start_epoch")

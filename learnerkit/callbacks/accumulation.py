@@ -1,5 +1,7 @@
 """Optimizer steps of several batches."""
 
+from typing import cast
+
 from torch import Tensor
 
 from learnerkit import arguments
@@ -71,14 +73,12 @@ class GradientAccumulation(Callback):
 
     def backward(self) -> None:
         """Compute the weighted gradients of the batch, and after the step's last batch correct them."""
-        learn, mean = self.learn, self._mean
-        if mean is None:
-            return learn._backward()
+        learn, mean = self.learn, cast(GradientMean, self._mean)
         count = host_count(learn._loss_count)
         if not mean.begun:  # a count on the device is not read, to avoid a host-device sync
             mean.begin((learn.batch_size if isinstance(count, Tensor) else count) * learn._step_batches or 1.0)
         mean.counted = mean.counted + count
-        learn.loss_grad = mean.weigh(learn.loss_grad, count, learn.pred if learn.output is None else learn.output)
+        learn.loss_grad = mean.weigh(learn.loss_grad, count, learn._model_output)
         learn._backward()
         self._correct_if_due(mean)
 

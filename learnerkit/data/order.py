@@ -16,6 +16,7 @@ from torch.utils.data import (
 
 from learnerkit import world
 from learnerkit.data.rows import IndexBatches, reads_rows
+from learnerkit.torch_internals import loader_attributes
 
 HOST = torch.device("cpu")
 
@@ -194,5 +195,5 @@ def with_batches(dl: DataLoader, **samplers: Any) -> DataLoader:
     """Return a copy of `dl` with another `sampler` or `batch_sampler`; everything else, of a subclass too, is kept."""
     twin = DataLoader.__new__(type(dl))
     # Not by assignment, which torch's loader forbids to protect a loader in use.
-    twin.__dict__.update(dl.__dict__ | samplers | {"_iterator": None})
+    twin.__dict__.update(loader_attributes(dl) | samplers)
     return twin

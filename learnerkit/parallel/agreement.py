@@ -61,8 +61,7 @@ class Agreement:
         self.presses = 0  # of Ctrl-C
         self.between_events = True
         self.votes = 0
-        self.step: Any = None  # this rank's `RankStep` while it trains
-        self.company: Any = None  # and its `Company`
+        self.company: Any = None  # this rank's `Company` once it trains, with its `RankStep`
         self.place = b"before_fit/"  # where the run is: 'event/callback'
         self._failing: BaseException | None = None
         self._stack = ExitStack()
@@ -128,7 +127,7 @@ class Agreement:
             return
         if may_follow(error) and self.watch.first_failure(patience=2.0):
             return
-        if self.step is not None and isinstance(error, RuntimeError):  # as DDP's are
+        if self.company is not None and isinstance(error, RuntimeError):  # as DDP's are
             self.company.explain(error)
         event, _, callback = self.place.decode().partition("/")
         if self.learn._dispatch is None or self.dispatch.raised is not error:  # not in a callback
@@ -190,11 +189,12 @@ class Agreement:
 
     def run_batch(self, one_batch: Any) -> None:
         """Run a batch, and take part in the others' collectives if this rank leaves it before its end."""
-        learn, step = self.learn, self.step
+        learn = self.learn
         learn._batch_index = learn.dl.share.place
         if not learn.training:
             self._run_validation_batch(one_batch)
             return
+        step = self.company.step
         outer, self.between_events = self.between_events, False
         try:
             step.begin()
@@ -225,7 +225,7 @@ class Agreement:
 
     def end_batches(self) -> None:
         """Vote after the last batch, whose flags no step has read; every rank must reach this."""
-        flags = self.step.carrier.last_flags() if self.learn.training else None
+        flags = self.company.step.carrier.last_flags() if self.learn.training else None
         self.vote(flags=flags and flags[:-1])
 
 

@@ -3,6 +3,8 @@
 It is the gradient of one more parameter in DDP's own reduction, so that it costs no collective of its own.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -71,8 +73,8 @@ class Carrier:
 
     def reduced(self, count: float | Tensor, flags: list[float] | None) -> Tensor:
         """Return the vector's mean over the ranks, after a backward pass; every rank must reach this."""
-        if self.parameter is not None and self.parameter.grad is not None:
-            vector, self.parameter.grad = self.parameter.grad, None
+        if self.parameter is not None:
+            vector, self.parameter.grad = cast(Tensor, self.parameter.grad), None
             return vector.clone() if self.reads_late else vector  # it may be a piece of DDP's bucket
         # By the same way on all ranks, also on one that counts nothing and so has nothing on the device.
         return world.reduce(self.vector(count, flags), "mean")

@@ -72,7 +72,7 @@ class Company:
             learn._forward()
         step.take_count(0)
         if learn._step_due:
-            learn.loss_grad = zero_loss(learn.pred if learn.output is None else learn.output)
+            learn.loss_grad = zero_loss(learn._model_output)
             step.differentiate(0)
 
     def _repeat_batch(self) -> None:

@@ -208,8 +208,7 @@ class DistributedCallback(Callback):
         self._check_accumulation(by_bucket)
         note_unused = None if self.find_unused_parameters else self._find_unused
         step = self._step = RankStep(learn, agreement, self._plain, note_unused, by_bucket)
-        self._company = Company(learn, step)
-        agreement.step, agreement.company = step, self._company
+        self._company = agreement.company = Company(learn, step)
         hook = _BatchHook(step)
         learn.add_cb(hook)
         self._undo += [partial(learn.remove_cb, hook), partial(wrapping.unwrap_all, step)]

@@ -42,7 +42,7 @@ def try_batch(learn: "Learner", model: nn.Module) -> tuple[list[str], list[str]]
                 if learn._loss_weighting.votes:
                     means = possible_means(learn.yb, learn.pred, learn.loss, learn.xb)
             else:
-                learn.loss_grad = zero_loss(learn.pred if learn.output is None else learn.output)
+                learn.loss_grad = zero_loss(learn._model_output)
             grads = torch.autograd.grad(learn.loss_grad, [p for _, p in named], allow_unused=True)
         except Exception:  # the loop will run into it, too, and say what is wrong
             return [], means

@@ -80,7 +80,7 @@ class RankStep:
         self.agreement.dispatch.begin()
 
     def is_open(self) -> bool:
-        """Tell whether the batch has come to its end on this rank before others could do without it."""
+        """Tell whether this rank has left out something of the batch that other ranks may wait for."""
         learn = self.learn
         return (
             not self.reduced
@@ -99,13 +99,13 @@ class RankStep:
             if not self.takes_nothing:
                 unpacked = learn.dls.unpack(learn.dl.sample, learn.dls.device, learn.loss_func is None)
                 learn.batch, learn.xb, learn.yb, _ = unpacked
-        votes, searches = learn._loss_weighting.votes, first and self.note_unused is not None
-        if (votes or searches) and not self.by_bucket:  # on all ranks alike
+        votes, note_unused = learn._loss_weighting.votes, self.note_unused if first else None
+        if (votes or note_unused) and not self.by_bucket:  # on all ranks alike
             unused, means = try_batch(learn, self._plain)
             if votes:
                 learn._loss_weighting.agree(world.all_gather(means))
-            if first and self.note_unused is not None:
-                self.note_unused(unused)
+            if note_unused:
+                note_unused(unused)
         self.synchronise()
 
     def synchronise(self) -> None:
@@ -118,15 +118,14 @@ class RankStep:
         """Compute the batch's gradients with their weight, and correct those of the step after its last batch."""
         learn = self.learn
         if not learn.batch_size:
-            learn._loss_count = 0.0  # the samples that this rank has stand for shapes and types only
+            learn._loss_count = 0  # the samples that this rank has stand for shapes and types only
         count = self.take_count(host_count(learn._loss_count))
         if self.by_bucket:
             self.reduce_counts(count)
         elif self.mean.sums:
             learn.loss_grad = learn.loss_grad * self.ranks
         else:
-            output = learn.pred if learn.output is None else learn.output
-            learn.loss_grad = self.mean.weigh(learn.loss_grad, count, output)
+            learn.loss_grad = self.mean.weigh(learn.loss_grad, count, learn._model_output)
         self.differentiate(count)
         self.finish_reduction()
 

@@ -42,7 +42,7 @@ from learnerkit.parallel.drift import digests, state_table
 from learnerkit.parallel.loaders import RankLoader
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report
 from learnerkit.text import escaped
-from learnerkit.torch_internals import BatchNorm
+from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
@@ -312,15 +312,12 @@ def _has_indices(dl: Any) -> bool:
     return isinstance(dl, DataLoader) and dl.batch_sampler is not None and not isinstance(dl.dataset, IterableDataset)
 
 
-_DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
-
-
 def _make_deterministic(model: nn.Module) -> list[str]:
     """Switch dropout off, and say which intended differences between ranks are not compared."""
     dropouts, norms = 0, len(_norms(model))
     for module in model.modules():
-        name = "p" if isinstance(module, _DROPOUTS) else "dropout"
-        if isinstance(module, (*_DROPOUTS, nn.RNNBase, nn.MultiheadAttention)) and getattr(module, name):
+        name = "p" if isinstance(module, Dropout) else "dropout"
+        if isinstance(module, (Dropout, nn.RNNBase, nn.MultiheadAttention)) and getattr(module, name):
             setattr(module, name, 0.0)
             dropouts += 1
     said = [f"dropout was off ({dropouts})"] if dropouts else []
