@@ -42,13 +42,7 @@ from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
 from learnerkit.snapshot import unchanged
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
-from learnerkit.utils import (
-    count_parameters,
-    listify,
-    training_modes,
-    unwrap,
-    warn,
-)
+from learnerkit.utils import count_parameters, listify, training_modes, unwrap, warn
 
 _EVENTS = {
     level: (f"before_{level}", f"after_cancel_{level}", f"after_{level}")
@@ -972,11 +966,7 @@ class Learner(RunState):
         return target
 
     def load(
-        self,
-        file: File,
-        with_opt: bool = True,
-        strict: bool = True,
-        device: torch.device | str | int | None = None,
+        self, file: File, with_opt: bool = True, strict: bool = True, device: torch.device | str | int | None = None
     ) -> "Learner":
         """Read what `save` wrote, on every rank, once rank 0's last save is on disk.
 

@@ -172,18 +172,7 @@ def test_an_unknown_attribute_names_the_callback_and_where_it_looked():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "weights",
-        "workers",
-        "together",
-        "around",
-        "check",
-        "step_due",
-        "loss_count",
-        "batch_index",
-        "_device",
-    ],
+    "name", ["weights", "workers", "together", "around", "check", "step_due", "loss_count", "batch_index", "_device"]
 )
 def test_a_callback_may_use_words_for_its_own_that_no_run_reads(name):
     class Writer(Callback):
@@ -448,10 +437,7 @@ def test_what_is_no_callback_is_refused(wrong):
 
 def test_learners_may_share_callbacks_while_one_of_them_runs():
     seen = []
-    cbs = [
-        Callback(before_fit=lambda cb: seen.append(cb.learn)),
-        Callback(before_epoch=lambda cb: seen.append(cb.dls)),
-    ]
+    cbs = [Callback(before_fit=lambda cb: seen.append(cb.learn)), Callback(before_epoch=lambda cb: seen.append(cb.dls))]
     one, other = make_learner(cbs=cbs), make_learner(cbs=cbs)
     for learn in (one, other, one):
         seen.clear()

@@ -5,28 +5,13 @@ from functools import partial
 import pytest
 import torch
 from fastcore.foundation import L
-from helpers import (
-    make_data,
-    make_dls,
-    make_learner,
-    make_model,
-    same_weights,
-    words,
-)
+from helpers import make_data, make_dls, make_learner, make_model, same_weights, words
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import (
-    Callback,
-    DataLoaders,
-    Learner,
-    mae,
-    mse,
-    perplexity,
-    rmse,
-)
+from learnerkit import Callback, DataLoaders, Learner, mae, mse, perplexity, rmse
 
 
 def test_attributes_during_a_fit():

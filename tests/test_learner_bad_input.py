@@ -23,15 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import (
-    Callback,
-    DataLoaders,
-    GradientAccumulation,
-    Learner,
-    OverfitBatch,
-    ShortEpochCallback,
-    mae,
-)
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, OverfitBatch, ShortEpochCallback, mae
 
 
 @pytest.mark.parametrize("wrong", [None, 3, make_data(), [1, 2]])

@@ -21,13 +21,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from learnerkit import (
-    Callback,
-    DataLoaders,
-    Learner,
-    accuracy,
-    mae,
-)
+from learnerkit import Callback, DataLoaders, Learner, accuracy, mae
 
 
 def test_nested_batches_reach_the_model_whole():

@@ -4,22 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import (
-    by_hand,
-    fused_sgd,
-    make_data,
-    make_learner,
-    make_model,
-    same_weights,
-)
+from helpers import by_hand, fused_sgd, make_data, make_learner, make_model, same_weights
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
-from learnerkit import (
-    Callback,
-    DataLoaders,
-    mae,
-)
+from learnerkit import Callback, DataLoaders, mae
 
 OPTS = {
     "momentum": lambda params, lr: SGD(params, lr=lr, momentum=0.9),

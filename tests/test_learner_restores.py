@@ -19,13 +19,7 @@ from helpers import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from learnerkit import (
-    Callback,
-    CancelFitException,
-    DataLoaders,
-    mae,
-    world,
-)
+from learnerkit import Callback, CancelFitException, DataLoaders, mae, world
 from learnerkit.events import CancelException, Event
 
 

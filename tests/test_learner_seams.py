@@ -2,27 +2,12 @@
 
 import pytest
 import torch
-from helpers import (
-    make_data,
-    make_dls,
-    make_learner,
-    make_model,
-    raising,
-    same_weights,
-    spy,
-    weights,
-    words,
-)
+from helpers import make_data, make_dls, make_learner, make_model, raising, same_weights, spy, weights, words
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
-from learnerkit import (
-    Callback,
-    CancelTrainException,
-    DataLoaders,
-    Learner,
-)
+from learnerkit import Callback, CancelTrainException, DataLoaders, Learner
 
 
 def test_seams_are_called_inside_their_events():

@@ -47,7 +47,7 @@ NAMES = {
 }
 
 PARAMETERS = {
-    "a store on a socket that is there": (dist.TCPStore, ["master_listen_fd", "wait_for_workers", "is_master"]),
+    "a store on a socket that is there": (dist.TCPStore, ["master_listen_fd", "wait_for_workers", "is_master"])
 }
 
 

@@ -151,12 +151,7 @@ def valley(lrs: Values, losses: Values, num_it: int) -> float:
 
 
 def slide(
-    lrs: Values,
-    losses: Values,
-    num_it: int,
-    lr_diff: int = 15,
-    thresh: float = 0.005,
-    adjust_value: float = 1.0,
+    lrs: Values, losses: Values, num_it: int, lr_diff: int = 15, thresh: float = 0.005, adjust_value: float = 1.0
 ) -> float:
     """The rate at the left end of a window that slides from the right until the slopes at its two ends are similar.
 

@@ -29,12 +29,7 @@ class GatherPredictions(Callback):
     name = "gather_preds"  # as in fastai: other loggers and trackers look for it, and do nothing in `get_preds`
 
     def __init__(
-        self,
-        with_input: bool,
-        with_loss: bool,
-        with_decoded: bool,
-        act: Callable[[Tensor], Tensor] | None,
-        on: str,
+        self, with_input: bool, with_loss: bool, with_decoded: bool, act: Callable[[Tensor], Tensor] | None, on: str
     ) -> None:
         super().__init__()
         if on not in ("all", "rank0"):

@@ -182,11 +182,7 @@ class Recorder(Callback):
     only_fit = True
 
     def __init__(
-        self,
-        add_time: bool = True,
-        train_metrics: bool = False,
-        valid_metrics: bool = True,
-        beta: float = 0.98,
+        self, add_time: bool = True, train_metrics: bool = False, valid_metrics: bool = True, beta: float = 0.98
     ) -> None:
         super().__init__()
         if not 0 <= beta < 1:
@@ -344,12 +340,7 @@ class Recorder(Callback):
         return {name: total / counts[name] for name, total in totals.items()}
 
     def plot_loss(
-        self,
-        skip_start: int = 5,
-        with_valid: bool = True,
-        all_fits: bool = False,
-        log: bool = False,
-        ax: Any = None,
+        self, skip_start: int = 5, with_valid: bool = True, all_fits: bool = False, log: bool = False, ax: Any = None
     ) -> Any:
         """Plot the smoothed training loss at every step, and the validation loss at the end of each epoch.
 

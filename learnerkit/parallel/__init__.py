@@ -2,12 +2,7 @@
 
 from learnerkit.parallel.agreement import Agreement
 from learnerkit.parallel.data_parallel import ParallelCallback
-from learnerkit.parallel.distributed import (
-    DistributedCallback,
-    agreement_for,
-    dispatch,
-    warn_outside_context,
-)
+from learnerkit.parallel.distributed import DistributedCallback, agreement_for, dispatch, warn_outside_context
 from learnerkit.parallel.drift import DriftCheck
 from learnerkit.parallel.watch import PeerError
 

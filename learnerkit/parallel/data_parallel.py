@@ -64,7 +64,7 @@ class ParallelCallback(Callback):
                 self._said = True
                 warn(
                     f"DataParallel needs two GPUs and there {'is' if count == 1 else 'are'} {count}: "
-                    f"training on {learn.dls.device} alone",
+                    f"training on {learn.dls.device} alone"
                 )
             return
         # The model's own device must come first: DataParallel gathers there.

@@ -386,7 +386,7 @@ def warn_outside_context(learn: "Learner") -> None:
         learn._told_outside = True
         warn(
             f"{world.world_size()} processes each train a whole copy of the model on all the data; "
-            "to train one together write `with learn.distrib_ctx(): learn.fit(...)`",
+            "to train one together write `with learn.distrib_ctx(): learn.fit(...)`"
         )
 
 

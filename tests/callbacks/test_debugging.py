@@ -5,17 +5,7 @@ from functools import partial
 import psutil
 import pytest
 import torch
-from helpers import (
-    OwnLoss,
-    Seen,
-    Wrapped,
-    make_classes,
-    make_data,
-    make_dls,
-    make_learner,
-    make_model,
-    raising,
-)
+from helpers import OwnLoss, Seen, Wrapped, make_classes, make_data, make_dls, make_learner, make_model, raising
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 

@@ -8,30 +8,11 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    Wrapped,
-    make_classes,
-    make_data,
-    make_dls,
-    make_learner,
-    make_model,
-    raising,
-    same_weights,
-    weights,
-)
+from helpers import Wrapped, make_classes, make_data, make_dls, make_learner, make_model, raising, same_weights, weights
 from torch import nn
 from torch.utils.data import DataLoader
 
-from learnerkit import (
-    Callback,
-    DataLoaders,
-    GradientAccumulation,
-    ParamScheduler,
-    Recorder,
-    combined_cos,
-    mae,
-    world,
-)
+from learnerkit import Callback, DataLoaders, GradientAccumulation, ParamScheduler, Recorder, combined_cos, mae, world
 from learnerkit.callbacks import tracking
 from learnerkit.callbacks.tracking import (
     EarlyStoppingCallback,

@@ -2,17 +2,7 @@
 
 import pytest
 import torch
-from helpers import (
-    make_classes,
-    make_data,
-    make_dls,
-    make_learner,
-    make_model,
-    raising,
-    same_weights,
-    spy,
-    weights,
-)
+from helpers import make_classes, make_data, make_dls, make_learner, make_model, raising, same_weights, spy, weights
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 

@@ -4,13 +4,7 @@ from collections import namedtuple
 
 import pytest
 import torch
-from torch.utils.data import (
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-)
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 from learnerkit import DataLoaders
 from learnerkit.data.rows import RowsLoader

@@ -7,14 +7,7 @@ import pytest
 import torch
 from helpers import make_learner
 from torch import nn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    Sampler,
-    SubsetRandomSampler,
-    TensorDataset,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SubsetRandomSampler, TensorDataset
 
 from learnerkit import Callback, DataLoaders, Learner, set_seed
 from learnerkit.data.order import SampleOrder, in_order, keep_seeds, seeded_samplers

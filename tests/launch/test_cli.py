@@ -408,11 +408,7 @@ def test_a_thread_without_end_does_not_hold_up_a_failure(launched):
 
 
 def test_a_rank_may_end_early(launched):
-    assert launched("--nproc", 2, SCRIPTS / "launch_end.py", "early").finish() == (
-        0,
-        "rank 1 done\nrank 0 done\n",
-        "",
-    )
+    assert launched("--nproc", 2, SCRIPTS / "launch_end.py", "early").finish() == (0, "rank 1 done\nrank 0 done\n", "")
 
 
 @pytest.mark.parametrize(

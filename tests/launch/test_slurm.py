@@ -172,10 +172,7 @@ SRUN = "`srun python -m learnerkit.launch ...`"
         (BATCH, f"this allocation has 2 nodes; {SRUN} uses them all"),
         (BATCH | {"SLURM_JOB_NUM_NODES": "1"}, ""),  # all of its GPUs can be used from here
         (BATCH | {"SLURM_STEP_ID": "4294967291", "SLURM_JOB_NUM_NODES": "1"}, ""),
-        (
-            INTERACTIVE | {"SLURM_JOB_NUM_NODES": "1"},
-            f"this allocation has 4 tasks; {SRUN} starts a process for each",
-        ),
+        (INTERACTIVE | {"SLURM_JOB_NUM_NODES": "1"}, f"this allocation has 4 tasks; {SRUN} starts a process for each"),
         (PTY_OF_ONE, ""),
         (ONE_PER_NODE | {"SLURM_STEP_NUM_TASKS": "1"}, ""),
     ],

@@ -310,18 +310,13 @@ def test_the_part_of_a_rank_that_leaves_its_batch_weighs_nothing(kind, event, or
 
 
 @on_ranks
-@cases(
-    (CancelBatchException, ["after_backward", "before_step", "after_step"]),
-    (CancelStepException, ["before_step"]),
-)
+@cases((CancelBatchException, ["after_backward", "before_step", "after_step"]), (CancelStepException, ["before_step"]))
 def test_gradients_that_are_reduced_before_the_cancel_are_stepped(kind, event, order):
     leaves(kind, event, by_hand(seen_steps()), order)
 
 
 @on_ranks
-@cases(
-    (CancelFitException, ["before_batch", "after_loss", "before_step", "after_step", "after_batch"]),
-)
+@cases((CancelFitException, ["before_batch", "after_loss", "before_step", "after_step", "after_batch"]))
 def test_a_cancelled_fit_has_made_its_whole_steps(kind, event, order):
     done = 1 if event in ("before_batch", "after_loss") else 2
     leaves(kind, event, by_hand(seen_steps()[:done]), order)

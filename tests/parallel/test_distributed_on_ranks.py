@@ -14,17 +14,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import (
-    Callback,
-    DataLoaders,
-    DistributedCallback,
-    Learner,
-    accuracy,
-    on_rank0,
-    set_seed,
-    unwrap,
-    world,
-)
+from learnerkit import Callback, DataLoaders, DistributedCallback, Learner, accuracy, on_rank0, set_seed, unwrap, world
 from learnerkit.parallel.watch import PeerError
 
 pytestmark = pytest.mark.ranks(2, slow=[3, "torchrun"])

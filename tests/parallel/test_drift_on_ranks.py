@@ -7,10 +7,7 @@ from torch.utils.data import TensorDataset
 
 from learnerkit import Callback, DataLoaders, DriftCheck, Learner, unwrap, world
 
-pytestmark = [
-    pytest.mark.ranks(2, slow=[3]),
-    pytest.mark.filterwarnings("ignore:sync_bn|.*each train a whole copy"),
-]
+pytestmark = [pytest.mark.ranks(2, slow=[3]), pytest.mark.filterwarnings("ignore:sync_bn|.*each train a whole copy")]
 
 N = world.world_size()
 REST = "rank 0" if N == 2 else f"ranks {', '.join(str(r) for r in range(N) if r != 1)}"

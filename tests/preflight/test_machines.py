@@ -165,10 +165,7 @@ def test_interfaces_that_cannot_be_right():
     assert (found.mark, found.text) == (WRONG, "GLOO_SOCKET_IFNAME=eth9, but there are only lo, docker0, eth0")
     docker = {"resolved": "172.17.0.1", "resolved_at": "docker0"}
     first, second = judge("interface", facts({"interface": docker}, {"interface": docker}, hosts="ab"))
-    assert (first.mark, first.text) == (
-        WRONG,
-        "the host's name resolves to 172.17.0.1, as does that of b (on a)",
-    )
+    assert (first.mark, first.text) == (WRONG, "the host's name resolves to 172.17.0.1, as does that of b (on a)")
     assert "as does that of a (on b)" in second.text
 
 

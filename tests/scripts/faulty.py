@@ -25,10 +25,7 @@ from learnerkit import Callback, CancelFitException, DataLoaders, Learner, mae, 
 from learnerkit.data.batches import tensors_in
 
 EPOCHS, STEPS, BATCH = 10, 10, 8  # a batch for each of two ranks
-OPTIMIZERS = {
-    "sgd": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9),
-    "adamw": torch.optim.AdamW,
-}
+OPTIMIZERS = {"sgd": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9), "adamw": torch.optim.AdamW}
 RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 SAVED = Path("saved.pth")
 
