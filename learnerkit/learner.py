@@ -742,6 +742,11 @@ class Learner(RunState):
         return self._agreement is not None
 
     @property
+    def _model_output(self) -> Any:
+        "All that the model returned, or the predictions where a subclass sets no `output`."
+        return self.pred if self.output is None else self.output
+
+    @property
     def x(self) -> Any:
         """The inputs: `xb`, or its only entry."""
         return self.xb[0] if len(self.xb) == 1 else self.xb

@@ -81,11 +81,6 @@ class RunState:
         for name in RunState.__annotations__:  # in the learner's own `__dict__`, with what else it has
             setattr(self, name, getattr(RunState, name))
 
-    @property
-    def _model_output(self) -> Any:
-        "All that the model returned, or the predictions where a subclass sets no `output`."
-        return self.pred if self.output is None else self.output
-
 
 COUNTERS = ("n_epoch", "n_steps", "epoch", "train_iter", "pct_train", "_start_epoch")
 """The attributes that stay after a fit, and that evaluation puts back."""

@@ -624,7 +624,7 @@ def test_which_of_our_callbacks_read_predictions():
     readers = set()
     for path in (ROOT / "learnerkit" / "callbacks").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr in ("pred", "output"):
+            if isinstance(node, ast.Attribute) and node.attr in ("pred", "output", "_model_output"):
                 readers.add(path.stem)
     known = {"prediction", "recorder", "precision", "accumulation"}
     assert readers == known, "a new reader: have ParallelCallback._wanted know it"
