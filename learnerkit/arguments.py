@@ -37,9 +37,7 @@ def check_positive(name: str, value: Any) -> None:
 
 
 _SEAMS = {
-    "_forward, _loss, _backward, _step, _zero_grad, or a callback": (
-        "one_batch", "_do_one_batch", "_do_grad_opt",
-    ),
+    "_forward, _loss, _backward, _step, _zero_grad, or a callback": ("one_batch", "_do_one_batch", "_do_grad_opt"),
     "a callback that puts another loader into `learn.dl` in before_train or before_validate": ("all_batches",),
     "a callback at before_epoch, before_train, before_validate or after_epoch, and the Cancel...Exceptions": (
         "_do_fit", "_do_epoch", "_do_epoch_train", "_do_epoch_validate", "_with_events", "_call_one", "ordered_cbs",
@@ -174,23 +172,23 @@ def _why_empty(dl: Any) -> str:
     return f": its dataset has {size} samples" if size is not None else ": it has no batches"
 
 
-EXPLAINED = (RuntimeError, OSError, EOFError, ValueError, AttributeError)
-"""The types of errors that `explain` knows."""
+_NOT_ALONE = "choose another batch size, or leave the last batch out: DataLoaders.from_datasets(..., drop_last=True)"
+_FASTAIS = ("set_hyper", "set_hypers", "hypers", "set_freeze")  # methods that only its optimizers have
 
 
 def explain(learn: "Learner", error: Exception) -> None:
     """Add a note to some errors of torch and Python that do not say what to do."""
     if isinstance(error, RuntimeError | OSError | EOFError):
         explain_lost_worker(error)
-    elif isinstance(error, ValueError):
-        explain_lone_sample(learn, error)
-    elif isinstance(error, AttributeError):
-        explain_fastai_optimizer(error)
-
-
-def explain_fastai_optimizer(error: AttributeError) -> None:
-    """Name the replacement of a method that only fastai's optimizers have."""
-    if isinstance(error.obj, Optimizer) and error.name in ("set_hyper", "set_hypers", "hypers", "set_freeze"):
+    elif isinstance(error, ValueError) and str(error).startswith("Expected more than 1 value per channel"):
+        if learn.batch_size == 1:
+            which = "training" if learn.training else "validation"
+            add_note_once(
+                error,
+                f"batch {learn.iter} of the {which} loader has one sample, which is too few for the statistics of "
+                f"BatchNorm; {_NOT_ALONE}",
+            )
+    elif isinstance(error, AttributeError) and isinstance(error.obj, Optimizer) and error.name in _FASTAIS:
         add_note_once(
             error,
             "learn.opt is a plain torch optimizer: `for group in self.opt.param_groups: group['lr'] = 0.1`; a schedule "
@@ -224,20 +222,6 @@ def _killing_signals(workers: Sequence[Any]) -> list[int]:
         if signals or not workers or time.monotonic() > end:
             return signals
         time.sleep(0.01)
-
-
-_NOT_ALONE = "choose another batch size, or leave the last batch out: DataLoaders.from_datasets(..., drop_last=True)"
-
-
-def explain_lone_sample(learn: "Learner", error: ValueError) -> None:
-    """Explain why BatchNorm refuses a batch, and what to do."""
-    if learn.batch_size == 1 and str(error).startswith("Expected more than 1 value per channel"):
-        which = "training" if learn.training else "validation"
-        add_note_once(
-            error,
-            f"batch {learn.iter} of the {which} loader has one sample, which is too few for the statistics of "
-            f"BatchNorm; {_NOT_ALONE}",
-        )
 
 
 @contextmanager

@@ -224,7 +224,7 @@ class Dispatch:
                 heard = [cb for cb, _ in table[entering]]
                 table[entering] = [
                     (cb, partial(self._enter, cb, level) if cb in owing else self._hook(cb, entering))
-                    for cb in sorted({*heard, *owing}, key=self._place)
+                    for cb in sorted({*heard, *owing}, key=lambda cb: (cb.order, self.cbs.index(cb)))
                 ]
             table[level] = owing
         self._tables[self.training] = table
@@ -233,10 +233,7 @@ class Dispatch:
     def _hook(self, cb: Callback, event: str) -> Callable[[], None]:
         hook = getattr(cb, event)
         guarded = cb.rank0_only and world.world_size() > 1 and vars(type(cb)).get("_guarded", True)
-        return partial(_alone, hook, f"{cb!r}.{event}") if guarded else hook
-
-    def _place(self, cb: Callback) -> tuple[int, int]:
-        return cb.order, self.cbs.index(cb)
+        return world.no_collectives(f"{cb!r}.{event}")(hook) if guarded else hook
 
     def _enter(self, cb: Callback, level: str) -> None:
         # Owed before the hook runs: a hook that fails half-way has its cleanup run too.
@@ -279,12 +276,6 @@ class Dispatch:
                     first.add_note(f"then {cb!r}.{event} failed too: {type(e).__name__}: {e}")
         if failed is not None:
             raise failed
-
-
-def _alone(hook: Callable[[], None], where: str) -> None:
-    """A hook that runs on rank 0 alone."""
-    with world.no_collectives(where):
-        hook()
 
 
 @contextmanager

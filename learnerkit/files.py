@@ -21,7 +21,6 @@ File = str | Path | BinaryIO
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict")
 _OPT_NAMES = ("opt", "optimizer", "optimizer_state_dict")
-_SCALER_NAMES = {"scale", "_growth_tracker"}
 _WRAPPERS = ("module.", "_orig_mod.")  # DataParallel's and DDP's, torch.compile's
 
 
@@ -119,10 +118,9 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
     weights = _entry(state, _MODEL_NAMES)
     if weights is None:
         return Saved(name, state)
-    scaler = _entry(state, ("scaler",))
-    if scaler is not None and not scaler.keys() >= _SCALER_NAMES:
-        scaler = None
-    return Saved(name, weights, _entry(state, _OPT_NAMES), scaler)
+    scaler = _entry(state, ("scaler",)) or {}
+    is_scaler = scaler.keys() >= {"scale", "_growth_tracker"}
+    return Saved(name, weights, _entry(state, _OPT_NAMES), scaler if is_scaler else None)
 
 
 def _is_at_end(file: BinaryIO) -> bool:
@@ -142,8 +140,6 @@ def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:
     torch's `_metadata`, which has the versions of the modules, is kept.
 
     Args:
-        saved: the content of the file.
-        model: the model to load it into.
         strict: whether the file must have exactly the model's weights.
 
     Raises:

@@ -56,10 +56,6 @@ Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | No
 """Callbacks, as `fit` takes them."""
 
 
-def _budget(n_steps: int | None) -> list[Callback]:
-    return [] if n_steps is None else [StepBudget(n_steps)]
-
-
 def on_workers(method: Callable) -> Callable:
     """Have a method of the learner carried out by the notebook workers, if there are any."""
 
@@ -321,7 +317,8 @@ class Learner(RunState):
         """
         arguments.check_fit(self, n_epoch, start_epoch, n_steps)
         parallel.warn_outside_context(self)
-        with self._running("fit", [*_budget(n_steps), *listify(cbs)]):
+        budget = [] if n_steps is None else [StepBudget(n_steps)]
+        with self._running("fit", [*budget, *listify(cbs)]):
             self._prepare_opt(lr, wd, reset_opt)
             self.n_epoch, self.n_steps, self._start_epoch = n_epoch, n_steps, start_epoch
             self._level("fit", self._fit, CancelFitException)
@@ -390,12 +387,8 @@ class Learner(RunState):
         Raises:
             ValueError: the training loader has no length, so that nobody knows how far training has come.
         """
-
-        def flat_then_cos(rate: float) -> Schedule:
-            return combined_cos(pct_start, rate, rate, rate / div_final)
-
         run = {"wd": wd, "cbs": cbs, "reset_opt": reset_opt, "start_epoch": start_epoch, "n_steps": n_steps}
-        self._fit_scheduled(flat_then_cos, n_epoch, lr, **run)
+        self._fit_scheduled(lambda rate: combined_cos(pct_start, rate, rate, rate / div_final), n_epoch, lr, **run)
 
     def fit_sgdr(
         self,
@@ -426,12 +419,10 @@ class Learner(RunState):
             arguments.check_count(name, value)
         lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
         shares = [length / sum(lengths) for length in lengths]
-
-        def restarts(peak: float) -> Schedule:
-            return combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles)
-
-        run = {"wd": wd, "cbs": cbs, "reset_opt": reset_opt, "start_epoch": start_epoch}
-        self._fit_scheduled(restarts, sum(lengths), lr_max, **run)
+        run = {"wd": wd, "cbs": cbs, "reset_opt": reset_opt, "start_epoch": start_epoch, "n_steps": None}
+        self._fit_scheduled(
+            lambda peak: combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles), sum(lengths), lr_max, **run
+        )
 
     @on_workers
     def _fit_scheduled(
@@ -440,23 +431,19 @@ class Learner(RunState):
         n_epoch: int | None,
         lr: Rates | None,
         momentum: Schedule | None = None,
-        reset_opt: bool = False,
-        cbs: Callbacks = None,
-        n_steps: int | None = None,
-        start_epoch: int = 0,
-        **kwargs: Any,
+        **run: Any,
     ) -> None:
         "`fit` with a schedule for each group's rate, and one of the momentum for optimizers that have it."
-        arguments.check_fit(self, n_epoch, start_epoch, n_steps)
+        arguments.check_fit(self, n_epoch, run["start_epoch"], run["n_steps"])
         lr = optim.listed(lr)
-        self._make_opt(reset_opt)
+        self._make_opt(run.pop("reset_opt"))
         peaks = optim.group_rates(self.opt, lr, self.lr)
         scheds = {"lr": optim.named(self.opt, [list(map(schedule, each)) for each in peaks])}
         if momentum is not None and any(map(optim.has_momentum, self.opts)):
             momenta = [momentum if optim.has_momentum(opt) else None for opt in self.opts]
             scheds["momentum"] = optim.named(self.opt, momenta)
-        cbs = [ParamScheduler(scheds), *listify(cbs)]
-        self.fit(n_epoch, lr, cbs=cbs, start_epoch=start_epoch, n_steps=n_steps, **kwargs)
+        run["cbs"] = [ParamScheduler(scheds), *listify(run["cbs"])]
+        self.fit(n_epoch, lr, **run)
 
     def fine_tune(
         self,
@@ -648,10 +635,7 @@ class Learner(RunState):
     def _evaluate(self, dl: Iterable, nested: bool) -> None:
         "Read a loader without training; inside another run without the events of its outer levels."
         arguments.check_not_empty(dl, "the loader")
-
-        def read() -> None:
-            self._read(dl, training=False)
-
+        read = functools.partial(self._read, dl, training=False)
         if nested:
             read()
         else:
@@ -675,7 +659,7 @@ class Learner(RunState):
             self._in_fit = self._in_fit or task not in ("validate", "predict")
             try:
                 yield nested
-            except arguments.EXPLAINED as e:
+            except Exception as e:
                 arguments.explain(self, e)
                 raise
             finally:
@@ -823,7 +807,8 @@ class Learner(RunState):
         cb.learn = self
         self.cbs.append(cb)
         setattr(self, cb.name, cb)
-        self._callbacks_changed()
+        if self._dispatch is not None:
+            self._dispatch.changed()
         return self
 
     def remove_cb(self, cb: Callback | type[Callback]) -> "Learner":
@@ -836,7 +821,8 @@ class Learner(RunState):
             self._parting.append(gone)
         if self._dispatch is None:
             self._part()
-        self._callbacks_changed()
+        else:
+            self._dispatch.changed()
         return self
 
     def add_cbs(self, cbs: Callbacks) -> "Learner":
@@ -864,10 +850,6 @@ class Learner(RunState):
             if cb.learn is not self:
                 arguments.check_free(self, cb)
                 cb.learn = self
-
-    def _callbacks_changed(self) -> None:
-        if self._dispatch is not None:
-            self._dispatch.changed()
 
     @contextmanager
     def added_cbs(self, cbs: Callbacks) -> Iterator["Learner"]:
@@ -964,8 +946,8 @@ class Learner(RunState):
             if with_opt and self.opt is not None:
                 one = isinstance(self.opt, Optimizer)
                 opt = self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()}
-                scalers = [cb.scaler.state_dict() for cb in self._running_scalers if cb.scaler is not None]
-                scaler = scalers[0] if scalers else self._scaler_state
+                found = [cb.scaler.state_dict() for cb in self.cbs if isinstance(cb, MixedPrecision) and cb.scaler]
+                scaler = found[0] if found else self._scaler_state
                 state = {"model": state, "opt": opt} | ({"scaler": scaler} if scaler else {})
             save_whole(state, target)
         return target
@@ -1015,13 +997,9 @@ class Learner(RunState):
             ) from e
         if saved.scaler is not None:
             self._scaler_state = dict(saved.scaler)
-            for cb in self._running_scalers:
-                cb.take_scale()
-
-    @property
-    def _running_scalers(self) -> list[MixedPrecision]:
-        "The callbacks that scale gradients at the moment: one of them, or none."
-        return [cb for cb in self.cbs if isinstance(cb, MixedPrecision) and cb.scaler is not None]
+            for cb in self.cbs:
+                if isinstance(cb, MixedPrecision):
+                    cb.take_scale()
 
     def _file(self, file: File) -> Path | BinaryIO:
         if not isinstance(file, str):

@@ -16,27 +16,21 @@ from torch.nn import functional as F
 from learnerkit import world
 from learnerkit.data.batches import batch_size, tensors_in
 from learnerkit.gradient_mean import zero_loss
-from learnerkit.utils import add_note_once, describe
+from learnerkit.utils import add_note_once, describe, unbound
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
-IGNORED = -100
-"""The class of targets that torch's cross-entropy leaves out by default."""
-
 
 def loss_option(loss_func: Any, name: str, default: Any = None) -> Any:
     """Return an option of a loss: an attribute of a module, or a keyword of a partial."""
-    if isinstance(loss_func, partial):
-        return loss_func.keywords.get(name, loss_option(loss_func.func, name, default))
-    return getattr(loss_func, name, default)
+    inner, keywords = unbound(loss_func)
+    return keywords.get(name, getattr(inner, name, default))
 
 
 def unwrap_partial(loss_func: Any) -> Any:
     """Return the function inside partials."""
-    while isinstance(loss_func, partial):
-        loss_func = loss_func.func
-    return loss_func
+    return unbound(loss_func)[0]
 
 
 def is_one_of(loss_func: Any, losses: tuple) -> bool:
@@ -89,7 +83,7 @@ class LossWeight:
         self._is_given = callable(loss_weight)
         self._count: Callable[..., Any] | None = loss_weight if callable(loss_weight) else None
         if self._count is None and not self.sums and is_cross_entropy(loss_func):
-            ignored = loss_option(loss_func, "ignore_index", IGNORED)
+            ignored = loss_option(loss_func, "ignore_index", -100)  # torch's own default
             self._count = partial(_count_classes, loss_option(loss_func, "weight"), ignored)
         self.unknown = self.found_alone = False
         self._left_alone = self._left_together = 0  # batches to inspect: by this rank itself, by all ranks together

@@ -392,11 +392,9 @@ class GatheringMeter(Meter):
         self.batches: list[tuple] = []
 
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
-        """Keep a batch on the host."""
         self.batches.append((place, map_batch(lambda t: t.detach().cpu(), (pred, *targets))))
 
     def result(self, sharded: bool) -> float:
-        """Update the metric with all batches, and return its value."""
         batches = gather_batches(self.batches, sharded=sharded) or []
         for batch in batches:
             self.metric.update(*batch)
@@ -407,7 +405,6 @@ class MergingMeter(Meter):
     """For an object that can merge the states of others (torcheval's `merge_state`)."""
 
     def combine(self) -> None:
-        """Merge the other ranks' metrics into this one, in rank order."""
         first, *rest = world.all_gather(self.metric)
         self.metric = first.merge_state(rest)
 

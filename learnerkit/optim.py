@@ -5,7 +5,6 @@ of them: weights, and norms and biases. Each has the index of its splitter's gro
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from functools import partial
 from inspect import signature
 from numbers import Real
 from typing import Any, TypeGuard
@@ -16,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from learnerkit.text import did_you_mean
 from learnerkit.torch_internals import StatisticsNorm
-from learnerkit.utils import library_of
+from learnerkit.utils import library_of, unbound
 
 GROUP = "splitter_group"
 COUNT = "splitter_groups"
@@ -83,7 +82,7 @@ def make_optimizer(opt_func: Callable[..., Any], groups: list[dict], lr: float, 
     is not used if `opt_func` chooses an implementation itself (`partial(AdamW, foreach=True)`), nor for models with
     sparse gradients, which only the plain implementations support.
     """
-    kind, options = _unbound(opt_func)
+    kind, options = unbound(opt_func)
     is_torchs = isinstance(kind, type) and kind.__module__.startswith("torch.optim")
     is_sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
     is_real = all(p.is_floating_point() for p in model.parameters())
@@ -98,29 +97,18 @@ def make_optimizer(opt_func: Callable[..., Any], groups: list[dict], lr: float, 
 
 def bound_rate(opt_func: Callable[..., Any]) -> float:
     """Return the learning rate that is bound in an `opt_func` (`partial(SGD, lr=0.1)`), or 0.001."""
-    bound = _unbound(opt_func)[1].get("lr")
+    bound = unbound(opt_func)[1].get("lr")
     return 1e-3 if bound is None else bound
-
-
-def _unbound(opt_func: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the function inside partials, and the keywords that they bind."""
-    options: dict[str, Any] = {}
-    while isinstance(opt_func, partial):
-        options = {**opt_func.keywords, **options}
-        opt_func = opt_func.func
-    return opt_func, options
 
 
 class Optimizers(dict):
     """Several optimizers by name, with `step` and `zero_grad` for all of them."""
 
     def step(self) -> None:
-        """Take a step with each."""
         for opt in self.values():
             opt.step()
 
     def zero_grad(self) -> None:
-        """Clear the gradients of each."""
         for opt in self.values():
             clear_gradients(opt)
 
@@ -324,10 +312,9 @@ def set_decay(opt: Optimizer, model: nn.Module, wd: float, wd_bn_bias: bool) -> 
     Raises:
         ValueError: the optimizer has no weight decay.
     """
-    if not wd_bn_bias:
-        split_decay(opt, model)
     set_hyper(opt, "weight_decay", wd)
     if not wd_bn_bias:
+        split_decay(opt, model)
         bare = norms_and_biases(model)
         for group in opt.param_groups:
             if all(id(p) in bare for p in group["params"]):

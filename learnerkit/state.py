@@ -32,8 +32,7 @@ class RunState:
     """Training batches since the fit began."""
     pct_train: float = 0.0
     """The share of the fit's training that is done, from 0 to 1."""
-    _start_epoch: int = 0
-    """The first epoch of the fit."""
+    _start_epoch: int = 0  # the first epoch of the fit
 
     # The batch
 
@@ -62,20 +61,13 @@ class RunState:
 
     # For this package
 
-    _dispatch: "Dispatch" = None  # type: ignore[assignment]  # while nothing runs
-    """Who is called at which event."""
-    _in_fit: bool = False
-    """Whether a fit is going on, whose random streams evaluation leaves alone."""
-    _batch_index: int = 0
-    """The place of the batch among those of all ranks."""
-    _loss_count: float | Tensor = 0
-    """What the batch's loss averages over: a number of samples, tokens, or the like."""
-    _gradient: Any = None
-    """What weighs the batches of a step (`GradientAccumulation` or `RankStep`); `None` where a step is one batch."""
-    _step_batches: int = 1
-    """The batches of an optimizer step on this process."""
-    _step_due: bool = True
-    """Whether an optimizer step follows this batch."""
+    _dispatch: "Dispatch" = None  # type: ignore[assignment]  # who is called at which event; None: nothing runs
+    _in_fit: bool = False  # whether a fit is going on, whose random streams evaluation leaves alone
+    _batch_index: int = 0  # the place of the batch among those of all ranks
+    _loss_count: float | Tensor = 0  # what the batch's loss averages over: a number of samples, tokens, or the like
+    _gradient: Any = None  # what weighs the batches of a step (GradientAccumulation, RankStep); None: a step is a batch
+    _step_batches: int = 1  # the batches of an optimizer step on this process
+    _step_due: bool = True  # whether an optimizer step follows this batch
 
     def __init__(self) -> None:
         for name in RunState.__annotations__:  # in the learner's own `__dict__`, with what else it has

@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,15 @@ def listify(x: Any) -> list:
         return []
     is_item = isinstance(x, str | bytes | Mapping | Tensor) or callable(x) or not isinstance(x, Iterable)
     return [x] if is_item else list(x)
+
+
+def unbound(function: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the function inside partials, and the keywords that they bind."""
+    keywords: dict[str, Any] = {}
+    while isinstance(function, partial):
+        keywords = function.keywords | keywords
+        function = function.func
+    return function, keywords
 
 
 def add_note_once(error: BaseException, note: str) -> None:

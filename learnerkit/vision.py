@@ -5,7 +5,9 @@
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -90,9 +92,7 @@ def vision_learner(
         custom_head = create_head(out.shape[1], n_out, hidden, dropout, pool).to(out.dtype)
     stats = _channel_stats(normalize, weights, n_in)
     parts = {} if stats is None else {"normalize": Normalize(*stats)}
-    model = nn.Sequential()
-    for name, part in (parts | {"body": body, "head": custom_head}).items():
-        model.add_module(name, part)
+    model = nn.Sequential(OrderedDict(parts | {"body": body, "head": custom_head}))
     loss_func, splitter = loss_func or nn.CrossEntropyLoss(), splitter or split_layers
     learn = Learner(dls, model, loss_func, splitter=splitter, metrics=metrics, **learner_kwargs)
     if pretrained or (pretrained is None and (isinstance(model_fn, nn.Module) or weights is not None)):
@@ -131,7 +131,6 @@ class ConcatPool(nn.Module):
     """Pools feature maps by average and maximum: (batch, n, height, width) to (batch, 2 n, 1, 1)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pool feature maps (batch, n, height, width)."""
         return torch.cat([F.adaptive_avg_pool2d(x, 1), F.adaptive_max_pool2d(x, 1)], dim=1)
 
 
@@ -178,12 +177,8 @@ def split_layers(model: nn.Module) -> list[list[nn.Parameter]]:
     else:
         units = list(_units(network, sum(p.numel() for p in body) / 2))
     first = units[len(units) // 2][0] if units else None
-    groups: list[list[nn.Parameter]] = [[], []]
-    late = False
-    for p in body:
-        late = late or p is first
-        groups[late].append(p)
-    return [*groups, [p for p in model.parameters() if p not in body]]
+    early = list(takewhile(lambda p: p is not first, body))
+    return [early, list(body)[len(early) :], [p for p in model.parameters() if p not in body]]
 
 
 def _units(module: nn.Module, limit: float) -> Iterator[list[nn.Parameter]]:
@@ -269,19 +264,13 @@ _NOT_IN_BODY = (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.AvgPool2d, nn.Fla
 
 
 class MethodBody(nn.Module):
-    """A network whose feature maps are returned by one of its methods.
-
-    Args:
-        network: the network without its classifier.
-        method: the name of the method.
-    """
+    """A network without its classifier, whose feature maps are returned by the method of this name."""
 
     def __init__(self, network: nn.Module, method: str) -> None:
         super().__init__()
         self.network, self.method = network, method
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the feature maps of images."""
         return getattr(self.network, self.method)(x)
 
 
@@ -366,10 +355,7 @@ def _candidates(network: nn.Module, before: list[str]) -> Iterator[tuple[nn.Modu
 
 def _chain(network: nn.Module, names: list[str]) -> nn.Sequential:
     "Chain some children of a network, under their own names."
-    chain = nn.Sequential()
-    for name in names:
-        chain.add_module(name, network.get_submodule(name))
-    return chain
+    return nn.Sequential(OrderedDict((name, network.get_submodule(name)) for name in names))
 
 
 def _equal(x: Tensor, features: Tensor) -> bool:

@@ -12,11 +12,7 @@ from learnerkit.data.batches import loader_len, map_batch, to_device
 
 
 class LoaderView:
-    """A wrapper around a loader; attributes that it does not have itself are the loader's.
-
-    Args:
-        dl: the loader.
-    """
+    """A wrapper around a loader; attributes that it does not have itself are the loader's."""
 
     def __init__(self, dl: Any) -> None:
         self.dl = dl
@@ -46,7 +42,6 @@ class RepeatingLoader(LoaderView):
     A loader without length is read to its end each time, to count its batches.
 
     Args:
-        dl: the loader.
         n: how many batches to keep.
         device: where to keep them.
         kept: the batches read in an earlier epoch, each with its `share` and `sample` (see `RankLoader`); new ones are

@@ -16,9 +16,7 @@ from learnerkit.callbacks.training import StepBudget
 from learnerkit.events import CancelEpochException, CancelFitException
 from learnerkit.losses import unwrap_partial
 
-DIVERGED = 4.0
-"""Training has diverged when the smoothed loss is more than this many times its lowest value."""
-
+_DIVERGED = 4.0  # training has diverged when the smoothed loss is more than this many times its lowest value
 _BETA = 0.98  # smoothing, as in the recorder
 _LAST = 5  # losses ignored at the end, where training diverges
 
@@ -100,7 +98,7 @@ class LRFinder(StepBudget):
         self._losses.append(total if learn._loss_weighting.sums else total / count)
         self._smooth.extend(self._losses)
         # The first losses may vary much by chance, and are not used for suggestions either.
-        bound = DIVERGED * min(self.losses) if len(self.losses) > self.n_steps // 10 else math.inf
+        bound = _DIVERGED * min(self.losses) if len(self.losses) > self.n_steps // 10 else math.inf
         self._diverged = not self.losses[-1] <= bound  # true for NaN too
         if self.stop_div and self._diverged:
             raise CancelFitException(agreed=True)

@@ -114,13 +114,6 @@ class MixedPrecision(Callback):
             raise CancelStepException
 
     def after_step(self) -> None:
-        self._close_step()
-
-    def after_batch(self) -> None:
-        if self.learn.training and self.learn._step_due:
-            self._close_step()  # for a batch that was cancelled before after_step; otherwise this does nothing
-
-    def _close_step(self) -> None:
         "Update the scale after a step, taken or skipped."
         if self.scaler is None:
             return
@@ -132,6 +125,10 @@ class MixedPrecision(Callback):
         if self._gate is not None:
             self.scaler.update()
             self._gate = None
+
+    def after_batch(self) -> None:
+        if self.learn.training and self.learn._step_due:
+            self.after_step()  # for a batch that was cancelled before after_step; otherwise this does nothing
 
     def _unscale(self, scaler: torch.amp.GradScaler) -> bool:
         "Unscale the gradients, if there are any, and tell whether all of them are finite."

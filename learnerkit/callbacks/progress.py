@@ -131,9 +131,6 @@ class NotebookPage:
     """One output of a notebook cell: the table and, below it, a bar that is removed at the end.
 
     It is the learner's logger during a fit.
-
-    Args:
-        learn: the learner, whose recorder has the columns.
     """
 
     def __init__(self, learn: "Learner") -> None:

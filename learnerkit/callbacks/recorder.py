@@ -67,12 +67,8 @@ class Evaluation:
 
     def __init__(self, meters: list[Meter], sharded: bool) -> None:
         self.meters, self.sharded = meters, sharded
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything."""
         self.loss, self.batches = LossMeter(), 0
-        for meter in self.meters:
+        for meter in meters:
             meter.reset()
 
     def update(self, learn: "Learner") -> None:
@@ -461,12 +457,7 @@ def monitored(learn: "Learner", name: str) -> float | None:
 
 
 class TableLogger:
-    """The default logger of a Learner: prints a header and the rows as plain lines.
-
-    Args:
-        learn: the learner, whose recorder has the columns.
-        write: a function that prints one line.
-    """
+    """The default logger of a Learner: prints a header and the rows as plain lines, one by one with `write`."""
 
     def __init__(self, learn: "Learner", write: Callable[[str], None] = print) -> None:
         self.learn, self.write = learn, write
@@ -482,7 +473,6 @@ class TableLogger:
         self.write(format_row(self._names, row))
 
     def header(self) -> None:
-        """Print the header."""
         self._names, self._rows = list(self.learn.recorder.metric_names), 0
         self.write(format_row(self._names, self._names))
 

@@ -5,7 +5,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from numbers import Real
 from typing import Any
 
@@ -113,12 +113,11 @@ def combine_scheds(pcts: Sequence[float], scheds: Sequence[Schedule]) -> Schedul
     bounds = list(accumulate(pcts, initial=0.0))
     last = max(i for i, pct in enumerate(pcts) if pct > 0)
     bounds[last + 1 :] = [1.0] * (len(bounds) - last - 1)  # exactly 1, without the sum's rounding error
-    spans = list(pairwise(bounds))
 
     def schedule(position: float) -> float:
         # At a bound the next schedule starts, even if rounding has put the bound slightly above the position.
         i = min(bisect_right(bounds, position + 1e-9) - 1, last)
-        start, end = spans[i]
+        start, end = bounds[i : i + 2]
         return scheds[i](max(0.0, (position - start) / (end - start)))
 
     return schedule
@@ -308,15 +307,12 @@ class TorchScheduler(Callback):
 
     def after_batch(self) -> None:
         # Not in after_step: the recorder (order 50) must first record the rate of this step in its after_batch.
-        self._step_after_batch()
-
-    def after_train(self) -> None:
-        self._step_after_batch()  # accumulation may have taken its last step after the last batch
-
-    def _step_after_batch(self) -> None:
         if self._stepped and self.step == "batch":
             self._advance()
         self._stepped = False
+
+    def after_train(self) -> None:
+        self.after_batch()  # accumulation may have taken its last step after the last batch
 
     def after_epoch(self) -> None:
         if self.step == "epoch":

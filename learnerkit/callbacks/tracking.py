@@ -379,18 +379,15 @@ class TerminateOnNaNCallback(Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._begin()
+        self.before_fit()  # it may be added in the middle of a fit
 
-    def _begin(self) -> None:
+    def before_fit(self) -> None:
         self._bad: tuple[int, int, int, float] | None = None  # epoch, step, rank and loss
         self._forget()
 
     def _forget(self) -> None:
         self._losses, self._checked = HostScalars(), 0
         self._steps: list[tuple[int, int]] = []  # epoch and step of each loss
-
-    def before_fit(self) -> None:
-        self._begin()
 
     def before_backward(self) -> None:
         learn, count = self.learn, self.learn._loss_count

@@ -115,11 +115,7 @@ class StepCounter(Callback):
 
 
 class StepBudget(StepCounter):
-    """Ends training after a number of optimizer steps; the epoch's validation still follows.
-
-    Args:
-        n_steps: how many.
-    """
+    """Ends training after a number of optimizer steps; the epoch's validation still follows."""
 
     order = 100  # after the other callbacks, which must see the last step too
 

@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 
 from learnerkit import world
-from learnerkit.data.rows import IndexBatches, reads_rows
+from learnerkit.data.rows import IndexBatches
 from learnerkit.torch_internals import loader_attributes
 
 HOST = torch.device("cpu")
@@ -86,7 +86,6 @@ def same_stream(batches: Iterable, seed: int | tuple | None, advance: bool = Fal
     """Iterate with a private copy of the global random state; neither side sees the other's draws.
 
     Args:
-        batches: what to iterate over.
         seed: what to start with: a seed, states as from `world.seed_states`, or `None` for the current states.
         advance: at the end leave the global generators in the final states of the private copy, if it started with
             theirs and nothing else has used them since.
@@ -120,11 +119,7 @@ def _same_states(a: tuple, b: tuple) -> bool:
 
 
 class OwnStream:
-    """A sampler that draws with a private copy of the global random state (`same_stream`).
-
-    Args:
-        batches: the user's sampler or batch sampler.
-    """
+    """The user's sampler or batch sampler, which draws with a private copy of the global random state."""
 
     def __init__(self, batches: Any) -> None:
         self.batches = batches
@@ -155,7 +150,6 @@ def keep_seeds(dl: Any = None, device: torch.device = HOST) -> Iterator[None]:
     """Restore random generators at the end: those of the host (torch, python, numpy), of `dl` and of its samplers.
 
     Args:
-        dl: a loader.
         device: if it is not the host, restore the generators of this type of device too.
     """
     states = world.seed_states()
@@ -187,7 +181,7 @@ def in_order(dl: Any, name: str) -> Any:
             "order; pass get_preds a loader of your own as dl="
         )
     size = getattr(dl.batch_sampler, "batch_size", None) or 64
-    kind = IndexBatches if reads_rows(dl) else BatchSampler
+    kind = IndexBatches if getattr(dl, "reads_rows", False) else BatchSampler
     return with_batches(dl, batch_sampler=kind(sampler, size, False))
 
 

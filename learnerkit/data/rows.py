@@ -40,13 +40,13 @@ class RowsLoader(DataLoader):
     def __init__(self, dataset: Dataset, **kwargs: Any) -> None:
         super().__init__(dataset, **kwargs)
         batched = self.batch_sampler is not None and self.collate_fn is default_collate
-        self._by_rows = batched and _rows(dataset) is not None
-        if self._by_rows and self.batch_size is not None:  # the batch sampler is not the user's
+        self.reads_rows = batched and _rows(dataset) is not None
+        if self.reads_rows and self.batch_size is not None:  # the batch sampler is not the user's
             # Not by assignment, which torch's loader forbids to protect invariants that hold here.
             self.__dict__["batch_sampler"] = IndexBatches(self.sampler, self.batch_size, self.drop_last)
 
     def __iter__(self) -> Any:  # torch names a private class here
-        rows = _rows(self.dataset) if self._by_rows else None
+        rows = _rows(self.dataset) if self.reads_rows else None
         if rows is None or self.batch_sampler is None:
             return super().__iter__()
         return self._read_rows(self.batch_sampler, *rows)
@@ -91,8 +91,3 @@ class IndexBatches(BatchSampler):
             generator = torch.Generator()
             generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         return torch.randperm(sampler.num_samples, generator=generator)
-
-
-def reads_rows(dl: DataLoader) -> bool:
-    """Tell whether a loader reads whole batches."""
-    return getattr(dl, "_by_rows", False)
