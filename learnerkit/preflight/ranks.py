@@ -134,9 +134,8 @@ def _check_call(learn: "Learner", n: int, steps: int) -> None:
 def _run_in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[dict]:
     """Run each job in a fork of this process; return their results, or the 'error' of a job and 'when' it came.
 
-    Args:
-        jobs: f(a temporary directory for all of them) -> what `torch.load` takes with `weights_only=True`.
-        end: when to give up, on the monotonic clock. No process is left running.
+    A job gets a temporary directory for all of them, and returns what `torch.load` takes with `weights_only=True`. At
+    `end`, on the monotonic clock, the processes that still run are killed.
     """
     processes: list[BaseProcess] = []
     running: dict[Any, BaseProcess] = {}
@@ -372,16 +371,15 @@ class _Notes(Callback):
         data = [[next(hashes) for _ in columns] for _ in range(size)]
         samples = (self.drawn[learn.iter] if self.drawn else list(map(str, data))) if size else []
         loss = learn.loss if size else None
-        self.steps.append(
-            {
-                "samples": samples,
-                "shapes": [list(t.shape[1:]) for t in columns],
-                "data": data if len(data) == len(samples) else [[]] * len(samples),  # a collate_fn may pack samples
-                "loss": 0.0 if loss is None else float(loss),
-                "count": 0.0 if loss is None else float(learn._loss_count),
-                "state": state_table(learn, training=True),
-            }
-        )
+        step = {
+            "samples": samples,
+            "shapes": [list(t.shape[1:]) for t in columns],
+            "data": data if len(data) == len(samples) else [[]] * len(samples),  # a collate_fn may pack samples
+            "loss": 0.0 if loss is None else float(loss),
+            "count": 0.0 if loss is None else float(learn._loss_count),
+            "state": state_table(learn, training=True),
+        }
+        self.steps.append(step)
         if len(self.steps) == self.wanted:
             raise CancelFitException
 

@@ -5,6 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from traceback import walk_tb
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -133,8 +134,7 @@ class StepCheck(Callback):
 
     def before_train(self) -> None:
         learn = self.learn
-        lone = arguments.lone_last_batch(learn.dl, learn.model)
-        if lone is not None:
+        if lone := arguments.lone_last_batch(learn.dl, learn.model):
             hooks = arguments.watched_norms(learn, lambda: self.found.update(batchnorm=[Finding(WRONG, lone)]))
             self._norm_hooks.enter_context(hooks)
         learn.dl = OneBatch(learn.dl, 1)
@@ -178,7 +178,7 @@ class StepCheck(Callback):
         self._judge_gradients()
         # Copies on the host, so that the device's memory holds what it would without.
         moving = _should_move(self._named, self.learn.opts)
-        self._before = {name: p.detach().to("cpu", copy=True) for name, p in self._named if name in moving}
+        self._before = {name: p.detach().to("cpu", copy=True) for name, p in moving}
 
     def after_step(self) -> None:
         if self._before is not None:  # the step was not cancelled
@@ -197,8 +197,10 @@ class StepCheck(Callback):
 
     def _judge_gradients(self) -> None:
         learn, self.stage = self.learn, "optimizer"
+        held = [value for cb in learn.cbs for value in vars(cb).values()]
+        scaled = any(isinstance(x, torch.amp.GradScaler) and x.is_enabled() for x in held)
         own_loop = learn._overrides("_backward", "_step")
-        self.found["gradients"] += judge_gradients(self._named, _has_scaler(learn.cbs), own_loop)
+        self.found["gradients"] += judge_gradients(self._named, scaled, own_loop)
 
     def after_batch(self) -> None:
         learn = self.learn
@@ -240,12 +242,10 @@ def judge_inputs(xb: Any, model: nn.Module, ran: bool) -> list[Finding]:
     devices = {p.device for p in model.parameters()}
     found, into = [], f"into a model of {' and '.join(sorted(map(_type_name, types)))}"
     for t in tensors:
-        if types and t.dtype == torch.uint8:
-            advice = "make them x.float() / 255 in the dataset"
-            found.append(Finding(HINT if ran else WRONG, f"{_about(t)}, {into}", advice))
-        elif types and t.is_floating_point() and t.dtype not in types:
-            advice = "convert them in the dataset, or the model"
-            found.append(Finding(HINT if ran else WRONG, f"{_about(t)}, {into}", advice))
+        raw = t.dtype == torch.uint8
+        if types and (raw or (t.is_floating_point() and t.dtype not in types)):
+            how = "make them x.float() / 255 in the dataset" if raw else "convert them in the dataset, or the model"
+            found.append(Finding(HINT if ran else WRONG, f"{_about(t)}, {into}", how))
         elif _looks_like_pixels(t):
             found.append(Finding(HINT, f"{_about(t)}: pixels of 0 .. 255?", "scale them, x / 255"))
         if devices and t.device not in devices:
@@ -412,16 +412,15 @@ def _rates(opts: list) -> dict[int, float]:
     return {id(p): float(g.get("lr", 1.0)) for opt in opts for g in opt.param_groups for p in g["params"]}
 
 
-def _should_move(named: list[tuple[str, nn.Parameter]], opts: list) -> set[str]:
+def _should_move(named: list[tuple[str, nn.Parameter]], opts: list) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that even the simplest optimizer would change by more than rounding hides."""
-    rates, found = _rates(opts), set()
+    rates = _rates(opts)
     for name, p in named:
         if p.grad is None or id(p) not in rates or not p.numel() or not _is_finite(p.grad):
             continue
         step = float(_values(p.grad).abs().max()) * (rates[id(p)] or 1.0)
         if step > 2 * torch.finfo(p.dtype).eps * float(p.detach().abs().max()):
-            found.add(name)
-    return found
+            yield name, p
 
 
 def judge_metrics(learn: "Learner") -> list[Finding]:
@@ -497,14 +496,8 @@ def _all_about(tensors: list[Tensor]) -> str:
 def _innermost(traceback: TracebackType | None, model: nn.Module) -> str:
     """The innermost sub-module in which an error was raised."""
     names, found = {id(module): name for name, module in model.named_modules()}, ""
-    while traceback is not None:
-        module = traceback.tb_frame.f_locals.get("self")
+    for frame, _ in walk_tb(traceback):
+        module = frame.f_locals.get("self")
         if names.get(id(module)):
             found = f"in {names[id(module)]} ({type(module).__name__})"
-        traceback = traceback.tb_next
     return found
-
-
-def _has_scaler(cbs: list[Callback]) -> bool:
-    held = [value for cb in cbs for value in vars(cb).values()]
-    return any(isinstance(x, torch.amp.GradScaler) and x.is_enabled() for x in held)
