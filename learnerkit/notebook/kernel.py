@@ -17,7 +17,7 @@ import time
 from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from types import GeneratorType
@@ -38,11 +38,8 @@ from learnerkit.utils import front_end, ipython_shell, warn
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
-FOLLOW_SECONDS = 15.0
-"""After a worker has failed, the others have this long to end the call by themselves."""
-
-LEAVE_SECONDS = 5.0
-"""When the context is left, workers have this long to end."""
+FOLLOW_SECONDS = 15.0  # after a worker has failed: for the others to end the call by themselves
+LEAVE_SECONDS = 5.0  # when the context is left: for workers to end
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -53,9 +50,6 @@ _START = (
 
 class WorkerTraceback(Exception):
     """The cause of an error that a worker raised: its traceback there."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> Any:
@@ -109,41 +103,29 @@ def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> An
 
 
 class _WorkerProcess:
-    """A notebook worker, seen from the kernel.
-
-    Attributes:
-        state: 'called', then the messages 'loaded', 'running' and 'done' of its `CallServer`; or 'dead'.
-        failure: what it has told of an error in this call.
-        path: the file with what the call has changed, from rank 0.
-        killed: whether it was killed because it did not end the call.
-        last_lines: what it has printed last.
-    """
+    """A notebook worker, seen from the kernel."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], connection: Connection) -> None:
         self.rank, self.process, self.connection = rank, process, connection
-        self.state = "idle"
-        self.failure: dict[str, Any] | None = None
-        self.path: str | None = None
-        self.killed = False
+        self.state = "idle"  # 'called', then the messages 'loaded', 'running' and 'done' of its `CallServer`; or 'dead'
+        self.failure: dict[str, Any] | None = None  # what it has told of an error in this call
+        self.path: str | None = None  # the file with what the call has changed, from rank 0
+        self.killed = False  # because it did not end the call
+        self.last_lines: deque[str] = deque(maxlen=30)  # what it has printed
         self._decoder = getincrementaldecoder("utf-8")("replace")
-        self.last_lines: deque[str] = deque(maxlen=30)
         if process.stdout is not None:
             os.set_blocking(process.stdout.fileno(), False)
 
     def send(self, *message: Any) -> None:
         """Send a message, unless the worker is dead."""
-        try:
+        with suppress(OSError):
             self.connection.send(message)
-        except OSError:
-            pass
 
     def receive(self) -> Iterator[tuple]:
         """Iterate over the messages that have come."""
-        try:
+        with suppress(EOFError, OSError):  # it has ended
             while self.connection.poll():
                 yield self.connection.recv()
-        except (EOFError, OSError):  # it has ended
-            pass
 
     def read_output(self) -> str:
         """Read what it has written to its file descriptors, if that does not go to the terminal."""
@@ -321,9 +303,7 @@ class Workers:
     def _handle(self, p: _WorkerProcess, kind: str, *values: Any) -> None:
         if kind == "printed":
             name, data = values
-            stream = sys.stdout if name == "stdout" else sys.stderr
-            stream.write(data.decode(errors="replace"))
-            stream.flush()
+            print(data.decode(errors="replace"), end="", file=getattr(sys, name), flush=True)
         elif kind == "shown":
             ipython_shell().display_pub.publish(**values[0])
         elif kind == "cleared":
@@ -340,8 +320,7 @@ class Workers:
     def _take_output(self, p: _WorkerProcess) -> None:
         text = p.read_output()
         if text and p.rank == 0:
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            print(text, end="", file=sys.stderr, flush=True)
         p.last_lines.extend(text.splitlines() if p.rank else ())  # for the error, if it dies
 
     def _limit_wait(self) -> None:
@@ -402,7 +381,7 @@ class Workers:
             p, failure = min(failed, key=lambda each: (each[1]["follows"], each[1]["when"]))
             error = load_error(failure["error"]) or RuntimeError(failure["name"])
             text = _name_cells(failure["traceback"])
-            error.__cause__ = WorkerTraceback(f"on rank {p.rank} of {self.nproc}:\n{text}")
+            error.__cause__ = WorkerTraceback(f"\non rank {p.rank} of {self.nproc}:\n{text}")
             return error
         killed = ", ".join(str(p.rank) for p in dead)
         return RuntimeError(f"rank {killed} did not end the call with the others, and was killed") if dead else None

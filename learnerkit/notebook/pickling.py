@@ -9,7 +9,7 @@ import io
 import pickle
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from types import FunctionType, ModuleType
 from typing import IO, Any
 
@@ -31,45 +31,30 @@ def numbered(objects: Sequence[Any]) -> dict[int, int]:
 
 def make_pickler(known: Mapping[int, int]) -> Any:
     """Make a pickler for a reader that has the objects `known`, which are `numbered` and pickled as their numbers."""
-    return _pickler_class()(known)
-
-
-@cache
-def _pickler_class() -> Any:
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
-        """Pickles objects one after the other, and saves them with the tensors among them.
+        """Pickles objects one after the other, and saves them with the tensors among them."""
 
-        Attributes:
-            lists: whether the objects that are pickled now are listed in `met`; classes and functions always are.
-            met: the objects listed, in order.
-        """
-
-        def __init__(self, known: Mapping[int, int]) -> None:
+        def __init__(self) -> None:
             self._buffer = io.BytesIO()
             super().__init__(self._buffer)
-            self.lists = False
-            self.met: list[Any] = []
-            self._known = known
+            self.lists = False  # whether the objects pickled now are listed in `met`; classes and functions always are
+            self.met: list[Any] = []  # in order
             self._met_ids: set[int] = set()
-            self._tensors: list[Tensor] = []
-            self._tensor_numbers: dict[int, int] = {}
+            self._tensors: dict[int, tuple[int, Tensor]] = {}  # (number, tensor) by id
 
         def persistent_id(self, obj: Any) -> tuple[str, int] | None:
             if type(obj) in _VALUES:
                 return None
-            if id(obj) in self._known:
-                return "known", self._known[id(obj)]
+            if id(obj) in known:
+                return "known", known[id(obj)]
             if (self.lists or isinstance(obj, type | FunctionType)) and id(obj) not in self._met_ids:
                 self._met_ids.add(id(obj))
                 self.met.append(obj)  # which also keeps its id from being used again
             if type(obj) not in (Tensor, nn.Parameter) or vars(obj):
                 return None
-            number = self._tensor_numbers.setdefault(id(obj), len(self._tensors))
-            if number == len(self._tensors):
-                self._tensors.append(obj)
-            return "tensor", number
+            return "tensor", self._tensors.setdefault(id(obj), (len(self._tensors), obj))[0]
 
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:  # torch.backends.cudnn, say
@@ -86,7 +71,8 @@ def _pickler_class() -> Any:
             checksums = torch.serialization.get_crc32_options()
             torch.serialization.set_crc32_options(False)  # they take half of the time
             try:
-                torch.save([torch.frombuffer(self._buffer.getbuffer(), dtype=torch.uint8), *self._tensors], file)
+                tensors = [tensor for _, tensor in self._tensors.values()]
+                torch.save([torch.frombuffer(self._buffer.getbuffer(), dtype=torch.uint8), *tensors], file)
                 file.flush()
             except BaseException:
                 file.close()
@@ -95,7 +81,7 @@ def _pickler_class() -> Any:
                 torch.serialization.set_crc32_options(checksums)
             return file, path
 
-    return Pickler
+    return Pickler()
 
 
 def pickling_error(obj: Any, known: Mapping[int, int]) -> Exception | None:
@@ -108,12 +94,10 @@ def pickling_error(obj: Any, known: Mapping[int, int]) -> Exception | None:
 
 
 def read(path: str, known: Sequence[Any], count: int, mapped: bool) -> list[Any]:
-    """Read the first `count` objects of a file.
+    """Read the first `count` objects of the file at `path`.
 
     Args:
-        path: the file's.
         known: the objects that the pickler knew, of this process.
-        count: how many.
         mapped: leave the tensors in the file, which then exists as long as they do.
     """
     pickled, *tensors = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)

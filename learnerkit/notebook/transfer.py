@@ -71,7 +71,6 @@ def send(call: Call, random_states: tuple | None) -> tuple[IO[bytes], str, list[
     """Write a call for the workers.
 
     Args:
-        call: the call.
         random_states: the kernel's; `None`: each worker goes on with its own.
 
     Returns:
@@ -106,7 +105,6 @@ def receive(path: str, log_row: Callable[[list], None]) -> Received:
     """Read a call on a worker, and prepare this process for it.
 
     Args:
-        path: the file's.
         log_row: sends a row to the user's own logger, if the kernel has one.
     """
     (_, random_states, options, sources), call, objects = read(path, [None], 3, mapped=True)
@@ -132,13 +130,11 @@ def _find_culprit(call: Call, left_out: list) -> tuple[str, Any]:
     parts = [*_parts("learn", call.learn), *((f"learn.{cb.name}", cb) for cb in call.learn.cbs)]
     parts += [(f"argument {i + 1}", x) for i, x in enumerate(call.args)]
     parts += [(f"the argument {name}", x) for name, x in call.kwargs.items()]
-    while True:
-        found = next((part for part in parts if id(part[1]) not in seen and pickling_error(part[1], known)), None)
-        if found is None:
-            return where, culprit
+    while found := next((part for part in parts if id(part[1]) not in seen and pickling_error(part[1], known)), None):
         where, culprit = found
         seen.add(id(culprit))
         parts = _parts(where, culprit)
+    return where, culprit
 
 
 def _parts(where: str, x: Any) -> list[tuple[str, Any]]:

@@ -37,9 +37,8 @@ def serve(fd: int, front: str) -> None:
     sys.argv = [""]
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if "fork" in multiprocessing.get_all_start_methods():
-        # Loader workers that start in another way cannot unpickle a dataset that a cell defines.
-        multiprocessing.set_start_method("fork", force=True)
+    # Loader workers that start in another way cannot unpickle a dataset that a cell defines.
+    multiprocessing.set_start_method("fork", force=True)
     server = CallServer(Connection(fd))
     if front == "notebook" and world.rank() == 0:
         sys.stdout, sys.stderr = server.make_stream("stdout"), server.make_stream("stderr")
@@ -48,11 +47,7 @@ def serve(fd: int, front: str) -> None:
 
 
 class CallServer:
-    """Carries out calls in a notebook worker.
-
-    Args:
-        kernel: the connection to the kernel.
-    """
+    """Carries out in a notebook worker the calls that come through a connection to the kernel."""
 
     def __init__(self, kernel: Connection) -> None:
         self.kernel = kernel

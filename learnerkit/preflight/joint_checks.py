@@ -19,9 +19,6 @@ from learnerkit.preflight.facts import Board, Facts, Judge, in_units, places
 from learnerkit.preflight.report import HINT, OK, WRONG, Finding
 from learnerkit.text import in_one_line
 
-GROUP_SECONDS = 60.0  # torch's own limit must come after the board's: NCCL's aborts the process
-LOOK_SECONDS = 10.0  # for all ranks to look for a file
-
 SLOW_LINK = (
     "NCCL_DEBUG=INFO shows the way NCCL takes: set NCCL_SOCKET_IFNAME to the interface, NCCL_IB_HCA to the adapters; "
     "NCCL_IB_DISABLE=1 and NCCL_P2P_DISABLE=1 avoid a faulty link"
@@ -38,7 +35,7 @@ def look_at_files(board: Board) -> Facts:
             except OSError as error:
                 refused = in_one_line(error)
         seen = os.path.exists(board.announce("file", path.name))
-        board.gather("looked", True, LOOK_SECONDS)
+        board.gather("looked", True, 10.0)  # seconds for all to look
     finally:
         if board.rank == 0:
             with suppress(OSError):  # it could not be written
@@ -65,7 +62,7 @@ def judge_files(everyone: list[Facts]) -> list[Finding]:
 
 def connect(board: Board) -> Facts:
     """Make the process group as a run would."""
-    world.join(timeout=GROUP_SECONDS)
+    world.join(timeout=60.0)  # torch's own limit must come after the board's: NCCL's aborts the process
     world.barrier()
     return {"config": dist.get_backend_config()}
 
@@ -104,8 +101,7 @@ def compare_clocks(board: Board) -> Facts:
 def judge_clocks(everyone: list[Facts]) -> list[Finding]:
     """Judge whether the clocks agree within a second."""
     ahead = everyone[0]["clock"]["ahead"]
-    off = [f for f, seconds in zip(everyone, ahead, strict=True) if abs(seconds) >= 1]
-    if not off:
+    if not (off := [f for f, seconds in zip(everyone, ahead, strict=True) if abs(seconds) >= 1]):
         return [Finding(OK, f"within {1000 * (max(ahead) - min(ahead)):.1f} ms of each other")]
     worst = max(ahead, key=abs)
     text = f"up to {abs(worst):.1f} s {'ahead of' if worst > 0 else 'behind'} rank 0's on {places(off)}"

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import resource
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -59,10 +60,9 @@ def judge_devices(everyone: list[Facts]) -> list[Finding]:
     if unlike := [f for f in everyone if f["devices"]["name"] != first["name"]]:
         text = f"{unlike[0]['devices']['name']} on {places(unlike)}, {first['name']} on {places(everyone[:1])}"
         if any(f["devices"]["type"] != first["type"] for f in unlike):
-            advice = "is torch built for the GPU there, and what does CUDA_VISIBLE_DEVICES say?"
-            found.append(Finding(WRONG, text, advice))
+            found = [Finding(WRONG, text, "is torch built for the GPU there, and what does CUDA_VISIBLE_DEVICES say?")]
         else:
-            found.append(Finding(HINT, text, "every step waits for the slowest: use GPUs of one kind if you can"))
+            found = [Finding(HINT, text, "every step waits for the slowest: use GPUs of one kind if you can")]
     for group in by_machine(everyone):
         for device_id in sorted({f["devices"]["id"] for f in group} - {None}):
             ranks = [f for f in group if f["devices"]["id"] == device_id]
@@ -79,7 +79,6 @@ def judge_devices(everyone: list[Facts]) -> list[Finding]:
     return [Finding(OK, f"{len(everyone)} x {first['name']}, {text}")]
 
 
-@per_machine
 def judge_peers(group: list[Facts], everyone: list[Facts]) -> Finding:
     """Judge whether the GPUs of a machine read each other's memory directly."""
     if "peers" not in group[0]["devices"]:
@@ -88,8 +87,7 @@ def judge_peers(group: list[Facts], everyone: list[Facts]) -> Finding:
     apart = [f"{i}-{j}" for i, a in gpus for j, b in gpus if i < j and b["index"] not in a["peers"]]
     if apart:
         text = f"none between ranks {first_few(apart)}: what they exchange goes through the host's memory"
-        advice = "nvidia-smi topo -m shows the links; if NCCL hangs, export NCCL_P2P_DISABLE=1"
-        return Finding(HINT, text, advice)
+        return Finding(HINT, text, "nvidia-smi topo -m shows the links; if NCCL hangs, export NCCL_P2P_DISABLE=1")
     return Finding(OK, "between all GPUs") if len(gpus) > 1 else Finding(NOTHING, "one GPU")
 
 
@@ -99,7 +97,6 @@ def look_at_threads() -> Facts:
     return {"threads": torch.get_num_threads(), "cores": list(cores)}
 
 
-@per_machine
 def judge_threads(group: list[Facts], everyone: list[Facts]) -> Finding:
     """Judge whether a machine has a core for each thread of its processes."""
     threads = sum(f["threads"]["threads"] for f in group)
@@ -107,8 +104,7 @@ def judge_threads(group: list[Facts], everyone: list[Facts]) -> Finding:
     text = f"{threads} on {cores} core{'s' * (cores > 1)}"
     if threads <= cores:
         return Finding(OK, text)
-    few = cores < len(group)
-    advice = "start fewer processes" if few else f"export OMP_NUM_THREADS={cores // len(group)}"
+    advice = "start fewer processes" if cores < len(group) else f"export OMP_NUM_THREADS={cores // len(group)}"
     return Finding(HINT, f"{text}, where they wait for each other", advice)
 
 
@@ -127,7 +123,6 @@ def look_at_network() -> Facts:
     }  # fmt: skip
 
 
-@per_machine
 def judge_network(group: list[Facts], everyone: list[Facts]) -> Finding:
     """Judge whether others would find a machine at the address where it listens.
 
@@ -157,8 +152,6 @@ def judge_network(group: list[Facts], everyone: list[Facts]) -> Finding:
 
 def look_at_infiniband() -> Facts:
     """The adapters whose link is up, and what may keep NCCL from them."""
-    import resource
-
     ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
     devices = {p.parts[-3]: (p / "rate").read_text().strip() for p in ports if "ACTIVE" in (p / "state").read_text()}
     lockable = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -168,7 +161,6 @@ def look_at_infiniband() -> Facts:
     }  # fmt: skip
 
 
-@per_machine
 def judge_infiniband(group: list[Facts], everyone: list[Facts]) -> Finding:
     """Judge whether NCCL can use InfiniBand between machines."""
     own, adapters = group[0]["infiniband"], ",".join(group[0]["infiniband"]["devices"])
@@ -201,7 +193,6 @@ def look_at_ports() -> Facts:
     return {"meet": f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", "picked": picked}
 
 
-@per_machine
 def judge_ports(group: list[Facts], everyone: list[Facts]) -> Finding:
     """Name the ports that a firewall must open; the first is open, as the ranks have met there."""
     ports = group[0]["ports"]
@@ -220,7 +211,6 @@ def look_at_shared_memory() -> Facts:
     return {"size": disk.f_frsize * disk.f_blocks, "free": disk.f_frsize * disk.f_bavail}
 
 
-@per_machine
 def judge_shared_memory(group: list[Facts], everyone: list[Facts]) -> Finding:
     """Judge the memory for each process: 1 GB is enough, less than 128 MB a problem (Docker gives 64 MB to all)."""
     memory = group[0]["/dev/shm"]
@@ -237,13 +227,10 @@ def judge_shared_memory(group: list[Facts], everyone: list[Facts]) -> Finding:
 
 def look_at_limits() -> Facts:
     """The number of files that a process may have open."""
-    import resource
-
     soft, hard = (2**20 if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
     return {"soft": soft, "hard": hard, "sharing": torch.multiprocessing.get_sharing_strategy()}
 
 
-@per_machine
 def judge_limits(group: list[Facts], everyone: list[Facts]) -> Finding:
     """Judge the number: some hundreds for workers and the tensors they pass on, and some for each connection."""
     limit, needed = group[0]["open files"], 512 + 32 * len(everyone)
@@ -257,12 +244,12 @@ def judge_limits(group: list[Facts], everyone: list[Facts]) -> Finding:
 LOCAL: dict[str, tuple[Callable[[], Facts], Judge]] = {
     "versions": (look_at_versions, judge_versions),
     "devices": (look_at_device, judge_devices),
-    "peer access": (dict, judge_peers),
-    "threads": (look_at_threads, judge_threads),
-    "interface": (look_at_network, judge_network),
-    "infiniband": (look_at_infiniband, judge_infiniband),
-    "ports": (look_at_ports, judge_ports),
-    "/dev/shm": (look_at_shared_memory, judge_shared_memory),
-    "open files": (look_at_limits, judge_limits),
+    "peer access": (dict, per_machine(judge_peers)),
+    "threads": (look_at_threads, per_machine(judge_threads)),
+    "interface": (look_at_network, per_machine(judge_network)),
+    "infiniband": (look_at_infiniband, per_machine(judge_infiniband)),
+    "ports": (look_at_ports, per_machine(judge_ports)),
+    "/dev/shm": (look_at_shared_memory, per_machine(judge_shared_memory)),
+    "open files": (look_at_limits, per_machine(judge_limits)),
 }
 """By topic, in the order of the report: what each rank looks at, and the judge of what all ranks have seen."""

@@ -24,8 +24,6 @@ from learnerkit.preflight.facts import Board, Facts, Judge, by_machine, open_boa
 from learnerkit.preflight.report import NOTHING, OK, WRONG, Finding, Report
 from learnerkit.text import first_few, in_one_line
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0 if there is no problem, 1 if there is one."""

@@ -94,18 +94,21 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
     if failed:
         who = ["the single process", *(f"rank {rank}" for rank in range(n))]
         _, first, error = failed[0]
-        _check_fork(error)
+        if "fork-based multiprocessing" in error:  # from torch's autograd, once its threads for a GPU have started
+            raise RuntimeError(
+                "check_distributed cannot fork this process any more, as it has trained where torch sees a GPU: call "
+                "it before the first fit, or in a process started with CUDA_VISIBLE_DEVICES= (empty)"
+            )
         print(f"{title}: {who[first]} failed\n{indent(escaped(error.rstrip()), '  ')}")
-        others = [who[job] for job in late if job != first]
-        if others:
+        if others := [who[job] for job in late if job != first]:
             print(f"  not finished when time was up: {', '.join(others)}")
         return False
     one, *ranks = runs
     steps, size = len(one["steps"]), len(one["steps"][0]["samples"])
     print(f"{title}, {steps} steps of {size} samples; differences up to {TOLERANCE:.0e} count as rounding")
     report = Report()
-    for topic, findings in _compare(one, ranks).items():
-        report.add(topic, findings)
+    for topic, finding in _compare(one, ranks).items():
+        report.add(topic, [finding])
     if left_out := left_out + one["left_out"]:
         report.add("left out", [Finding(NOTHING, ", ".join(left_out))])
     return report.close()
@@ -125,23 +128,14 @@ def _check_call(learn: "Learner", n: int, steps: int) -> None:
         raise RuntimeError(f"check_distributed forks processes, which {sys.platform} cannot; use Linux, macOS or WSL")
 
 
-def _check_fork(error: str) -> None:
-    if "fork-based multiprocessing" in error:  # from torch's autograd, once its threads for a GPU have started
-        raise RuntimeError(
-            "check_distributed cannot fork this process any more, as it has trained where torch sees a GPU: call it "
-            "before the first fit, or in a process started with CUDA_VISIBLE_DEVICES= (empty)"
-        )
-
-
 # Processes: forked, so that what a script or a notebook cell defines need not be pickled
 
 
 def _run_in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[dict]:
     """Run each job in a fork of this process; return their results, or the 'error' of a job and 'when' it came.
 
-    Args:
-        jobs: f(a temporary directory for all of them) -> what `torch.load` takes with `weights_only=True`.
-        end: when to give up, on the monotonic clock. No process is left running.
+    A job gets a temporary directory for all of them, and returns what `torch.load` takes with `weights_only=True`. At
+    `end`, on the monotonic clock, the processes that still run are killed.
     """
     processes: list[BaseProcess] = []
     running: dict[Any, BaseProcess] = {}
@@ -149,8 +143,7 @@ def _run_in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[di
         folder = Path(name)
         try:
             for number, job in enumerate(jobs):
-                args = (job, folder, number)
-                process: BaseProcess = multiprocessing.get_context("fork").Process(target=_child, args=args)
+                process = multiprocessing.get_context("fork").Process(target=_child, args=(job, folder, number))
                 with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
                     process.start()  # Python 3.12 warns of this process's threads; the children need none of them
                 processes.append(process)
@@ -162,10 +155,9 @@ def _run_in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[di
                     if ended.exitcode:  # the others should notice soon
                         end = min(end, time.monotonic() + 10)
         finally:
-            late = list(running.values())
-            for process in late:
-                _kill(process)
-        return [_read_result(folder, number, process, process in late) for number, process in enumerate(processes)]
+            for late in running.values():
+                _kill(late)
+        return [_read_result(folder, number, p, p.sentinel in running) for number, p in enumerate(processes)]
 
 
 def _kill(process: BaseProcess) -> None:
@@ -230,14 +222,11 @@ def _on_host(learn: "Learner") -> list[tuple]:
     return found
 
 
+_Join = Callable[[Path], None] | None  # makes the process a rank, with the store in that folder
+
+
 def _run(
-    learn: "Learner",
-    host: list[tuple],
-    seeds: tuple,
-    steps: int,
-    dtype: torch.dtype | None,
-    join: Callable[[Path], None] | None,
-    folder: Path,
+    learn: "Learner", host: list[tuple], seeds: tuple, steps: int, dtype: torch.dtype | None, join: _Join, folder: Path
 ) -> dict:
     """Train and predict, and return what is to be compared. The learner is a copy, as this process is a fork."""
 
@@ -363,15 +352,11 @@ class _Notes(Callback):
         learn = self.learn
         for norm in _norms(learn.model):
             norm.eval()
-        dl: Any = learn.dl
-        loader = dl.loader if isinstance(dl, RankLoader) else dl
-        if not _has_indices(loader):
-            return
-        noted = with_batches(loader, batch_sampler=_NotedBatches(loader.batch_sampler, self.drawn))
-        if isinstance(dl, RankLoader):
-            dl.loader = noted
-        else:
-            learn.dl = noted
+        holder, name = (learn.dl, "loader") if isinstance(learn.dl, RankLoader) else (learn, "dl")
+        loader = getattr(holder, name)
+        if _has_indices(loader):
+            noted = _NotedBatches(loader.batch_sampler, self.drawn)
+            setattr(holder, name, with_batches(loader, batch_sampler=noted))
 
     def after_loss(self) -> None:
         torch_seeds, python_seeds, _ = world.seed_states()
@@ -386,16 +371,15 @@ class _Notes(Callback):
         data = [[next(hashes) for _ in columns] for _ in range(size)]
         samples = (self.drawn[learn.iter] if self.drawn else list(map(str, data))) if size else []
         loss = learn.loss if size else None
-        self.steps.append(
-            {
-                "samples": samples,
-                "shapes": [list(t.shape[1:]) for t in columns],
-                "data": data if len(data) == len(samples) else [[]] * len(samples),  # a collate_fn may pack samples
-                "loss": 0.0 if loss is None else float(loss),
-                "count": 0.0 if loss is None else float(learn._loss_count),
-                "state": state_table(learn, training=True),
-            }
-        )
+        step = {
+            "samples": samples,
+            "shapes": [list(t.shape[1:]) for t in columns],
+            "data": data if len(data) == len(samples) else [[]] * len(samples),  # a collate_fn may pack samples
+            "loss": 0.0 if loss is None else float(loss),
+            "count": 0.0 if loss is None else float(learn._loss_count),
+            "state": state_table(learn, training=True),
+        }
+        self.steps.append(step)
         if len(self.steps) == self.wanted:
             raise CancelFitException
 
@@ -403,8 +387,8 @@ class _Notes(Callback):
 # The comparison
 
 
-def _compare(one: dict, ranks: list[dict]) -> dict[str, list[Finding]]:
-    """The findings by topic; where something is wrong, with the likely reason."""
+def _compare(one: dict, ranks: list[dict]) -> dict[str, Finding]:
+    """The finding on each topic; where something is wrong, with the likely reason."""
     steps = list(zip(one["steps"], zip(*(run["steps"] for run in ranks), strict=False), strict=False))
     lengths = [len(run["steps"]) for run in (one, *ranks)]
     wrong_samples, reason = _compare_samples(steps)
@@ -420,24 +404,16 @@ def _compare(one: dict, ranks: list[dict]) -> dict[str, list[Finding]]:
         "weights": _judge_equal(one["weights"], [run["weights"] for run in ranks], one["update"]),
         **{name: _judge_equal(one[name], [run[name] for run in ranks]) for name in ("validation", "predictions")},
     }
-    findings = {name: [finding] for name, finding in found.items()}
     wrong = {name for name, finding in found.items() if finding.mark == WRONG}
     if wrong:
         first_alike = torch.isclose(alone["step 1"], together["step 1"], rtol=1e-6, equal_nan=True)
         apart = _first_apart([parts for _, parts in steps]) if "weights" in wrong else ""
-        findings["reason"] = [Finding(HINT, reason or _likely_reason(one, wrong, bool(first_alike), apart))]
-    return findings
+        found["reason"] = Finding(HINT, reason or _likely_reason(one, wrong, bool(first_alike), apart))
+    return found
 
 
 def _likely_reason(one: dict, wrong: set[str], first_alike: bool, apart: str) -> str:
-    """The likely reason of a difference other than in the samples.
-
-    Args:
-        one: what the single process has noted.
-        wrong: in what there is a difference.
-        first_alike: the losses of the first step are equal.
-        apart: the first difference between ranks.
-    """
+    """The likely reason of a difference. `first_alike`: the losses of step 1 are equal; `apart`: the ranks differ."""
     if apart:
         return f"a callback that acts on some ranks alone: {apart}"
     if one["draws"]:
@@ -503,12 +479,9 @@ def _first_apart(steps: list[tuple]) -> str:
 
 
 def _judge_equal(mine: dict[str, Tensor], others: list[dict[str, Tensor]], scale: float | None = None) -> Finding:
-    """Compare named tensors up to rounding; where they differ, name the first difference.
+    """Name the first difference of named tensors from each rank's (or those of all together), if it is not rounding.
 
-    Args:
-        mine: those of the single process.
-        others: each rank's; or one, of all ranks together.
-        scale: of which differences are a share; by default the largest value.
+    That is a share of `scale`, by default of the largest value.
     """
     of = "values" if scale is None else "updates"
     scale = max(map(_largest, mine.values()), default=0.0) if scale is None else scale

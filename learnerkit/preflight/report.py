@@ -9,13 +9,8 @@ from typing import NamedTuple
 
 from learnerkit.text import escaped
 
-OK = "ok"
-HINT = "??"
-"""It may be intended."""
-WRONG = "!!"
-"""A problem."""
-NOTHING = "--"
-"""Not checked."""
+OK, HINT, WRONG, NOTHING = "ok", "??", "!!", "--"
+"""The marks: all is right, it may be intended, a problem, not checked."""
 
 WIDTH, INDENT = 98, 16
 

@@ -3,8 +3,9 @@
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from traceback import walk_tb
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,20 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learnerkit import arguments, world
+from learnerkit import arguments, losses, world
 from learnerkit.callback import Callback, RaisedIn
 from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.data.batches import tensors_in
 from learnerkit.events import CancelFitException, CancelValidException
-from learnerkit.losses import (
-    ELEMENTWISE,
-    check_shapes,
-    is_cross_entropy,
-    is_one_of,
-    loss_name,
-    loss_option,
-    unknown_count,
-)
 from learnerkit.metrics import make_meters
 from learnerkit.parallel.watch import PeerError
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
@@ -38,16 +30,10 @@ if TYPE_CHECKING:
 
 
 def check(learn: "Learner") -> bool:
-    """Take one training step and one validation step, and print on rank 0 what is right and what is wrong with them.
+    """Do what `Learner.check` says. Every rank must reach this, and it waits for the device.
 
-    The learner's callbacks take part, except those that are `only_fit`. Everything is restored afterwards, except that
-    callbacks of your own have seen one more epoch, of one step. Under DDP every rank must reach this. It waits for the
-    device.
-
-    In the report `ok` is fine, `??` a hint that may be intended, `!!` a problem, and `--` has not been checked.
-
-    Returns:
-        Whether there is no problem, on any rank.
+    The learner's callbacks take part, except those that are `only_fit`. In the report `ok` is fine, `??` a hint that
+    may be intended, `!!` a problem, and `--` has not been checked.
 
     Raises:
         RuntimeError: called while something runs.
@@ -148,10 +134,8 @@ class StepCheck(Callback):
 
     def before_train(self) -> None:
         learn = self.learn
-        lone = arguments.lone_last_batch(learn.dl, learn.model)
-        if lone is not None:
-            problem = [Finding(WRONG, lone)]
-            hooks = arguments.watched_norms(learn, lambda: self.found.update(batchnorm=problem))
+        if lone := arguments.lone_last_batch(learn.dl, learn.model):
+            hooks = arguments.watched_norms(learn, lambda: self.found.update(batchnorm=[Finding(WRONG, lone)]))
             self._norm_hooks.enter_context(hooks)
         learn.dl = OneBatch(learn.dl, 1)
 
@@ -186,7 +170,7 @@ class StepCheck(Callback):
     def after_loss(self) -> None:
         learn = self.learn
         if learn.training and learn.batch_size and learn.loss_grad is not None:
-            unknown = unknown_count(learn.yb) if learn._loss_weighting.unknown else ""
+            unknown = losses.unknown_count(learn.yb) if learn._loss_weighting.unknown else ""
             self.found["loss"] += judge_loss(learn.loss_func, learn.pred, learn.loss_grad, unknown)
             self.stage = "gradients"
 
@@ -194,7 +178,7 @@ class StepCheck(Callback):
         self._judge_gradients()
         # Copies on the host, so that the device's memory holds what it would without.
         moving = _should_move(self._named, self.learn.opts)
-        self._before = {name: p.detach().to("cpu", copy=True) for name, p in self._named if name in moving}
+        self._before = {name: p.detach().to("cpu", copy=True) for name, p in moving}
 
     def after_step(self) -> None:
         if self._before is not None:  # the step was not cancelled
@@ -213,8 +197,10 @@ class StepCheck(Callback):
 
     def _judge_gradients(self) -> None:
         learn, self.stage = self.learn, "optimizer"
+        held = [value for cb in learn.cbs for value in vars(cb).values()]
+        scaled = any(isinstance(x, torch.amp.GradScaler) and x.is_enabled() for x in held)
         own_loop = learn._overrides("_backward", "_step")
-        self.found["gradients"] += judge_gradients(self._named, _has_scaler(learn.cbs), own_loop)
+        self.found["gradients"] += judge_gradients(self._named, scaled, own_loop)
 
     def after_batch(self) -> None:
         learn = self.learn
@@ -256,12 +242,10 @@ def judge_inputs(xb: Any, model: nn.Module, ran: bool) -> list[Finding]:
     devices = {p.device for p in model.parameters()}
     found, into = [], f"into a model of {' and '.join(sorted(map(_type_name, types)))}"
     for t in tensors:
-        if types and t.dtype == torch.uint8:
-            advice = "make them x.float() / 255 in the dataset"
-            found.append(Finding(HINT if ran else WRONG, f"{_about(t)}, {into}", advice))
-        elif types and t.is_floating_point() and t.dtype not in types:
-            advice = "convert them in the dataset, or the model"
-            found.append(Finding(HINT if ran else WRONG, f"{_about(t)}, {into}", advice))
+        raw = t.dtype == torch.uint8
+        if types and (raw or (t.is_floating_point() and t.dtype not in types)):
+            how = "make them x.float() / 255 in the dataset" if raw else "convert them in the dataset, or the model"
+            found.append(Finding(HINT if ran else WRONG, f"{_about(t)}, {into}", how))
         elif _looks_like_pixels(t):
             found.append(Finding(HINT, f"{_about(t)}: pixels of 0 .. 255?", "scale them, x / 255"))
         if devices and t.device not in devices:
@@ -277,11 +261,11 @@ def judge_targets(loss_func: Any, pred: Any, yb: tuple) -> list[Finding]:
     tensors = list(tensors_in(yb))
     found = _not_finite(tensors, "the dataset")
     if len(yb) == 1 and isinstance(yb[0], Tensor) and isinstance(pred, Tensor):
-        if is_cross_entropy(loss_func):
+        if losses.is_cross_entropy(loss_func):
             found += _judge_classes(loss_func, pred, yb[0])
-        elif is_one_of(loss_func, _BINARY):
+        elif losses.is_one_of(loss_func, (nn.BCELoss, F.binary_cross_entropy, *_LOGITS)):
             found += _judge_probabilities(loss_func, pred, yb[0])
-        elif is_one_of(loss_func, ELEMENTWISE):
+        elif losses.is_one_of(loss_func, losses.ELEMENTWISE):
             found += _judge_values(loss_func, pred, yb[0])
     about = _all_about(tensors) or ("none; the model makes its own loss" if loss_func is None else "none")
     return found or [Finding(OK, about)]
@@ -290,18 +274,16 @@ def judge_targets(loss_func: Any, pred: Any, yb: tuple) -> list[Finding]:
 def _judge_classes(loss_func: Any, pred: Tensor, target: Tensor) -> list[Finding]:
     about, dim = _about(target), min(1, pred.ndim - 1)
     classes, shape = pred.shape[dim], tuple(pred.shape)
-    if target.is_floating_point():
-        if not is_nll(loss_func) and target.shape == pred.shape:
-            return []
-        text = f"{about}: classes are int64 (probabilities have the shape of the prediction)"
-        return [Finding(WRONG, text, "use .long()")]
+    if target.is_floating_point() and target.shape == pred.shape and not is_nll(loss_func):
+        return []
     if target.dtype not in (torch.int64, torch.uint8):  # torch takes these two
-        return [Finding(WRONG, f"{about}: classes are int64", "use .long()")]
+        but = " (probabilities have the shape of the prediction)" if target.is_floating_point() else ""
+        return [Finding(WRONG, f"{about}: classes are int64{but}", "use .long()")]
     wanted = (*shape[:dim], *shape[dim + 1 :])
     if tuple(target.shape) != wanted:
         advice = "use .squeeze(1)" if target.ndim > 1 and target.shape[1] == 1 else ""
         return [Finding(WRONG, f"{about}, but predictions of {shape} ask for targets of shape {wanted}", advice)]
-    counted = target[target != loss_option(loss_func, "ignore_index", -100)]
+    counted = target[target != losses.loss_option(loss_func, "ignore_index", -100)]
     if not target.numel():
         return []
     if not counted.numel():
@@ -314,31 +296,27 @@ def _judge_classes(loss_func: Any, pred: Tensor, target: Tensor) -> list[Finding
     return [Finding(WRONG, text, f"let the model have {high + 1} outputs, or correct the targets{from_one}")]
 
 
-def _judge_probabilities(loss_func: Any, pred: Tensor, target: Tensor) -> list[Finding]:
-    name, about, found = loss_name(loss_func), _about(target), []
+def _judge_probabilities(loss_func: Any, pred: Tensor, target: Tensor) -> Iterator[Finding]:
+    name, about = losses.loss_name(loss_func), _about(target)
     if not target.is_floating_point():
-        found.append(Finding(WRONG, f"{about}: {name} takes floats", "use .float()"))
+        yield Finding(WRONG, f"{about}: {name} takes floats", "use .float()")
     if target.shape != pred.shape:
         text = f"{about}, but {name} takes the shape of the prediction, {tuple(pred.shape)}"
-        found.append(Finding(WRONG, text, "reshape one of them"))
+        yield Finding(WRONG, text, "reshape one of them")
     if target.numel() and not (target.min() >= 0 and target.max() <= 1):
-        found.append(Finding(WRONG, f"{about}: {name} takes values from 0 to 1"))
-    logits = is_one_of(loss_func, (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits))
-    if not logits and pred.numel() and not (pred.min() >= 0 and pred.max() <= 1):
+        yield Finding(WRONG, f"{about}: {name} takes values from 0 to 1")
+    if not losses.is_one_of(loss_func, _LOGITS) and pred.numel() and not (pred.min() >= 0 and pred.max() <= 1):
         text = f"{name} takes predictions from 0 to 1 and got {_about(pred)}"
-        found.append(Finding(WRONG, text, "use BCEWithLogitsLoss, or end the model with a sigmoid"))
-    return found
+        yield Finding(WRONG, text, "use BCEWithLogitsLoss, or end the model with a sigmoid")
 
 
-def _judge_values(loss_func: Any, pred: Tensor, target: Tensor) -> list[Finding]:
-    found = []
+def _judge_values(loss_func: Any, pred: Tensor, target: Tensor) -> Iterator[Finding]:
     try:
-        check_shapes(loss_func, pred, (target,))
+        losses.check_shapes(loss_func, pred, (target,))
     except ValueError as e:
-        found.append(Finding(WRONG, str(e)))
+        yield Finding(WRONG, str(e))
     if pred.is_floating_point() and not target.is_floating_point():
-        found.append(Finding(WRONG, f"{_about(target)}: {loss_name(loss_func)} compares floats", "use .float()"))
-    return found
+        yield Finding(WRONG, f"{_about(target)}: {losses.loss_name(loss_func)} compares floats", "use .float()")
 
 
 def judge_prediction(loss_func: Any, pred: Any) -> list[Finding]:
@@ -348,7 +326,7 @@ def judge_prediction(loss_func: Any, pred: Any) -> list[Finding]:
     tensors, hint, advice = list(tensors_in(pred)), "", ""
     if found := _not_finite(tensors, "the model"):
         return found
-    if isinstance(pred, Tensor) and pred.is_floating_point() and pred.ndim > 1 and is_cross_entropy(loss_func):
+    if isinstance(pred, Tensor) and pred.is_floating_point() and pred.ndim > 1 and losses.is_cross_entropy(loss_func):
         if pred.shape[1] == 1:
             hint, advice = "a single class, whose loss is always 0", "for two classes use BCEWithLogitsLoss"
         elif is_nll(loss_func) and not _sum_to_one(pred.exp()):
@@ -377,10 +355,10 @@ def judge_loss(loss_func: Any, pred: Any, loss: Tensor, unknown: str = "") -> li
         return [Finding(WRONG, f"{value}: not a finite number", "look at the predictions, the targets and the loss")]
     if unknown:
         return [Finding(HINT, f"{value:.4g}; for steps of several batches or ranks: {unknown}")]
-    if not (is_cross_entropy(loss_func) and isinstance(pred, Tensor) and pred.ndim > 1 and pred.shape[1] > 1):
+    if not (losses.is_cross_entropy(loss_func) and isinstance(pred, Tensor) and pred.ndim > 1 and pred.shape[1] > 1):
         return [Finding(OK, f"{value:.4g}")]
     guess = math.log(pred.shape[1])
-    if loss_option(loss_func, "reduction", "mean") == "mean" and value > 4 * guess + 1:
+    if losses.loss_option(loss_func, "reduction", "mean") == "mean" and value > 4 * guess + 1:
         text = f"{value:.4g}, far above the {guess:.3g} of guessing"
         return [Finding(HINT, text, "are inputs and first weights of a suitable size?")]
     return [Finding(OK, f"{value:.4g} (guessing: {guess:.3g})")]
@@ -434,16 +412,15 @@ def _rates(opts: list) -> dict[int, float]:
     return {id(p): float(g.get("lr", 1.0)) for opt in opts for g in opt.param_groups for p in g["params"]}
 
 
-def _should_move(named: list[tuple[str, nn.Parameter]], opts: list) -> set[str]:
+def _should_move(named: list[tuple[str, nn.Parameter]], opts: list) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that even the simplest optimizer would change by more than rounding hides."""
-    rates, found = _rates(opts), set()
+    rates = _rates(opts)
     for name, p in named:
         if p.grad is None or id(p) not in rates or not p.numel() or not _is_finite(p.grad):
             continue
         step = float(_values(p.grad).abs().max()) * (rates[id(p)] or 1.0)
         if step > 2 * torch.finfo(p.dtype).eps * float(p.detach().abs().max()):
-            found.add(name)
-    return found
+            yield name, p
 
 
 def judge_metrics(learn: "Learner") -> list[Finding]:
@@ -466,12 +443,12 @@ def judge_metrics(learn: "Learner") -> list[Finding]:
 
 # Tensors and losses, in words
 
-_BINARY = (nn.BCELoss, nn.BCEWithLogitsLoss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
+_LOGITS = (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits)
 
 
 def is_nll(loss_func: Any) -> bool:
     """Tell whether a loss takes logarithms of probabilities."""
-    return is_one_of(loss_func, (nn.NLLLoss, F.nll_loss))
+    return losses.is_one_of(loss_func, (nn.NLLLoss, F.nll_loss))
 
 
 def _type_name(dtype: torch.dtype) -> str:
@@ -519,14 +496,8 @@ def _all_about(tensors: list[Tensor]) -> str:
 def _innermost(traceback: TracebackType | None, model: nn.Module) -> str:
     """The innermost sub-module in which an error was raised."""
     names, found = {id(module): name for name, module in model.named_modules()}, ""
-    while traceback is not None:
-        module = traceback.tb_frame.f_locals.get("self")
+    for frame, _ in walk_tb(traceback):
+        module = frame.f_locals.get("self")
         if names.get(id(module)):
             found = f"in {names[id(module)]} ({type(module).__name__})"
-        traceback = traceback.tb_next
     return found
-
-
-def _has_scaler(cbs: list[Callback]) -> bool:
-    held = [value for cb in cbs for value in vars(cb).values()]
-    return any(isinstance(x, torch.amp.GradScaler) and x.is_enabled() for x in held)
