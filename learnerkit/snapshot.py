@@ -93,21 +93,13 @@ def _put_back_sampler(sampler: Any, stack: ExitStack) -> None:
     Other data are not copied, as a sampler may have a reference to a large dataset.
     """
     attributes = getattr(sampler, "__dict__", {})
-    before = dict(attributes)
-
-    def put_back() -> None:
-        attributes.clear()
-        attributes.update(before)
-
-    def refill(rows: Any, values: Any) -> None:
-        rows[:] = values
-
-    stack.callback(put_back)
-    for x in before.values():
+    stack.callback(attributes.update, dict(attributes))
+    stack.callback(attributes.clear)  # before that: the last one is called first
+    for x in list(attributes.values()):
         if isinstance(x, list):
-            stack.callback(refill, x, list(x))
+            stack.callback(x.__setitem__, slice(None), list(x))
         elif isinstance(x, np.ndarray | Tensor) and x.ndim == 1:
-            stack.callback(refill, x, copy.deepcopy(x))
+            stack.callback(x.__setitem__, slice(None), copy.deepcopy(x))  # type: ignore[arg-type]
         elif isinstance(x, np.random.Generator):
             stack.callback(setattr, x.bit_generator, "state", x.bit_generator.state)
         for get, put in (("getstate", "setstate"), ("get_state", "set_state")):
@@ -118,27 +110,25 @@ def _put_back_sampler(sampler: Any, stack: ExitStack) -> None:
 def _put_back_module(module: nn.Module, stack: ExitStack) -> None:
     """Register on `stack` what restores each parameter and buffer: values, gradient and `requires_grad`."""
 
-    def put_back(part: nn.Module, name: str, t: Tensor, values: Callable, requires_grad: bool, grad: Callable) -> None:
-        values()
+    def put_back(part: nn.Module, name: str, values: Callable, requires_grad: bool, grad: Callable) -> None:
+        t = values()
         setattr(part, name, t)  # it may have been replaced
         t.requires_grad_(requires_grad)
         t.grad = grad()
 
     for part in module.modules():
-        for named in (part.named_parameters(recurse=False), part.named_buffers(recurse=False)):
-            for name, t in named:
-                stack.callback(put_back, part, name, t, restorer(t), t.requires_grad, restorer(t.grad))
+        for name, t in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
+            stack.callback(put_back, part, name, restorer(t), t.requires_grad, restorer(t.grad))
 
 
 def _put_back_optimizer(opt: Optimizer) -> Callable[[], None]:
     """Return a function that restores an optimizer's groups, their hyper-parameters, and its state."""
-    groups = group_restorer(opt)
-    state = {p: restorer(values) for p, values in opt.state.items()}
+    groups, state = group_restorer(opt), restorer(opt.state)
 
     def put_back() -> None:
         groups()
         opt.state.clear()
-        opt.state.update({p: values() for p, values in state.items()})
+        opt.state.update(state())
 
     return put_back
 

@@ -104,12 +104,13 @@ def abort_nccl() -> None:
     dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
 
 
-def host_store(listener: socket.socket, world_size: int) -> dist.Store:
-    """Serve the store of a process group on a socket of ours: torch's own would listen on every interface."""
-    host, port = listener.getsockname()
+def host_store(listener: socket.socket, world_size: int | None = None, seconds: float = 300.0) -> dist.Store:
+    """Serve a store on a socket of ours, which it then closes: torch's own would listen on every interface."""
+    host, port = listener.getsockname()[:2]
     return dist.TCPStore(
-        host, port, world_size, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False
-    )
+        host, port, world_size, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False,
+        timeout=timedelta(seconds=seconds),
+    )  # fmt: skip
 
 
 class CollectiveRefusal(TorchDispatchMode):

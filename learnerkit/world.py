@@ -508,9 +508,7 @@ def spread_seeds(digests: Sequence[str]) -> None:
         digests: each rank's `seed_digest`.
     """
     if len(set(digests)) == 1 and not is_main():
-        seed = stream_seed(torch.initial_seed(), rank())
-        torch.manual_seed(seed)
-        _seed_others(seed)
+        set_seed(stream_seed(torch.initial_seed(), rank()))
 
 
 def stream_seed(seed: int, number: int) -> int:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from itertools import takewhile
 
 GPU_DEVICE_FILES = ("/dev/nvidia0", "/dev/kfd")  # NVIDIA, AMD
 
@@ -31,12 +32,7 @@ def gpu_names(environ: Mapping[str, str]) -> list[str]:
 
 def listed_gpus(visible: str) -> list[str]:
     """Return the indices, GPU and MIG names in a CUDA_VISIBLE_DEVICES; like CUDA, stop at the first bad one."""
-    names = []
-    for name in map(str.strip, visible.split(",")):
-        if not re.fullmatch(r"\d+|(GPU|MIG)-.+", name):
-            break
-        names.append(name)
-    return names
+    return list(takewhile(re.compile(r"\d+|(GPU|MIG)-.+").fullmatch, map(str.strip, visible.split(","))))
 
 
 def count_with_nvml() -> int | None:

@@ -11,7 +11,6 @@ import socket
 import struct
 import time
 from contextlib import suppress
-from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 
 from learnerkit.launch.environment import LOOPBACK
@@ -46,10 +45,9 @@ def store_answers(host: str, port: int, patience: float) -> bool:
         answer: bytes | None = b""
         try:
             with socket.create_connection((host, port), timeout=CONNECT_SECONDS) as connection:
+                # Where nothing listens, the kernel may choose that port for this end, too, and connect it to itself.
                 if connection.getsockname()[1] == port:
-                    return (
-                        False  # where nothing listens, the kernel may choose that port for this end, and connect both
-                    )
+                    return False
                 answer = _answer(connection, PROMPT_SECONDS, PING)
                 if _is_echo(answer) or not ping_is_known():
                     return True
@@ -88,17 +86,13 @@ def torch_is_tested() -> bool:
 @functools.cache
 def own_store_answers() -> bool:
     """Start a store on loopback, and tell whether it answers the ping."""
-    from torch.distributed import TCPStore
+    from learnerkit.torch_internals import host_store
 
     try:
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
-        # The store closes the descriptor.
-        store = TCPStore(
-            LOOPBACK, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False,
-            timeout=timedelta(seconds=OWN_SECONDS),
-        )  # fmt: skip
-        with socket.create_connection((LOOPBACK, store.port), timeout=CONNECT_SECONDS) as connection:
+        _store = host_store(listener, seconds=OWN_SECONDS)  # it serves while it is kept
+        with socket.create_connection((LOOPBACK, port), timeout=CONNECT_SECONDS) as connection:
             return _is_echo(_answer(connection, OWN_SECONDS, PING))
     except (RuntimeError, OSError):
         return False

@@ -98,22 +98,17 @@ class Rendezvous:
             )
 
     def _serve(self) -> Any:
-        from torch.distributed import TCPStore
+        from learnerkit.torch_internals import host_store  # imports torch, for which nobody who connects should wait
 
-        host, port = self.spec.address, self.spec.port
         try:
-            address = own_address(host, port)
-            listener = socket.create_server((address, port), family=family_of(address))
+            address = own_address(self.spec.address, self.spec.port)
+            listener = socket.create_server((address, self.spec.port), family=family_of(address))
         except OSError as error:
             raise NodeError(
                 f"node 0 cannot listen at {self.endpoint} ({error.strerror or error}); give an address of this machine "
                 "as --master-addr, and a free --master-port"
             ) from error
-        # The store closes the descriptor.
-        return TCPStore(
-            host, port, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False,
-            timeout=timedelta(seconds=STORE_SECONDS),
-        )  # fmt: skip
+        return host_store(listener, seconds=STORE_SECONDS)
 
     def _connect(self) -> Any:
         self._store_answers()  # an error is told at once, before torch is imported, which takes seconds

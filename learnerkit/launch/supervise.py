@@ -127,8 +127,7 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
         done = Outcome("done", topology.node, 0)
         reason = wait_interruptibly(lambda: attempt.agree_on_end(done), signals)
     elif isinstance(reason, int):
-        text = f"asked to end by {signal_name(reason)}"
-        attempt.agree_on_end(Outcome("stopped", topology.node, 128 + reason, text))
+        attempt.agree_on_end(outcome_of(ranks, reason, topology))
     if not (job.explains_failure and all(rank.code in (0, 1) and not rank.report.get("error") for rank in ranks)):
         report(ranks, reason, topology, began)
     return outcome_of(ranks, reason, topology)
@@ -278,9 +277,11 @@ def watch(ranks: list[Rank], signals: SignalQueue, attempt: Attempt) -> int | Ou
         some_run, first = running(ranks), first_failure(ranks)
         if not some_run and (first is None or attempt.topology.nodes == 1):
             return None
-        cause_may_come = first and follows(first) and attempt.may_have_lost_a_node
-        if first and time.monotonic() >= first.ended + cause_seconds(first) and not cause_may_come:
-            return None
+        if first:
+            patience = CAUSE_SECONDS if follows(first) and not first.report.get("standstill") else 0.0
+            cause_may_come = follows(first) and attempt.may_have_lost_a_node
+            if time.monotonic() >= first.ended + patience and not cause_may_come:
+                return None
         for signum in signals(POLL_SECONDS):
             if signum in ENDING_SIGNALS:
                 return signum
@@ -363,11 +364,6 @@ def kill(ranks: list[Rank]) -> None:
     deadline = time.monotonic() + KILL_SECONDS
     while (running(ranks) or any(kill_group(rank.process.pid, 0) for rank in ranks)) and time.monotonic() < deadline:
         time.sleep(0.005)
-
-
-def cause_seconds(rank: Rank) -> float:
-    """Return how long after a rank's failure another one may still turn out to be the cause, by ending."""
-    return CAUSE_SECONDS if follows(rank) and not rank.report.get("standstill") else 0.0
 
 
 def kill_group(group: int, signum: int = signal.SIGKILL) -> bool:

@@ -115,10 +115,6 @@ class Agreement:
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def ends_now(self, error: BaseException) -> bool:
-        """Tell whether an error ends the run at once: all ranks raise it, or the user has pressed Ctrl-C again."""
-        return agreed(error) or (isinstance(error, KeyboardInterrupt) and self.presses > 1)
-
     # Errors
 
     def failed(self, error: BaseException) -> None:
@@ -147,20 +143,25 @@ class Agreement:
 
     # Cancels
 
-    def note_reason(self, error: BaseException | None = None) -> BaseException | None:
-        """Keep the strongest reason this rank has to leave, `error` or one from before, and return it."""
-        found = [e for e in (self.pending, error) if e is not None]
-        self.pending = min(found, key=strength, default=None)
-        return self.pending
+    def keeps(self, error: BaseException) -> bool:
+        """Keep one of `LEAVING` for the next vote, unless a stronger one is kept.
 
-    def vote(self, error: BaseException | None = None, flags: list[float] | None = None) -> None:
+        Returns:
+            False for what ends the run at once: all ranks raise it, or the user has pressed Ctrl-C again.
+        """
+        if agreed(error) or (isinstance(error, KeyboardInterrupt) and self.presses > 1):
+            return False
+        if self.pending is None or strength(error) < strength(self.pending):
+            self.pending = error
+        return True
+
+    def vote(self, flags: list[float] | None = None) -> None:
         """Raise on every rank the strongest reason that any of them has to leave; every rank must reach this.
 
         Args:
-            error: this rank's.
             flags: those of other ranks that are known already, as in `flags_of`.
         """
-        mine = [max(pair) for pair in zip(flags_of(self.note_reason(error)), flags or flags_of(None), strict=True)]
+        mine = [max(pair) for pair in zip(flags_of(self.pending), flags or flags_of(None), strict=True)]
         self.votes += 1
         with world.before_collective(None):
             # A rank that has left a batch early has not counted it; the counter must not stay behind the others'.
@@ -201,9 +202,8 @@ class Agreement:
             try:
                 one_batch()  # also with a reason to leave, which is reduced with its gradients
             except LEAVING as error:
-                if self.ends_now(error):
+                if not self.keeps(error):
                     raise
-                self.note_reason(error)
             if step.is_open():
                 self.company.finish_batch()
             if self.dispatch.to_come("after_batch"):  # the others have it, and it may hold a collective
@@ -215,9 +215,8 @@ class Agreement:
         try:
             one_batch()
         except LEAVING as error:
-            if self.ends_now(error):
+            if not self.keeps(error):
                 raise
-            self.note_reason(error)
         if self.pending is not None:
             self.watch.tell_others("leaving", self.votes)
         if self.pending is not None or self.watch.called == self.votes:
@@ -225,8 +224,8 @@ class Agreement:
 
     def end_batches(self) -> None:
         """Vote after the last batch, whose flags no step has read; every rank must reach this."""
-        flags = self.company.step.carrier.last_flags() if self.learn.training else None
-        self.vote(flags=flags and flags[:-1])
+        flags = self.company.step.carrier.exchange_flags(None) if self.learn.training else None
+        self.vote(flags and flags[:-1])
 
 
 class RankDispatch(Dispatch):
@@ -239,7 +238,7 @@ class RankDispatch(Dispatch):
 
     def __init__(self, cbs: list[Callback], fitting: bool, agreement: Agreement) -> None:
         self.agreement = agreement
-        self.stopped: tuple[str, list] | None = None
+        self.stopped: tuple[str, Any] = ("", ())  # the event that an error has stopped, and its hooks to come
         self.last: str | None = None
         self.raised: BaseException | None = None
         super().__init__(cbs, fitting)
@@ -262,18 +261,16 @@ class RankDispatch(Dispatch):
         if event in INNER_EVENTS:
             self._call(event, self.table[event])
             return
-        left = None
         try:
             self._call(event, self.table[event])
         except LEAVING as error:
-            if agreement.ends_now(error):
+            if not agreement.keeps(error):
                 raise
-            left = error
-        agreement.vote(left)
+        agreement.vote()
 
     def begin(self) -> None:
         """Begin a batch: none of its events has taken place."""
-        self.last = self.stopped = None
+        self.last, self.stopped = None, ("", ())
 
     def to_come(self, event: str) -> bool:
         """Tell whether an event of this batch is still to take place, or a cancel has stopped it half-way."""
@@ -281,19 +278,18 @@ class RankDispatch(Dispatch):
 
     def stopped_in(self, event: str) -> bool:
         """Tell whether an error or a cancel has stopped this event."""
-        return self.stopped is not None and self.stopped[0] == event
+        return self.stopped[0] == event
 
     def resume(self, event: str) -> None:
         """Go on with an event after the callback that stopped it, or fire it as a whole. Cancels are kept for later."""
         hooks = self.table[event]
-        if self.stopped is not None and self.stopped[0] == event:
-            hooks, self.stopped = self.stopped[1], None
+        if self.stopped_in(event):
+            hooks, self.stopped = self.stopped[1], ("", ())
         try:
             self._call(event, hooks)
         except LEAVING as error:
-            if self.agreement.ends_now(error):
+            if not self.agreement.keeps(error):
                 raise
-            self.agreement.note_reason(error)
         except CancelException:
             pass
 
@@ -321,9 +317,8 @@ class RankDispatch(Dispatch):
             try:
                 super().__exit__(kind, error, traceback)
             except LEAVING as cancel:  # raised in a cleanup, which must not communicate: the next vote does
-                if self.agreement.ends_now(cancel):
+                if not self.agreement.keeps(cancel):
                     raise
-                self.agreement.note_reason(cancel)
 
 
 def strength(error: BaseException) -> int:
@@ -333,10 +328,8 @@ def strength(error: BaseException) -> int:
 
 def flags_of(error: BaseException | None) -> list[float]:
     """Return a number for each of `LEAVING`: 1 in the place of the error, else 0."""
-    flags = [0.0] * len(LEAVING)
-    if error is not None:
-        flags[strength(error)] = 1.0
-    return flags
+    place = None if error is None else strength(error)
+    return [float(i == place) for i in range(len(LEAVING))]
 
 
 def agreed(error: BaseException) -> bool:

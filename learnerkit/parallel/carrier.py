@@ -38,9 +38,8 @@ class Carrier:
     def make_parameter(self, module: nn.Module) -> nn.Parameter:
         """Make the parameter, of the type of those of `module` where it is fit, so that it joins their bucket."""
         kinds = {p.dtype for p in module.parameters() if p.requires_grad}
-        kind = kinds.pop() if len(kinds) == 1 else None
-        if kind not in (torch.float32, torch.float64):
-            kind = torch.float32  # counts need more digits than half precision has
+        # Counts need more digits than half precision has.
+        kind = torch.float64 if kinds == {torch.float64} else torch.float32
         self._plain.clear()
         self.parameter = nn.Parameter(torch.zeros(_SLOTS, dtype=kind, device=self.device))
         return self.parameter
@@ -79,15 +78,13 @@ class Carrier:
         # By the same way on all ranks, also on one that counts nothing and so has nothing on the device.
         return world.reduce(self.vector(count, flags), "mean")
 
-    def exchange_flags(self, vector: Tensor) -> list[float] | None:
+    def exchange_flags(self, vector: Tensor | None) -> list[float] | None:
         """Start to copy the flags of this step, and return those of the last; `None`: there are none.
 
         A host-device sync, but with an earlier step: the device has work meanwhile.
-        """
-        last, self._last_flags = self._last_flags, HostCopy(vector[1 : 1 + FLAGS])
-        return None if last is None else last.numbers()
 
-    def last_flags(self) -> list[float] | None:
-        """Return the flags of the last step of an epoch, which no later step has read."""
-        last, self._last_flags = self._last_flags, None
+        Args:
+            vector: of this step; `None` after the last step of an epoch.
+        """
+        last, self._last_flags = self._last_flags, None if vector is None else HostCopy(vector[1 : 1 + FLAGS])
         return None if last is None else last.numbers()

@@ -1,6 +1,6 @@
 """The rest of a batch that this rank has left: it joins, with zero weight, what the other ranks wait in."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,20 +25,21 @@ class Company:
     def __init__(self, learn: "Learner", step: RankStep) -> None:
         self.learn, self.step = learn, step
 
-    def finish_batch(self) -> None:
+    def finish_batch(self, *_: Any) -> None:
         """Do, with zero weight, what the other ranks wait for in this batch, if this rank has not done it."""
         learn, step, dispatch = self.learn, self.step, self.step.agreement.dispatch
         self.finish_backward()
         if learn._step_due and not step.stepped:
-            # A host-device sync; only where a rank has left a batch.
-            if float(step.counted) and self.step_unless_all_skip():
-                dispatch.resume("after_step")
-                learn._zero_grad()
+            if float(step.counted):  # a host-device sync; only where a rank has left a batch
+                self.step_unless_all_skip()
+                if not step.skipped:
+                    dispatch.resume("after_step")
+                    learn._zero_grad()
         elif dispatch.stopped_in("after_step"):
             dispatch.resume("after_step")
             learn._zero_grad()  # as the others do
 
-    def finish_backward(self) -> None:
+    def finish_backward(self, *_: Any) -> None:
         """Take part in the reduction of the gradients without data, if this rank has left its backward pass out."""
         learn, step = self.learn, self.step
         if step.reduced:
@@ -81,7 +82,7 @@ class Company:
         self._keep_buffers()
         learn._forward()
         learn._loss()
-        if not step.counts_are_reduced:
+        if step.vector is None:
             step.reduce_counts(step.take_count(0))
         step.buckets.factor = 0.0
         learn._backward()
@@ -95,21 +96,15 @@ class Company:
         """Add to an error of DDP's what it does not say itself."""
         explain_unused(error, self.step)
 
-    def step_unless_all_skip(self) -> bool:
-        """Take the optimizer step that this rank would have left out, unless all ranks leave it out.
-
-        Returns:
-            Whether it was taken here.
-        """
-        learn, step = self.learn, self.step
+    def step_unless_all_skip(self, *_: Any) -> None:
+        """Take the optimizer step that this rank would have left out, unless all ranks leave it out."""
+        learn, step, dispatch = self.learn, self.step, self.step.agreement.dispatch
         if step.stepped or step.skipped:
-            return False
+            return
         step.skipped = step.agreement.watch.all_skip(step.number)
         if step.skipped:
-            return False
-        dispatch = step.agreement.dispatch
+            return
         for event in ("after_backward", "before_step"):
             if dispatch.to_come(event):
                 dispatch.resume(event)  # what clips here has clipped there
         learn._step()
-        return True

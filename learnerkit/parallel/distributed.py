@@ -112,7 +112,6 @@ class DistributedCallback(Callback):
         self._trainable: list[bool] = []
         self._parts: dict[str, nn.Module] = {}
         self._step: Any = None  # its `RankStep`
-        self._company: Company | None = None
         self._loaders: dict[tuple, tuple[Any, RankLoader]] = {}
         self._undo: list[Callable[[], object]] = []
         self._outside: list[tuple] = []
@@ -131,7 +130,7 @@ class DistributedCallback(Callback):
             return
         if not world.is_main():
             self._undo.append(partial(setattr, learn, "logger", learn.logger))
-            learn.logger = _log_nothing
+            learn.logger = lambda row: None
         with world.grouped_collectives():
             if learn.task in ("validate", "predict"):
                 self._prepare_evaluation()
@@ -207,19 +206,15 @@ class DistributedCallback(Callback):
         by_bucket = bool(self.wrap_names) or learn._overrides("_backward")
         self._check_accumulation(by_bucket)
         note_unused = None if self.find_unused_parameters else self._find_unused
-        step = self._step = RankStep(learn, agreement, self._plain, note_unused, by_bucket)
-        self._company = agreement.company = Company(learn, step)
-        hook = _BatchHook(step)
+        step = self._step = RankStep(learn, agreement, note_unused, by_bucket)
+        agreement.company = Company(learn, step)
+        hook = _BatchHook(agreement.company)
         learn.add_cb(hook)
         self._undo += [partial(learn.remove_cb, hook), partial(wrapping.unwrap_all, step)]
         self._undo += [opt.register_step_post_hook(step.note_optimizer_step).remove for opt in learn.opts]
 
     def after_train(self) -> None:
-        if world.world_size() > 1:
-            self._send_buffers()
-
-    def cleanup_train(self) -> None:
-        self._leave()
+        self._send_buffers()
 
     def _check_accumulation(self, by_bucket: bool) -> None:
         if not hasattr(self.learn, "gradient_accumulation"):
@@ -289,9 +284,10 @@ class DistributedCallback(Callback):
         drawn = draws_globally(dl) or isinstance(getattr(dl, "dataset", None), IterableDataset)
         seed = world.broadcast(states_at_start(dl)) if drawn else 0  # the order is the one that rank 0 would draw
         if key not in self._loaders:
-            name = "the training loader" if training else "the loader"
-            if training:
-                self._warn_of_few(getattr(dl, "dataset", None))
+            name, dataset = "the training loader" if training else "the loader", getattr(dl, "dataset", None)
+            if training and isinstance(dataset, Sized) and len(dataset) < world.world_size():
+                some = f"{len(dataset)} sample{'s' if len(dataset) > 1 else ''} for {world.world_size()} ranks"
+                self._warn_once(f"the training data has {some}: some of them have nothing to do")
             # With statistics per rank, BatchNorm needs two samples on a rank, or none.
             alone = training and any(
                 not isinstance(m, nn.SyncBatchNorm) for m in wrapping.batch_norms(self.learn.model)
@@ -308,25 +304,6 @@ class DistributedCallback(Callback):
         shared.reseed(seed)
         return shared
 
-    def _warn_of_few(self, dataset: Any) -> None:
-        if isinstance(dataset, Sized) and len(dataset) < world.world_size():
-            some = f"{len(dataset)} sample{'s' if len(dataset) > 1 else ''} for {world.world_size()} ranks"
-            self._warn_once(f"the training data has {some}: some of them have nothing to do")
-
-    # A batch that this rank leaves
-
-    def after_cancel_backward(self) -> None:
-        if self.learn.training and self._company is not None:
-            self._company.finish_backward()
-
-    def after_cancel_step(self) -> None:
-        if self._company is not None:
-            self._company.step_unless_all_skip()
-
-    def after_cancel_batch(self) -> None:
-        if self.learn.training and self._company is not None:
-            self._company.finish_batch()
-
     # Evaluation: on the plain module, without collectives in its forward pass
 
     def before_validate(self) -> None:
@@ -334,9 +311,6 @@ class DistributedCallback(Callback):
             return
         self._enter(self.learn.model if self._plain is None else self._plain, training=False)
         self._send_buffers()
-
-    def cleanup_validate(self) -> None:
-        self._leave()
 
     def _send_buffers(self) -> None:
         """Give every rank rank 0's buffers; every rank must reach this."""
@@ -354,26 +328,31 @@ class DistributedCallback(Callback):
             setattr(self._plain, name, wrapper if training else wrapper.module)
         learn.dl = self._share_out(learn.dl, training)
 
-    def _leave(self) -> None:
+    def cleanup_train(self) -> None:
         if self._outside:
             learn = self.learn
             learn.model, learn.dl, learn._gradient, parts = self._outside.pop()
             for name, part in parts.items():
                 setattr(self._plain, name, part)
 
+    cleanup_validate = cleanup_train
+
 
 class _BatchHook(Callback):
     """The part of `DistributedCallback` that runs at each training batch, for as long as a fit lasts.
 
     Args:
-        step: its `before_batch` is the hook.
+        company: prepares the batch with its step, and finishes what this rank leaves.
     """
 
     order = DistributedCallback.order
     run_valid = False
 
-    def __init__(self, step: RankStep) -> None:
-        super().__init__(before_batch=step.before_batch)
+    def __init__(self, company: Company) -> None:
+        super().__init__(
+            before_batch=company.step.before_batch, after_cancel_backward=company.finish_backward,
+            after_cancel_step=company.step_unless_all_skip, after_cancel_batch=company.finish_batch,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         return "DistributedCallback"
@@ -419,10 +398,6 @@ def _send(tensors: list[Tensor]) -> None:
         sent = world.broadcast(torch.cat([t.reshape(-1) for t in alike]))
         for t, values in zip(alike, sent.split([t.numel() for t in alike]), strict=True):
             t.copy_(values.view_as(t))
-
-
-def _log_nothing(row: list) -> None:
-    """The logger of ranks other than 0."""
 
 
 def _digest(state: dict) -> tuple:

@@ -86,8 +86,7 @@ class RankBatches:
     Args:
         batches: the user's batch sampler.
         rank, ranks: whose share of how many.
-        split: as in `distribute`.
-        least: as in `distribute`.
+        split, least: as in `distribute`.
         training: every rank takes every step, if need be with a sample that does not count; in evaluation steps
             without samples are left out, and batches are never spread.
         seed: makes all ranks draw alike from samplers that use the global generators (a seed, or states as those of
@@ -96,17 +95,9 @@ class RankBatches:
     """
 
     def __init__(
-        self,
-        batches: Any,
-        rank: int,
-        ranks: int,
-        *,
-        split: bool = False,
-        least: int = 1,
-        training: bool = True,
-        seed: int | tuple | None = None,
-        opaque: bool = False,
-    ) -> None:
+        self, batches: Any, rank: int, ranks: int, *, split: bool = False, least: int = 1, training: bool = True,
+        seed: int | tuple | None = None, opaque: bool = False,
+    ) -> None:  # fmt: skip
         self.batches, self.rank, self.ranks = batches, rank, ranks
         self.split, self.training, self.seed, self.opaque = split, training, seed, opaque
         self.least = 1 if opaque else least  # one item is all that a rank can take of them
@@ -279,34 +270,26 @@ class RankStreamLoader(RankLoader):
             yield self._given(batch, step)
 
     def _given(self, batch: Any, step: int) -> Any:
-        self.share = Share(step * world.world_size() + world.rank(), batch_size(batch), None)
-        return batch
+        size = 0 if batch is None else batch_size(batch)
+        self.share = Share(step * world.world_size() + world.rank(), size, None)
+        return emptied(self.sample) if batch is None else batch
 
     def _together(self) -> Iterator:
         batches = iter(self.loader)
-        batch = next(batches, None)
-        self._over = False
+        self.sample = batch = next(batches, None)
         has_begun = world.all_gather(batch is not None)  # every rank must reach this
         if not any(has_begun):
             raise ValueError("the training loader gave no batches on any rank; its iterable dataset is empty")
-        if not all(has_begun) and not self.join:
-            self._tell(0, batch is not None)
-            return
-        model = batch
-        if not all(has_begun):  # those without data need to know what a batch looks like
+        self._over = not (all(has_begun) or self.join)
+        if not (all(has_begun) or self._over):  # those without data need to know what a batch looks like
             found = world.all_gather(None if batch is None else map_batch(lambda t: t[:1] if t.ndim else t, batch))
-            model = batch if batch is not None else next(b for b in found if b is not None)
+            self.sample = next(b for b in (batch, *found) if b is not None)
         step = 0
         while not self._over:
             following = next(batches, None) if batch is not None else None
             self.ended = following is None
-            if batch is not None:
-                model = batch
-                yield self._given(batch, step)
-            else:
-                self.share = Share(step * world.world_size() + world.rank(), 0, None)
-                self.sample = model
-                yield emptied(model)
+            self.sample = self.sample if batch is None else batch
+            yield self._given(batch, step)
             batch, step = following, step + 1
         self.ended = False
         self._tell(step, batch is not None)
@@ -366,16 +349,9 @@ def rank_stream(
 
 
 def rank_loader(
-    dl: Any,
-    name: str,
-    *,
-    training: bool,
-    split: bool,
-    least: int,
-    seed: int | tuple,
-    sharded: bool = False,
+    dl: Any, name: str, *, training: bool, split: bool, least: int, seed: int | tuple, sharded: bool = False,
     join: bool = False,
-) -> RankLoader:
+) -> RankLoader:  # fmt: skip
     """`dl` reading this rank's share: the user's samplers, collate, workers and pinning are kept.
 
     Args:
@@ -412,17 +388,12 @@ def rank_loader(
             f"{name} has batch_size=None, so its batches are made by the dataset and cannot be cut; use "
             "split_batches=False, or let the loader make the batches"
         )
+    replaced = "sampler" if dl.batch_sampler is None else "batch_sampler"
     batches = RankBatches(
-        dl.sampler if dl.batch_sampler is None else dl.batch_sampler,
-        world.rank(),
-        world.world_size(),
-        split=split,
-        least=least,
-        training=training,
-        seed=seed if draws_globally(dl) else None,
-        opaque=opaque,
-    )
-    twin = with_batches(dl, **{"sampler" if dl.batch_sampler is None else "batch_sampler": batches})
+        getattr(dl, replaced), world.rank(), world.world_size(), split=split, least=least, training=training,
+        seed=seed if draws_globally(dl) else None, opaque=opaque,
+    )  # fmt: skip
+    twin = with_batches(dl, **{replaced: batches})
     if dl.num_workers and not world.is_main():
         twin.worker_init_fn = partial(_seed_worker, dl.worker_init_fn, world.rank())
     return RankLoader(twin, batches)

@@ -22,9 +22,8 @@ class RankStep:
     """Makes the gradients of a step the mean over what all ranks count.
 
     Args:
-        learn: the learner.
+        learn: the learner, whose model has no DDP yet.
         agreement: of the run.
-        model: the learner's, without DDP.
         note_unused: called with the names of the parameters that the first batch's loss does not depend on, on every
             rank; `None`: they need not be known.
         by_bucket: weigh the gradients on their way rather than the loss, for learners that differentiate losses of
@@ -40,17 +39,13 @@ class RankStep:
         stepped: this rank's optimizer has stepped after the batch.
         skipped: all ranks have left the optimizer's step after the batch out.
         counted: what all ranks have counted in the step, as a mean over the ranks.
+        vector: the carrier's of this batch, once it is reduced before the backward pass.
     """
 
     def __init__(
-        self,
-        learn: "Learner",
-        agreement: Agreement,
-        model: nn.Module,
-        note_unused: Callable[[list[str]], None] | None,
-        by_bucket: bool,
+        self, learn: "Learner", agreement: Agreement, note_unused: Callable[[list[str]], None] | None, by_bucket: bool
     ) -> None:
-        self.learn, self.agreement, self._plain = learn, agreement, model
+        self.learn, self.agreement, self._plain = learn, agreement, learn.model
         self.note_unused, self.by_bucket = note_unused, by_bucket
         self.ranks = world.world_size()
         self.mean = GradientMean(learn._loss_weighting.sums)
@@ -61,7 +56,7 @@ class RankStep:
         self.number = -1
         self.reduced = self.stepped = self.skipped = True
         self.counted: float | Tensor = 0.0
-        self._vector: Tensor | None = None  # this batch's, where it was reduced before the backward pass
+        self.vector: Tensor | None = None
         self._witness: nn.Parameter | None = None  # a parameter whose gradient tells whether they were cleared
 
     # A batch
@@ -75,7 +70,7 @@ class RankStep:
         """Begin a batch."""
         self.number += 1
         self.reduced = self.stepped = self.skipped = False
-        self._vector = None
+        self.vector = None
         self.learn.pred = self.learn.output = None  # those of the batch before say nothing of this one
         self.agreement.dispatch.begin()
 
@@ -148,17 +143,12 @@ class RankStep:
 
     def reduce_counts(self, count: float | Tensor) -> None:
         """Exchange what the ranks count before the backward pass; every rank must reach this."""
-        self._vector = self.carrier.reduced(self.mean.counted, self._flags())
-        mean = self._vector[0] if self._vector.device.type != "cpu" else self._vector[0].item()
+        self.vector = self.carrier.reduced(self.mean.counted, self._flags())
+        mean = self.vector[0] if self.vector.device.type != "cpu" else self.vector[0].item()
         if not isinstance(count, Tensor) and not count:
             self.buckets.factor = 0.0
         else:
             self.buckets.factor = self.ranks if self.mean.sums else count / mean
-
-    @property
-    def counts_are_reduced(self) -> bool:
-        """Tell whether the ranks have exchanged their counts in this batch."""
-        return self._vector is not None
 
     def differentiate(self, count: float | Tensor) -> None:
         """Compute the gradients of `learn.loss_grad`."""
@@ -185,7 +175,7 @@ class RankStep:
         mean.begun = False
         if self._witness is None:
             self._witness = next((p for p in self.learn.model.parameters() if p.grad is not None), None)
-        vector = carrier.reduced(mean.counted, self._flags()) if self._vector is None else self._vector
+        vector = carrier.reduced(mean.counted, self._flags()) if self.vector is None else self.vector
         flags: list[float] | None
         if carrier.reads_late:
             self.counted = vector[0]

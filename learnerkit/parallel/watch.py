@@ -11,11 +11,13 @@ small piece of memory that the ranks of a machine share and that can also be rea
 import json
 import os
 import socket
+import stat
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from inspect import isfunction
 from types import FrameType
@@ -76,15 +78,13 @@ class Watch:
         self._await_all()
         self.heartbeat = Heartbeat.own()
         here = _machine()
-        everyone = world.all_gather((here, self.heartbeat.path, _connections()))
+        everyone = world.all_gather((here, self.heartbeat.path, [pair for pair, _ in _open_sockets()]))
         self.heartbeats = {self.rank: self.heartbeat}
         for rank, (machine, path, _) in enumerate(everyone):
             if machine != here or rank == self.rank:
                 continue
-            try:
+            with suppress(OSError, ValueError):
                 self.heartbeats[rank] = Heartbeat(path)
-            except (OSError, ValueError):
-                continue
         others = {pair for rank, (_, _, pairs) in enumerate(everyone) if rank != self.rank for pair in pairs}
         store = _store_port()
         # The connections whose other end another rank has; those of the store must stay.
@@ -151,10 +151,9 @@ class Watch:
             number += 1
             try:
                 self._inbox.wait([f"inbox/{self.rank}/{number}"], timedelta(days=7))
-                message = json.loads(self._inbox.get(f"inbox/{self.rank}/{number}"))
+                kind, about = json.loads(self._inbox.get(f"inbox/{self.rank}/{number}"))
             except RuntimeError:  # the store has gone: so has rank 0, and the collectives will say so
                 return
-            kind, about = message
             if kind == "stop":
                 return
             if kind == "failed":
@@ -198,12 +197,11 @@ class Watch:
         """End every wait in a collective, of this process and of others for it. The process group is dead then."""
         world.group_is_dead = True
         for pair, line in _open_sockets():
-            with line:
-                if pair in self._lines:
-                    try:
-                        line.shutdown(socket.SHUT_RDWR)
-                    except OSError:  # the peer was quicker
-                        pass
+            if pair in self._lines:
+                try:
+                    line.shutdown(socket.SHUT_RDWR)
+                except OSError:  # the peer was quicker
+                    pass
         _abort_device_groups()
 
     # A question: has any rank made the step that this one would leave out?
@@ -233,7 +231,7 @@ class Watch:
         every = min(1.0, self.timeout / 4)
         began = time.monotonic()  # of the wait that the main thread is in
         while not self._over.wait(every):
-            waits = _waits(self._frame())
+            waits = _waits(frame_of_thread(self._main))
             self.heartbeat.live(waits)
             now = time.monotonic()
             if not waits or self.heartbeat.read()["since"] < now - began:  # it works, or has worked since
@@ -242,12 +240,9 @@ class Watch:
                 self._diagnose()
                 return
 
-    def _frame(self) -> FrameType | None:
-        return frame_of_thread(self._main)
-
     def report(self) -> dict:
         """Describe where this rank is, whether it waits for others, and its main thread's stack."""
-        frame = self._frame()
+        frame = frame_of_thread(self._main)
         stack = "".join(traceback.format_stack(frame)[-6:]) if frame else ""
         return self.heartbeat.read() | {"waits": _waits(frame), "stack": stack}
 
@@ -260,12 +255,12 @@ class Watch:
         reports = {rank: found for rank, found in reports.items() if found["alive"] < ANSWER_SECONDS}
         reports |= answers | {self.rank: self.report() | {"waits": True}}
         waiting = [rank for rank in reports if reports[rank]["waits"]]
+        failure = self._standstill(reports)
         if min(waiting) == self.rank:  # one rank prints for all
             print(self._describe(reports), file=sys.stderr, flush=True)
-            failure = self._standstill(reports)
             self._aside(self.tell_others, "failed", failure)
-        elif self.first_failure(2 * ANSWER_SECONDS) is None:
-            failure = self._standstill(reports)
+        else:
+            self.first_failure(2 * ANSWER_SECONDS)
         self.failure = self.failure or failure
         self.hang_up()
         if not self._over.wait(10):  # nothing could free the main thread, and the run must end
@@ -372,36 +367,18 @@ def _waits(frame: FrameType | None) -> bool:
     return waits_for_ranks(frame, _WAITING)
 
 
-def _open_sockets() -> list[tuple[tuple, socket.socket]]:
-    """The connected TCP sockets of this process: ((own address, other address), a duplicate to use and close)."""
-    found = []
+def _open_sockets() -> Iterator[tuple[tuple, socket.socket]]:
+    """The connected TCP sockets of this process: ((own address, other address), a duplicate, open until the next)."""
     folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
     for name in os.listdir(folder):
         try:
-            copy = os.dup(int(name))
-        except OSError:  # the listing's own
-            continue
-        try:
-            line = socket.socket(fileno=copy)
-        except OSError:  # no socket
-            os.close(copy)
-            continue
-        try:
-            if line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM:
-                found.append(((line.getsockname()[:2], line.getpeername()[:2]), line))
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
-        except OSError:  # not connected
-            pass
-        line.close()
-    return found
-
-
-def _connections() -> list[tuple]:
-    pairs = []
-    for pair, line in _open_sockets():
-        line.close()
-        pairs.append(pair)
-    return pairs
+            with socket.socket(fileno=os.dup(int(name))) as line:
+                if line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM:
+                    yield (line.getsockname()[:2], line.getpeername()[:2]), line
+        except OSError:  # closed by now, as the listing's own is, or not connected
+            continue
 
 
 def _store_port() -> int | None:

@@ -17,6 +17,7 @@ import pytest
 from launching import SCRIPTS, environment
 from servers import FOREIGN, serving
 
+from learnerkit.launch import rendezvous
 from learnerkit.launch.addresses import NodeError, interface_of, is_own, own_address, parse_endpoint
 from learnerkit.launch.environment import LOOPBACK, LOOPBACK_INTERFACE
 from learnerkit.launch.node_info import check_that_nodes_match, fingerprint, topology_of, versions
@@ -150,6 +151,15 @@ def test_node_0_says_that_its_port_is_taken(capfd):
         begin_with_others(0, 1, 0, Rendezvous(Static(0, 2, LOOPBACK, port), 1.0, print), ONE_SCRIPT)
     assert f"node 0 cannot listen at {LOOPBACK}:{port} (Address already in use" in str(caught.value)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is not an address of this machine")
+def test_node_0_reaches_its_store_though_its_name_stands_for_another_address(monkeypatch):
+    "As on Debian, where a machine's own name stands for 127.0.1.1, at which no other machine can reach it."
+    monkeypatch.setattr(rendezvous, "own_address", lambda host, port: "127.0.0.2")
+    node, nodes, attempt, store = Rendezvous(Static(0, 1, LOOPBACK, free_port()), 5.0, print).join(0)
+    assert (node, nodes, attempt) == (0, 1, 0)
+    store.set("as", "ever")
 
 
 def test_a_node_that_comes_first_waits_for_node_0():
