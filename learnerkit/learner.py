@@ -22,7 +22,7 @@ from learnerkit.callbacks.recorder import EvaluationCallback, Recorder, TableLog
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, combine_scheds, combined_cos
 from learnerkit.callbacks.training import StepBudget, TrainEvalCallback
 from learnerkit.data.batches import get_field, loader_len
-from learnerkit.data.loaders import DataLoaders
+from learnerkit.data.loaders import DataLoaders, Unpacker
 from learnerkit.data.order import in_order, keep_seeds
 from learnerkit.events import (
     CancelBackwardException,
@@ -189,6 +189,9 @@ class Learner(RunState):
     def _all_batches(self) -> None:
         self.n_iter, self.iter = loader_len(self.dl), -1
         agreement = self._agreement
+        if agreement is None:
+            self.dl = self.dls.counted(self.dl)
+        self._unpack = Unpacker(self.dls, self.dl, self._device, self.loss_func is None, self._sharded)
         with arguments.last_batch_checked(self):
             for self.iter, self.batch in enumerate(self.dl):
                 self._batch_index = self.iter
@@ -198,8 +201,7 @@ class Learner(RunState):
         arguments.check_read(self)
 
     def _one_batch(self) -> None:
-        unpacked = self.dls.unpack(self.batch, self._device, self.loss_func is None)
-        self.batch, self.xb, self.yb, self.batch_size = unpacked
+        self.batch, self.xb, self.yb, self.batch_size = self._unpack(self.batch, self.iter)
         self.pred = self.output = self.loss = self.loss_grad = None
         bracket = self._level if self._dispatch.table["batch"] else self._events
         bracket("batch", self._do_batch, CancelBatchException)

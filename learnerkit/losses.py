@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from learnerkit import world
-from learnerkit.data.batches import batch_size, tensors_in
+from learnerkit.data.batches import rows_of, tensors_in
 from learnerkit.gradient_mean import zero_loss
 from learnerkit.utils import add_note_once, describe, unbound
 
@@ -113,10 +113,10 @@ class LossWeight:
             self._left_alone -= 1
             self._inspect(possible_means(yb, pred, loss, xb))
         if self._count is None or not yb:
-            return batch_size
+            return rows_compared(pred, yb, batch_size)
         count = self._count(*yb) if batch_size or not self._is_given else 0
         if count is None:
-            return batch_size
+            return rows_compared(pred, yb, batch_size)
         return count if isinstance(count, Tensor) else torch.tensor(count)
 
     def _inspect(self, means: list[str]) -> None:
@@ -146,6 +146,13 @@ class LossWeight:
     def _restrict(self, means: list[str]) -> None:
         left = [name for name in means if name in self._means]
         self._means, self._count = set(left), MEANS[left[0]]
+
+
+def rows_compared(pred: Any, yb: tuple, batch_size: int) -> int:
+    """Return how many rows of predictions are compared with targets: those of a sample may be several, or none."""
+    if not (isinstance(pred, Tensor) and pred.ndim) or len(pred) == batch_size or not batch_size or not yb:
+        return batch_size
+    return len(pred) if all(isinstance(y, Tensor) and y.ndim and len(y) == len(pred) for y in yb) else batch_size
 
 
 def possible_means(yb: tuple, pred: Any, loss: Any, xb: tuple = ()) -> list[str]:
@@ -292,7 +299,7 @@ def take_loss(learn: "Learner") -> None:
         ValueError: a loss that is not a scalar, or that would silently broadcast predictions and targets.
     """
     try:
-        if learn.batch_size == 0 and not batch_size(learn.xb):
+        if learn.batch_size == 0 and not rows_of(learn.xb):
             # A rank without data: gradients of zero, since the mean of nothing would be NaN.
             learn.loss_grad = zero_loss(learn._model_output)
             learn.loss = learn.loss_grad.detach()
@@ -311,9 +318,12 @@ def take_loss(learn: "Learner") -> None:
     if (table["after_loss"] or table["before_backward"]) and isinstance(learn.loss, Tensor):
         learn.loss = learn.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
     weighting = learn._loss_weighting
-    learn._loss_count = weighting.count(learn.yb, learn.batch_size, learn.pred, learn.loss, learn.xb)
+    learn._loss_count = count = weighting.count(learn.yb, learn.batch_size, learn.pred, learn.loss, learn.xb)
     if weighting.unknown:
-        warn_of_unknown_count(learn)
+        warn_of_unknown_count(learn, unknown_count(learn.yb), on_all=learn.training and weighting.found_alone)
+    elif isinstance(count, int) and count != learn.batch_size and not _is_torchs(learn.loss_func):
+        rows = f"the loss compares {count} rows of a batch of {learn.batch_size} samples, and is taken for their mean; "
+        warn_of_unknown_count(learn, f"{rows}if it is another one, say so by loss_weight=")
 
 
 def check_shapes(loss_func: Any, pred: Any, yb: tuple) -> None:
@@ -345,12 +355,17 @@ def unknown_count(yb: tuple) -> str:
     )
 
 
-def warn_of_unknown_count(learn: "Learner") -> None:
+def warn_of_unknown_count(learn: "Learner", why: str, on_all: bool = False) -> None:
     """Warn if the batches of several ranks, or of an accumulated step, are weighted by a count that is only a guess."""
     if learn.task == "fit" and (learn._sharded or learn._gradient is not None):
         exact = "Until then steps of several batches or ranks are not exactly those of one batch"
-        alone = learn.training and learn._loss_weighting.found_alone
-        world.warn_once(f"{unknown_count(learn.yb)}. {exact}", on_all=alone)
+        world.warn_once(f"{why}. {exact}", on_all=on_all)
+
+
+def _is_torchs(loss_func: Any) -> bool:
+    inner = unwrap_partial(loss_func)
+    module = getattr(inner if hasattr(inner, "__qualname__") else type(inner), "__module__", "")
+    return module.startswith("torch.nn.")
 
 
 def no_scalar(loss: Any) -> ValueError:

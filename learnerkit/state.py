@@ -63,6 +63,7 @@ class RunState:
 
     _dispatch: "Dispatch" = None  # type: ignore[assignment]  # who is called at which event; None: nothing runs
     _in_fit: bool = False  # whether a fit is going on, whose random streams evaluation leaves alone
+    _unpack: Any = None  # the `Unpacker` of the loader that is read
     _batch_index: int = 0  # the place of the batch among those of all ranks
     _loss_count: float | Tensor = 0  # what the batch's loss averages over: a number of samples, tokens, or the like
     _gradient: Any = None  # what weighs the batches of a step (GradientAccumulation, RankStep); None: a step is a batch

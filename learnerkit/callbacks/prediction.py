@@ -1,6 +1,6 @@
 """Predictions: collecting them for `Learner.get_preds`, augmenting inputs and averaging for `Learner.tta`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from learnerkit.callback import Callback
-from learnerkit.data.batches import concat, gather_batches, map_batch
+from learnerkit.data.batches import Rows, concat, entries, gather_batches, map_batch, with_rows
 from learnerkit.losses import is_cross_entropy, loss_option, unwrap_partial
 from learnerkit.utils import describe
 
@@ -50,14 +50,16 @@ class GatherPredictions(Callback):
         learn = self.learn
         if not learn.batch_size:
             return
-        _check_rows(learn.pred, learn.batch_size)
-        items = {"preds": learn.pred}
+        items = {"preds": with_rows(learn.pred, learn.batch_size)}
         if self.with_input:
-            items["inputs"] = learn.xb
+            items["inputs"] = tuple(with_rows(x, learn.batch_size) for x in learn.xb)
         if learn.yb:
-            items["targets"] = learn.yb
+            items["targets"] = tuple(with_rows(y, learn.batch_size) for y in learn.yb)
         if self.with_loss:
             items["losses"] = self._losses()
+        if learn._sharded:
+            for name, item in items.items():
+                _check_rows(name, item, learn.batch_size)
         self._batches.append((learn._batch_index, map_batch(lambda t: t.detach().cpu(), items)))
 
     def _losses(self) -> Tensor:
@@ -84,15 +86,23 @@ class GatherPredictions(Callback):
         self.items = tuple(items)
 
 
-def _check_rows(pred: Any, size: int) -> None:
-    """Refuse a list with an entry for each sample: on several ranks, entry k of all batches would be joined."""
-    by_sample = type(pred) is list and len(pred) == size > 1 and all(isinstance(t, Tensor) and t.ndim for t in pred)
-    if by_sample and all(len(t) != size for t in pred):
+def _check_rows(name: str, item: Any, size: int) -> None:
+    """Refuse an item with parts that belong to a batch rather than to its samples: other ranks have other batches."""
+    lengths = set(_lengths(item))
+    if len(lengths) > 1 or 0 in lengths:
+        shown = " and ".join(map(str, sorted(lengths)))
         raise ValueError(
-            f"the model returned a list of {size} tensors for {size} samples, and none of them has a row for each; "
-            "predictions are a tensor with a row for each sample, or a tuple or dict of such tensors: pad them to one "
-            "length, or stack them"
+            f"the {name} of a batch of {size} samples have parts of {shown} rows, and on several ranks only what has "
+            "as many rows in all its parts can be joined; "
+            + ("leave with_input out" if name == "inputs" else "let the model return only what belongs to samples")
         )
+
+
+def _lengths(item: Any) -> Iterator[int]:
+    if isinstance(item, Tensor | Rows):
+        yield 0 if isinstance(item, Tensor) and not item.ndim else len(item)
+    for _, part in () if isinstance(item, Rows) else entries(item):
+        yield from _lengths(part)
 
 
 class Augment(Callback):

@@ -13,6 +13,7 @@ from torch import Tensor
 from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.host_scalars import HostScalars
+from learnerkit.losses import rows_compared
 from learnerkit.metrics import Meter, make_meters, weighted_mean
 from learnerkit.text import columns, did_you_mean, escaped_line, format_time
 from learnerkit.utils import add_note_once, describe, listify
@@ -78,7 +79,8 @@ class Evaluation:
         for meter in self.meters:
             if learn.batch_size and learn.pred is not None:
                 try:
-                    meter.update(learn._batch_index, learn.batch_size, learn.pred, learn.yb)
+                    rows = rows_compared(learn.pred, learn.yb, learn.batch_size)
+                    meter.update(learn._batch_index, rows, learn.pred, learn.yb)
                 except Exception as e:
                     got = f"predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}"
                     add_note_once(e, f"metric {meter.name!r} got {got}")

@@ -1,19 +1,27 @@
-"""Batches of nested tensors: moving, counting, joining and gathering them."""
+"""Batches of nested tensors: moving, measuring, joining and gathering them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from learnerkit import world
 from learnerkit.utils import library_of
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor in a nested batch to `device`; copies from pinned memory do not block."""
-    return map_batch(lambda t: _as_plain(t).to(device, non_blocking=True), batch)
+    """Move a nested batch to `device`: tensors (from pinned memory without blocking) and objects with a `to` method."""
+    return map_batch(lambda t: _as_plain(t).to(device, non_blocking=True), batch, lambda x: _moved(x, device))
+
+
+def _moved(x: Any, device: torch.device) -> Any:
+    """Move an object of another library that moves itself, such as a batch of graphs."""
+    return x.to(device) if callable(getattr(x, "to", None)) and not isinstance(x, type) else x
 
 
 def _as_plain(t: Tensor) -> Tensor:
@@ -21,16 +29,29 @@ def _as_plain(t: Tensor) -> Tensor:
     return t.as_subclass(Tensor) if type(t) is not Tensor and library_of(t) == "fastai" else t
 
 
-def map_batch(f: Callable[[Tensor], Any], batch: Any) -> Any:
-    """Apply `f` to every tensor in nested tuples, lists, named tuples and mappings."""
+def map_batch(f: Callable[[Tensor], Any], batch: Any, others: Callable[[Any], Any] | None = None) -> Any:
+    """Apply `f` to every tensor in nested tuples, lists, named tuples, mappings and dataclasses.
+
+    Args:
+        f: of a packed sequence it gets the data alone.
+        batch: the nested batch.
+        others: applied to whatever else is in the batch, and to packed sequences.
+    """
     if isinstance(batch, Tensor):
         return f(batch)
+    if isinstance(batch, PackedSequence):
+        return batch._replace(data=f(batch.data)) if others is None else others(batch)
     if isinstance(batch, tuple | list):
-        mapped = [f(b) if isinstance(b, Tensor) else map_batch(f, b) for b in batch]
+        mapped = [f(b) if isinstance(b, Tensor) else map_batch(f, b, others) for b in batch]
         return type(batch)(*mapped) if hasattr(batch, "_fields") else type(batch)(mapped)
     if isinstance(batch, Mapping):
-        return {k: map_batch(f, v) for k, v in batch.items()}
-    return batch
+        return {k: map_batch(f, v, others) for k, v in batch.items()}
+    if is_dataclass(batch) and not isinstance(batch, type):
+        twin = copy(batch)
+        for field in fields(batch):
+            object.__setattr__(twin, field.name, map_batch(f, getattr(batch, field.name), others))
+        return twin
+    return batch if others is None else others(batch)
 
 
 def in_float32(t: Tensor) -> Tensor:
@@ -42,10 +63,11 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
     """Yield every tensor in a nested batch, in order."""
     if isinstance(batch, Tensor):
         yield batch
-    elif isinstance(batch, Mapping):
-        yield from chain.from_iterable(map(tensors_in, batch.values()))
-    elif isinstance(batch, tuple | list):
-        yield from chain.from_iterable(map(tensors_in, batch))
+    elif isinstance(batch, PackedSequence):
+        yield batch.data
+    else:
+        for _, part in entries(batch):
+            yield from tensors_in(part)
 
 
 def get_field(output: Any, name: str, default: Any = None) -> Any:
@@ -55,23 +77,65 @@ def get_field(output: Any, name: str, default: Any = None) -> Any:
     return getattr(output, name, default)
 
 
-def batch_size(batch: Any) -> int:
-    """The number of samples in a batch: the length of its first tensor."""
-    first = batch[0] if isinstance(batch, tuple) and batch else batch
-    if not isinstance(first, Tensor):
-        first = next(tensors_in(batch), first)
-    if isinstance(first, Tensor):
-        return first.shape[0] if first.ndim else 1
-    try:
-        return len(first)
-    except TypeError:
-        return 1
+def lengths_in(part: Any, place: tuple = (), within_lists: bool = False) -> Iterator[tuple[tuple, int]]:
+    """Yield (place, length) of the parts of a batch: tensors, arrays and lists; `within_lists`, of what is in these.
+
+    A list inside a batch may have an entry for each sample, or be several inputs.
+    """
+    if isinstance(part, PackedSequence):
+        yield place, int(part.batch_sizes[0])
+    elif isinstance(part, tuple | list) and place and not within_lists and not hasattr(part, "_fields"):
+        yield place, len(part)
+    elif isinstance(part, Tensor) or hasattr(part, "__array_interface__"):
+        if part.ndim:
+            yield place, len(part)
+    else:
+        for key, value in entries(part):
+            yield from lengths_in(value, (*place, key), within_lists)
+
+
+def entries(part: Any) -> Iterable[tuple[Any, Any]]:
+    """The (key, value) pairs of a mapping, a dataclass, a tuple or a list."""
+    if isinstance(part, Mapping):
+        return part.items()
+    if is_dataclass(part) and not isinstance(part, type):
+        return [(field.name, getattr(part, field.name)) for field in fields(part)]
+    return enumerate(part) if isinstance(part, tuple | list) else ()
+
+
+def likely_sizes(batch: Any) -> set[int]:
+    """The numbers of samples that all parts of a batch agree on; several, or none, if the parts do not tell."""
+    readings = [{n for _, n in lengths_in(batch, within_lists=within)} for within in (False, True)]
+    return {n for lengths in readings if len(lengths) == 1 for n in lengths}
+
+
+def rows_of(batch: Any) -> int:
+    """The length of the first tensor of a batch; 1 if there is none."""
+    return next((len(t) for t in tensors_in(batch) if t.ndim), 1)
+
+
+class Rows(list):
+    """A list with an entry for each sample of a batch, rather than for each of several parts."""
+
+
+def with_rows(part: Any, size: int) -> Any:
+    """Return part of a batch of `size` samples, with `Rows` for the lists that have an entry for each sample."""
+    if isinstance(part, Mapping):
+        return {key: with_rows(value, size) for key, value in part.items()}
+    if not isinstance(part, tuple | list) or isinstance(part, PackedSequence) or hasattr(part, "_fields"):
+        return part
+    if len(part) == size and not all(isinstance(x, Tensor) and x.ndim and len(x) == size for x in part):
+        return Rows(part)
+    return type(part)(with_rows(x, size) for x in part)
 
 
 def concat(batches: list) -> Any:
     """Join batches of one structure along their first dimension.
 
     If the other dimensions of a tensor differ between batches, the result is a list with a tensor for each sample.
+
+    Raises:
+        ValueError: packed sequences.
     """
     first = batches[0]
     if isinstance(first, Tensor):
@@ -80,10 +144,14 @@ def concat(batches: list) -> Any:
         return torch.cat(batches) if first.ndim else torch.stack(batches)
     if isinstance(first, Mapping):
         return {k: concat([b[k] for b in batches]) for k in first}
+    if isinstance(first, PackedSequence):
+        raise ValueError("packed sequences of several batches cannot be joined; pad them (pad_packed_sequence)")
+    if any(isinstance(batch, Rows) for batch in batches):
+        return list(chain.from_iterable(batches))
     if isinstance(first, tuple | list):
         columns = [concat(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    return list(chain.from_iterable(batches)) if isinstance(first, list) else list(batches)
+    return list(batches)
 
 
 def gather_batches(batches: list[tuple[Any, Any]], sharded: bool, on: str = "all") -> list | None:
@@ -98,7 +166,12 @@ def gather_batches(batches: list[tuple[Any, Any]], sharded: bool, on: str = "all
         return [batch for _, batch in batches]
     # A rank without data gets the structure from the others.
     own = map_batch(lambda t: torch.empty(0), batches[0][1]) if batches else None
-    structure = next((s for s in world.all_gather(own) if s is not None), None)
+    structures = world.all_gather((own, any(_has_rows(batch) for _, batch in batches)))
+    if any(has_rows for _, has_rows in structures):  # no two batches need have one structure
+        everyone = chain.from_iterable(world.all_gather(batches))
+        found = [batch for _, batch in sorted(everyone, key=lambda pair: pair[0])]
+        return found if on == "all" or world.is_main() else None
+    structure = next((s for s, _ in structures if s is not None), None)
     pieces = [((place, i), t) for place, batch in batches for i, t in enumerate(tensors_in(batch))]
     tensors = world.gather_pieces(pieces, on)
     if tensors is None or structure is None:
@@ -106,6 +179,10 @@ def gather_batches(batches: list[tuple[Any, Any]], sharded: bool, on: str = "all
     gathered = iter(tensors)
     count = len(tensors) // max(1, sum(1 for _ in tensors_in(structure)))
     return [map_batch(lambda _: next(gathered), structure) for _ in range(count)]
+
+
+def _has_rows(part: Any) -> bool:
+    return isinstance(part, Rows) or any(_has_rows(value) for _, value in entries(part))
 
 
 def loader_len(dl: Any) -> int | None:

@@ -1,16 +1,18 @@
 """The loaders of a Learner, and the split of a batch into inputs and targets."""
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from learnerkit import world
-from learnerkit.data.batches import batch_size, loader_len, to_device
-from learnerkit.data.order import keep_seeds
-from learnerkit.data.rows import RowsLoader
+from learnerkit.data.batches import lengths_in, likely_sizes, loader_len, to_device
+from learnerkit.data.order import CountedBatches, OwnStream, keep_seeds, with_batches
+from learnerkit.data.rows import IndexBatches, RowsLoader
+from learnerkit.utils import describe, warn
 
 _TRAIN_ONLY = ("sampler", "batch_sampler", "drop_last")
 
@@ -25,10 +27,12 @@ class DataLoaders:
         device: where batches and model go; by default the accelerator of this local rank, else the CPU.
         n_inp: the number of inputs in a tuple batch; by default all entries except the last.
         target_keys: the entries of a mapping batch that are targets.
+        batch_size: a function of a batch that returns its number of samples. By default a batch has as many as its
+            loader has drawn, else as many as its parts have rows; the function is needed where neither is known.
 
     Raises:
         TypeError: a loader that cannot be iterated over.
-        ValueError: `n_inp` below 1.
+        ValueError: `n_inp` below 1, or `batch_size` that is not a function.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class DataLoaders:
         device: torch.device | str | int | None = None,
         n_inp: int | None = None,
         target_keys: tuple[str, ...] = ("labels",),
+        batch_size: Callable[[Any], int] | None = None,
     ) -> None:
         self.loaders: list[Any] = [train, valid, *more]
         for i, dl in enumerate(self.loaders):
@@ -47,8 +52,17 @@ class DataLoaders:
             raise ValueError(f"got n_inp={n_inp}; a batch has at least one input")
         self.n_inp = n_inp
         self.target_keys = (target_keys,) if isinstance(target_keys, str) else tuple(target_keys)
+        if batch_size is not None and not callable(batch_size):
+            raise ValueError(
+                f"got batch_size={batch_size!r}; it is a function that counts the samples of a batch, such as "
+                "lambda batch: len(batch['image']). How many a batch shall have is for the loader to say "
+                "(from_datasets has bs)"
+            )
+        self.batch_size = batch_size
         self._device = torch.device(device) if device is not None else None
         self._pins = False  # whether to use pinned memory on a CUDA device
+        self._said = False  # whether a doubtful number of samples was warned of
+        self._counted: dict[int, tuple[Any, DataLoader]] = {}  # loaders with their copies that count, by id
 
     @classmethod
     def from_datasets(
@@ -63,6 +77,7 @@ class DataLoaders:
         device: torch.device | str | int | None = None,
         n_inp: int | None = None,
         target_keys: tuple[str, ...] = ("labels",),
+        batch_size: Callable[[Any], int] | None = None,
         **loader_kwargs: Any,
     ) -> "DataLoaders":
         """Make the loaders from datasets; a `TensorDataset`, or a `Subset` of one, is read in whole batches.
@@ -73,7 +88,7 @@ class DataLoaders:
             valid_bs: samples in a batch of the other loaders; by default `bs`.
             shuffle: draw training samples in random order (map-style datasets).
             num_workers: worker processes of each loader; reading whole batches needs none and starts none.
-            device, n_inp, target_keys: as for `DataLoaders`.
+            device, n_inp, target_keys, batch_size: as for `DataLoaders`.
             loader_kwargs: for `torch.utils.data.DataLoader`; `sampler`, `batch_sampler` and `drop_last` are for the
                 training loader only. Pinned memory is used by default if the device is a CUDA device.
         """
@@ -88,7 +103,7 @@ class DataLoaders:
             None if ds is None else RowsLoader(ds, batch_size=valid_bs or bs, **loader_kwargs)
             for ds in (valid_ds, *more)
         ]
-        dls = cls(train, *others, device=device, n_inp=n_inp, target_keys=target_keys)
+        dls = cls(train, *others, device=device, n_inp=n_inp, target_keys=target_keys, batch_size=batch_size)
         dls._pins = "pin_memory" not in loader_kwargs
         return dls
 
@@ -140,16 +155,15 @@ class DataLoaders:
         with keep_seeds(self.train):
             return to_device(next(iter(self.train)), self.device)
 
-    def unpack(self, batch: Any, device: torch.device, keep_targets: bool) -> tuple[Any, tuple, tuple, int]:
-        """Return (batch on `device`, inputs, targets, number of samples); arguments as in `split`."""
-        # This runs at every step, so the usual batch, a pair of tensors on the device already, gets a fast path.
-        if type(batch) in (tuple, list) and len(batch) == 2 and self.n_inp in (None, 1):
-            x, y = batch
-            if type(x) is type(y) is Tensor and x.device == device == y.device and x.ndim:
-                return batch, (x,), (y,), x.shape[0]
-        batch = to_device(batch, device)
-        inputs, targets = self.split(batch, keep_targets)
-        return batch, inputs, targets, batch_size(inputs)
+    def counted(self, dl: Any) -> Any:
+        """Return `dl`, or a copy that notes how many samples a batch sampler of the user's own draws."""
+        if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset) or _drawn_by(dl)[1]:
+            return dl
+        if dl.batch_sampler is None or self.batch_size is not None or (dl.num_workers and not dl.in_order):
+            return dl
+        if id(dl) not in self._counted:  # kept, with its persistent workers
+            self._counted[id(dl)] = dl, with_batches(dl, batch_sampler=CountedBatches(dl.batch_sampler))
+        return self._counted[id(dl)][1]
 
     def split(self, batch: Any, keep_targets: bool = False) -> tuple[tuple, tuple]:
         """Split a batch into (xb, yb): inputs and targets.
@@ -171,6 +185,120 @@ class DataLoaders:
             inputs = batch if keep_targets else {k: v for k, v in batch.items() if k not in self.target_keys}
             return (inputs,), targets
         return (batch,), ()
+
+
+class Unpacker:
+    """Moves each batch of a loader to the device, splits it into inputs and targets, and counts its samples.
+
+    Args:
+        dls: say how a batch is split and, perhaps, counted.
+        dl: the loader, as it is read.
+        device: where batches go.
+        keep_targets: as in `DataLoaders.split`.
+        sharded: several ranks read a part each, so that a likely count is not enough.
+    """
+
+    def __init__(self, dls: DataLoaders, dl: Any, device: torch.device, keep_targets: bool, sharded: bool) -> None:
+        self.dls, self.dl, self.device, self.keep_targets, self.sharded = dls, dl, device, keep_targets, sharded
+        self._size, self._total = (0, 0) if sharded else _drawn_by(dl)
+        self._sizes: deque[int] | None = None
+        self._pairs = dls.n_inp in (None, 1) and dls.batch_size is None
+        self._places: list[tuple] = []  # where the lengths of a full batch are its number of samples
+
+    def __call__(self, batch: Any, index: int) -> tuple[Any, tuple, tuple, int]:
+        """Return (batch on the device, inputs, targets, number of samples) of the loader's batch number `index`.
+
+        Raises:
+            ValueError: on several ranks, if nothing tells the number of samples.
+        """
+        drawn = self.dl.share.size if self.sharded else self._drawn(index)
+        # This runs at every step, so the usual batch, a pair of tensors on the device already, gets a fast path.
+        if self._pairs and type(batch) in (tuple, list) and len(batch) == 2:
+            x, y = batch
+            if type(x) is type(y) is Tensor and x.device == self.device == y.device and x.ndim and y.ndim:
+                rows = len(x)
+                if rows == len(y) and drawn in (None, rows):
+                    return batch, (x,), (y,), rows
+        batch, inputs, targets = self.split(batch)
+        return batch, inputs, targets, self._count(batch, drawn)
+
+    def split(self, batch: Any) -> tuple[Any, tuple, tuple]:
+        """Return (batch on the device, inputs, targets)."""
+        batch = to_device(batch, self.device)
+        return batch, *self.dls.split(batch, self.keep_targets)
+
+    def _drawn(self, index: int) -> int | None:
+        "The samples that a loader on one process has drawn for a batch, if it knows."
+        if index * self._size < self._total:
+            return min(self._size, self._total - index * self._size)
+        if index == 0 and isinstance(getattr(self.dl, "batch_sampler", None), CountedBatches):
+            self._sizes = self.dl.batch_sampler.sizes
+        return self._sizes.popleft() if self._sizes else None
+
+    def _count(self, batch: Any, drawn: int | None) -> int:
+        "The samples of a batch, of which the loader has drawn so many, if it knows."
+        if drawn == 0:  # a rank without data has an empty batch
+            return 0
+        if self.dls.batch_size is not None:
+            return _checked_count(self.dls.batch_size(batch))
+        likely = likely_sizes(batch)
+        if drawn in likely or (drawn is not None and len(likely) != 1):
+            return drawn
+        if len(likely) != 1:
+            return self._infer(batch)
+        rows = likely.pop()
+        if drawn is not None:
+            self._say(
+                f"the loader drew {drawn} samples for a batch whose parts have {rows} rows; the rows are counted as "
+                f"samples. If they are not, {_ADVICE}"
+            )
+        return rows
+
+    def _infer(self, batch: Any) -> int:
+        "The samples of a batch whose parts have several lengths, by those of a full one."
+        found = dict(lengths_in(batch))
+        if not self._places:
+            size = getattr(getattr(self.dl, "batch_sampler", None), "batch_size", None)
+            self._places = [place for place, length in found.items() if length == size]
+        here = [found[place] for place in self._places if place in found]
+        if here:
+            return min(here)  # in the last batch, what all samples share may be as long as a full one
+        lengths = ", ".join(f"{'.'.join(map(str, place))}: {length}" for place, length in found.items())
+        message = (
+            "it is not known how many samples a batch has, as its parts have different lengths or none "
+            f"({lengths or describe(batch)}); {_ADVICE}"
+        )
+        if self.sharded:
+            raise ValueError(message)
+        guess = next(iter(found.values()), 1)
+        self._say(f"{message}. Until then the first length is taken, {guess}")
+        return guess
+
+    def _say(self, message: str) -> None:
+        "Warn, once for these loaders; the numbers in the message may change."
+        if world.is_main() and not self.dls._said:
+            self.dls._said = True
+            warn(message)
+
+
+_ADVICE = "give DataLoaders(..., batch_size=lambda batch: ...), a function that counts the samples of a batch"
+
+
+def _drawn_by(dl: Any) -> tuple[int, int]:
+    """Return the samples of a full batch and of all batches, if a loader on one process draws them by indices."""
+    if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset):
+        return 0, 0
+    batches: Any = dl.batch_sampler
+    if isinstance(batches, OwnStream):
+        batches = batches.batches
+    total = loader_len(batches.sampler) if type(batches) in (BatchSampler, IndexBatches) else None
+    return (0, 0) if total is None else (batches.batch_size, total)
+
+
+def _checked_count(n: Any) -> int:
+    if isinstance(n, bool) or not hasattr(n, "__index__") or int(n) < 0:
+        raise ValueError(f"the function batch_size of DataLoaders returned {n!r}; it returns a number of samples")
+    return int(n)
 
 
 def _check_loader(dl: Any, i: int) -> None:

@@ -1,5 +1,6 @@
 """The order in which samples are drawn, and the random streams that decide it."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -135,6 +136,23 @@ def with_own_stream(dl: DataLoader) -> DataLoader:
     """Return a copy of `dl` whose sampler or batch sampler is an `OwnStream`."""
     name = "sampler" if dl.batch_sampler is None else "batch_sampler"
     return with_batches(dl, **{name: OwnStream(getattr(dl, name))})
+
+
+class CountedBatches:
+    """The user's batch sampler, which notes in `sizes` how many samples each batch has; a new deque in each epoch."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+        self.sizes: deque[int] = deque()
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator:
+        sizes = self.sizes = deque()
+        for batch in self.batches:
+            sizes.append(len(batch))
+            yield batch
 
 
 def states_at_start(dl: Any) -> tuple:

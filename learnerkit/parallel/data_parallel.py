@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from learnerkit.callback import Callback
-from learnerkit.data.batches import batch_size, get_field, in_float32, map_batch
+from learnerkit.data.batches import get_field, in_float32, map_batch, rows_of
 from learnerkit.events import INNER_EVENTS, Event
 from learnerkit.losses import LossWeight, check_shapes, is_cross_entropy, loss_option, no_scalar, unwrap_partial
 from learnerkit.utils import add_note_once, describe, unwrap, warn
@@ -179,7 +179,7 @@ class _Replica(nn.Module):
 
 def _count(weighting: LossWeight, inputs: Any, targets: tuple, output: Any, loss: Tensor) -> Tensor:
     """The count of the loss of a part of a batch, of shape (1,)."""
-    count = weighting.count(targets, batch_size(inputs), _pred(output), loss, inputs)
+    count = weighting.count(targets, rows_of(inputs), _pred(output), loss, inputs)
     # A product, because to copy a number to the device would make the host wait.
     return torch.ones(1, dtype=torch.float64, device=loss.device) * count
 

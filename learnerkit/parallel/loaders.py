@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 from learnerkit import world
-from learnerkit.data.batches import batch_size, loader_len, map_batch
+from learnerkit.data.batches import loader_len, map_batch
 from learnerkit.data.order import draws_globally, same_stream, samplers_of, with_batches
 from learnerkit.torch_internals import as_in_the_main_process
 from learnerkit.utils import library_of, warn
@@ -22,12 +22,13 @@ class Share(NamedTuple):
 
     Attributes:
         place: of the batch in the order of all ranks' batches.
-        size: samples of it that count; 0 for a rank that only takes part in the others' collectives.
+        size: samples of it that count; 0 for a rank that only takes part in the others' collectives; `None` where only
+            the data tell.
         total: samples of all ranks in this step; `None` where only the data tell.
     """
 
     place: int
-    size: int
+    size: int | None
     total: int | None
 
 
@@ -116,7 +117,7 @@ class RankBatches:
         if self.opaque:
             stream = ([item] for item in stream)
         for share, batch in self._spread(stream) if self.split or self.training else self._take_turns(stream):
-            shares.append(share._replace(total=None) if self.opaque else share)
+            shares.append(share._replace(size=None if share.size else 0, total=None) if self.opaque else share)
             yield batch[0] if self.opaque else batch
 
     def _spread(self, stream: Iterable) -> Iterator[tuple[Share, Any]]:
@@ -170,7 +171,7 @@ class RankLoader:
         shares = self.batches.shares = deque()
         for batch in self.loader:
             self.share, self.sample = shares.popleft(), batch
-            yield batch if self.share.size else emptied(batch)
+            yield emptied(batch) if self.share.size == 0 else batch
 
     def reseed(self, seed: int | tuple) -> None:
         """Give a new epoch's seed to samplers that draw from the global generators; others ignore it."""
@@ -270,8 +271,7 @@ class RankStreamLoader(RankLoader):
             yield self._given(batch, step)
 
     def _given(self, batch: Any, step: int) -> Any:
-        size = 0 if batch is None else batch_size(batch)
-        self.share = Share(step * world.world_size() + world.rank(), size, None)
+        self.share = Share(step * world.world_size() + world.rank(), 0 if batch is None else None, None)
         return emptied(self.sample) if batch is None else batch
 
     def _together(self) -> Iterator:

@@ -89,11 +89,10 @@ class RankStep:
         first, self.first = self.first, False
         if first:
             self.takes_nothing = not self.by_bucket and runs_on_nothing(learn, self._plain)
-        if not learn.dl.share.size:
+        if learn.dl.share.size == 0:
             learn.batch_size = 0
             if not self.takes_nothing:
-                unpacked = learn.dls.unpack(learn.dl.sample, learn.dls.device, learn.loss_func is None)
-                learn.batch, learn.xb, learn.yb, _ = unpacked
+                learn.batch, learn.xb, learn.yb = learn._unpack.split(learn.dl.sample)
         votes, note_unused = learn._loss_weighting.votes, self.note_unused if first else None
         if (votes or note_unused) and not self.by_bucket:  # on all ranks alike
             unused, means = try_batch(learn, self._plain)

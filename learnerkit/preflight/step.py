@@ -433,7 +433,7 @@ def judge_metrics(learn: "Learner") -> list[Finding]:
     for meter in meters:
         try:
             meter.reset()
-            meter.update(learn._batch_index, learn.batch_size, learn.pred, learn.yb)
+            meter.update(0, losses.rows_compared(learn.pred, learn.yb, learn.batch_size), learn.pred, learn.yb)
             values.append(f"{meter.name} {meter.result(sharded=False):.4g}")
         except Exception as e:
             got = f"predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}"

@@ -339,16 +339,22 @@ def test_tta_with_data_parallel(two_gpus):
     assert torch.equal(*found)
 
 
-def test_a_list_with_an_entry_for_each_sample_is_refused():
+def test_a_list_with_an_entry_for_each_sample_is_joined_by_samples():
     class Each(nn.Module):
         def forward(self, x):
             return [row.expand(3, 4) for row in x]
+
+    class Mappings(nn.Module):
+        def forward(self, x):
+            return [{"boxes": row.expand(1 + i, 4)} for i, row in enumerate(x)]
 
     class Heads(nn.Module):
         def forward(self, x):
             return [x, 2 * x]
 
-    with pytest.raises(ValueError, match="a list of 2 tensors for 2 samples.* pad them to one length"):
-        make_learner(make_dls(6, bs=2), Each()).get_preds()
+    preds, _ = make_learner(make_dls(7, bs=2), Each()).get_preds(ds_idx=0)  # at last a batch of one
+    assert [tuple(p.shape) for p in preds] == [(3, 4)] * 7
+    preds, _ = make_learner(make_dls(7, bs=2), Mappings()).get_preds(ds_idx=0)
+    assert [len(p["boxes"]) for p in preds] == [1, 2, 1, 2, 1, 2, 1]
     (one, two), _ = make_learner(make_dls(6, bs=2), Heads()).get_preds()
     assert torch.equal(2 * one, two)

@@ -2,12 +2,15 @@
 
 import re
 from collections import UserDict, namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from learnerkit import DataLoaders
-from learnerkit.data.batches import batch_size, concat, gather_batches, map_batch, to_device
+from learnerkit.data.batches import concat, gather_batches, likely_sizes, map_batch, tensors_in, to_device
+from learnerkit.data.loaders import Unpacker
 
 Pair = namedtuple("Pair", "a b")
 
@@ -25,19 +28,54 @@ def test_nested_batches_move_whole():
     assert set(to_device(UserDict(x=here), torch.device("meta"))) == {"x"}
 
 
+@dataclass(frozen=True)
+class Parts:
+    x: torch.Tensor
+    name: str = "a"
+
+
+class Moving:
+    """A batch of another library, which moves itself."""
+
+    def to(self, device):
+        return f"on {device}"
+
+
+def test_dataclasses_packed_sequences_and_objects_that_move_themselves():
+    packed = pack_sequence([torch.ones(3), torch.ones(1)])
+    moved = to_device([Parts(torch.ones(2)), packed, Moving(), Moving], torch.device("meta"))
+    assert moved[0].x.is_meta
+    assert moved[0].name == "a"
+    assert moved[1].data.is_meta
+    assert not moved[1].batch_sizes.is_meta
+    assert moved[2:] == ["on meta", Moving]
+    assert [len(t) for t in tensors_in((Parts(torch.ones(2)), packed))] == [2, 4]
+    with pytest.raises(ValueError, match="pad them"):
+        concat([packed, packed])
+
+
+rows = torch.ones(3, 2)
+
+
 @pytest.mark.parametrize(
-    ("batch", "size"),
+    ("batch", "sizes"),
     [
-        ((torch.ones(3, 2), torch.ones(3)), 3),
-        (({"x": torch.ones(4)},), 4),
-        ([["a", "b"]], 1),
-        ((["a", "b"],), 2),
-        ((torch.tensor(1.0),), 1),
-        (torch.ones(5), 5),
+        ((rows, rows[:, 0]), {3}),
+        (({"x": torch.ones(4)},), {4}),
+        ((torch.tensor(1.0), rows), {3}),
+        (Parts(rows), {3}),
+        (rows.numpy(), {3}),
+        ((["a", "b"], torch.ones(2)), {2}),
+        ((pack_sequence([torch.ones(3), torch.ones(1)]), torch.ones(2)), {2}),
+        (([rows, rows], rows), {3}),  # two inputs
+        (([rows[:2], rows[:1]], [{"boxes": rows}, {"boxes": rows}]), {2}),  # two samples
+        (([rows, rows],), {2, 3}),  # either
+        ((torch.ones(5), rows), set()),
+        ((torch.tensor(1.0),), set()),
     ],
 )
-def test_batch_size(batch, size):
-    assert batch_size(batch) == size
+def test_the_lengths_of_a_batch_tell_its_size_if_they_agree(batch, sizes):
+    assert likely_sizes(batch) == sizes
 
 
 def test_split():
@@ -57,25 +95,28 @@ def test_split():
         DataLoaders([1], n_inp=0)
 
 
+def unpacked(dls, batch, device, keep_targets=False):
+    return Unpacker(dls, None, torch.device(device), keep_targets, sharded=False)(batch, 0)
+
+
 def test_unpack_is_split_of_a_batch_on_the_device():
     a, b, c, scalar = torch.ones(3), torch.ones(3, 2), torch.ones(3), torch.tensor(1.0)
-    rows = [(a, b), [a, b], (a,), a, (a, b, c), ("text", a), (scalar, a), ([a, b], c), {"x": a, "y": b}, (None, a)]
-    cpu = torch.device("cpu")
+    batches = [(a, b), [a, b], (a,), a, (a, b, c), ("text", a), (scalar, a), ([a, b], c), {"x": a, "y": b}, (None, a)]
     for keep_targets in (False, True):
         for n_inp in (None, 1, 2, 3):
             dls = DataLoaders([1], n_inp=n_inp, target_keys="y")
-            for batch in rows:
+            for batch in batches:
                 try:
                     expected = dls.split(batch, keep_targets)
                 except ValueError as e:
                     with pytest.raises(ValueError, match=re.escape(str(e))):
-                        dls.unpack(batch, cpu, keep_targets)
+                        unpacked(dls, batch, "cpu", keep_targets)
                     continue
-                there, xb, yb, size = dls.unpack(batch, cpu, keep_targets)
+                there, xb, yb, size = unpacked(dls, batch, "cpu", keep_targets)
                 assert type(there) is type(batch)
                 assert same((xb, yb), expected), (batch, n_inp)
-                assert size == batch_size(xb)
-    found = DataLoaders([1]).unpack((a, b), torch.device("meta"), False)
+                assert size == 3
+    found = unpacked(DataLoaders([1]), (a, b), "meta")
     assert all(t.device.type == "meta" for t in (*found[0], *found[1], *found[2]))
 
 

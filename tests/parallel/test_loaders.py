@@ -248,7 +248,7 @@ def check_step(case, step, group, last):
     mine = [batch for _, batch in step]
     if case.kind == OPAQUE:  # whole batches, which only their data know the sizes of
         assert mine == group + [[]] * (case.ranks - len(group)), case
-        assert [share[1:] for share, _ in step] == [(int(bool(batch)), None) for batch in mine], case
+        assert [share[1:] for share, _ in step] == [(None if batch else 0, None) for batch in mine], case
         return
     sizes, total = [len(batch) for batch in mine], len(flat(group))
     assert [share.size for share, _ in step] == sizes, case
@@ -400,7 +400,7 @@ def test_what_cannot_be_shared_out_is_refused_with_the_reason():
 def test_batches_made_by_the_dataset_are_dealt_whole():
     batches = RankBatches(SequentialSampler(range(5)), 1, 2, opaque=True)
     found = [(item, share) for item, share in zip(batches, iter_shares(batches), strict=False)]
-    assert [item for item, share in found if share.size] == [1, 3]
+    assert [item for item, share in found if share.size is None] == [1, 3]
     assert all(share.total is None for _, share in found)
     assert len(batches) == 3
 

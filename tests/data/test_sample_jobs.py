@@ -1,0 +1,43 @@
+"""What a sample is: jobs whose batches do not begin with a tensor of samples, on 1, 2 and 3 processes."""
+
+import pytest
+import torch
+from rank_pool import Results
+from sample_jobs import JOBS, REFUSED, do
+
+QUICK_ON_THREE = ["graphs, accumulated", "detection"]
+
+
+@pytest.fixture(scope="module")
+def found(rank_pools):
+    """What a job comes to on each rank, by (number of processes, job)."""
+    return Results(rank_pools, do)
+
+
+def on_ranks(jobs):
+    marks = {2: [], 3: [pytest.mark.slow]}
+    return pytest.mark.parametrize(
+        ("n", "job"),
+        [
+            pytest.param(n, job, id=f"{n}-ranks-{job}", marks=[] if job in QUICK_ON_THREE else marks[n])
+            for n in marks
+            for job in jobs
+        ],
+    )
+
+
+@on_ranks(JOBS)
+def test_equals_one_process(found, n, job):
+    alone = {name: value for name, value in found[1, job][0].items() if name != "said"}
+    assert torch.isfinite(torch.tensor(alone["losses"])).all()
+    for i, rank in enumerate(found[n, job]):
+        said = [JOBS[job].warns] if JOBS[job].warns and not i else []
+        assert [said[0] in message for message in rank.pop("said")] == [True] * len(said)
+        for name, expected in alone.items():
+            torch.testing.assert_close(rank[name], expected, rtol=1e-11, atol=1e-12, msg=lambda m, k=name: f"{k}: {m}")
+
+
+@on_ranks(REFUSED)
+def test_is_refused(found, n, job):
+    for rank in found[n, job]:
+        assert REFUSED[job][1] in (rank["refused"] or "nothing")
