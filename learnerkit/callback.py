@@ -242,13 +242,21 @@ class Dispatch:
             self._hook(cb, f"before_{level}")()
 
     def fire(self, event: str) -> None:
-        """Call everyone who listens to `event`; an exception gains a note with the callback and the event."""
+        """Call everyone who listens to `event`; an exception gains a note with the callback and the event.
+
+        A cancel in `after_batch` is raised after the event, so that all callbacks hear of a batch that was trained on.
+        """
+        cancel = None
         for cb, hook in self.table[event]:
             try:
                 hook()
             except BaseException as e:
                 RaisedIn.add_to(e, cb, event)
-                raise
+                if event != "after_batch" or not isinstance(e, CancelException):
+                    raise
+                cancel = cancel or e
+        if cancel is not None:
+            raise cancel
 
     def __enter__(self) -> "Dispatch":
         """Open a level, whose cleanups run at its end: of each callback that its `before_*` event has reached."""

@@ -227,25 +227,32 @@ def _wire(x: Tensor) -> Tensor:
 
 # Collectives: every rank must reach each of them, in the same order
 
-_refused_in: ContextVar[str] = ContextVar("silent", default="")
+_refused_in: ContextVar[tuple[str, str] | None] = ContextVar("silent", default=None)
 
 
 @contextmanager
-def no_collectives(where: str) -> Iterator[None]:
-    """Refuse collectives in here, naming `where`: the other ranks may not come, and this one would wait for ever."""
-    token = _refused_in.set(where)
+def no_collectives(where: str, why: str = "") -> Iterator[None]:
+    """Refuse collectives in here, naming `where`.
+
+    Args:
+        where: what runs in here.
+        why: by default that the other ranks may not come, and this one would wait for ever.
+    """
+    token = _refused_in.set((where, why))
     try:
-        with CollectiveRefusal(functools.partial(_refusal, where)) if is_joined() else nullcontext():
+        with CollectiveRefusal(functools.partial(_refusal, (where, why))) if is_joined() else nullcontext():
             yield
     finally:
         _refused_in.reset(token)
 
 
-def _refusal(where: str, what: str) -> RuntimeError:
-    return RuntimeError(
-        f"{where} called {what}: the other ranks may not come here (after a failure, or because it runs on rank 0 "
-        "alone), so it would wait for ever; communicate in an event that all ranks reach"
+def _refusal(refused: tuple[str, str], what: str) -> RuntimeError:
+    where, why = refused
+    why = why or (
+        "the other ranks may not come here (after a failure, or because it runs on rank 0 alone), so it would wait for "
+        "ever; communicate in an event that all ranks reach"
     )
+    return RuntimeError(f"{where} called {what}: {why}")
 
 
 _before_collective: ContextVar[Callable[[], None] | None] = ContextVar("before_collective", default=None)
@@ -283,8 +290,8 @@ def _has_peers(what: str, waits: bool = True) -> bool:
     """
     if world_size() == 1:
         return False
-    if _refused_in.get():
-        raise _refusal(_refused_in.get(), f"world.{what}")
+    if refused := _refused_in.get():
+        raise _refusal(refused, f"world.{what}")
     join()
     if waits and (call := _before_collective.get()) is not None:
         call()

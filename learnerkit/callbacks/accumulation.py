@@ -52,7 +52,7 @@ class GradientAccumulation(Callback):
         self._counted = True
         self._batches += 1
         self._samples += self._global_size()
-        last = learn.n_iter is not None and learn.iter + 1 == learn.n_iter
+        last = learn.iter + 1 == learn.n_iter or getattr(learn.dl, "is_last", False)
         full = self._batches == self.n_batches or (self.n_samples and self._samples >= self.n_samples)
         if self._batches == 1 and self.n_samples:
             learn._step_batches = -(-self.n_samples // max(1, self._samples))

@@ -4,6 +4,7 @@ import copy
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -69,27 +70,43 @@ class Evaluation:
     def __init__(self, meters: list[Meter], sharded: bool) -> None:
         self.meters, self.sharded = meters, sharded
         self.loss, self.batches = LossMeter(), 0
-        for meter in meters:
-            meter.reset()
+        self._is_fresh = True
+
+    def _begin(self) -> None:
+        """Reset the meters; not before there is something, so that the user can read the objects of the last pass."""
+        if self._is_fresh:
+            self._is_fresh = False
+            for meter in self.meters:
+                meter.reset()
 
     def update(self, learn: "Learner") -> None:
         """Add the current batch."""
+        self._begin()
         self.batches += 1
         self.loss.update(learn)
         for meter in self.meters:
             if learn.batch_size and learn.pred is not None:
                 try:
                     rows = rows_compared(learn.pred, learn.yb, learn.batch_size)
-                    meter.update(learn._batch_index, rows, learn.pred, learn.yb)
+                    with self._refusing_collectives(meter):
+                        meter.update(learn._batch_index, rows, learn.pred, learn.yb)
                 except Exception as e:
                     got = f"predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}"
                     add_note_once(e, f"metric {meter.name!r} got {got}")
                     raise
 
+    def _refusing_collectives(self, meter: Meter) -> AbstractContextManager:
+        """Refuse communication in the first update; asked in every one, it would take time."""
+        if not self.sharded or self.batches > 1:
+            return nullcontext()
+        why = "ranks may have different numbers of batches; update with the batch alone, all ranks are combined later"
+        return world.no_collectives(f"the metric {meter.name!r}", why)
+
     def metrics(self) -> list[float]:
         """The value of each metric; every rank must reach this if the data are sharded."""
         if not (world.reduce(self.batches) if self.sharded else self.batches):
             return [float("nan")] * len(self.meters)
+        self._begin()  # on a rank without data
         return [meter.result(self.sharded) for meter in self.meters]
 
 
@@ -104,8 +121,11 @@ class EvaluationCallback(Callback):
         self.values: list[float] = []
 
     def before_validate(self) -> None:
-        # Copies, because during a fit the recorder may be using the metrics themselves.
-        self._evaluation = Evaluation(make_meters(copy.deepcopy(self.learn.metrics)), self.learn._sharded)
+        learn = self.learn
+        others = [cb for cb in learn.cbs if isinstance(cb, EvaluationCallback) and cb is not self]
+        # Copies where a fit or another validation is going on, which may be using the metrics themselves.
+        metrics = copy.deepcopy(learn.metrics) if learn._in_fit or others else learn.metrics
+        self._evaluation = Evaluation(make_meters(metrics), learn._sharded)
 
     def after_batch(self) -> None:
         self._evaluation.update(self.learn)

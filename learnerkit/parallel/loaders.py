@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from learnerkit import world
 from learnerkit.data.batches import loader_len, map_batch
 from learnerkit.data.order import draws_globally, same_stream, samplers_of, with_batches
+from learnerkit.text import first_few
 from learnerkit.torch_internals import as_in_the_main_process
 from learnerkit.utils import library_of, warn
 
@@ -147,10 +148,11 @@ class RankLoader:
         sample: where the batch is empty, the samples it was made of, for models that cannot run on nothing.
         step_size: samples of all ranks in a full step; `None` where the loader does not know it.
         ended: this rank has no more data, but the others may have.
+        is_last: the loader has no length, and this is the last batch, on all ranks alike.
         usual_total: samples of all ranks in a step, roughly, where the shares do not tell.
     """
 
-    ended = False
+    ended = is_last = False
     usual_total: int | None = None
 
     def __init__(self, loader: DataLoader, batches: Any) -> None:
@@ -169,7 +171,7 @@ class RankLoader:
     def __iter__(self) -> Iterator:
         # A queue for each iteration: one may run inside another (validation called in the middle of validation).
         shares = self.batches.shares = deque()
-        for batch in self.loader:
+        for batch, self.is_last in _with_last(self.loader, known=loader_len(self) is not None):
             self.share, self.sample = shares.popleft(), batch
             yield emptied(batch) if self.share.size == 0 else batch
 
@@ -183,6 +185,20 @@ class RankLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
+
+
+def _with_last(batches: Iterable, known: bool) -> Iterator[tuple[Any, bool]]:
+    """Yield each batch and whether it is the last, one late; if the number of batches is `known`, at once and False."""
+    if known:
+        yield from ((batch, False) for batch in batches)
+        return
+    waiting: list = []
+    for batch in batches:
+        if waiting:
+            yield waiting.pop(), False
+        waiting.append(batch)
+    if waiting:
+        yield waiting.pop(), True
 
 
 def emptied(batch: Any) -> Any:
@@ -237,6 +253,27 @@ class _Whole:
             except StopIteration:
                 return
             yield sample
+
+
+def _init_stream_worker(worker_init_fn: Any, worker: int) -> None:
+    """Call the user's function with the user's dataset in a loader's worker.
+
+    Raises:
+        ValueError: it changes the dataset, which every worker of every rank must read as a whole.
+    """
+    info: Any = get_worker_info()
+    stream = info.dataset
+    before = dict(vars(stream.dataset))
+    info.dataset = stream.dataset
+    worker_init_fn(worker)
+    info.dataset = stream
+    changed = [name for name, value in vars(stream.dataset).items() if value is not before.get(name, stream)]
+    if changed:
+        raise ValueError(
+            f"worker_init_fn changes {first_few(changed)} of the {type(stream.dataset).__name__} in each worker, but on "
+            "several ranks every worker reads the whole and takes its part; share it out in its __iter__ by "
+            "get_worker_info(), or also among the ranks, and say dataset_is_sharded=True"
+        )
 
 
 class RankStreamLoader(RankLoader):
@@ -344,6 +381,8 @@ def rank_stream(
         replaced["batch_sampler"] = BatchSampler(dl.sampler, len(piece), dl.drop_last)
     elif steps is not None:
         steps = -(-steps // ranks) if join or not training else steps // ranks
+    if dl.worker_init_fn is not None:
+        replaced["worker_init_fn"] = partial(_init_stream_worker, dl.worker_init_fn)
     replaced["dataset"] = RankStream(dl.dataset, world.rank(), ranks, size, piece, seed)
     return RankStreamLoader(with_batches(dl, **replaced), steps, training, join, size if split else size * ranks)
 

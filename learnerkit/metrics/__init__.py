@@ -1,0 +1,27 @@
+"""Metrics: functions that are means over samples, and objects with states that ranks can combine.
+
+Every metric counts each sample exactly once, for any batches and any number of ranks. `functions.py` and `objects.py`
+have our own; `meters.py` updates metrics of all kinds, and `combining.py` makes the states of all ranks one;
+`libraries.py` knows what torchmetrics and torcheval do not document.
+"""
+
+from learnerkit.metrics.functions import accuracy, error_rate, mae, mse, top_k_accuracy
+from learnerkit.metrics.meters import (
+    GatheringMeter,
+    MeanMeter,
+    MergingMeter,
+    Meter,
+    StatesMeter,
+    make_meters,
+    metric_names,
+    weighted_mean,
+)
+from learnerkit.metrics.objects import AccumMetric, Metric, metric_name, perplexity, rmse
+
+__all__ = [
+    "AccumMetric", "GatheringMeter", "MeanMeter", "MergingMeter", "Meter", "Metric", "StatesMeter", "TorchmetricsMeter",
+    "accuracy", "error_rate", "mae", "make_meters", "metric_name", "metric_names", "mse", "perplexity", "rmse",
+    "top_k_accuracy", "weighted_mean",
+]  # fmt: skip
+
+TorchmetricsMeter = StatesMeter

@@ -1,0 +1,210 @@
+"""States of metrics on several ranks, made into one; and what else an object remembers."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from learnerkit import world
+from learnerkit.data.batches import map_batch, tensors_in
+from learnerkit.metrics import libraries
+from learnerkit.metrics.objects import Metric
+
+
+class Holder(NamedTuple):
+    """An object with declared states.
+
+    Attributes:
+        object: it.
+        states: (default, how ranks combine it) by name; `None`: only the batches of all ranks tell.
+    """
+
+    object: Any
+    states: dict[str, tuple[Any, str | None]]
+
+    def read(self) -> dict[str, Any]:
+        """The states; of lists, copies."""
+        values = {name: getattr(self.object, name) for name in self.states}
+        return {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def holders_of(metric: Any) -> list[Holder]:
+    """The objects with declared states that a metric consists of: itself, and for torchmetrics those inside it."""
+    if isinstance(metric, Metric):
+        return [Holder(metric, metric.__dict__.get("_states", {}))]
+    inner = filter(libraries.is_torchmetrics, metric.modules())
+    return [Holder(m, libraries.declared_states(m)) for m in inner]
+
+
+def needs_batches(metric: Any, holders: list[Holder]) -> bool:
+    """Tell whether the states of a metric cannot be combined, as far as its class tells."""
+    known = {id(holder.object) for holder in holders}
+    return (
+        any(id(inner) not in known for inner in libraries.torchmetrics_in(metric))
+        or any(map(libraries.synchronizes_otherwise, known_torchmetrics(holders)))
+        or any(how is None and isinstance(default, list) for h in holders for default, how in h.states.values())
+    )
+
+
+def known_torchmetrics(holders: list[Holder]) -> list[Any]:
+    """Those of the holders' objects that torchmetrics made."""
+    return [h.object for h in holders if libraries.is_torchmetrics(h.object)]
+
+
+# What an object remembers
+
+
+def remembered(holders: list[Holder]) -> list[dict[str, Any]]:
+    """What the objects remember, by attribute, but in states that can be combined: copies, save of modules."""
+    modules = [m for h in holders if isinstance(h.object, nn.Module) for m in h.object.modules()]
+    shared = {id(m): m for m in (*modules, *(h.object for h in holders))}
+    found = []
+    for holder in holders:
+        combined = {name for name, (_, how) in holder.states.items() if how is not None}
+        attributes = {k: v for k, v in vars(holder.object).items() if k not in combined | libraries.BOOKKEEPING}
+        found.append({name: _copied(value, shared) for name, value in attributes.items()})
+    return found
+
+
+def _copied(x: Any, shared: dict[int, Any]) -> Any:
+    if isinstance(x, Tensor):
+        return x.detach().clone()
+    try:
+        return copy.deepcopy(x, dict(shared))
+    except Exception:  # what cannot be copied, such as a lock, is compared by its identity
+        return x
+
+
+def same(a: Any, b: Any, depth: int = 8) -> bool:
+    """Tell whether two copies of what an object remembers are equal; of tensors this is a host-device sync."""
+    if a is b or not depth:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(same(a[k], b[k], depth - 1) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y, depth - 1) for x, y in zip(a, b, strict=True))
+    if hasattr(a, "__array__"):
+        return bool(a.shape == b.shape and (a == b).all())
+    has_no_eq = not any("__eq__" in vars(cls) for cls in type(a).__mro__[:-1])
+    if has_no_eq:
+        return same(getattr(a, "__dict__", {}), getattr(b, "__dict__", {}), depth - 1)
+    return bool(a == b)
+
+
+def undo(before: list[dict], after: list[dict], holders: list[Holder]) -> None:
+    """Give the objects the attributes back that they had before an update."""
+    for holder, old, new in zip(holders, before, after, strict=True):
+        for name in old.keys() & new.keys():
+            if not same(old[name], new[name]):
+                setattr(holder.object, name, old[name])
+
+
+def changed_name(before: list[dict], after: list[dict], holders: list[Holder]) -> str:
+    """The first attribute that differs, with its class."""
+    for holder, a, b in zip(holders, before, after, strict=True):
+        for name in a | b:
+            if name not in a or name not in b or not same(a[name], b[name]):
+                return f"{name!r} of {type(holder.object).__name__}"
+    return ""
+
+
+# All ranks
+
+
+def gather_nested(pieces: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """(place, nested tensors) pairs of all ranks, on the host, in the order of their places; each of its own structure.
+
+    Every rank must reach this.
+    """
+    pieces = list(pieces)
+    layouts = [(place, None if type(x) is Tensor else map_batch(lambda t: _HOLE, x)) for place, x in pieces]
+    tensors = [((place, i), t) for place, x in pieces for i, t in enumerate(tensors_in(x))]
+    everyone = sorted((pair for rank in world.all_gather(layouts) for pair in rank), key=lambda pair: pair[0])
+    gathered = iter(world.gather_pieces(tensors) or ())
+    return [
+        (place, next(gathered) if layout is None else map_batch(lambda _: next(gathered), layout))
+        for place, layout in everyone
+    ]
+
+
+_HOLE = torch.empty(0)
+
+
+def combine_states(holders: list[Holder], places: dict[tuple[int, str], list], has_seen: bool) -> None:
+    """Give the objects the states of all ranks; every rank must reach this.
+
+    Args:
+        holders: the objects, in the same order on every rank.
+        places: of each item of the states that are lists, by the object's number and the state's name.
+        has_seen: whether this rank has updated them.
+    """
+    states = [h.read() for h in holders]
+    lists = {key: states[key[0]].pop(key[1]) for key in _list_states(holders)}
+    counts = [libraries.update_count(h.object) if libraries.is_torchmetrics(h.object) else 0 for h in holders]
+    own = _on_host(states), counts, {key: str(x[0].device) for key, x in lists.items() if _is_tensor(x[:1])}
+    others = [rank for rank in world.all_gather(own if has_seen else None) if rank is not None]
+    items = gather_nested(
+        ((key, *place), item)
+        for key, found in lists.items()
+        for place, item in zip(places.get(key, []), found, strict=True)
+    )
+    devices = {key: device for _, _, found in reversed(others) for key, device in found.items()}
+    for i, holder in enumerate(holders):
+        for name, (default, how) in holder.states.items():
+            if how == "cat":
+                device = _local(devices.get((i, name), "cpu"), holder.object)
+                value: Any = _moved([item for (key, *_), item in items if key == (i, name)], device)
+            else:
+                value = _combined([rank[i][name] for rank, _, _ in others], default, how)
+                present = getattr(holder.object, name)
+                value = _moved(value, present.device if isinstance(present, Tensor) else torch.device("cpu"))
+            setattr(holder.object, name, value)
+        if libraries.is_torchmetrics(holder.object):
+            libraries.note_new_states(holder.object, sum(found[i] for _, found, _ in others))
+
+
+def _list_states(holders: list[Holder]) -> list[tuple[int, str]]:
+    return [(i, name) for i, h in enumerate(holders) for name, (_, how) in h.states.items() if how == "cat"]
+
+
+def _is_tensor(items: list) -> bool:
+    return bool(items) and isinstance(items[0], Tensor)
+
+
+def _on_host(x: Any) -> Any:
+    return map_batch(lambda t: t.detach().cpu(), x)
+
+
+def _local(device: str, metric: Any) -> torch.device:
+    """The device of this rank that is what `device` is on another."""
+    here, there = getattr(metric, "device", None), torch.device(device)
+    if isinstance(here, torch.device) and here.type == there.type:
+        return here
+    return there if there.type == "cpu" else world.default_device()
+
+
+def _moved(x: Any, device: torch.device) -> Any:
+    return map_batch(lambda t: t.to(device), x)
+
+
+_TWO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def _combined(values: list, default: Any, how: str | None) -> Any:
+    """One state from those of the ranks that have seen data."""
+    if not values:
+        return copy.deepcopy(default)
+    if how is None:  # no rank has changed it
+        return values[0]
+    tensors = [torch.as_tensor(value) for value in values]
+    total = functools.reduce(_TWO[how], tensors)
+    if how == "sum" and len(tensors) > 1 and torch.as_tensor(default).any():  # which each rank has begun with
+        total = total - (len(tensors) - 1) * torch.as_tensor(default).cpu()
+    return total

@@ -1,0 +1,162 @@
+"""What torchmetrics and torcheval do not document: the one file to look at when a release of theirs breaks something.
+
+Neither is imported here: an object of theirs shows that the user has done so.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+_REFUSED = {
+    "BootStrapper": "draws its samples by chance, others on each process; give the metric inside it",
+    "MetricTracker": "holds a metric for each epoch; give the metric inside it: `learn.recorder.values` has its value "
+    "in each epoch",
+}
+_DICTS = ("MetricCollection", "FeatureShare")
+
+
+# torchmetrics
+
+
+def is_torchmetrics(x: Any) -> bool:
+    """Tell whether `x` is a `torchmetrics.Metric`."""
+    library = sys.modules.get("torchmetrics")
+    return library is not None and isinstance(x, library.Metric)
+
+
+def refusal(metric: Any) -> str | None:
+    """Return why an object of torchmetrics, or one inside it, cannot be a metric of a Learner; `None` if it can be."""
+    modules = metric.modules() if isinstance(metric, nn.Module) else ()
+    for cls in (cls for module in modules for cls in type(module).__mro__ if _is_own(cls)):
+        if cls.__name__ in _REFUSED:
+            return f"{cls.__name__} {_REFUSED[cls.__name__]}"
+    if _is_own(type(metric)) and type(metric).__name__ in _DICTS:
+        return (
+            f"{type(metric).__name__} computes a dict; give its metrics, one for each column: metrics=dict(it.items())"
+        )
+    return None
+
+
+def _is_own(cls: type) -> bool:
+    return cls.__module__.split(".")[0] == "torchmetrics"
+
+
+def torchmetrics_in(x: Any) -> list[Any]:
+    """Return the torchmetrics objects in an object: itself, in its attributes, in containers."""
+    return list({id(metric): metric for metric in _torchmetrics_in(x, depth=4)}.values())
+
+
+def _torchmetrics_in(x: Any, depth: int) -> Iterator[Any]:
+    if "torchmetrics" not in sys.modules or not depth:
+        return
+    if isinstance(x, nn.Module):
+        yield from filter(is_torchmetrics, x.modules())
+    if isinstance(x, Mapping | list | tuple | set):
+        parts = list(x.values()) if isinstance(x, Mapping) else list(x)
+    else:
+        parts = [] if isinstance(x, Tensor | type | str) else list(getattr(x, "__dict__", {}).values())
+    for part in parts[:1000]:
+        yield from _torchmetrics_in(part, depth - 1)
+
+
+def declared_states(metric: Any) -> dict[str, tuple[Any, str | None]]:
+    """Return the states of a torchmetrics object: (default, how ranks combine it) by name.
+
+    It is 'sum', 'max', 'min', 'cat' (a list, whose items keep their order), or `None`, which needs the batches.
+    """
+    from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
+    from torchmetrics.utilities.data import dim_zero_max, dim_zero_min
+
+    of_tensors = {dim_zero_sum: "sum", dim_zero_max: "max", dim_zero_min: "min"}
+    found: dict[str, tuple[Any, str | None]] = {}
+    for name, default in metric._defaults.items():
+        reduction = metric._reductions[name]
+        if isinstance(default, list):
+            found[name] = default, "cat" if reduction in (None, dim_zero_cat) else None
+        else:
+            found[name] = default, of_tensors.get(reduction)
+    return found
+
+
+BOOKKEEPING = frozenset(
+    ("_computed", "_forward_cache", "_update_count", "_cache", "_is_synced", "update", "compute", "_update_signature")
+    + ("_groups", "_groups_checked", "_state_is_copy", "distributed_available_fn")
+)
+"""Attributes of a torchmetrics object that are no part of what it has seen."""
+
+
+def synchronizes_otherwise(metric: Any) -> bool:
+    """Tell whether the user's own class combines ranks in another way than its states say."""
+    for cls in type(metric).__mro__:
+        if "_sync_dist" in vars(cls) or "sync" in vars(cls):
+            return not _is_own(cls)
+    return False
+
+
+def update_count(metric: Any) -> int:
+    """Return how many batches a torchmetrics object has seen."""
+    return metric._update_count
+
+
+def note_new_states(metric: Any, updates: int) -> None:
+    """Let a torchmetrics object compute anew, from states that stand for so many batches."""
+    metric._computed, metric._update_count = None, updates
+
+
+class HoldsTheWhole:
+    """In the place of `distributed_available_fn`: the states are those of all ranks, so `compute` does not communicate.
+
+    It ends with the `reset` of the object, or of a wrapper that keeps the states for it (`Running`).
+
+    Args:
+        metric: a torchmetrics object.
+        owner: the object that has its states, mostly itself.
+        asked: what the first one had in this place.
+    """
+
+    def __init__(self, metric: Any, owner: Any, asked: Callable[[], bool]) -> None:
+        self.metric, self.owner, self.asked, self.updates = metric, owner, asked, update_count(metric)
+        owner._cache = {}  # which `reset` sets to None
+
+    def __call__(self) -> bool:
+        if self.owner._cache is None:
+            return self.asked()
+        if self.owner is self.metric and update_count(self.metric) != self.updates:
+            raise RuntimeError(
+                f"{type(self.metric).__name__} holds what all ranks have seen in the last evaluation, and was updated "
+                "after it on this one; call its reset() before its first update"
+            )
+        return False
+
+
+def hold_the_whole(metrics: list[Any], whole: bool = True) -> None:
+    """Let `compute` of torchmetrics objects take their states for those of all ranks until `reset`, or no longer."""
+    for metric in metrics:
+        asked = metric.distributed_available_fn
+        if isinstance(asked, HoldsTheWhole):
+            asked.owner._cache = None
+            metric.distributed_available_fn = asked.asked
+    for metric in metrics if whole else ():
+        around = (m for m in metrics if m is not metric and m._defaults and any(x is metric for x in m.modules()))
+        metric.distributed_available_fn = HoldsTheWhole(metric, next(around, metric), metric.distributed_available_fn)
+
+
+# torcheval
+
+
+def is_torcheval(x: Any) -> bool:
+    """Tell whether `x` is a `torcheval.metrics.Metric`."""
+    library = sys.modules.get("torcheval.metrics")
+    return library is not None and isinstance(x, library.Metric)
+
+
+def merges_any_order(metric: Any) -> bool:
+    """Tell whether a torcheval object's `merge_state` gives what one process computes.
+
+    It appends lists in the order of the ranks rather than of the data, and a window is of each rank's last batches.
+    """
+    defaults = metric._state_name_to_default.values()
+    has_window = any(name.startswith("max_num_") for name in vars(metric))
+    return all(isinstance(d, Tensor | int | float) for d in defaults) and not has_window

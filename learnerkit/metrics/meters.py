@@ -1,0 +1,353 @@
+"""Meters: one interface to metrics of all kinds, batch by batch, on any number of ranks."""
+
+import copy
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learnerkit import world
+from learnerkit.data.batches import map_batch
+from learnerkit.host_scalars import HostScalars
+from learnerkit.metrics import libraries
+from learnerkit.metrics.combining import (
+    changed_name,
+    combine_states,
+    gather_nested,
+    holders_of,
+    known_torchmetrics,
+    needs_batches,
+    remembered,
+    same,
+    undo,
+)
+from learnerkit.metrics.objects import Metric, metric_name
+from learnerkit.utils import describe, listify
+
+
+def make_meters(metrics: Any) -> list["Meter"]:
+    """Make a meter for each metric.
+
+    Args:
+        metrics: a function, an object, a subclass of `Metric`, a list of these, or a dict of them by name.
+
+    Raises:
+        TypeError: something that is not a metric.
+        ValueError: two metrics with the same name.
+    """
+    named = metrics.items() if isinstance(metrics, Mapping) else [(None, m) for m in listify(metrics)]
+    meters = [_make_meter(metric, name) for name, metric in named]
+    names = [m.name for m in meters]
+    repeated = {n for n in names if names.count(n) > 1}
+    if repeated:
+        raise ValueError(
+            f"two metrics are named {sorted(repeated)}; name them by a dict: metrics={{'name': metric, ...}}"
+        )
+    return meters
+
+
+def _make_meter(metric: Any, name: str | None) -> "Meter":
+    if isinstance(metric, type) and issubclass(metric, Metric):
+        metric = metric()
+    if why := libraries.refusal(metric):
+        raise TypeError(f"got the metric {name or metric_name(metric)!r}: torchmetrics' {why}")
+    if libraries.is_torchmetrics(metric) or (isinstance(metric, Metric) and metric.__dict__.get("_states")):
+        return StatesMeter(metric, name)
+    if all(callable(getattr(metric, part, None)) for part in ("reset", "update", "compute")):
+        gathers = libraries.is_torcheval(metric) and not libraries.merges_any_order(metric)
+        return (
+            GatheringMeter(metric, name)
+            if gathers or not hasattr(metric, "merge_state")
+            else MergingMeter(metric, name)
+        )
+    if callable(metric):
+        return MeanMeter(metric, name)
+    raise TypeError(
+        f"got the metric {metric!r}; a metric is a function f(pred, *targets) that is a mean over samples, an "
+        "AccumMetric, or an object with reset, update and compute"
+    )
+
+
+def metric_names(metrics: Any) -> list[str]:
+    """The columns of a Learner's metrics."""
+    return list(metrics) if isinstance(metrics, Mapping) else list(map(metric_name, listify(metrics)))
+
+
+class Meter:
+    """Updates one metric batch by batch, and computes its value at the end.
+
+    Args:
+        metric: the metric as the user gave it.
+        name: its column; by default the metric's own name.
+    """
+
+    def __init__(self, metric: Any, name: str | None = None) -> None:
+        self.metric, self.name = metric, name or metric_name(metric)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.metric.reset()
+
+    def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
+        """Add a batch.
+
+        Args:
+            place: its place in the order of the data.
+            size: its number of samples.
+            pred, targets: its predictions and targets.
+        """
+        self.metric.update(_detached(pred), *targets)
+
+    def result(self, sharded: bool) -> float:
+        """Return the metric over all batches; if `sharded`, over all ranks, each of which must reach this.
+
+        The object has the states of all ranks then, until it is reset or updated.
+        """
+        return self.value(sharded)
+
+    def value(self, sharded: bool) -> float:
+        """Compute the metric from the states that the object has: if `sharded`, those of all ranks.
+
+        Raises:
+            RuntimeError: it communicates by itself.
+            ValueError: it is not a single number.
+        """
+        if world.world_size() > 1:
+            libraries.hold_the_whole(libraries.torchmetrics_in(self.metric))
+        why = "it has the states of all ranks then; leave the communication out"
+        alone = world.no_collectives(f"compute of the metric {self.name!r}", why) if sharded else nullcontext()
+        with alone, warnings.catch_warnings():
+            # torchmetrics warns if there was no batch, which is allowed here.
+            warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
+            return self.scalar(self.metric.compute())
+
+    def scalar(self, value: Any) -> float:
+        """Return `value` as a float.
+
+        Raises:
+            ValueError: it is not a single number.
+        """
+        if value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, "__float__"):
+            return float(value)
+        raise ValueError(
+            f"metric {self.name!r} returned {describe(value)}; a metric returns a number or a tensor with one element "
+            "(take the mean inside it, or give one metric for each value)"
+        )
+
+
+def _detached(pred: Any) -> Any:
+    return pred.detach() if isinstance(pred, Tensor) else map_batch(Tensor.detach, pred)
+
+
+class MeanMeter(Meter):
+    """For a function that is a mean over samples: averages its values, weighted by batch size."""
+
+    def reset(self) -> None:
+        self.values = HostScalars()
+        self.sizes: list[int] = []
+
+    def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
+        """Add the mean of a batch; it stays on the device."""
+        value = self.metric(_detached(pred), *targets)
+        is_scalar = isinstance(value, Tensor) and value.ndim == 0
+        self.values.append(value.detach() if is_scalar else self.scalar(value))
+        self.sizes.append(size)
+        if not len(self.sizes) % 1024:
+            self.values.poll()
+
+    def result(self, sharded: bool) -> float:
+        total = sum(value * size for value, size in zip(self.values.all(), self.sizes, strict=True))
+        return weighted_mean(total, sum(self.sizes), sharded)
+
+
+def weighted_mean(total: float, count: float, sharded: bool) -> float:
+    """Return total / count, over all ranks if `sharded`; NaN if nothing was counted."""
+    if sharded:
+        total, count = world.reduce(torch.tensor([total, count], dtype=torch.float64)).tolist()
+    return total / count if count else float("nan")
+
+
+class GatheringMeter(Meter):
+    """For an object whose states cannot be combined: updates it with the batches of all ranks, in order."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.batches: list[tuple] = []
+
+    def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
+        """Keep a batch on the host."""
+        self.batches.append((place, map_batch(lambda t: t.detach().cpu(), (pred, *targets))))
+
+    def result(self, sharded: bool) -> float:
+        return self.value(sharded) if self.feed(sharded) else float("nan")
+
+    def feed(self, sharded: bool) -> bool:
+        """Update the object with all batches; tell whether there were any."""
+        batches = gather_nested(self.batches) if sharded else self.batches
+        self.metric.reset()
+        device = getattr(self.metric, "device", None)
+        for _, batch in batches:
+            if isinstance(device, torch.device):
+                batch = map_batch(lambda t: t.to(device), batch)
+            self.metric.update(*batch)
+        return bool(batches)
+
+
+class StatesMeter(Meter):
+    """For an object with declared states, ours or torchmetrics': combines them over the ranks.
+
+    Where an update changes more than states that can be combined, the object is updated with the batches of all ranks.
+    """
+
+    _needs_batches = False
+
+    def reset(self) -> None:
+        super().reset()
+        self._holders = holders_of(self.metric)
+        self._gathering: GatheringMeter | None = None
+        if world.world_size() > 1 and (self._needs_batches or needs_batches(self.metric, self._holders)):
+            self._gather()
+        self._places: dict[tuple[int, str], list] = {}
+        self._remembered: list[dict] | None = None  # after the first update
+        self._own: list[dict] | None = None  # this rank's states, while the object has those of all
+        self._has_seen, self._trouble = False, ""
+        self._of_this_rank()
+
+    def _gather(self) -> GatheringMeter:
+        self._gathering = GatheringMeter(self.metric, self.name)
+        self._gathering.reset()
+        return self._gathering
+
+    def _of_this_rank(self) -> None:
+        libraries.hold_the_whole(known_torchmetrics(self._holders), False)
+
+    def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
+        """Update the metric, and note the place of each new item of a list."""
+        if self._own is not None:
+            self._put_back()
+        is_first = world.world_size() > 1 and self._remembered is None and self._gathering is None
+        before = remembered(self._holders) if is_first else []
+        if self._gathering is None:
+            super().update(place, size, pred, targets)
+            self._note_places(place)
+        if is_first:
+            self._remembered = remembered(self._holders)
+            if not same(before, self._remembered):
+                undo(before, self._remembered, self._holders)
+                self._needs_batches = True
+                self._gather()
+        if self._gathering is not None:
+            self._gathering.update(place, size, pred, targets)
+        self._has_seen = True
+
+    def _note_places(self, place: int) -> None:
+        for i, holder in enumerate(self._holders):
+            for name, (_, how) in holder.states.items():
+                if how == "cat":
+                    places = self._places.setdefault((i, name), [])
+                    new = len(getattr(holder.object, name)) - len(places)
+                    places += [(place, k) for k in range(new)]
+                    if new < 0 or not isinstance(getattr(holder.object, name), list):
+                        self._trouble = f"{name!r} of {type(holder.object).__name__}, a list that lost items"
+
+    def result(self, sharded: bool) -> float:
+        if self._own is not None:
+            self._put_back()
+        if self._agree_to_gather(sharded):
+            (self._gathering or self._gather()).feed(sharded)
+        elif sharded and world.world_size() > 1:
+            self._combine()
+        return self.value(sharded)
+
+    def _agree_to_gather(self, sharded: bool) -> bool:
+        """Tell whether the batches are needed; every rank must reach this if `sharded`.
+
+        Raises:
+            ValueError: some rank found this out too late.
+        """
+        gathers, trouble, has_seen = self._gathering is not None, self._trouble, self._has_seen
+        if self._remembered is not None and not gathers:
+            trouble = trouble or changed_name(self._remembered, remembered(self._holders), self._holders)
+        mine = (gathers, has_seen, trouble)
+        ranks = [r for r in (world.all_gather(mine) if sharded else [mine]) if r[1]] or [mine]
+        gathers = any(r[0] for r in ranks)  # a rank that has seen nothing does as the others
+        found = [r[2] for r in ranks if r[2]] or ["an attribute"]
+        if sharded and (any(r[2] for r in ranks) or (gathers and not all(r[0] for r in ranks))):
+            raise ValueError(
+                f"metric {self.name!r} cannot be combined over the ranks: some updates change {found[0]}, which is no "
+                "state with reduction 'sum', 'max', 'min' or 'cat'; declare it by add_state, or take an AccumMetric"
+            )
+        return gathers
+
+    def _combine(self) -> None:
+        self._own = [h.read() for h in self._holders]
+        self._counts = [libraries.update_count(m) for m in known_torchmetrics(self._holders)]
+        combine_states(self._holders, self._places, self._has_seen)
+
+    def _put_back(self) -> None:
+        """Give the object this rank's states back, to which further updates add."""
+        for holder, states in zip(self._holders, self._own or [], strict=True):
+            for name, value in states.items():
+                setattr(holder.object, name, value)
+        for metric, count in zip(known_torchmetrics(self._holders), self._counts, strict=True):
+            libraries.note_new_states(metric, count)
+        self._own = None
+        self._of_this_rank()
+
+
+class MergingMeter(Meter):
+    """For an object that can merge the states of others (torcheval's `merge_state`)."""
+
+    def reset(self) -> None:
+        super().reset()
+        self._has_seen, self._own = False, None
+
+    def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
+        """Update the metric."""
+        self._put_back()
+        super().update(place, size, pred, targets)
+        self._has_seen = True
+
+    def result(self, sharded: bool) -> float:
+        if sharded and world.world_size() > 1:
+            self._put_back()
+            self._merge()
+        return self.value(sharded)
+
+    def _merge(self) -> None:
+        is_known = libraries.is_torcheval(self.metric)
+        mine = map_batch(lambda t: t.cpu(), self.metric.state_dict()) if is_known else self.metric
+        everyone = world.all_gather((self._has_seen, mine))
+        self._own = everyone[world.rank()][1]  # a copy: it was sent
+        first, *rest = [state for has_seen, state in everyone if has_seen] or [self._own]
+        if is_known:
+            others = [_loaded(copy.deepcopy(self.metric), state) for state in rest]
+            _loaded(self.metric, first).merge_state(others)
+        else:
+            first = copy.deepcopy(first)
+            self._take(first.merge_state(rest) or first)
+
+    def _put_back(self) -> None:
+        """Give the object this rank's states back, to which further updates add."""
+        if self._own is not None:
+            if libraries.is_torcheval(self.metric):
+                _loaded(self.metric, self._own)
+            else:
+                self._take(self._own)
+            self._own = None
+
+    def _take(self, other: Any) -> None:
+        """Put another object's states into the user's own."""
+        if hasattr(other, "__dict__"):
+            vars(self.metric).update(vars(other))
+        else:
+            self.metric = other
+
+
+def _loaded(metric: Any, state: dict) -> Any:
+    """A torcheval object with those states, on its own device."""
+    metric.load_state_dict(map_batch(lambda t: t.to(metric.device), state))
+    return metric

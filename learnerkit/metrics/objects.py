@@ -1,0 +1,152 @@
+"""Metrics that are objects, with states that ranks can combine."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from learnerkit.data.batches import concat, map_batch
+from learnerkit.losses import unwrap_partial
+from learnerkit.metrics.functions import class_axis, wide
+
+
+class Metric:
+    """Base of metrics with states: declare states with `add_state` in `__init__`; define `update` and `compute`.
+
+    Attributes:
+        name: the column; by default the class's name in lower case.
+    """
+
+    _REDUCTIONS = ("sum", "cat", "max", "min")
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or type(self).__name__.lower()
+
+    def add_state(self, name: str, default: Tensor | float | list, reduce: str = "sum") -> None:
+        """Declare a state that `reset` sets to `default` and that ranks combine by `reduce`.
+
+        Args:
+            name: the attribute for the state.
+            default: a tensor or number; for 'cat' an empty list, to which `update` appends tensors.
+            reduce: 'sum', 'max', 'min', or 'cat': the tensors of all ranks in the order of the data.
+
+        Raises:
+            ValueError: another `reduce`.
+        """
+        if reduce not in self._REDUCTIONS:
+            raise ValueError(
+                f"add_state({name!r}) got reduce={reduce!r}; it takes {', '.join(map(repr, self._REDUCTIONS))}"
+            )
+        default = [] if reduce == "cat" else torch.as_tensor(default)
+        self.__dict__.setdefault("_states", {})[name] = (default, reduce)
+        setattr(self, name, copy.deepcopy(default))
+
+    def reset(self) -> None:
+        """Set every state to its default."""
+        for name, (default, _) in self.__dict__.get("_states", {}).items():
+            setattr(self, name, copy.deepcopy(default))
+
+    def update(self, pred: Any, *targets: Any) -> None:
+        """Update the states with a batch."""
+        raise NotImplementedError(f"{type(self).__name__} must define update(self, pred, *targets)")
+
+    def compute(self) -> Tensor | float:
+        """Compute the metric from the states."""
+        raise NotImplementedError(f"{type(self).__name__} must define compute(self)")
+
+
+class AccumMetric(Metric):
+    """A metric that is not a mean over samples: `func` gets all predictions and targets at once, in dataset order.
+
+    Args:
+        func: f(preds, *targets) -> number or 0-dim tensor; it gets tensors on the host, joined over the batches.
+        name: the column; by default the function's name.
+    """
+
+    def __init__(self, func: Callable[..., Any], name: str | None = None) -> None:
+        super().__init__(name or metric_name(func))
+        self.func = func
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self.batches: list[tuple] = []
+
+    def update(self, pred: Any, *targets: Any) -> None:
+        """Keep a batch on the host."""
+        self.batches.append(map_batch(lambda t: t.detach().cpu(), (pred, *targets)))
+
+    def compute(self) -> Any:
+        """Call `func` with all batches."""
+        return self.func(*concat(self.batches))
+
+
+class _MeanOf(Metric):
+    """A metric that is a function of a mean over all samples."""
+
+    total: Tensor
+    count: int | Tensor
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name)
+        self.add_state("total", 0.0)
+        self.add_state("count", 0)
+
+    def _add(self, total: Tensor, count: int | Tensor) -> None:
+        self.total = self.total + wide(total.detach())
+        self.count = self.count + count
+
+
+class rmse(_MeanOf):
+    """Root of the mean squared error over all elements of all samples."""
+
+    def update(self, pred: Tensor, target: Tensor) -> None:
+        """Add a batch's squared errors."""
+        self._add(F.mse_loss(pred.flatten(), target.flatten().to(pred.dtype), reduction="sum"), target.numel())
+
+    def compute(self) -> Tensor:
+        """Return the root of their mean."""
+        return (self.total / self.count).sqrt()
+
+
+class perplexity(_MeanOf):
+    """Exponential of the mean cross-entropy over all targets that are not `ignore_index`.
+
+    Args:
+        ignore_index: targets with this value are ignored.
+        name: the column; by default 'perplexity'.
+        axis: the dimension of the classes, 1 (as in torch's losses) or -1 (as in language models); by default
+            whichever fits the shape of the targets.
+    """
+
+    def __init__(self, ignore_index: int = -100, name: str | None = None, axis: int | None = None) -> None:
+        super().__init__(name)
+        self.ignore_index, self.axis = ignore_index, axis
+
+    def update(self, pred: Tensor, target: Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            pred: scores of shape (n, classes, ...) or (n, t, vocabulary).
+            target: classes of shape (n, ...) or (n, t).
+
+        Raises:
+            ValueError: no `axis`, and both dimension 1 and the last may be the classes.
+        """
+        axis = class_axis(pred, target, "perplexity") if self.axis is None else self.axis
+        total = F.cross_entropy(pred.movedim(axis, 1), target, ignore_index=self.ignore_index, reduction="sum")
+        self._add(total, (target != self.ignore_index).sum())
+
+    def compute(self) -> Tensor:
+        """Return the exponential of the mean."""
+        return (self.total / self.count).exp()
+
+
+def metric_name(metric: Any) -> str:
+    """The column of a metric: its `name`, or the name of its function or class."""
+    inner = unwrap_partial(metric)
+    name: Any = getattr(inner, "name", None)
+    return name or getattr(inner, "__name__", type(inner).__name__.lower())
