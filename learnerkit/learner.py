@@ -181,6 +181,7 @@ class Learner(RunState):
         self.dl, self.training = dl, training
         self._dispatch.phase(training)
         if training:
+            self._zero_grad()  # a cancel or an error may have left gradients
             self._level("train", self._all_batches, CancelTrainException)
         else:
             with torch.no_grad(), keep_seeds(dl, self._device) if self._in_fit else nullcontext():

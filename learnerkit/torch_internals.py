@@ -3,6 +3,7 @@
 A release may change any of them; `tests/test_torch_internals.py` says which name is gone.
 """
 
+import copy
 import linecache
 import os
 import socket
@@ -146,11 +147,26 @@ def workers_of(iterator: Any) -> Sequence[Any]:
 @contextmanager
 def as_in_the_main_process() -> Iterator[None]:
     """Let `torch.utils.data.get_worker_info()` return `None` in a loader's worker."""
-    info, loader_worker._worker_info = loader_worker._worker_info, None
+    with _worker_info_as(None):
+        yield
+
+
+@contextmanager
+def as_worker_of(dataset: Any) -> Iterator[None]:
+    """Let `torch.utils.data.get_worker_info()` return this dataset in a loader's worker."""
+    info = copy.copy(loader_worker._worker_info)
+    object.__setattr__(info, "dataset", dataset)  # it is frozen
+    with _worker_info_as(info):
+        yield
+
+
+@contextmanager
+def _worker_info_as(info: Any) -> Iterator[None]:
+    before, loader_worker._worker_info = loader_worker._worker_info, info
     try:
         yield
     finally:
-        loader_worker._worker_info = info
+        loader_worker._worker_info = before
 
 
 # Threads and frames

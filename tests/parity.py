@@ -19,6 +19,7 @@ from torch.utils.data import (
 from learnerkit import (
     AccumMetric,
     Callback,
+    CancelTrainException,
     DataLoaders,
     GradientAccumulation,
     Learner,
@@ -190,6 +191,21 @@ def weights(learn: Learner) -> dict:
     return {k: v.clone() for k, v in learn.model.state_dict().items()}
 
 
+class NoLength:
+    """Batches of consecutive samples, of nobody knows how many."""
+
+    def __init__(self, n: int, size: int):
+        self.n, self.size = n, size
+
+    def __iter__(self):
+        return (list(range(i, min(i + self.size, self.n))) for i in range(0, self.n, self.size))
+
+
+def stop_after_three(cb) -> None:
+    if cb.training and cb.epoch < 2 and cb.iter == 2:
+        raise CancelTrainException
+
+
 def sgd(groups, lr):
     return torch.optim.SGD(groups, lr=lr, momentum=0.9)
 
@@ -228,6 +244,12 @@ def jobs() -> dict:
         "workers": lambda: train(learner(dls=loaders(batch_size=16, shuffle=True, num_workers=1)), 1),
         "regression": lambda: train(
             learner(nn.MSELoss(), DataLoaders.from_datasets(regression, regression, bs=16), metrics=[mae, rmse]), 2
+        ),
+        "no_length": lambda: train(
+            learner(dls=loaders(batch_sampler=NoLength(103, 16)), cbs=GradientAccumulation(n_batches=3)), 2
+        ),
+        "cut_short": lambda: train(
+            learner(dls=loaders(batch_size=16, shuffle=True), cbs=Callback(after_batch=stop_after_three)), 3
         ),
         "mapping": lambda: train(Learner(keyed, OwnLoss(), None, opt_func=sgd, metrics=accuracy), 2),
         "tiny": lambda: train(

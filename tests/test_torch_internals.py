@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker
+from torch.utils.data._utils.worker import WorkerInfo
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from learnerkit import torch_internals
@@ -107,6 +108,10 @@ def test_a_worker_may_be_taken_for_the_main_process():
         with torch_internals.as_in_the_main_process():
             assert get_worker_info() is None
         assert get_worker_info() == "a worker"
+        worker._worker_info = WorkerInfo(id=1, num_workers=2, seed=0, dataset="one")
+        with torch_internals.as_worker_of("other"):
+            assert (get_worker_info().id, get_worker_info().dataset) == (1, "other")
+        assert get_worker_info().dataset == "one"
     finally:
         worker._worker_info = None
 

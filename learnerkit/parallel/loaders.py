@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from learnerkit import world
 from learnerkit.data.batches import loader_len, map_batch
 from learnerkit.data.order import draws_globally, same_stream, samplers_of, with_batches
 from learnerkit.text import first_few
-from learnerkit.torch_internals import as_in_the_main_process
+from learnerkit.torch_internals import as_in_the_main_process, as_worker_of
 from learnerkit.utils import library_of, warn
 
 
@@ -261,17 +261,15 @@ def _init_stream_worker(worker_init_fn: Any, worker: int) -> None:
     Raises:
         ValueError: it changes the dataset, which every worker of every rank must read as a whole.
     """
-    info: Any = get_worker_info()
-    stream = info.dataset
-    before = dict(vars(stream.dataset))
-    info.dataset = stream.dataset
-    worker_init_fn(worker)
-    info.dataset = stream
-    changed = [name for name, value in vars(stream.dataset).items() if value is not before.get(name, stream)]
+    dataset = cast(Any, get_worker_info()).dataset.dataset
+    before = dict(vars(dataset))
+    with as_worker_of(dataset):
+        worker_init_fn(worker)
+    changed = [name for name, value in vars(dataset).items() if value is not before.get(name, before)]
     if changed:
         raise ValueError(
-            f"worker_init_fn changes {first_few(changed)} of the {type(stream.dataset).__name__} in each worker, but on "
-            "several ranks every worker reads the whole and takes its part; share it out in its __iter__ by "
+            f"worker_init_fn changes {first_few(changed)} of the {type(dataset).__name__} in each worker, but several "
+            "ranks read the whole in every worker and take their part; share it out in its __iter__ by "
             "get_worker_info(), or also among the ranks, and say dataset_is_sharded=True"
         )
 

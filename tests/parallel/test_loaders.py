@@ -19,13 +19,23 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
+from torch.utils.data._utils import worker
+from torch.utils.data._utils.worker import WorkerInfo
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import seeded_samplers
-from learnerkit.parallel.loaders import RankBatches, distribute, rank_loader, split_evenly
+from learnerkit.parallel.loaders import (
+    RankBatches,
+    RankStream,
+    _init_stream_worker,
+    distribute,
+    rank_loader,
+    split_evenly,
+)
 
 # World-size invariance as a property: drawn cases, read through real loaders, each rank's after the other
 
@@ -422,3 +432,29 @@ def test_a_loader_can_be_read_in_the_middle_of_itself_and_again_after_a_break(mo
     assert inner == whole
     next(iter(shared))
     assert read() == whole
+
+
+class Range(IterableDataset):
+    def __init__(self, end):
+        self.end = end
+
+    def __iter__(self):
+        return iter(range(self.end))
+
+
+def test_a_worker_init_fn_that_shares_a_stream_out_is_refused(monkeypatch):
+    seen = []
+
+    def look(worker_id):
+        seen.append(type(get_worker_info().dataset))
+
+    def share_out(worker_id):
+        get_worker_info().dataset.end //= 2
+
+    info = WorkerInfo(id=0, num_workers=2, seed=1, dataset=RankStream(Range(8), 0, 2, 4, range(2), 0))
+    monkeypatch.setattr(worker, "_worker_info", info)
+    _init_stream_worker(look, 0)
+    assert seen == [Range]
+    assert get_worker_info() is info
+    with pytest.raises(ValueError, match="changes end of the Range in each worker.*dataset_is_sharded=True"):
+        _init_stream_worker(share_out, 0)

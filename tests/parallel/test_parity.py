@@ -7,7 +7,7 @@ from rank_pool import Results
 
 TRAINING = [
     "plain", "one_cycle", "shuffled", "generator", "weighted", "batch_sampler", "drop_last", "workers", "regression",
-    "mapping", "tiny", "dropout_order",
+    "mapping", "tiny", "dropout_order", "no_length", "cut_short",
 ]  # fmt: skip
 LOSSES = ["mean", "sum", "class weights", "ignore_index", "tokens", "own tokens", "own shifted"]
 WAYS = ["whole", "micro-batches", "batches per rank", "samples"]
@@ -54,7 +54,8 @@ def same(found, expected, msg):
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12, equal_nan=True, msg=msg)
 
 
-@on_ranks(TRAINING)
+# Several ranks begin one more batch after a cancel, which they drop together.
+@on_ranks([job for job in TRAINING if job != "cut_short"])
 def test_ranks_together_see_the_batches_of_one_process(found, n, job):
     steps = [rank["steps"] for rank in found[n, job]]
     together = [sum(step, []) for step in zip(*steps, strict=True)]
