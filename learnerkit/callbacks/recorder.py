@@ -28,6 +28,7 @@ class LossMeter:
 
     def __init__(self) -> None:
         self.losses, self.counts = HostScalars(), HostScalars()
+        self.steps = 0  # without those at the end in which this rank had no samples
 
     def update(self, learn: "Learner") -> None:
         """Add a batch's loss; a batch without one (cancelled before it) counts nothing."""
@@ -37,6 +38,8 @@ class LossMeter:
         else:
             self.losses.append(learn.loss)
             self.counts.append(learn._loss_count)
+        if learn.batch_size:
+            self.steps = len(self.counts)
         if not learn.iter % 1024:  # so that they do not pile up on the device
             self.losses.poll()
             self.counts.poll()
@@ -47,9 +50,11 @@ class LossMeter:
         # Where the count is 0 the loss may be the mean of nothing, a NaN.
         totals = [(loss if sums else loss * n) if n else 0.0 for loss, n in zip(self.losses.all(), counts, strict=True)]
         if sharded:
-            # A rank that has left training early lacks its last steps. Every rank must reach this.
-            steps = torch.zeros(2, world.reduce(len(counts), "max"), dtype=torch.float64)
-            steps[:, : len(counts)] = torch.tensor([totals, counts], dtype=torch.float64)
+            # A rank that has left training early, or whose data have ended, lacks the last steps. Where those of all
+            # have ended, an accumulated step may have gone on. Every rank must reach this.
+            n = world.reduce(self.steps, "max")
+            steps = torch.zeros(2, n, dtype=torch.float64)
+            steps[:, : len(counts)] = torch.tensor([totals, counts], dtype=torch.float64)[:, :n]
             totals, counts = world.reduce(steps).tolist()
         return totals, counts
 
@@ -343,7 +348,8 @@ class Recorder(Callback):
         totals, counts = self._train.loss.totals(sums, self._train.sharded)
         steps = [(total if sums else total / n) if n else None for total, n in zip(totals, counts, strict=True)]
         self._smooth.close(steps)
-        self.lrs += self.lrs[-1:] * (self._first_batch + len(steps) - len(self.lrs))  # if this rank left early
+        end = self._first_batch + len(steps)
+        self.lrs = self.lrs[:end] + self.lrs[-1:] * (end - len(self.lrs))  # if this rank left early, or went on
         self._in_epoch = False
         return sum(totals) / sum(counts) if sum(counts) else float("nan")
 

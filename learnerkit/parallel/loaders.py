@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 from learnerkit import world
-from learnerkit.data.batches import loader_len, map_batch
+from learnerkit.data.batches import loader_len, map_batch, tensors_in
 from learnerkit.data.order import draws_globally, same_stream, samplers_of, with_batches
+from learnerkit.parallel.drift import digests
 from learnerkit.text import first_few
 from learnerkit.torch_internals import as_in_the_main_process, as_worker_of
 from learnerkit.utils import library_of, warn
@@ -286,12 +287,15 @@ class RankStreamLoader(RankLoader):
         training: whether ranks take every step together.
         join: go on, with empty batches, until the data of all ranks have ended, rather than of the first.
         usual_total: as in `RankLoader`.
+        sharded: the dataset gives each rank its own part by itself.
     """
 
-    def __init__(self, loader: DataLoader, steps: int | None, training: bool, join: bool, usual_total: int) -> None:
+    def __init__(
+        self, loader: DataLoader, steps: int | None, training: bool, join: bool, usual_total: int, sharded: bool = False
+    ) -> None:
         super().__init__(loader, None)
         self.steps, self.training, self.join, self.usual_total = steps, training, join, usual_total
-        self._over = False
+        self.sharded, self._over = sharded, False
 
     def __len__(self) -> int:
         if self.steps is None:
@@ -302,8 +306,25 @@ class RankStreamLoader(RankLoader):
         return self._together() if self.training else self._alone()
 
     def _alone(self) -> Iterator:
-        for step, batch in enumerate(self.loader):
+        batches = iter(self.loader)
+        first = next(batches, None)
+        if self.sharded:
+            self._compare(first)
+        for step, batch in enumerate(batches if first is None else chain([first], batches)):
             yield self._given(batch, step)
+
+    def _compare(self, first: Any) -> list[bool]:
+        "Tell for each rank whether it has data, and warn if some have the same; every rank must reach this."
+        mine = None if first is None else digests(list(tensors_in(first))) if self.sharded else []
+        everyone = world.all_gather(mine)
+        alike = [rank for rank, found in enumerate(everyone) if found and everyone.count(found) > 1]
+        if alike:
+            world.warn_once(
+                f"sharded=True says that the {type(self.loader.dataset).__name__} gives each rank a part of its own, "
+                f"but the first batches of ranks {first_few(alike)} are the same, so that samples count several times; "
+                "if it shares itself out only among the workers of a loader, leave sharded=True out"
+            )
+        return [found is not None for found in everyone]
 
     def _given(self, batch: Any, step: int) -> Any:
         self.share = Share(step * world.world_size() + world.rank(), 0 if batch is None else None, None)
@@ -312,7 +333,7 @@ class RankStreamLoader(RankLoader):
     def _together(self) -> Iterator:
         batches = iter(self.loader)
         self.sample = batch = next(batches, None)
-        has_begun = world.all_gather(batch is not None)  # every rank must reach this
+        has_begun = self._compare(batch)
         if not any(has_begun):
             raise ValueError("the training loader gave no batches on any rank; its iterable dataset is empty")
         self._over = not (all(has_begun) or self.join)
@@ -363,7 +384,7 @@ def rank_stream(
     ranks, size = world.world_size(), dl.batch_size or 1
     steps = loader_len(dl)
     if sharded:
-        return RankStreamLoader(with_batches(dl), steps, training, join, size * ranks)
+        return RankStreamLoader(with_batches(dl), steps, training, join, size * ranks, sharded=True)
     # Workers that persist would not learn of the next epoch's seed.
     replaced: dict[str, Any] = {"persistent_workers": False}
     piece = None

@@ -1,6 +1,7 @@
 """Iterable datasets on several ranks: every sample where it belongs, and no rank waits for another's data."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -152,14 +153,21 @@ def test_a_dataset_that_shares_itself_out_is_left_alone(sizes):
     assert len(told) == (RANK == 0)
 
 
-@pytest.mark.parametrize("n", [40, 23])
-def test_groups_of_batches_are_the_steps_of_one_process(n):
+@pytest.mark.parametrize(("n", "size"), [(40, 2), (23, 2), (23, 4), (21, 4)])
+def test_groups_of_batches_are_the_steps_of_one_process(n, size):
     """Also where ranks end in the middle of one."""
-    learn = make_learner(Stream(n), cbs=GradientAccumulation(n_batches=2))
+    learn = make_learner(Stream(n), cbs=GradientAccumulation(n_batches=size))
     fit(learn, split_batches=True, uneven="join")
-    alone = make_learner(Stream(n), bs=8)
+    alone, whole = (
+        make_learner(Stream(n), cbs=GradientAccumulation(n_batches=size)),
+        make_learner(Stream(n), bs=4 * size),
+    )
     fit_alone(alone)
+    fit_alone(whole)
     same_weights(alone, learn)
+    same_weights(whole, learn)
+    for name in ("losses", "lrs", "iters", "values"):
+        torch.testing.assert_close(getattr(learn.recorder, name), getattr(alone.recorder, name), rtol=1e-9, atol=1e-9)
     assert all(p.grad is None for p in learn.model.parameters())
 
 
@@ -177,3 +185,15 @@ def test_a_dataset_with_a_length_lets_schedules_run():
     with learn.distrib_ctx(uneven="join"), learn.no_logging():
         learn.fit_one_cycle(1, 0.1)
     assert len(learn.recorder.lrs) == -(-23 // (4 * N))
+
+
+def test_ranks_that_begin_with_the_same_data_are_told_that_these_are_not_parts():
+    world._warned.clear()
+    with (
+        pytest.warns(UserWarning, match="ranks 0, 1.* are the same.*leave sharded=True out")
+        if RANK == 0
+        else nullcontext(),
+        make_learner(Stream(8), Stream(5)).distrib_ctx(sharded=True) as learn,
+        learn.no_logging(),
+    ):
+        learn.validate()
