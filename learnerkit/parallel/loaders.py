@@ -271,7 +271,7 @@ def _init_stream_worker(worker_init_fn: Any, worker: int) -> None:
         raise ValueError(
             f"worker_init_fn changes {first_few(changed)} of the {type(dataset).__name__} in each worker, but several "
             "ranks read the whole in every worker and take their part; share it out in its __iter__ by "
-            "get_worker_info(), or also among the ranks, and say dataset_is_sharded=True"
+            "get_worker_info(), or also among the ranks, and say sharded=True"
         )
 
 

@@ -456,5 +456,5 @@ def test_a_worker_init_fn_that_shares_a_stream_out_is_refused(monkeypatch):
     _init_stream_worker(look, 0)
     assert seen == [Range]
     assert get_worker_info() is info
-    with pytest.raises(ValueError, match="changes end of the Range in each worker.*dataset_is_sharded=True"):
+    with pytest.raises(ValueError, match="changes end of the Range in each worker.*say sharded=True"):
         _init_stream_worker(share_out, 0)
