@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from learnerkit.callback import Callback
-from learnerkit.data.batches import get_field, in_float32, map_batch, rows_of
+from learnerkit.data.batches import get_field, in_float32, map_batch, rows_of, tensors_in
 from learnerkit.events import INNER_EVENTS, Event
 from learnerkit.losses import LossWeight, check_shapes, is_cross_entropy, loss_option, no_scalar, unwrap_partial
 from learnerkit.utils import add_note_once, describe, unwrap, warn
@@ -91,6 +91,12 @@ class ParallelCallback(Callback):
         if learn.model is not self._split:  # a callback has put another model there
             type(learn)._forward(learn)
             return
+        if any(t.ndim and len(t) != learn.batch_size for t in tensors_in(learn.xb)):
+            raise ValueError(
+                f"DataParallel cuts every input along its first dimension, and those of this batch of "
+                f"{learn.batch_size} samples are {describe(learn.xb)}; give each a row for each sample, keep what all "
+                "samples share in the model, or use distrib_ctx, where every process collates its own samples"
+            )
         own = learn.loss_func is None
         take = own or self._can_take()
         keep = not (take and learn.training) or self._wanted()

@@ -630,6 +630,17 @@ def test_which_of_our_callbacks_read_predictions():
     assert readers == known, "a new reader: have ParallelCallback._wanted know it"
 
 
+def test_what_all_samples_share_cannot_be_cut(three_gpus):
+    class Shifted(nn.Linear):
+        def forward(self, shift, x):
+            return super().forward(x + shift)
+
+    dls = DataLoaders([(torch.ones(3), torch.ones(6, 3), torch.ones(6, 1))], batch_size=lambda batch: len(batch[1]))
+    learn = Learner(dls, Shifted(3, 1), nn.MSELoss(), cbs=ParallelCallback())
+    with pytest.raises(ValueError, match="cuts every input along its first dimension.*keep what all samples share in"):
+        learn.fit(1)
+
+
 # Several GPUs
 
 
