@@ -244,7 +244,8 @@ class Dispatch:
     def fire(self, event: str) -> None:
         """Call everyone who listens to `event`; an exception gains a note with the callback and the event.
 
-        A cancel in `after_batch` is raised after the event, so that all callbacks hear of a batch that was trained on.
+        A cancel in `after_batch` that other ranks would have to be told of is raised after the event, as it is there:
+        all callbacks hear of a batch that was trained on.
         """
         cancel = None
         for cb, hook in self.table[event]:
@@ -252,7 +253,7 @@ class Dispatch:
                 hook()
             except BaseException as e:
                 RaisedIn.add_to(e, cb, event)
-                if event != "after_batch" or not isinstance(e, CancelException):
+                if event != "after_batch" or not isinstance(e, CancelException) or e.agreed:
                     raise
                 cancel = cancel or e
         if cancel is not None:

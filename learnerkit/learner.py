@@ -181,7 +181,6 @@ class Learner(RunState):
         self.dl, self.training = dl, training
         self._dispatch.phase(training)
         if training:
-            self._zero_grad()  # a cancel or an error may have left gradients
             self._level("train", self._all_batches, CancelTrainException)
         else:
             with torch.no_grad(), keep_seeds(dl, self._device) if self._in_fit else nullcontext():
@@ -192,11 +191,16 @@ class Learner(RunState):
         agreement = self._agreement
         if agreement is None:
             self.dl = self.dls.counted(self.dl)
-        self._unpack = Unpacker(self.dls, self.dl, self._device, self.loss_func is None, self._sharded)
-        with arguments.last_batch_checked(self):
-            for self.iter, self.batch in enumerate(self.dl):
-                self._batch_index = self.iter
-                self._one_batch() if agreement is None else agreement.run_batch(self._one_batch)
+        self._unpack = Unpacker(self.dls, self.dl, self._device, self.loss_func is None, agreement is not None)
+        try:
+            with arguments.last_batch_checked(self):
+                for self.iter, self.batch in enumerate(self.dl):
+                    self._batch_index = self.iter
+                    self._one_batch() if agreement is None else agreement.run_batch(self._one_batch)
+        except BaseException:
+            if self.training:
+                self._zero_grad()  # the next training must not begin with gradients of this one
+            raise
         if agreement is not None:
             agreement.end_batches()
         arguments.check_read(self)
