@@ -669,9 +669,7 @@ def _():
 @job("a _backward of its own, and a loss with parameters")
 def _():
     loss = CentreLoss()
-    return learner(
-        cls=OwnBackward, loss=loss, splitter=lambda m: [list(m.parameters()), list(loss.parameters())]
-    )
+    return learner(cls=OwnBackward, loss=loss, splitter=lambda m: [list(m.parameters()), list(loss.parameters())])
 
 
 @job("wrapped parts, and a loss with parameters", wrap=("body", "head", "second"))

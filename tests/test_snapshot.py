@@ -263,7 +263,7 @@ def test_lazy_layers_get_their_shapes_before_the_optimizer_is_made():
     assert learn.model[0].weight.shape == (3, 4)
     learn = lazy_learner()
     with learn.no_logging():
-        learn.lr_find(num_it=2, stop_div=False, show_plot=False, suggest_funcs=())
+        learn.lr_find(num_it=10, stop_div=False, show_plot=False, suggest_funcs=())
     assert len(lazy_learner().get_preds()[0]) == 4
 
 

@@ -215,6 +215,7 @@ class DistributedCallback(Callback):
         by_bucket = bool(self.wrap_names) or learn._overrides("_backward")
         self._check_accumulation(by_bucket)
         step = self._step = RankStep(learn, agreement, self._note_trial, by_bucket)
+        step.parts = bool(self.wrap_names)
         agreement.company = Company(learn, step)
         hook = _BatchHook(agreement.company)
         learn.add_cb(hook)
@@ -304,8 +305,9 @@ class DistributedCallback(Callback):
             return
         found = dict.fromkeys(name for each in trials for name in each.unused or ())
         if not found:
-            if any(each.unused is None for each in trials) and self.find_unused_parameters is None:
-                self._step.can_be_late and self._step.average_late()
+            unknown = any(each.unused is None for each in trials)
+            if unknown and self.find_unused_parameters is None and self._step.can_be_late:
+                self._step.average_late()
             return
         shown = first_few(found)
         if self.find_unused_parameters is False:

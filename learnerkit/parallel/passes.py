@@ -81,14 +81,20 @@ class LaterPasses:
     Args:
         step: whose factor weighs them.
         params: the same on every rank.
+
+    Attributes:
+        open: passes are averaged: those after the loss's in a step, or all.
+        seen: there has been one since it was opened.
     """
 
     def __init__(self, step: "RankStep", params: Sequence[nn.Parameter]) -> None:
         self.step, self.params = step, params
-        self.open = False  # between the reduction of the loss's gradients and the end of the step
+        self.open = self.seen = False
         self._queued = False
-        self._known: dict[int, Tensor | None] = {}
+        self._before: dict[nn.Parameter, Tensor] | None = None  # what the pass of a sum adds to
         self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in params]
+        if step.mean.sums:
+            self._hooks += [p.register_hook(self._keep) for p in params]
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
@@ -97,25 +103,27 @@ class LaterPasses:
 
     def begin(self) -> None:
         """Average the passes from here on."""
-        self.open = True
-        self._known = {id(p): p.grad for p in self.params} if self.step.mean.sums else {}
+        self.open, self.seen, self._before = True, False, None
+
+    def _keep(self, grad: Tensor) -> None:
+        if self.open and self._before is None:  # the first gradient of a pass, of which none is in its place yet
+            self._before = {p: p.grad.clone() for p in self.params if p.grad is not None}
 
     def _note(self, p: nn.Parameter) -> None:
-        if not self.open:
-            return
-        if self._known and p.grad is self._known.get(id(p)):
-            raise RuntimeError(
-                "a further backward pass of a step has added to gradients that are averaged already, and the loss is a "
-                "sum: clear them before it, with self.opt.zero_grad()"
-            )
-        if not self._queued:
+        if self.open and not self._queued:
             self._queued = True
             call_after_backward(self._reduce)
 
     def _reduce(self) -> None:
-        self._queued = False
-        reduce_gradients(self.params, self.step.factor, torch.zeros(1, dtype=torch.float64, device=self.step.device))
-        self.begin()
+        self._queued, self.seen = False, True
+        before, self._before = self._before or {}, None
+        for p, grad in before.items():
+            if p.grad is not None:
+                p.grad -= grad
+        nothing = torch.zeros(1, dtype=torch.float64, device=self.step.device)
+        reduce_gradients(self.params, self.step.later_factor(), nothing)
+        for p, grad in before.items():
+            p.grad = grad if p.grad is None else p.grad + grad
 
 
 def averaged(closure: Callable[[], Any], step: "RankStep") -> Callable[[], Any]:
@@ -126,7 +134,7 @@ def averaged(closure: Callable[[], Any], step: "RankStep") -> Callable[[], Any]:
             loss = closure()
         if loss is None:
             return None
-        factor, loss = step.factor, torch.as_tensor(loss).detach()
+        factor, loss = step.later_factor(), torch.as_tensor(loss).detach()
         if isinstance(factor, Tensor):
             mine = torch.where(factor > 0, loss.double() * factor, 0.0)
         else:

@@ -70,9 +70,10 @@ class RankStep:
         self.wrappers: list[DistributedDataParallel] = []
         self.params: list[nn.Parameter] = []
         self.beside: list[nn.Parameter] = []
-        self.late = self.sends_buffers = self.static = False
+        self.late = self.sends_buffers = self.static = self.parts = False
         self.later: LaterPasses | None = None
         self.factor: float | Tensor = 1.0
+        self._later_factor: float | Tensor | None = None
         self.first = self.takes_nothing = True
         self.number = -1
         self.reduced = self.stepped = self.skipped = self.entered = self.prepared = True
@@ -118,6 +119,11 @@ class RankStep:
         return model
 
     @property
+    def by_pass(self) -> bool:
+        """Whether each backward pass is averaged at its end: those of a `_backward` of the learner's."""
+        return self.by_bucket and not (self.parts or self.compresses or self.static)
+
+    @property
     def needs_output(self) -> bool:
         """Whether DDP must see the model's output in each pass: a rank without data then differentiates that."""
         return self.static or self.compresses
@@ -130,9 +136,10 @@ class RankStep:
     def watch_later_passes(self) -> None:
         """Average the backward passes after that of the loss, where a `_step` or a callback may make some."""
         self.ignore_later_passes()
-        hooks = [hook for event in _LATER for _, hook, *_ in self.learn._dispatch.table[event]]
+        table = self.learn._dispatch.table
+        hooks = [hook for event in _LATER for cb, hook, *_ in table[event] if not cb.rank0_only]
         theirs = any(not str(getattr(hook, "__module__", "")).startswith("learnerkit.") for hook in hooks)
-        if (theirs or self.own_step) and not (self.by_bucket or self.static):
+        if self.by_pass or ((theirs or self.own_step) and not (self.by_bucket or self.static)):
             self.later = LaterPasses(self, self.params)
 
     def ignore_later_passes(self) -> None:
@@ -202,7 +209,7 @@ class RankStep:
 
     def synchronise(self) -> None:
         """Have DDP reduce in this batch if a step follows it; without a step the gradients stay on their ranks."""
-        self._switch(self.learn._step_due and not self.late)
+        self._switch(self.learn._step_due and not (self.late or self.by_pass))
 
     def _switch(self, reduces: bool) -> None:
         for wrapper in self.wrappers:
@@ -266,6 +273,8 @@ class RankStep:
         """Compute the gradients of `learn.loss_grad`, or of nothing."""
         parameter, due = self.carrier.parameter, self.learn._step_due
         nothing = not (self.by_bucket or self.needs_output or isinstance(count, Tensor) or count)
+        if self.by_pass and self.later is not None:
+            self.later.begin()
         if due and not (self.prepared or self.late or self.by_bucket or self.static):
             for wrapper in self.wrappers:  # the model was called by its parts, or not at all
                 expect_another_backward(wrapper)
@@ -281,7 +290,12 @@ class RankStep:
 
     def _reduce_assigned(self) -> None:
         """Average gradients that a `_backward` has put into `p.grad` by itself, which DDP does not see."""
-        if not self.by_bucket or not self.learn._step_due or self.compresses:
+        if not self.by_bucket or self.compresses:
+            return
+        if self.later is not None:  # by pass
+            if not self.later.seen and any(p.grad is not None for p in self.params):
+                zero = torch.zeros(1, dtype=torch.float64, device=self.device)
+                reduce_gradients(self.params, self.buckets.factor, zero)
             return
         for wrapper in self.wrappers:
             params = [p for p in wrapper.module.parameters() if p.requires_grad]
@@ -339,15 +353,27 @@ class RankStep:
             self._begin_later()
 
     def _begin_later(self) -> None:
-        """Have the backward passes that follow averaged, too: what the step counts is known now."""
-        count = self.learn._loss_count if self.learn.batch_size else 0
-        if not isinstance(count, Tensor) and not count:
-            self.factor = 0.0
-        else:
-            self.factor = self.ranks if self.mean.sums else count / self.counted
-        if self.later is not None and not self.by_bucket:
+        """Have the backward passes that follow averaged, too."""
+        self._later_factor = None
+        if self.later is not None:
             self._switch(False)
             self.later.begin()
+
+    def later_factor(self) -> float | Tensor:
+        """Return what this rank's gradients of a further backward pass are weighed by; every rank must reach this."""
+        if self.by_bucket:
+            return self.buckets.factor
+        if self._later_factor is None:
+            learn = self.learn
+            count = host_count(learn._loss_count) if learn.batch_size else 0
+            if learn._step_batches == 1 and not self.kept:
+                mean = self.counted
+            else:  # of this batch alone, rather than of the step
+                mean = world.reduce(torch.as_tensor(count, dtype=torch.float64, device=self.device), "mean")
+                mean = mean if self.carrier.reads_late else mean.item()
+            nothing = not isinstance(count, Tensor) and not count
+            self._later_factor = 0.0 if nothing else self.ranks if self.mean.sums else count / mean
+        return self._later_factor
 
     def _check_reduced(self) -> None:
         """Refuse a loss that has not reached all parameters, on which the others' reduction would wait."""

@@ -50,7 +50,7 @@ def wrap_module(
             delattr(inner, f"{_CARRIER}{i}")
     wrapper._rank_step = step
     hook, state = _comm_hook(comm_hook)
-    if step.by_bucket:
+    if step.by_bucket and not step.by_pass:
         step.buckets.attach(wrapper, hook or default_hooks.allreduce_hook, state)
     elif hook is not None:
         wrapper.register_comm_hook(state, hook)

@@ -8,6 +8,7 @@ from rank_pool import Results
 REFUSED = {
     "callback with an optimizer of its own": "put them into the model, or into learn.opt",
     "learner with a second optimizer": "critic_opt trains parameters that are neither the model's nor in learn.opt",
+    "wrapped parts, and a loss with parameters": "put them into the model, in one of these parts",
     "a part left out in mid-training": "pass find_unused_parameters=True to DistributedCallback",
     "a part left out in the last batch of one rank": "took no part in the loss of batch 2 on rank 0",
     "a buffer of features": "each rank makes queue (buffers that change in the forward pass) of its own samples",
@@ -20,7 +21,8 @@ QUICK = [
     "parameters of the loss inside the model", "auxiliary loss in _loss", "forward by parts",
     "callback's loss by a method of the model", "callback's own backward pass before the loss's",
     "the model's attributes", "a Sequential's items", "LBFGS with a line search", "SAM in two steps",
-    "backward with create_graph", "lazy layers", "a mask of attention", "a dataclass",
+    "backward with create_graph", "a _backward of its own, of experts",
+    "callback's own backward pass of the data, with a sum", "lazy layers", "a mask of attention", "a dataclass",
     "reentrant checkpoint of a shared module", "sparse gradients and unused parameters", "experts",
     "unfrozen in mid-epoch", "cancel in a forward hook, on one rank", "a part left out in the last batch of one rank",
     "a buffer of features", "callback with an optimizer of its own",
