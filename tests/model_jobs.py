@@ -253,6 +253,23 @@ def _():
     return learner(Parts(), cbs=Own())
 
 
+class Before(Callback):
+    """Makes a backward pass of the whole model before that of the loss."""
+
+    def before_backward(self):
+        (self.model(self.x * 1.1) ** 2).sum(1).mean().backward()
+
+
+@job("callback's own backward pass of the whole model before the loss's")
+def _():
+    return learner(cbs=Before())
+
+
+@job("callback's own backward pass of the whole model, said before", find_unused_parameters=True)
+def _():
+    return learner(cbs=Before())
+
+
 @job("callback's own backward pass of the data")
 def _():
     class Own(Callback):
@@ -1052,6 +1069,26 @@ def _():
 @job("experts, accumulated")
 def _():
     return learner(Experts(never=1), cbs=GradientAccumulation(n_batches=2))
+
+
+@job("experts, accumulated, and a batch that is left")
+def _():
+    class Leave(Callback):
+        def before_batch(self):
+            if self.training and self.train_iter in (1, 3):
+                raise CancelBatchException
+
+    return learner(Experts(never=1), cbs=[GradientAccumulation(n_batches=2), Leave(order=30)], dls=make_loaders(24))
+
+
+@job("experts, accumulated, and a batch that one rank leaves")
+def _():
+    class Leave(Callback):
+        def before_batch(self):
+            if self.training and self.train_iter in (1, 3) and world.is_main():
+                raise CancelBatchException
+
+    return learner(Experts(never=1), cbs=[GradientAccumulation(n_batches=2), Leave(order=30)], dls=make_loaders(24))
 
 
 class Later(nn.Module):

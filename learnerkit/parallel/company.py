@@ -75,7 +75,7 @@ class Company:
             with suppress(CancelException):  # that of a hook of the model, again
                 learn._forward()
         step.take_count(0)
-        step.factor = 0.0
+        step.leave_out()
         if learn._step_due:
             learn.loss_grad = zero_loss(learn._model_output)
             step.differentiate(0)

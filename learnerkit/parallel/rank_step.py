@@ -234,7 +234,7 @@ class RankStep:
     def _weigh(self, count: float | Tensor) -> None:
         """Weigh the loss, or later the gradients: callbacks may have added some by a backward pass of their own."""
         learn, mean = self.learn, self.mean
-        if self.late and learn._step_due and learn._step_batches == 1 and not self.kept:
+        if self._weighs_gradients():
             nothing = not isinstance(count, Tensor) and not count
             self.factor = 0.0 if nothing else self.ranks if mean.sums else count / mean.expected
             return
@@ -243,6 +243,14 @@ class RankStep:
             learn.loss_grad = learn.loss_grad * self.ranks
         else:
             learn.loss_grad = mean.weigh(learn.loss_grad, count, learn._model_output)
+
+    def _weighs_gradients(self) -> bool:
+        """Whether the gradients are this batch's alone, so that they can be weighed rather than its loss."""
+        return self.late and self.learn._step_due and self.learn._step_batches == 1 and not self.kept
+
+    def leave_out(self) -> None:
+        """Leave this rank's gradients of the batch out, but not those of earlier batches of the step."""
+        self.factor = 0.0 if self._weighs_gradients() else 1.0
 
     def take_count(self, count: float | Tensor) -> float | Tensor:
         """Take what a batch counts into its step, and return it."""

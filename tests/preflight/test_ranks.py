@@ -100,7 +100,7 @@ class PartlySingle(nn.Module):
 
     def forward(self, x):
         h = self.first(x)
-        return F.linear(h.float(), self.last.weight.float()).to(h)
+        return F.linear(h.float(), self.last.weight.float(), self.last.bias.float()).to(h)
 
 
 class RandomStart(Callback):
@@ -162,10 +162,10 @@ def test_a_right_learner_passes(case, says, capsys):
 
 @pytest.mark.parametrize(("model", "single"), [(PartlySingle, True), (Single, True), (lambda: None, False)])
 def test_the_rounding_of_float32_is_told_from_that_of_float64(model, single, capsys):
-    found, report, _ = verdict(capsys, make(model(), opt_func=torch.optim.SGD))
+    found, report, _ = verdict(capsys, make(model()))
     assert found is True
     text = "rounding of float32, in which the learner computes, or a part of it"
-    assert [text in report[name][1] for name in ("losses", "weights")] == [single, single], report
+    assert any(text in said for _, said in report.values()) == single, report
 
 
 def test_more_ranks_than_samples_in_a_batch(capsys):
