@@ -1,7 +1,9 @@
 """The gradient of a step that several batches make together: the mean over everything they count."""
 
+from collections.abc import Iterable
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from learnerkit.data.batches import tensors_in
 from learnerkit.torch_internals import scale_together
@@ -74,14 +76,14 @@ def host_count(count: float | Tensor) -> float | Tensor:
 def zero_loss(output: object) -> Tensor:
     """Return a loss of 0 that depends on all of the model's output, and whose gradients are zero."""
     # The sum of no elements: times 0, numbers too large for float16 would make a NaN.
-    return sum(t.flatten()[:0].sum() for t in tensors_in(output) if t.requires_grad)  # type: ignore[return-value]
+    return sum((t.flatten()[:0].sum() for t in tensors_in(output) if t.requires_grad), torch.zeros(()))
 
 
-def scale_gradients(model: nn.Module, factor: float | Tensor) -> None:
-    """Multiply all gradients of a model, in place."""
+def scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiply the gradients of some parameters, in place."""
     if isinstance(factor, float) and factor == 1:
         return
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    grads = [p.grad for p in params if p.grad is not None]
     for kind in {(g.device, g.dtype, g.layout) for g in grads}:
         alike = [g for g in grads if (g.device, g.dtype, g.layout) == kind]
         if kind[2] is not torch.strided:

@@ -40,7 +40,7 @@ from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import Workers, distrib_ctx
 from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
-from learnerkit.snapshot import unchanged
+from learnerkit.snapshot import give_shapes, unchanged
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
 from learnerkit.utils import count_parameters, listify, training_modes, unwrap, warn
 
@@ -189,18 +189,11 @@ class Learner(RunState):
     def _all_batches(self) -> None:
         self.n_iter, self.iter = loader_len(self.dl), -1
         agreement = self._agreement
-        if agreement is None:
-            self.dl = self.dls.counted(self.dl)
         self._unpack = Unpacker(self.dls, self.dl, self._device, self.loss_func is None, agreement is not None)
-        try:
-            with arguments.last_batch_checked(self):
-                for self.iter, self.batch in enumerate(self.dl):
-                    self._batch_index = self.iter
-                    self._one_batch() if agreement is None else agreement.run_batch(self._one_batch)
-        except BaseException:
-            if self.training:
-                self._zero_grad()  # the next training must not begin with gradients of this one
-            raise
+        with arguments.last_batch_checked(self), optim.no_gradients_left(self):
+            for self.iter, self.batch in enumerate(self._unpack.dl):
+                self._batch_index = self.iter
+                self._one_batch() if agreement is None else agreement.run_batch(self._one_batch)
         if agreement is not None:
             agreement.end_batches()
         arguments.check_read(self)
@@ -653,6 +646,7 @@ class Learner(RunState):
         "One run; what it changes on the learner is put back at its end. Yields whether it is inside another."
         self._take_callbacks()
         self._to_device()
+        give_shapes(self)
         self._device = self.dls.device
         self._loss_without_targets = self.loss_func is None or self._overrides("_loss")
         fitting, nested = task == "fit", self._dispatch is not None
@@ -707,6 +701,7 @@ class Learner(RunState):
         "An optimizer, if there is none or a new one is wanted."
         if self.opt is None or reset:
             self._to_device()
+            give_shapes(self)
             made = self.create_opt()
             self.opt = optim.as_one(self.opt if made is None else made)
 

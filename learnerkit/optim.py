@@ -4,10 +4,12 @@ Lists of learning rates count the splitter's groups. When a weight decay is give
 of them: weights, and norms and biases. Each has the index of its splitter's group as `splitter_group`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from inspect import signature
+from itertools import chain
 from numbers import Real
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,9 @@ from torch.optim import SGD, Optimizer
 from learnerkit.text import did_you_mean
 from learnerkit.torch_internals import StatisticsNorm
 from learnerkit.utils import library_of, unbound
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
 
 GROUP = "splitter_group"
 COUNT = "splitter_groups"
@@ -32,6 +37,16 @@ def split(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) ->
     if groups and isinstance(groups[0], Tensor):
         groups = [groups]
     return [list(group) for group in groups]
+
+
+def parameters_beside(model: nn.Module, loss_func: Any, opts: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """Return the trainable parameters that are not the model's: those of the loss, and what else an optimizer has."""
+    loss, known = unbound(loss_func)[0], {id(p) for p in model.parameters()}
+    held = chain(
+        loss.parameters() if isinstance(loss, nn.Module) else (),
+        *(group["params"] for opt in opts for group in opt.param_groups),
+    )
+    return list({id(p): p for p in held if p.requires_grad and id(p) not in known}.values())
 
 
 def freeze_to(groups: list[list[nn.Parameter]], n: int, kept: Iterable[nn.Parameter] = ()) -> None:
@@ -86,13 +101,39 @@ def make_optimizer(opt_func: Callable[..., Any], groups: list[dict], lr: float, 
     is_torchs = isinstance(kind, type) and kind.__module__.startswith("torch.optim")
     is_sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
     is_real = all(p.is_floating_point() for p in model.parameters())
-    is_free = not options.keys() & {"fused", "foreach", "capturable", "differentiable"}
+    is_free = not options.keys() & {"fused", "foreach", "capturable", "differentiable", "dampening"}
     if is_torchs and is_real and is_free and not is_sparse and "fused" in signature(kind).parameters:
         try:
-            return opt_func([dict(group) for group in groups], lr=lr, fused=True)
+            made = opt_func([dict(group) for group in groups], lr=lr, fused=True)
+            if isinstance(made, SGD):
+                _start_momenta_late(made)
+            return made
         except RuntimeError:  # no fused kernel for this device, or for these types
             pass
     return opt_func(groups, lr=lr)
+
+
+def _start_momenta_late(opt: SGD) -> None:
+    """Let parameters get their first gradient later than others do, which torch's fused SGD with momentum cannot."""
+
+    waiting = True
+
+    def start(opt: Any, *_: Any) -> None:
+        nonlocal waiting
+        if not waiting:
+            return
+        waiting = False
+        for group in opt.param_groups:
+            old = [p for p in group["params"] if opt.state[p].get("momentum_buffer") is not None]
+            waiting |= len(old) < len(group["params"])
+            if group["momentum"] and len(old) < len(group["params"]):
+                known = {id(p) for p in old}
+                new = [p for p in group["params"] if p.grad is not None and id(p) not in known]
+                if new and any(p.grad is not None for p in old):
+                    for p in new:
+                        opt.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+    opt.register_step_pre_hook(start)
 
 
 def bound_rate(opt_func: Callable[..., Any]) -> float:
@@ -114,6 +155,17 @@ class Optimizers(dict):
 
 
 _ZERO_GRAD = Optimizer.zero_grad
+
+
+@contextmanager
+def no_gradients_left(learn: "Learner") -> Iterator[None]:
+    """Clear the gradients of a training that ends early: the next one must not begin with them."""
+    try:
+        yield
+    except BaseException:
+        if learn.training:
+            learn._zero_grad()
+        raise
 
 
 def clear_gradients(opt: Optimizer | Optimizers) -> None:

@@ -76,6 +76,42 @@ def trial(learn: "Learner", model: nn.Module) -> Iterator[None]:
             restore_buffers()
 
 
+def give_shapes(learn: "Learner") -> None:
+    """Give lazy layers their shapes and first weights, by a training batch and alike on every rank.
+
+    Raises:
+        ValueError: the model cannot run on the batch as the loader gives it, or the batch could not be read again.
+    """
+    model, dl = unwrap(learn.model), learn.dls.train
+    lazy = next((name for name, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)), None)
+    if lazy is None:
+        return
+    advice = "run the model on a batch before the fit: learn.model(x)"
+    if hasattr(dl, "__next__"):
+        raise ValueError(
+            f"{lazy} has no shape until the model has seen a batch, and the loader can be read only once; {advice}"
+        )
+    if isinstance(dl, DataLoader):  # for one batch no workers need to start
+        dl = with_batches(dl, num_workers=0, timeout=0, persistent_workers=False)
+    before = {name: getattr(learn, name) for name in (*_TRIED, "yb", "batch", "batch_size")}
+    with keep_seeds(dl):
+        batch = next(iter(dl))
+    try:
+        with torch.no_grad(), training_modes(model):
+            learn.model = model.eval()
+            unpacked = learn.dls.unpack(batch, learn.dls.device, learn.loss_func is None)
+            learn.batch, learn.xb, learn.yb, learn.batch_size = unpacked
+            learn._forward()
+    except Exception as error:
+        raise ValueError(
+            f"{lazy} has no shape until the model has seen a batch, and it cannot run on the first training batch as "
+            f"the loader gives it ({type(error).__name__}: {error}); {advice}"
+        ) from error
+    finally:
+        for name, value in before.items():
+            setattr(learn, name, value)
+
+
 def check_shaped(modules: Iterable[nn.Module]) -> None:
     """Refuse parameters that get their shape from the first batch, since they cannot be copied before it."""
     for module in modules:

@@ -77,6 +77,27 @@ def expect_another_backward(wrapper: DistributedDataParallel) -> None:
     reducer.prepare_for_backward([])
 
 
+def begin_batch(wrapper: DistributedDataParallel, send_buffers: bool) -> None:
+    """Do what DDP does before its forward pass and needs all ranks for; every rank must reach this.
+
+    Args:
+        wrapper: the model's.
+        send_buffers: give all ranks rank 0's buffers.
+    """
+    wrapper.reducer._rebuild_buckets()
+    if send_buffers and wrapper.modules_buffers:
+        wrapper._sync_buffers()
+
+
+def not_reduced(wrapper: DistributedDataParallel) -> str:
+    """Return DDP's error, with the numbers of parameters, if a backward pass has not reached all of them; else ''."""
+    try:
+        wrapper.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def call_after_backward(call: Callable[[], None]) -> None:
     """Have the autograd engine call this at the end of the backward pass that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

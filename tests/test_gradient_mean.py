@@ -121,7 +121,7 @@ def test_the_mean_whatever_was_expected(device_counts):
             count = torch.tensor(count) if device_counts else count
             step.weigh(loss, count, pred).backward()
             step.counted = step.counted + count
-        scale_gradients(net, step.correction(step.counted))
+        scale_gradients(net.parameters(), step.correction(step.counted))
         expected = sum(c * 10**i for i, c in enumerate(counts)) / max(1, sum(counts))
         assert net.weight.grad.item() == pytest.approx(expected, rel=1e-6)
 
@@ -172,7 +172,7 @@ def test_gradients_of_every_kind_are_scaled(factor):
     y = net[2](net[1](net[0](torch.tensor([1, 1, 3]))).to(torch.bfloat16))
     y.float().sum().backward()
     before = [p.grad.to_dense().clone() for p in net.parameters() if p.grad is not None]
-    scale_gradients(net, factor)
+    scale_gradients(net.parameters(), factor)
     after = [p.grad.to_dense() for p in net.parameters() if p.grad is not None]
     assert len(before) == 5
     for a, b in zip(after, before, strict=True):

@@ -589,3 +589,29 @@ def test_a_zero_grad_of_the_users_own_is_called(monkeypatch):
     monkeypatch.setattr(torch.optim.Optimizer, "zero_grad", lambda self: None)
     optim.clear_gradients(opt)
     assert all(p.grad is not None for p in params)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_parameter_may_get_its_first_gradient_later_than_others(momentum):
+    """torch's fused SGD with momentum alone fails."""
+    found = []
+    for options in ({}, {"fused": False}):
+        torch.manual_seed(0)
+        net = nn.ModuleList(nn.Linear(2, 1) for _ in range(3)).double()
+        opt_func = partial(SGD, momentum=momentum, **options)
+        opt = optim.make_optimizer(opt_func, optim.make_groups(net, None), 0.1, net)
+        for used in ([0], [0, 1], [1], [0, 1], [0, 2], [0, 1, 2], [0, 1, 2]):
+            sum((net[i](torch.ones(3, 2).double()) ** 2).sum() for i in used).backward()
+            opt.step()
+            optim.clear_gradients(opt)
+        found.append([p.detach().clone() for p in net.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_parameters_beside_the_model():
+    net, loss, other = nn.Linear(2, 1), nn.Bilinear(1, 1, 1), nn.Parameter(torch.zeros(2))
+    loss.bias.requires_grad_(False)
+    opts = [SGD([*net.parameters(), other, loss.weight], 0.1)]
+    found = optim.parameters_beside(net, partial(loss), opts)
+    assert list(map(id, found)) == [id(loss.weight), id(other)]
+    assert optim.parameters_beside(net, nn.functional.mse_loss, []) == []

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from learnerkit import DataLoaders
+from learnerkit import Callback, DataLoaders
 from learnerkit.snapshot import unchanged
 
 
@@ -243,3 +243,51 @@ def test_the_random_streams_of_all_devices_are_kept(monkeypatch):
     with unchanged(learn):
         states.update({0: "x", 1: "y", 2: "z"})
     assert states == {0: "a", 1: "b", 2: "c"}
+
+
+def lazy_learner(**kwargs):
+    return make_learner(model=nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Linear(3, 1)), **kwargs)
+
+
+def test_lazy_layers_get_their_shapes_before_the_optimizer_is_made():
+    shapes = []
+
+    def opt_func(params, lr):
+        shapes.extend(p.shape for group in params for p in group["params"])
+        return SGD(params, lr)
+
+    learn = lazy_learner(opt_func=opt_func)
+    with learn.no_logging():
+        learn.fit_one_cycle(1, wd=0.1)
+    assert shapes[0] == (3, 4)
+    assert learn.model[0].weight.shape == (3, 4)
+    learn = lazy_learner()
+    with learn.no_logging():
+        learn.lr_find(num_it=10, stop_div=False, show_plot=False, suggest_funcs=())
+    assert len(lazy_learner().get_preds()[0]) == 4
+
+
+def test_a_batch_for_lazy_layers_is_not_lost_to_training():
+    seen, data = [], make_classes(8)
+    loader = DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(3))
+    first = next(iter(loader))[0]
+    loader.generator.manual_seed(3)
+    look = Callback(before_batch=lambda cb: cb.training and seen.append(cb.x.clone()))
+    model = nn.Sequential(nn.LazyLinear(3), nn.Dropout(0.5))
+    learn = make_learner(DataLoaders(loader, device="cpu"), model, nn.CrossEntropyLoss(), cbs=look)
+    with learn.no_logging():
+        learn.fit(1)
+    assert torch.equal(seen[0], first)
+    assert learn.xb == ()
+
+
+def test_lazy_layers_that_cannot_get_their_shapes_are_named():
+    class Odd(nn.LazyLinear):
+        def forward(self, x):
+            raise TypeError("of another shape")
+
+    with pytest.raises(ValueError, match=r"^weight has no shape.*\(TypeError: of another shape\); run the model on a"):
+        make_learner(model=Odd(3)).fit(1)
+    once = iter([(torch.ones(2, 4), torch.ones(2, 1))])
+    with pytest.raises(ValueError, match="the loader can be read only once; run the model on a batch before the fit"):
+        make_learner(DataLoaders(once, device="cpu"), nn.LazyLinear(1)).fit(1)

@@ -32,6 +32,8 @@ NAMES = {
     "the engine's callbacks": lambda: torch.autograd.Variable._execution_engine.queue_callback,
     "DDP's reducer, rebuilding": lambda: dist.Reducer._rebuild_buckets,
     "DDP's reducer, another pass": lambda: dist.Reducer.prepare_for_backward,
+    "DDP's reducer, whether it has finished": lambda: dist.Reducer._check_reducer_finalized,
+    "DDP sending buffers before its forward pass": lambda: DistributedDataParallel._sync_buffers,
     "DDP's hooks": lambda: DistributedDataParallel._remove_autograd_hooks,
     "DDP sending buffers": lambda: DistributedDataParallel._distributed_broadcast_coalesced.__code__,
     "the default store": lambda: dist.distributed_c10d._get_default_store,
@@ -66,7 +68,7 @@ def test_the_parameters_are_there(name):
 
 def test_ddp_has_the_switches_that_are_turned():
     source = inspect.getsource(DistributedDataParallel)
-    for name in ("require_backward_grad_sync", "require_forward_param_sync", "find_unused_parameters", "reducer"):
+    for name in ("require_backward_grad_sync", "modules_buffers", "find_unused_parameters", "reducer"):
         assert f"self.{name} = " in source, name
 
 

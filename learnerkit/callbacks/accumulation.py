@@ -4,7 +4,7 @@ from typing import cast
 
 from torch import Tensor
 
-from learnerkit import arguments
+from learnerkit import arguments, optim
 from learnerkit.callback import Callback
 from learnerkit.events import CancelBatchException, CancelStepException
 from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients
@@ -86,7 +86,9 @@ class GradientAccumulation(Callback):
         "Correct the gradients after the step's last backward pass, or after its cancel."
         if self.learn._step_due and mean.begun:
             mean.begun = False
-            scale_gradients(self.learn.model, mean.correction(mean.counted))
+            learn = self.learn
+            beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
+            scale_gradients([*learn.model.parameters(), *beside], mean.correction(mean.counted))
 
     def after_cancel_backward(self) -> None:
         if self._mean is not None:

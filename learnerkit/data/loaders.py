@@ -196,10 +196,14 @@ class Unpacker:
         device: where batches go.
         keep_targets: as in `DataLoaders.split`.
         sharded: several ranks read a part each, so that a likely count is not enough.
+
+    Attributes:
+        dl: the loader to read.
     """
 
     def __init__(self, dls: DataLoaders, dl: Any, device: torch.device, keep_targets: bool, sharded: bool) -> None:
-        self.dls, self.dl, self.device, self.keep_targets, self.sharded = dls, dl, device, keep_targets, sharded
+        self.dls, self.device, self.keep_targets, self.sharded = dls, device, keep_targets, sharded
+        self.dl = dl if sharded else dls.counted(dl)
         self._size, self._total = (0, 0) if sharded else _drawn_by(dl)
         self._sizes: deque[int] | None = None
         self._pairs = dls.n_inp in (None, 1) and dls.batch_size is None

@@ -16,16 +16,20 @@ class BucketWeights:
 
     Attributes:
         factor: what this rank's gradients are multiplied by, a number or a 0-dim tensor; 0 leaves them out.
+        seen: the wrappers whose gradients have been reduced in this batch.
     """
 
     def __init__(self) -> None:
         self.factor: float | Tensor = 1.0
+        self.seen: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def attach(self, wrapper: DistributedDataParallel, comm_hook: Any, state: Any) -> None:
         """Have the gradients of `wrapper` weighed, and then reduced by `comm_hook` with its `state`."""
 
         def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             buffer, factor = bucket.buffer(), self.factor
+            if bucket.is_last() and (wrapper := this()) is not None:
+                self.seen.add(wrapper)
             if isinstance(factor, Tensor):
                 buffer.copy_(torch.where(factor > 0, buffer * factor, 0.0))  # of nothing there may be a NaN
             elif factor == 0:

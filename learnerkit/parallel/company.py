@@ -1,14 +1,16 @@
 """The rest of a batch that this rank has left: it joins, with zero weight, what the other ranks wait in."""
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from learnerkit.events import CancelException
 from learnerkit.gradient_mean import zero_loss
 from learnerkit.parallel.loaders import emptied
 from learnerkit.parallel.rank_step import RankStep
-from learnerkit.parallel.wrapping import explain_unused
+from learnerkit.parallel.wrapping import explain
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -65,13 +67,15 @@ class Company:
 
     def _run_empty_batch(self) -> None:
         learn, step = self.learn, self.step
-        if learn.pred is None or not any(isinstance(m, nn.SyncBatchNorm) for m in learn.model.modules()):
-            # Also if this rank has run forward: its output may be NaN, and 0 * NaN is NaN.
-            self._keep_buffers()
+        communicates = any(isinstance(m, nn.SyncBatchNorm) for m in learn.model.modules())
+        asks = not step.entered and (step.takes_nothing or communicates)  # the model may ask other ranks
+        if asks or step.needs_output:
             if step.takes_nothing:
                 learn.xb = emptied(learn.xb)
-            learn._forward()
+            with suppress(CancelException):  # that of a hook of the model, again
+                learn._forward()
         step.take_count(0)
+        step.leave_out()
         if learn._step_due:
             learn.loss_grad = zero_loss(learn._model_output)
             step.differentiate(0)
@@ -79,22 +83,16 @@ class Company:
     def _repeat_batch(self) -> None:
         "The whole batch, whose gradients are then left out."
         learn, step = self.learn, self.step
-        self._keep_buffers()
         learn._forward()
         learn._loss()
         if step.vector is None:
             step.reduce_counts(step.take_count(0))
         step.buckets.factor = 0.0
-        learn._backward()
-
-    def _keep_buffers(self) -> None:
-        "Have DDP not send its buffers in a second forward pass of one batch."
-        for wrapper in self.step.wrappers:
-            wrapper.require_forward_param_sync &= self.learn.pred is None
+        step.differentiate(0)
 
     def explain(self, error: RuntimeError) -> None:
         """Add to an error of DDP's what it does not say itself."""
-        explain_unused(error, self.step)
+        explain(error)
 
     def step_unless_all_skip(self, *_: Any) -> None:
         """Take the optimizer step that this rank would have left out, unless all ranks leave it out."""

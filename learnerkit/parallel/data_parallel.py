@@ -13,6 +13,7 @@ from learnerkit.callback import Callback
 from learnerkit.data.batches import get_field, in_float32, map_batch, rows_of, tensors_in
 from learnerkit.events import INNER_EVENTS, Event
 from learnerkit.losses import LossWeight, check_shapes, is_cross_entropy, loss_option, no_scalar, unwrap_partial
+from learnerkit.parallel.transparent import wrapped
 from learnerkit.utils import add_note_once, describe, unwrap, warn
 
 _AFTER_PRED = [e for e in INNER_EVENTS if e != Event.before_batch]
@@ -70,7 +71,7 @@ class ParallelCallback(Callback):
         # The model's own device must come first: DataParallel gathers there.
         ids.sort(key=lambda i: i != (learn.dls.device.index or 0))
         self._whole, model = learn.model, unwrap(learn.model)
-        learn.model = self._split = nn.DataParallel(model, device_ids=ids)
+        learn.model = self._split = wrapped(nn.DataParallel, model, device_ids=ids)
         if not learn._overrides("_forward", "_loss"):
             self._loss_func = learn.loss_func if self.loss_on_replicas and can_replicate(learn.loss_func) else None
             self._replicas = nn.DataParallel(_Replica(model, self._loss_func), device_ids=ids)

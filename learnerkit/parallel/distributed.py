@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from learnerkit import optim, world
@@ -21,6 +22,7 @@ from learnerkit.parallel import wrapping
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.company import Company
 from learnerkit.parallel.drift import digests
+from learnerkit.parallel.first_batch import Trial
 from learnerkit.parallel.loaders import RankLoader, rank_loader
 from learnerkit.parallel.rank_step import RankStep
 from learnerkit.parallel.wrapping import COMM_HOOKS
@@ -49,7 +51,9 @@ class DistributedCallback(Callback):
         sync_bn: let BatchNorm see the global batch (not on the CPU, where torch cannot).
         split_batches: cut each batch of the loader into one piece per rank, so that the numbers are those of one
             process; by default every rank takes whole batches, and the global batch is that much larger.
-        find_unused_parameters: DDP's; `None` finds out with the first batch of each fit.
+        find_unused_parameters: True for losses that leave parameters out in some batches, or callbacks with backward
+            passes of their own: gradients are averaged after the backward passes rather than during the loss's,
+            whichever there are. `None` finds out with the first batch of each fit.
         timeout: seconds (or a timedelta) without anything moving after which a rank that waits for others ends the
             run and says where each of them is; default 5 minutes, or what the launcher's `--timeout` says.
         wrap: names of sub-modules to wrap each by itself, for several networks; by default the whole model. Costs one
@@ -191,11 +195,16 @@ class DistributedCallback(Callback):
         learn = self.learn
         if self._step is None:
             self._start()
-        trainable = [p.requires_grad for p in self._plain.parameters()]
+        elif learn.model is not self._plain:  # a callback has put another one there
+            self._plain, self._wrapped = self._step.replace_model(learn.model), None
+        beside = self._beside()
+        trainable = [*(p.requires_grad for p in self._plain.parameters()), *map(id, beside)]
         # Of several networks some may be frozen just for the moment.
         if self._wrapped is None or (trainable != self._trainable and not self.wrap_names):
             self._step.agreement.vote()  # wrapping talks to the other ranks, and one of them may have left this event
+            self._step.take_parameters(self._plain, beside)
             self._wrapped, self._trainable, self._step.first = self._wrap(self._plain), trainable, True
+            self._step.watch_later_passes()
         self._enter(self._wrapped, training=True)
         self._step.start()
         learn._gradient = self._step
@@ -205,13 +214,15 @@ class DistributedCallback(Callback):
         agreement = cast(Agreement, learn._agreement)
         by_bucket = bool(self.wrap_names) or learn._overrides("_backward")
         self._check_accumulation(by_bucket)
-        note_unused = None if self.find_unused_parameters else self._find_unused
-        step = self._step = RankStep(learn, agreement, note_unused, by_bucket)
+        step = self._step = RankStep(learn, agreement, self._note_trial, by_bucket)
+        step.parts = bool(self.wrap_names)
         agreement.company = Company(learn, step)
         hook = _BatchHook(agreement.company)
         learn.add_cb(hook)
-        self._undo += [partial(learn.remove_cb, hook), partial(wrapping.unwrap_all, step)]
+        self._undo += [partial(learn.remove_cb, hook), partial(wrapping.unwrap_all, step), step.ignore_later_passes]
         self._undo += [opt.register_step_post_hook(step.note_optimizer_step).remove for opt in learn.opts]
+        if learn._overrides("_step"):
+            self._undo += [opt.register_step_pre_hook(step.share_closure).remove for opt in learn.opts]
 
     def after_train(self) -> None:
         self._send_buffers()
@@ -249,7 +260,6 @@ class DistributedCallback(Callback):
         wrapping.check_parts(model, self.wrap_names)
         for name in self.wrap_names:
             wrapper = self._ddp(getattr(model, name), bool(self.find_unused_parameters))
-            wrapper.register_state_dict_post_hook(wrapping.without_module)
             self._parts[name] = wrapper
         return model
 
@@ -259,17 +269,46 @@ class DistributedCallback(Callback):
         if not self.wrap_names:
             wrapping.unwrap_all(self._step)  # it may have been wrapped otherwise before
         self._step.wrappers.append(wrapper)
+        self._step.late = find_unused and self._step.can_be_late
         return wrapper
 
-    def _find_unused(self, names: list[str]) -> None:
-        """Wrap the model again if the first batch shows that some parameters take no part in the loss of some rank.
+    def _beside(self) -> list[nn.Parameter]:
+        """The parameters that are trained with the model's; refuse those that each rank would train by itself."""
+        learn = self.learn
+        beside = optim.parameters_beside(self._plain, learn.loss_func, learn.opts)
+        known = {id(p) for p in (*self._plain.parameters(), *beside)}
+        for owner in (learn, *learn.cbs):
+            for name, opt in vars(owner).items():
+                params = [p for g in opt.param_groups for p in g["params"]] if isinstance(opt, Optimizer) else []
+                if any(p.requires_grad and id(p) not in known for p in params):
+                    raise ValueError(
+                        f"{type(owner).__name__}.{name} trains parameters that are neither the model's nor in "
+                        "learn.opt, so each rank would train its own: put them into the model, or into learn.opt "
+                        "(add_param_group)"
+                    )
+        if beside and self.wrap_names:
+            raise ValueError(
+                f"the loss or the optimizer has {len(beside)} trainable parameters that are not the model's, and "
+                f"wrap={self.wrap_names} leaves them out: put them into the model, in one of these parts"
+            )
+        return beside
+
+    def _note_trial(self, trial: Trial) -> None:
+        """Act on what the first batch of all ranks shows; every rank must reach this.
 
         Args:
-            names: of this rank; every rank must reach this.
+            trial: this rank's.
         """
-        if not world.reduce(len(names)):
+        trials = world.all_gather(trial)
+        self._compare_buffers([each.buffers for each in trials if each.buffers])
+        if self.find_unused_parameters:
             return
-        found = dict.fromkeys(name for rank in world.all_gather(names) for name in rank)
+        found = dict.fromkeys(name for each in trials for name in each.unused or ())
+        if not found:
+            unknown = any(each.unused is None for each in trials)
+            if unknown and self.find_unused_parameters is None and self._step.can_be_late:
+                self._step.average_late()
+            return
         shown = first_few(found)
         if self.find_unused_parameters is False:
             raise RuntimeError(
@@ -278,6 +317,17 @@ class DistributedCallback(Callback):
             )
         self._warn_once(f"find_unused_parameters=True was chosen: the loss does not depend on {shown}")
         self._wrapped = self.learn.model = self._ddp(self._plain, find_unused=True)
+        self._step.watch_later_passes()
+
+    def _compare_buffers(self, ranks: list[dict[str, str]]) -> None:
+        """Warn of buffers that each rank makes of its own samples."""
+        apart = [name for name in (ranks[0] if ranks else ()) if any(r.get(name) != ranks[0][name] for r in ranks)]
+        if apart:
+            self._warn_once(
+                f"each rank makes {first_few(apart)} (buffers that change in the forward pass) of its own samples, so "
+                "the numbers are not those of one process; make them of all ranks' samples: learnerkit.world.reduce or "
+                "all_gather, in the forward pass"
+            )
 
     def _share_out(self, dl: Any, training: bool) -> RankLoader:
         key = (id(dl), training)
@@ -309,7 +359,8 @@ class DistributedCallback(Callback):
     def before_validate(self) -> None:
         if world.world_size() == 1:
             return
-        self._enter(self.learn.model if self._plain is None else self._plain, training=False)
+        model = self.learn.model  # perhaps another one than is trained, as an average of its weights
+        self._enter(self._plain if model is self._wrapped else model, training=False)
         self._send_buffers()
 
     def _send_buffers(self) -> None:
@@ -322,7 +373,7 @@ class DistributedCallback(Callback):
     def _enter(self, model: nn.Module, training: bool) -> None:
         learn = self.learn
         parts = {name: getattr(self._plain, name) for name in self._parts}
-        self._outside.append((learn.model, learn.dl, learn._gradient, parts))
+        self._outside.append((learn.model, model, learn.dl, learn._gradient, parts))
         learn.model = model
         for name, wrapper in self._parts.items():
             setattr(self._plain, name, wrapper if training else wrapper.module)
@@ -331,7 +382,9 @@ class DistributedCallback(Callback):
     def cleanup_train(self) -> None:
         if self._outside:
             learn = self.learn
-            learn.model, learn.dl, learn._gradient, parts = self._outside.pop()
+            before, entered, learn.dl, learn._gradient, parts = self._outside.pop()
+            if learn.model is entered or learn.model is self._wrapped:  # else a callback has put another one there
+                learn.model = before
             for name, part in parts.items():
                 setattr(self._plain, name, part)
 
@@ -352,6 +405,7 @@ class _BatchHook(Callback):
         super().__init__(
             before_batch=company.step.before_batch, after_cancel_backward=company.finish_backward,
             after_cancel_step=company.step_unless_all_skip, after_cancel_batch=company.finish_batch,
+            **company.step.own_hooks(),
         )  # fmt: skip
 
     def __repr__(self) -> str:

@@ -12,10 +12,16 @@ from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients
 from learnerkit.parallel.agreement import Agreement, flags_of
 from learnerkit.parallel.buckets import BucketWeights
 from learnerkit.parallel.carrier import FLAGS, Carrier
-from learnerkit.parallel.first_batch import runs_on_nothing, try_batch
+from learnerkit.parallel.first_batch import Trial, runs_on_nothing, try_batch
+from learnerkit.parallel.passes import LaterPasses, averaged, reduce_gradients
+from learnerkit.text import first_few
+from learnerkit.torch_internals import begin_batch, expect_another_backward, not_reduced, remove_ddp_hooks
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
+
+
+_LATER = ("after_backward", "before_step")  # where a callback may make a backward pass that counts
 
 
 class RankStep:
@@ -24,16 +30,24 @@ class RankStep:
     Args:
         learn: the learner, whose model has no DDP yet.
         agreement: of the run.
-        note_unused: called with the names of the parameters that the first batch's loss does not depend on, on every
-            rank; `None`: they need not be known.
+        note_trial: called with what a trial of the first batch has shown, on every rank; `None`: it need not be known.
         by_bucket: weigh the gradients on their way rather than the loss, for learners that differentiate losses of
             their own making. What all ranks count is then made known before the backward pass, so that the gradients
             are right as soon as they are reduced: such a learner may step in its own `_backward`.
 
     Attributes:
         wrappers: DDP's, around the model or its parts.
+        params: the trainable parameters of the model, and those beside it that are trained with it.
+        beside: those beside it.
+        late: the gradients are averaged after the backward passes rather than by DDP during one.
+        later: averages further backward passes of a step; `None`: there are none.
+        sends_buffers: give all ranks rank 0's buffers before each step.
+        factor: what this rank's gradients are multiplied by before a mean over the ranks is taken.
         first: whether the next batch is the first of a wrapped model.
         takes_nothing: the model can run on a batch without samples.
+        entered: the model has been called in this batch.
+        prepared: DDP waits for the gradients of a backward pass.
+        kept: gradients of an earlier batch, which a callback accumulates, are there when the batch begins.
         number: of the batch, the same on every rank.
         reduced: this rank has taken part in the reduction of the batch's gradients, or has none to take part in.
         stepped: this rank's optimizer has stepped after the batch.
@@ -43,20 +57,32 @@ class RankStep:
     """
 
     def __init__(
-        self, learn: "Learner", agreement: Agreement, note_unused: Callable[[list[str]], None] | None, by_bucket: bool
+        self, learn: "Learner", agreement: Agreement, note_trial: Callable[[Trial], None] | None, by_bucket: bool
     ) -> None:
         self.learn, self.agreement, self._plain = learn, agreement, learn.model
-        self.note_unused, self.by_bucket = note_unused, by_bucket
+        self.note_trial, self.by_bucket = note_trial, by_bucket
+        self.device = learn.dls.device
+        self.own_step, self.compresses = learn._overrides("_step"), False
         self.ranks = world.world_size()
         self.mean = GradientMean(learn._loss_weighting.sums)
         self.carrier = Carrier(learn.dls.device)
         self.buckets = BucketWeights()
         self.wrappers: list[DistributedDataParallel] = []
+        self.params: list[nn.Parameter] = []
+        self.beside: list[nn.Parameter] = []
+        self.late = self.sends_buffers = self.static = self.parts = False
+        self.later: LaterPasses | None = None
+        self.factor: float | Tensor = 1.0
+        self._later_factor: float | Tensor | None = None
         self.first = self.takes_nothing = True
         self.number = -1
-        self.reduced = self.stepped = self.skipped = True
+        self.reduced = self.stepped = self.skipped = self.entered = self.prepared = True
         self.counted: float | Tensor = 0.0
         self.vector: Tensor | None = None
+        self.kept = False
+        self._all: list[nn.Parameter] = []
+        self._trainable: list[bool] = []
+        self._reductions = 0  # since the model was wrapped
         self._witness: nn.Parameter | None = None  # a parameter whose gradient tells whether they were cleared
 
     # A batch
@@ -69,10 +95,83 @@ class RankStep:
     def begin(self) -> None:
         """Begin a batch."""
         self.number += 1
-        self.reduced = self.stepped = self.skipped = False
+        self.reduced = self.stepped = self.skipped = self.entered = self.prepared = False
+        if self.later is not None:
+            self.later.open = False
         self.vector = None
         self.learn.pred = self.learn.output = None  # those of the batch before say nothing of this one
         self.agreement.dispatch.begin()
+
+    def take_parameters(self, model: nn.Module, beside: list[nn.Parameter]) -> None:
+        """Take the parameters whose gradients are to be averaged.
+
+        Args:
+            model: without DDP.
+            beside: those that are trained with it; the same on every rank.
+        """
+        self._all, self.beside = [*model.parameters(), *beside], beside
+        self._trainable, self._reductions = [p.requires_grad for p in self._all], 0
+        self.params = [p for p in self._all if p.requires_grad]
+
+    def replace_model(self, model: nn.Module) -> nn.Module:
+        """Train another model from here on."""
+        self._plain, self._witness = model, None
+        return model
+
+    @property
+    def by_pass(self) -> bool:
+        """Whether each backward pass is averaged at its end: those of a `_backward` of the learner's."""
+        return self.by_bucket and not (self.parts or self.compresses or self.static)
+
+    @property
+    def needs_output(self) -> bool:
+        """Whether DDP must see the model's output in each pass: a rank without data then differentiates that."""
+        return self.static or self.compresses
+
+    @property
+    def can_be_late(self) -> bool:
+        """Whether the gradients may be averaged after the backward passes: nothing else is said of how."""
+        return not (self.by_bucket or self.static or self.compresses)
+
+    def watch_later_passes(self) -> None:
+        """Average the backward passes after that of the loss, where a `_step` or a callback may make some."""
+        self.ignore_later_passes()
+        table = self.learn._dispatch.table
+        hooks = [hook for event in _LATER for cb, hook, *_ in table[event] if not cb.rank0_only]
+        theirs = any(not str(getattr(hook, "__module__", "")).startswith("learnerkit.") for hook in hooks)
+        if self.by_pass or ((theirs or self.own_step) and not (self.by_bucket or self.static)):
+            self.later = LaterPasses(self, self.params)
+
+    def ignore_later_passes(self) -> None:
+        """Undo `watch_later_passes`."""
+        if self.later is not None:
+            self.later.remove()
+            self.later = None
+
+    def own_hooks(self) -> dict[str, Any]:
+        """Hooks by event for learners with a `_step` of their own, which may step without the optimizer's `step`."""
+        return {"after_step": self._note_own_step} if self.own_step else {}
+
+    def _note_own_step(self, *cb: Any) -> None:
+        if not self.skipped:
+            self.note_optimizer_step()
+
+    def share_closure(self, opt: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Let the closure that an optimizer gets return the loss of all ranks: a hook of its `step`."""
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], averaged(args[1], self), *args[2:]), kwargs
+        closure = kwargs.get("closure")
+        return None if closure is None else (args, {**kwargs, "closure": averaged(closure, self)})
+
+    def average_late(self) -> None:
+        """From this batch on, average the gradients after the backward passes; every rank must reach this."""
+        self.late, self.carrier.parameter = True, None
+        for wrapper in self.wrappers:
+            remove_ddp_hooks(wrapper)
+        self._switch(False)
+        self.take_parameters(self._plain, self.beside)
+        if self.later is not None:
+            self.watch_later_passes()
 
     def is_open(self) -> bool:
         """Tell whether this rank has left out something of the batch that other ranks may wait for."""
@@ -87,41 +186,70 @@ class RankStep:
         """Prepare the batch, after the callbacks that may still change it: the hook of that event."""
         learn = self.learn
         first, self.first = self.first, False
+        self.kept = self._witness is not None and self._witness.grad is not None
         if first:
             self.takes_nothing = not self.by_bucket and runs_on_nothing(learn, self._plain)
         if learn.dl.share.size == 0:
             learn.batch_size = 0
             if not self.takes_nothing:
                 learn.batch, learn.xb, learn.yb = learn._unpack.split(learn.dl.sample)
-        votes, note_unused = learn._loss_weighting.votes, self.note_unused if first else None
-        if (votes or note_unused) and not self.by_bucket:  # on all ranks alike
-            unused, means = try_batch(learn, self._plain)
+        votes, note_trial = learn._loss_weighting.votes, self.note_trial if first else None
+        if (votes or note_trial) and not self.by_bucket:  # on all ranks alike
+            trial = try_batch(learn, self._plain, self.beside)
             if votes:
-                learn._loss_weighting.agree(world.all_gather(means))
-            if note_unused:
-                note_unused(unused)
+                learn._loss_weighting.agree(world.all_gather(trial.means))
+            if note_trial:
+                note_trial(trial)
         self.synchronise()
+        for wrapper in self.wrappers:
+            sends = self.sends_buffers and not self.mean.begun and bool(wrapper.modules_buffers)
+            if sends or self._reductions < 2:  # DDP arranges its buckets after the first one, all ranks together
+                begin_batch(wrapper, sends)
 
     def synchronise(self) -> None:
         """Have DDP reduce in this batch if a step follows it; without a step the gradients stay on their ranks."""
+        self._switch(self.learn._step_due and not (self.late or self.by_pass))
+
+    def _switch(self, reduces: bool) -> None:
         for wrapper in self.wrappers:
-            if wrapper.require_backward_grad_sync != self.learn._step_due:  # microseconds, in a module
-                wrapper.require_backward_grad_sync = self.learn._step_due
+            if wrapper.require_backward_grad_sync != reduces:  # microseconds, in a module
+                wrapper.require_backward_grad_sync = reduces
 
     def backward(self) -> None:
         """Compute the batch's gradients with their weight, and correct those of the step after its last batch."""
         learn = self.learn
+        if not self.by_bucket and [p.requires_grad for p in self._all] != self._trainable:
+            self.average_late()  # a callback has frozen or unfrozen some since the model was wrapped
         if not learn.batch_size:
             learn._loss_count = 0  # the samples that this rank has stand for shapes and types only
         count = self.take_count(host_count(learn._loss_count))
         if self.by_bucket:
             self.reduce_counts(count)
-        elif self.mean.sums:
-            learn.loss_grad = learn.loss_grad * self.ranks
         else:
-            learn.loss_grad = self.mean.weigh(learn.loss_grad, count, learn._model_output)
+            self._weigh(count)
         self.differentiate(count)
         self.finish_reduction()
+
+    def _weigh(self, count: float | Tensor) -> None:
+        """Weigh the loss, or later the gradients: callbacks may have added some by a backward pass of their own."""
+        learn, mean = self.learn, self.mean
+        if self._weighs_gradients():
+            nothing = not isinstance(count, Tensor) and not count
+            self.factor = 0.0 if nothing else self.ranks if mean.sums else count / mean.expected
+            return
+        self.factor = 1.0
+        if mean.sums:
+            learn.loss_grad = learn.loss_grad * self.ranks
+        else:
+            learn.loss_grad = mean.weigh(learn.loss_grad, count, learn._model_output)
+
+    def _weighs_gradients(self) -> bool:
+        """Whether the gradients are this batch's alone, so that they can be weighed rather than its loss."""
+        return self.late and self.learn._step_due and self.learn._step_batches == 1 and not self.kept
+
+    def leave_out(self) -> None:
+        """Leave this rank's gradients of the batch out, but not those of earlier batches of the step."""
+        self.factor = 0.0 if self._weighs_gradients() else 1.0
 
     def take_count(self, count: float | Tensor) -> float | Tensor:
         """Take what a batch counts into its step, and return it."""
@@ -131,8 +259,7 @@ class RankStep:
         return count
 
     def _expected(self, count: float | Tensor) -> float:
-        kept = self._witness is not None and self._witness.grad is not None
-        if kept and not self.by_bucket and not self.mean.sums:
+        if self.kept and not self.by_bucket and not self.mean.sums:
             # A callback accumulates gradients by leaving steps out: those that are there have their scale already, so
             # this batch's must be right before it joins them. A collective and a host-device sync of its own.
             return world.reduce(float(count), "mean") or 1.0
@@ -150,14 +277,50 @@ class RankStep:
             self.buckets.factor = self.ranks if self.mean.sums else count / mean
 
     def differentiate(self, count: float | Tensor) -> None:
-        """Compute the gradients of `learn.loss_grad`."""
-        parameter = self.carrier.parameter
-        if parameter is None:
+        """Compute the gradients of `learn.loss_grad`, or of nothing."""
+        parameter, due = self.carrier.parameter, self.learn._step_due
+        nothing = not (self.by_bucket or self.needs_output or isinstance(count, Tensor) or count)
+        if self.by_pass and self.later is not None:
+            self.later.begin()
+        if due and not (self.prepared or self.late or self.by_bucket or self.static):
+            for wrapper in self.wrappers:  # the model was called by its parts, or not at all
+                expect_another_backward(wrapper)
+        if nothing:
+            self._differentiate_nothing()
+        elif parameter is None:
             self.learn._backward()
+            self._reduce_assigned()
         else:
             # The parameter is a root of its own, whose gradient is given: that needs no further operations.
             vector = self.carrier.vector(count, self._flags())
             torch.autograd.backward((self.learn.loss_grad, parameter), (None, vector))
+
+    def _reduce_assigned(self) -> None:
+        """Average gradients that a `_backward` has put into `p.grad` by itself, which DDP does not see."""
+        if not self.by_bucket or self.compresses:
+            return
+        if self.later is not None:  # by pass
+            if not self.later.seen and any(p.grad is not None for p in self.params):
+                zero = torch.zeros(1, dtype=torch.float64, device=self.device)
+                reduce_gradients(self.params, self.buckets.factor, zero)
+            return
+        for wrapper in self.wrappers:
+            params = [p for p in wrapper.module.parameters() if p.requires_grad]
+            if wrapper not in self.buckets.seen and any(p.grad is not None for p in params):
+                zero = torch.zeros(1, dtype=torch.float64, device=self.device)
+                reduce_gradients(params, self.buckets.factor, zero)
+        self.buckets.seen.clear()
+
+    def _differentiate_nothing(self) -> None:
+        """Take part in DDP's reduction with gradients of zero, without a loss, which might be a NaN."""
+        if self.late or not self.learn._step_due:
+            return
+        roots = [p for p in self.params if p.requires_grad]
+        zeros: list[Tensor] = [torch.zeros_like(p) for p in roots]
+        if self.carrier.parameter is not None:
+            roots.append(self.carrier.parameter)
+            zeros.append(self.carrier.vector(0, self._flags()))
+        torch.autograd.backward(roots, zeros)
 
     def _flags(self) -> list[float] | None:
         "This rank's flags, which concern the last batch of a step alone; `None`: there are none."
@@ -171,6 +334,12 @@ class RankStep:
         if not self.learn._step_due:
             return
         mean, carrier = self.mean, self.carrier
+        self._reductions += 1
+        if self.late:
+            found = self.carrier.vector(mean.counted, self._flags())
+            self.vector = reduce_gradients(self.params, self.factor, found)
+        elif not (self.by_bucket or self.static):
+            self._check_reduced()
         mean.begun = False
         if self._witness is None:
             self._witness = next((p for p in self.learn.model.parameters() if p.grad is not None), None)
@@ -187,10 +356,62 @@ class RankStep:
             self._correct(8 * torch.finfo(vector.dtype).eps)
         if flags is not None and any(flags):
             self._obey(flags)
+        if self.later is not None or self.own_step:
+            self._begin_later()
+
+    def _begin_later(self) -> None:
+        """Have the backward passes that follow averaged, too."""
+        self._later_factor = None
+        if self.later is not None:
+            self._switch(False)
+            self.later.begin()
+
+    def later_factor(self) -> float | Tensor:
+        """Return what this rank's gradients of a further backward pass are weighed by; every rank must reach this."""
+        if self.by_bucket:
+            return self.buckets.factor
+        if self._later_factor is None:
+            learn = self.learn
+            count = host_count(learn._loss_count) if learn.batch_size else 0
+            if learn._step_batches == 1 and not self.kept:
+                mean = self.counted
+            else:  # of this batch alone, rather than of the step
+                mean = world.reduce(torch.as_tensor(count, dtype=torch.float64, device=self.device), "mean")
+                mean = mean if self.carrier.reads_late else mean.item()
+            nothing = not isinstance(count, Tensor) and not count
+            self._later_factor = 0.0 if nothing else self.ranks if self.mean.sums else count / mean
+        return self._later_factor
+
+    def _check_reduced(self) -> None:
+        """Refuse a loss that has not reached all parameters, on which the others' reduction would wait."""
+        found = next(filter(None, map(not_reduced, self.wrappers)), "")
+        if found:
+            raise self._not_reached(found)
+
+    def _not_reached(self, text: str) -> RuntimeError:
+        """Return the error for parameters that DDP has not seen, from the text of its own, with their numbers."""
+        words = text.rpartition("for rank")[2].rpartition(":")[2].split()
+        numbers = [int(word) for word in words if word.isdigit()]
+        # Of several networks nobody knows which of them DDP has numbered.
+        module = self.wrappers[0].module if len(self.wrappers) == 1 else nn.Module()
+        names = [n for n, p in module.named_parameters() if p.requires_grad]
+        beside = [f"a parameter beside the model {tuple(p.shape)}" for p in self.beside]
+        own = sum(p.requires_grad for p in module.parameters(recurse=False))
+        # What was registered for a moment came after the module's own parameters, before those of sub-modules.
+        names[own:own] = beside + ([""] if self.carrier.parameter is not None else [])
+        found = [names[i] for i in numbers if i < len(names) and names[i]]
+        return RuntimeError(
+            f"parameters that took no part in the loss of batch {self.learn.iter} on rank {world.rank()}, although "
+            f"they did in the first batch: {first_few(found) or 'unknown'}. Freeze them, use them in every batch, or "
+            "pass find_unused_parameters=True to DistributedCallback, which then averages the gradients after the "
+            "backward pass, whichever there are"
+        )
 
     def _correct(self, tolerance: float = 0.0) -> None:
         if not self.by_bucket:
-            scale_gradients(self.learn.model, self.mean.correction(self.counted, tolerance))
+            factor = self.mean.correction(self.counted, tolerance)
+            if isinstance(factor, Tensor) or factor != 1:
+                scale_gradients(self.params, factor)
 
     def _obey(self, flags: list[float]) -> None:
         *leaving, ended = flags
@@ -205,3 +426,21 @@ class RankStep:
         self.stepped = True
         self.agreement.watch.stepped = self.number
         self.agreement.watch.answer()
+
+
+class Wrapper(DistributedDataParallel):
+    """DDP that notes whether it was called, and leaves the buffers to `begin_batch`, which every rank reaches."""
+
+    _rank_step: RankStep
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module inside."""
+        step = self._rank_step
+        step.entered = True
+        output = super().forward(*args, **kwargs)
+        step.prepared = step.prepared or (self.require_backward_grad_sync and torch.is_grad_enabled())
+        return output
+
+    def will_sync_module_buffers(self) -> bool:
+        """Tell that no buffers are sent in a forward pass: a rank may leave it early, or run it twice."""
+        return False

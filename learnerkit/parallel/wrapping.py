@@ -8,9 +8,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from learnerkit.parallel.rank_step import RankStep
+from learnerkit.parallel.rank_step import RankStep, Wrapper
+from learnerkit.parallel.transparent import wrapped
 from learnerkit.text import first_few
-from learnerkit.torch_internals import BatchNorm, remove_ddp_hooks
+from learnerkit.torch_internals import BatchNorm, remove_ddp_hooks, without_compiler
 
 COMM_HOOKS = ("bf16", "fp16", "powersgd")
 
@@ -29,21 +30,27 @@ def wrap_module(
         comm_hook: one of `COMM_HOOKS`.
         options: of `DistributedDataParallel`.
     """
-    find_unused = options["find_unused_parameters"]
+    find_unused, step.static = options["find_unused_parameters"], bool(options.get("static_graph"))
+    step.compresses = comm_hook is not None
+    sends = options.get("forward_sync_buffers")
+    step.sends_buffers = bool(options.get("broadcast_buffers", True) if sends is None else sends)
     # In DDP's search for unused parameters the carrier would count as one of them.
     rides = not (step.by_bucket or find_unused or comm_hook)
     step.carrier.parameter = None
     # If DDP's search finds no unused parameter, torch warns on each rank. This one is never used, so it finds one.
     extra = _unused_like(module, device) if find_unused else step.carrier.make_parameter(module) if rides else None
-    if extra is not None:
-        module.register_parameter(_CARRIER, extra)
+    # A module that torch.compile has made keeps its parameters in the one inside.
+    inner, added = without_compiler(module), [*step.beside, *([] if extra is None else [extra])]
+    for i, p in enumerate(added):
+        inner.register_parameter(f"{_CARRIER}{i}", p)
     try:
-        wrapper = DistributedDataParallel(module, [device] if device.type != "cpu" else None, **options)
+        wrapper = wrapped(Wrapper, module, [device] if device.type != "cpu" else None, **options)
     finally:
-        if extra is not None:
-            delattr(module, _CARRIER)
+        for i in range(len(added)):
+            delattr(inner, f"{_CARRIER}{i}")
+    wrapper._rank_step = step
     hook, state = _comm_hook(comm_hook)
-    if step.by_bucket:
+    if step.by_bucket and not step.by_pass:
         step.buckets.attach(wrapper, hook or default_hooks.allreduce_hook, state)
     elif hook is not None:
         wrapper.register_comm_hook(state, hook)
@@ -74,12 +81,6 @@ def check_parts(model: nn.Module, names: tuple[str, ...]) -> None:
             f"wrap={names} leaves out {first_few(outside)}, which each rank would train by itself; name their modules "
             "too, or freeze them"
         )
-
-
-def without_module(wrapper: nn.Module, state: dict, prefix: str, *_: Any) -> None:
-    """Leave the wrapper's own name out of the keys: a hook of `state_dict`."""
-    for key in [key for key in state if key.startswith(f"{prefix}module.")]:
-        state[prefix + key.removeprefix(f"{prefix}module.")] = state.pop(key)
 
 
 def _unused_like(module: nn.Module, device: torch.device) -> nn.Parameter:
@@ -128,20 +129,13 @@ def synchronise_batch_norms(model: nn.Module) -> Callable[[], None]:
 # Errors
 
 
-def explain_unused(error: RuntimeError, step: RankStep) -> None:
-    """Add the names of unused parameters to DDP's error about them, which has numbers alone."""
+def explain(error: RuntimeError) -> None:
+    """Add to DDP's error about parameters what the user can do."""
     text = str(error)
-    if "finished reduction in the prior iteration" not in text and "did not receive grad" not in text:
-        return
-    words = text.rpartition("for rank")[2].rpartition(":")[2].split()
-    numbers = [int(word) for word in words if word.isdigit()]
-    # Of several networks nobody knows which of them DDP has numbered.
-    module = step.wrappers[0].module if len(step.wrappers) == 1 else nn.Module()
-    names = [n for n, p in module.named_parameters() if p.requires_grad]
-    if step.carrier.parameter is not None:  # it came after the module's own parameters, before those of sub-modules
-        names.insert(sum(p.requires_grad for p in module.parameters(recurse=False)), "")
-    found = [names[i] for i in numbers if i < len(names) and names[i]]
-    error.add_note(
-        f"parameters that took no part in the loss: {', '.join(found) or 'see above'}; freeze them, use them, or "
-        "pass find_unused_parameters=True to DistributedCallback"
-    )
+    if "mark a variable ready only once" in text or "finished reduction in the prior iteration" in text:
+        error.add_note(
+            "a parameter got its gradient twice in a step, or not at all: by a backward pass of a callback, a "
+            "checkpoint with use_reentrant=True, or a loss that leaves it out. Add a callback's own loss to "
+            "learn.loss_grad, so that there is one backward pass; or pass find_unused_parameters=True to "
+            "DistributedCallback, which then averages the gradients after the backward passes"
+        )

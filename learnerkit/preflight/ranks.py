@@ -51,14 +51,18 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-5
 """The difference that counts as rounding: a share of the largest value, or for weights of the largest update."""
 
+DOUBLE = 1e-10
+"""The largest share that rounding in float64 alone makes up; more is that of float32."""
+
 
 def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: float = 120.0, **kwargs: Any) -> bool:
     """Train a few steps on `n` CPU processes and on one, compare the two, and print a report. Needs no GPU.
 
     Compared are the samples that each rank read, losses and weights; then, on the first validation samples (all of an
     iterable dataset), loss, metrics and predictions. The processes are forks of this one and split each batch; they
-    compute in float64 where the learner can. In them `learn.path` is a temporary directory. The learner itself is
-    left as it is.
+    compute in float64 where the learner can; what computes in float32 nevertheless, in all or in part, agrees up to the
+    rounding of float32 alone, and the report says so. In them `learn.path` is a temporary directory. The learner itself
+    is left as it is.
 
     Differences that are intended are left out, and the report says so: dropout is off, and BatchNorm uses its running
     statistics. The learner's callbacks run; take those that write elsewhere than to `learn.path` out with
@@ -496,7 +500,8 @@ def _judge_equal(mine: dict[str, Tensor], others: list[dict[str, Tensor]], scale
             at = tuple(apart.nonzero()[0].tolist())
             return Finding(WRONG, f"{what}{list(at) or ''}: {b[at]:.6g} on {who}, {a[at]:.6g} on one process")
         largest = max(largest, _largest(_wide(a) - _wide(b)))
-    return Finding(OK, f"largest difference {largest:.1e}, {of} up to {scale:.2g}")
+    single = ": rounding of float32, in which the learner computes, or a part of it" if largest > DOUBLE * scale else ""
+    return Finding(OK, f"largest difference {largest:.1e}, {of} up to {scale:.2g}{single}")
 
 
 def _largest(t: Tensor) -> float:

@@ -701,12 +701,14 @@ def test_what_is_said_stands_between_rows(capsys):
 
 def test_with_data_parallel(two_gpus):
     learn, seen = make_learner(cbs=TerminateOnNaNCallback()), []
-    look = Callback(after_epoch=lambda cb: seen.append((type(cb.model), weights(cb.learn.model.module))), order=70)
+    look = Callback(
+        after_epoch=lambda cb: seen.append((isinstance(cb.model, Wrapped), weights(cb.learn.model.module))), order=70
+    )
     with learn.parallel_ctx(), learn.no_logging():
         cbs = [look, EarlyStoppingCallback("score", patience=2), SaveModelCallback("score")]
         learn.fit(5, cbs=[Script([1, 3, 2, 2, 9]), *cbs, ReduceLROnPlateau("score", patience=2)])
     assert len(learn.recorder.values) == 4
-    assert all(kind is Wrapped for kind, _ in seen)
+    assert all(wrapped for wrapped, _ in seen)
     assert same_weights(learn.model, seen[1][1])
     assert same_weights(saved(learn), seen[1][1])
     before = weights(learn.model)

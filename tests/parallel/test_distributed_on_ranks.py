@@ -1,9 +1,11 @@
 """DistributedCallback on real ranks: what it does, and what it leaves behind."""
 
 import contextlib
+import gc
 import io
 import random
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -385,3 +387,30 @@ def test_a_cleanup_that_communicates_is_named():
     learn.remove_cb(Talks)
     with learn.distrib_ctx(), learn.no_logging():
         learn.fit(1)
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was chosen")
+@pytest.mark.parametrize("spare", [False, True], ids=["regular", "wrapped a second time"])
+def test_no_wrapper_is_left_to_the_collector(spare):
+    """In a forked loader worker its end would be that of a process group whose threads are not there."""
+    found = []
+
+    class Look(Callback):
+        def before_batch(self):
+            if self.training:
+                found.append(weakref.ref(self.learn.model))
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    if spare:
+        model.register_parameter("spare", nn.Parameter(torch.zeros(1)))
+    learn = make_learner(model, cbs=Look())
+    gc.collect()
+    gc.disable()
+    try:
+        with learn.distrib_ctx(), learn.no_logging():
+            learn.fit(1)
+        assert learn.model is model
+        assert found
+        assert not [ref for ref in found if ref() is not None]
+    finally:
+        gc.enable()

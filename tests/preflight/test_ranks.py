@@ -91,6 +91,18 @@ class Single(nn.Module):
         return F.linear(x.float(), self.linear.weight, self.linear.bias)
 
 
+class PartlySingle(nn.Module):
+    """Computes in what it gets, but for a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.first(x)
+        return F.linear(h.float(), self.last.weight.float(), self.last.bias.float()).to(h)
+
+
 class RandomStart(Callback):
     "Each process draws this by itself, with the seeds of their parent."
 
@@ -146,6 +158,14 @@ def test_a_right_learner_passes(case, says, capsys):
     assert marked(report, "ok") == NAMES
     assert says in " ".join(out.split())
     assert out.endswith("\nall is well\n")
+
+
+@pytest.mark.parametrize(("model", "single"), [(PartlySingle, True), (Single, True), (lambda: None, False)])
+def test_the_rounding_of_float32_is_told_from_that_of_float64(model, single, capsys):
+    found, report, _ = verdict(capsys, make(model()))
+    assert found is True
+    text = "rounding of float32, in which the learner computes, or a part of it"
+    assert any(text in said for _, said in report.values()) == single, report
 
 
 def test_more_ranks_than_samples_in_a_batch(capsys):

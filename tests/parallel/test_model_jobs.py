@@ -1,0 +1,74 @@
+"""Models, losses and optimizers of many kinds: N processes equal one, or refuse the job and say what to do."""
+
+import pytest
+import torch
+from model_jobs import JOBS, do
+from rank_pool import Results
+
+REFUSED = {
+    "callback with an optimizer of its own": "put them into the model, or into learn.opt",
+    "callback's own backward pass of the whole model before the loss's": "Add a callback's own loss to learn.loss_grad",
+    "learner with a second optimizer": "critic_opt trains parameters that are neither the model's nor in learn.opt",
+    "wrapped parts, and a loss with parameters": "put them into the model, in one of these parts",
+    "a part left out in mid-training": "pass find_unused_parameters=True to DistributedCallback",
+    "a part left out in the last batch of one rank": "took no part in the loss of batch 2 on rank 0",
+    "a buffer of features": "each rank makes queue (buffers that change in the forward pass) of its own samples",
+    "a loss with a buffer of its own": "each rank makes the loss's mean (buffers that change",
+}
+"""The jobs that are refused on several ranks, with a piece of the message; a warning is an error in these tests."""
+
+QUICK = [
+    "loss with parameters, in the splitter", "loss function with a parameter",
+    "parameters of the loss inside the model", "auxiliary loss in _loss", "forward by parts",
+    "callback's loss by a method of the model", "callback's own backward pass before the loss's",
+    "the model's attributes", "a Sequential's items", "LBFGS with a line search", "SAM in two steps",
+    "backward with create_graph", "a _backward of its own, of experts",
+    "callback's own backward pass of the data, with a sum", "lazy layers", "a mask of attention", "a dataclass",
+    "reentrant checkpoint of a shared module", "sparse gradients and unused parameters", "experts",
+    "unfrozen in mid-epoch", "cancel in a forward hook, on one rank", "a part left out in the last batch of one rank",
+    "a buffer of features", "callback with an optimizer of its own",
+]  # fmt: skip
+"""The others are for `pytest -m slow`."""
+
+LEAVES = "cancel in a forward hook"
+"""Steps that all ranks leave out have a place in the recorder's losses on several ranks alone."""
+
+
+@pytest.fixture(scope="module")
+def found(rank_pools):
+    """What a job comes to on each rank, by (number of processes, job)."""
+    return Results(rank_pools, do)
+
+
+def on_ranks(*numbers):
+    """Parametrize by the number of processes and the job."""
+    found = [
+        pytest.param(n, job, marks=[] if n == 2 and job in QUICK else [pytest.mark.slow], id=f"{n}-ranks-{job}")
+        for n in numbers
+        for job in JOBS
+    ]
+    return pytest.mark.parametrize(("n", "job"), found)
+
+
+@on_ranks(2, 3)
+def test_a_job_equals_one_process_or_is_refused(found, n, job):
+    (alone,), ranks = found[1, job], found[n, job]
+    if job in REFUSED:
+        for rank in ranks:
+            assert REFUSED[job] in rank["error"]
+        return
+    for rank in ranks:
+        assert "error" not in rank, rank["error"]
+        if "one rank" not in job:  # what one rank alone does, one process cannot do
+            for name in alone.keys() - ({"losses"} if job.startswith(LEAVES) else set()):
+                torch.testing.assert_close(rank[name], alone[name], rtol=1e-9, atol=1e-10, equal_nan=True)
+        torch.testing.assert_close(rank, ranks[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("job", [pytest.param(j, marks=[] if j in QUICK else [pytest.mark.slow]) for j in JOBS])
+def test_every_job_works_on_one_process(found, job):
+    assert "error" not in found[1, job][0], found[1, job][0]["error"]
+
+
+def test_every_job_in_a_list_is_there():
+    assert set(REFUSED) | set(QUICK) <= set(JOBS)
