@@ -17,7 +17,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -242,12 +242,13 @@ def await_all(keys: dist.Store, what: str, timeout: float) -> list[str]:
             pause = min(1.1 * pause, 0.05)
             if here and port and has_closed(port):
                 raise not_together(ended)
-        calls = [json.loads(text) for text in keys.multi_get(names)]
+        calls = [json.loads(keys.get(name)) for name in names]
     except dist.DistNetworkError:
         raise not_together(ended) from None
     finally:
-        if not (port and has_closed(port)):
-            root.add(waiting, -1)
+        with suppress(RuntimeError):
+            if not (port and has_closed(port)):
+                root.add(waiting, -1)
     return calls
 
 
@@ -472,13 +473,12 @@ def reduce(x: T, op: str = "sum", among: str = "") -> T:
         raise ValueError(f"reduce got op={op!r}; it takes 'sum', 'mean', 'max' or 'min'")
     if not _has_peers("reduce"):
         return x
-    if not isinstance(x, Tensor):
-        number: Any = reduce(torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None), op, among).item()
-        return number
-    total: Any = _wire(x.detach()).clone()
+    local = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
+    total: Any = _wire(local.detach()).clone()
     with _explained("reduce"):
         dist.all_reduce(total, _OPS.get(op, dist.ReduceOp.SUM), group(among, total.device.type))
-    return (total / world_size() if op == "mean" else total).to(x.device)
+    total = total / world_size() if op == "mean" else total
+    return total.to(local.device) if isinstance(x, Tensor) else total.item()
 
 
 def broadcast(x: T, src: int = 0) -> T:
