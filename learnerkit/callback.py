@@ -284,7 +284,14 @@ class Dispatch:
                 else:
                     first.add_note(f"then {cb!r}.{event} failed too: {type(e).__name__}: {e}")
         if failed is not None:
-            raise failed
+            try:
+                raise failed
+            finally:
+                failed = None  # its traceback has this frame: else both would be left to the garbage collector
+
+    def close(self) -> None:
+        """Forget the hooks, at the end of the run: those of this class would hold it until garbage is collected."""
+        self._tables, self.table = {}, {}
 
 
 @contextmanager

@@ -642,7 +642,7 @@ class Learner(RunState):
             self._level("fit", lambda: self._level("epoch", read, CancelEpochException), CancelFitException)
 
     @contextmanager
-    def _running(self, task: str | None, cbs: Callbacks = None) -> Iterator[bool]:
+    def _running(self, task: str, cbs: Callbacks = None) -> Iterator[bool]:
         "One run; what it changes on the learner is put back at its end. Yields whether it is inside another."
         self._take_callbacks()
         self._to_device()
@@ -655,7 +655,7 @@ class Learner(RunState):
             self._note_modes()
         kept = TRANSIENT if fitting else (*TRANSIENT, *COUNTERS)
         outer = {name: getattr(self, name) for name in kept}
-        with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.agreement_for(self):
+        with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.agreement_for(self, task):
             self.task, self._dispatch = task, parallel.dispatch(self, fitting)
             self._in_fit = self._in_fit or task not in ("validate", "predict")
             try:
@@ -664,6 +664,7 @@ class Learner(RunState):
                 arguments.explain(self, e)
                 raise
             finally:
+                self._dispatch.close()
                 for name, value in outer.items():
                     setattr(self, name, value)
                 if nested:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from learnerkit import world
+from learnerkit.data.batches import rows_of, to_device
 from learnerkit.data.order import keep_seeds, samplers_of, with_batches
 from learnerkit.utils import training_modes, unwrap
 
@@ -99,8 +100,9 @@ def give_shapes(learn: "Learner") -> None:
     try:
         with torch.no_grad(), training_modes(model):
             learn.model = model.eval()
-            unpacked = learn.dls.unpack(batch, learn.dls.device, learn.loss_func is None)
-            learn.batch, learn.xb, learn.yb, learn.batch_size = unpacked
+            learn.batch = to_device(batch, learn.dls.device)
+            learn.xb, learn.yb = learn.dls.split(learn.batch, keep_targets=learn.loss_func is None)
+            learn.batch_size = rows_of(learn.xb)
             learn._forward()
     except Exception as error:
         raise ValueError(

@@ -121,6 +121,25 @@ def default_timeout() -> timedelta:
     return dist.distributed_c10d.default_pg_timeout
 
 
+def compare_calls(timeout: timedelta) -> None:
+    """Have torch compare what the ranks call before each collective of the default group that is of gloo's.
+
+    As under TORCH_DISTRIBUTED_DEBUG=DETAIL, but for this group alone. Of calls that differ gloo itself ends the process
+    if one rank sends more than another expects, and gives wrong numbers if it sends less. Every rank must reach this.
+
+    Args:
+        timeout: how long the comparison may wait.
+    """
+    c10d, cpu = dist.distributed_c10d, torch.device("cpu")
+    group = c10d._get_default_group()
+    backend = group._get_backend(cpu)
+    if isinstance(backend, dist.ProcessGroupGloo):  # not yet compared
+        store, rank, size = default_store(), dist.get_rank(), dist.get_world_size()
+        wrapper = c10d._create_process_group_wrapper(backend, "learnerkit", store, rank, size, timeout)
+        # Of a type of its own: torch would take the backend that it has of a type that it knows.
+        group._register_backend(cpu, dist.ProcessGroup.BackendType.CUSTOM, wrapper)
+
+
 def abort_nccl() -> None:
     """End the waits of the default group's NCCL collectives. Not yet run on two GPUs."""
     dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()

@@ -7,14 +7,17 @@ process ends. On one process a collective is the identity.
 
 import atexit
 import functools
+import gc
 import hashlib
+import json
 import math
 import os
 import random
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,8 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learnerkit.launch.ping import NotAStore, store_answers
-from learnerkit.torch_internals import CollectiveRefusal, await_thread_list_lock, default_store, default_timeout
+from learnerkit.launch.ping import NotAStore, has_closed, store_answers
+from learnerkit.launch.report import is_collective_error
+from learnerkit.torch_internals import (
+    CollectiveRefusal,
+    await_thread_list_lock,
+    compare_calls,
+    default_store,
+    default_timeout,
+)
 from learnerkit.utils import warn
 
 T = TypeVar("T")
@@ -107,23 +117,44 @@ def default_device() -> torch.device:
 # The process group
 
 
-def join(timeout: float | timedelta | None = None) -> None:
+class PeerError(RuntimeError):
+    """Another rank failed, came to a standstill or did not come; the message says which, where and why."""
+
+    follows_another = True  # the launcher reports the first cause before its followers
+    standstill = False  # the ranks came to a standstill: no other error will follow
+
+
+def join(timeout: float | timedelta | None = None, what: str = "", wait: float | None = None) -> None:
     """Make the process group of this run unless there is one or the run is one process; every rank must reach this.
 
     Args:
         timeout: seconds (or a timedelta) a collective may wait; `None` is torch's own default.
+        what: the call for which the ranks meet, such as 'fit'.
+        wait: seconds in which the other ranks must come; by default `timeout`.
 
     Raises:
-        RuntimeError: the others do not come within `JOIN_SECONDS`, or something else listens at rank 0's address.
+        RuntimeError: nobody is at rank 0's address within `JOIN_SECONDS`, or something else listens there.
+        PeerError: some ranks do not come in time.
     """
-    if timeout is not None and not isinstance(timeout, timedelta):
-        timeout = timedelta(seconds=timeout)
-    if is_joined():
-        if group_is_dead:
-            _join_again(timeout)
+    if is_joined() and not group_is_dead and _compared() is dist.group.WORLD:
         return
     if world_size() == 1:
         return
+    if timeout is not None and not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
+    limit = timeout or timedelta(seconds=float(os.environ.get("LEARNERKIT_TIMEOUT", 0))) or default_timeout()
+    wait = limit.total_seconds() if wait is None else wait
+    if not is_joined():
+        _init(timeout, what, wait)
+    else:
+        await_all(dist.PrefixStore("learnerkit/next" if group_is_dead else "learnerkit/first", store()), what, wait)
+        if group_is_dead:
+            _join_again(timeout)
+    compare_calls_of_users(limit)
+
+
+def _init(timeout: timedelta | None, what: str, wait: float) -> None:
+    """Make the process group."""
     device = default_device()
     if device.type == "cpu":
         backend = "gloo"
@@ -132,24 +163,130 @@ def join(timeout: float | timedelta | None = None) -> None:
         # CPU tensors (predictions, counts) are sent by gloo, so they need no memory of the accelerator.
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     here, size = rank(), world_size()
-    dist.init_process_group(backend, store=_meet_in_store(timeout), rank=here, world_size=size, timeout=timeout)
+    found = _meet_in_store(timeout, what, wait)
+    await_all(dist.PrefixStore("learnerkit/first", found), what, wait)
+    dist.init_process_group(backend, store=found, rank=here, world_size=size, timeout=timeout)
     atexit.register(_leave)
+
+
+_compared: Callable[[], Any] = lambda: None  # noqa: E731
+"""The process group whose calls are compared, if it is still there."""
+
+_groups: dict[str, Callable[[], Any]] = {}
+
+
+def compare_calls_of_users(timeout: timedelta) -> None:
+    """Keep what users call apart from what this package sends; every rank must reach this.
+
+    gloo ends the process, or mixes the numbers up, where ranks pair collectives that differ. So torch compares those of
+    the default group before each call, which costs about a millisecond; gradients and votes, whose order and sizes
+    this package knows, have groups of their own.
+    """
+    global _compared
+    _prepare_forks()
+    _groups.clear()
+    if "gloo" in dist.get_backend_config():
+        compare_calls(timeout)
+        for name in ("gradients", "votes"):
+            _groups[name] = weakref.ref(dist.new_group(backend="gloo", timeout=timeout))
+    _compared = weakref.ref(dist.group.WORLD)
+
+
+def group(name: str, device: str = "cpu") -> Any:
+    """The process group for the 'gradients' or the 'votes' of this run; `None` stands for the default group."""
+    return _groups[name]() if name in _groups and device == "cpu" else None
+
+
+@functools.cache
+def _prepare_forks() -> None:
+    """Prepare this process for children that are forked, such as a loader's workers."""
     if sys.version_info < (3, 12):
         os.register_at_fork(before=_let_threads_settle)
+    # A child must not collect what its parent has left, such as a process group: it would wait for its threads.
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
-def _meet_in_store(timeout: timedelta | None) -> dist.Store:
+def await_all(keys: dist.Store, what: str, timeout: float) -> list[str]:
+    """Wait until every rank is here, and return what each calls: by the store, which tells who is missing.
+
+    Args:
+        keys: for this meeting alone.
+        what: the call for which this rank is here; '' for any.
+        timeout: seconds to wait.
+
+    Raises:
+        PeerError: some ranks did not come.
+    """
+    here, names = rank(), [f"here/{number}" for number in range(world_size())]
+    me = f"rank {here} called {what}" if what else f"rank {here}"
+    ended = f"{me}, but rank 0 has ended"
+    end, pause, root = time.monotonic() + timeout, 0.002, _root(keys)
+    port = getattr(root, "port", 0)
+    if here and port and has_closed(port):
+        raise not_together(ended)
+    # Rank 0, which may host the store, tells those that wait that it ends: of a store that goes torch prints a lot.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    ends, waiting = f"learnerkit/ended/{attempt}", f"learnerkit/waiting/{attempt}"  # set in launch/rank_main.py
+    try:
+        keys.set(names[here], json.dumps(what))
+        root.add(waiting, 1)
+        while not keys.check(names):
+            if here and root.check([ends]):
+                raise not_together(ended)
+            if time.monotonic() > end:
+                missing = [str(number) for number, name in enumerate(names) if not keys.check([name])]
+                ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+                keys.delete_key(names[here])  # so that a late rank does not take this one for there
+                raise not_together(f"{me}{' and' if what else ''} waited {timeout:.0f} s for {ranks}")
+            time.sleep(pause)
+            pause = min(1.1 * pause, 0.05)
+            if here and port and has_closed(port):
+                raise not_together(ended)
+        calls = [json.loads(keys.get(name)) for name in names]
+    except dist.DistNetworkError:
+        raise not_together(ended) from None
+    finally:
+        with suppress(RuntimeError):
+            if not (port and has_closed(port)):
+                root.add(waiting, -1)
+    return calls
+
+
+def not_together(text: str) -> PeerError:
+    """The error of a rank that has made a call which others have not made."""
+    error = PeerError(
+        f"{text}; every rank must make the same calls of fit, validate, get_preds and the like, in the same order"
+    )
+    error.standstill = True  # nothing else will follow
+    return error
+
+
+def store_port(keys: dist.Store) -> int | None:
+    """The port by which the ranks reach a store, if it has one."""
+    return getattr(_root(keys), "port", None)
+
+
+def _root(keys: Any) -> Any:
+    """A store without prefixes."""
+    while isinstance(keys, dist.PrefixStore):
+        keys = keys.underlying_store
+    return keys
+
+
+def _meet_in_store(timeout: timedelta | None, what: str = "", wait: float = JOIN_SECONDS) -> dist.Store:
     """The store at the address in the environment, where torch alone would wait for half an hour."""
     promised = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    wait = min(wait, JOIN_SECONDS) if promised else JOIN_SECONDS
+    me = f"rank {rank()} called {what}, but " if what else ""
     try:
         if rank() or promised:
-            _await_host(promised)
-        found, _, _ = next(dist.rendezvous("env://", rank(), world_size(), timeout=timedelta(seconds=JOIN_SECONDS)))
+            _await_host(promised, wait)
+        found, _, _ = next(dist.rendezvous("env://", rank(), world_size(), timeout=timedelta(seconds=max(wait, 1.0))))
     except NotAStore as e:
-        what = f"what listens at the address of rank 0 does not answer like a process of this run ({e})"
-        raise _not_met(what) from None
+        said = f"what listens at the address of rank 0 does not answer like a process of this run ({e})"
+        raise _not_met(me + said) from None
     except (RuntimeError, TimeoutError) as e:
-        raise _not_met(f"the other processes of this run did not come within {JOIN_SECONDS:.0f} s") from e
+        raise _not_met(f"{me}the other processes of this run did not come within {wait:.0f} s") from e
     found.set_timeout(timeout or default_timeout())
     return found
 
@@ -164,11 +301,12 @@ def _not_met(what: str) -> RuntimeError:
     )
 
 
-def _await_host(promised: bool) -> None:
+def _await_host(promised: bool, wait: float) -> None:
     """Wait until the store answers at its address; torch's own client would print many lines, or wait for ever.
 
     Args:
         promised: a launcher listens there from the beginning; the store answers once rank 0 has imported torch.
+        wait: seconds to wait for somebody who listens.
 
     Raises:
         TimeoutError: nobody listens there.
@@ -177,7 +315,7 @@ def _await_host(promised: bool) -> None:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         return  # which torch says better
-    end = time.monotonic() + JOIN_SECONDS
+    end = time.monotonic() + wait
     while not store_answers(host, int(port), math.inf if promised else end - time.monotonic()):
         if time.monotonic() > end:
             raise TimeoutError(f"nobody listens at {host}:{port}")
@@ -292,24 +430,48 @@ def _has_peers(what: str, waits: bool = True) -> bool:
         return False
     if refused := _refused_in.get():
         raise _refusal(refused, f"world.{what}")
-    join()
+    join(what=f"world.{what}")
     if waits and (call := _before_collective.get()) is not None:
         call()
     return True
 
 
+def explain_mismatch(error: RuntimeError) -> None:
+    """Add to torch's error about collectives that differ what to do."""
+    if "mismatch between collectives" in str(error):
+        error.add_note("every rank must make the same calls, with tensors of one shape and type, in the same order")
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Say of an error of torch.distributed's what it means: torch tells of connections and fingerprints."""
+    try:
+        yield
+    except RuntimeError as e:
+        text = str(e)
+        explain_mismatch(e)
+        if is_collective_error(f"{type(e).__name__}: {text}") or "monitoredBarrier" in text:
+            raise PeerError(
+                f"rank {rank()} called world.{what}, but another rank has ended, failed, or did not come; every rank "
+                f"must make the same calls, in the same order ({text})"
+            ) from e
+        raise
+
+
 def barrier() -> None:
     """Wait until every rank is here."""
     if _has_peers("barrier"):
-        dist.barrier()
+        with _explained("barrier"):
+            dist.barrier()
 
 
-def reduce(x: T, op: str = "sum") -> T:
+def reduce(x: T, op: str = "sum", among: str = "") -> T:
     """`x` combined over all ranks, on every rank; `x` itself is left as it is.
 
     Args:
         x: a tensor of the same shape on every rank, or a number.
         op: 'sum', 'mean', 'max' or 'min'.
+        among: for this package: what kind of message it is, as in `group`.
 
     Raises:
         ValueError: an unknown `op`.
@@ -318,39 +480,46 @@ def reduce(x: T, op: str = "sum") -> T:
         raise ValueError(f"reduce got op={op!r}; it takes 'sum', 'mean', 'max' or 'min'")
     if not _has_peers("reduce"):
         return x
-    if not isinstance(x, Tensor):
-        number: Any = reduce(torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None), op).item()
-        return number
-    total: Any = _wire(x.detach()).clone()
-    dist.all_reduce(total, _OPS.get(op, dist.ReduceOp.SUM))
-    return (total / world_size() if op == "mean" else total).to(x.device)
+    local = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
+    total: Any = _wire(local.detach()).clone()
+    with _explained("reduce"):
+        dist.all_reduce(total, _OPS.get(op, dist.ReduceOp.SUM), group(among, total.device.type))
+    total = total / world_size() if op == "mean" else total
+    return total.to(local.device) if isinstance(x, Tensor) else total.item()
 
 
 def broadcast(x: T, src: int = 0) -> T:
     """Rank `src`'s `x`, on every rank: a tensor of the same shape everywhere, or any object that can be pickled."""
     if not _has_peers("broadcast"):
         return x
-    if isinstance(x, Tensor):
-        copy: Any = _wire(x.detach()).clone()
-        dist.broadcast(copy, src)
-        return copy.to(x.device)
-    box = [x]
-    dist.broadcast_object_list(box, src)
-    return box[0]
+    with _explained("broadcast"):
+        if isinstance(x, Tensor):
+            copy: Any = _wire(x.detach()).clone()
+            dist.broadcast(copy, src)
+            return copy.to(x.device)
+        box = [x]
+        dist.broadcast_object_list(box, src)
+        return box[0]
 
 
-def all_gather(x: T) -> list[T]:
-    """The `x` of every rank, in rank order: tensors of one shape, or any objects that can be pickled."""
+def all_gather(x: T, among: str = "") -> list[T]:
+    """The `x` of every rank, in rank order: tensors of one shape, or any objects that can be pickled.
+
+    Args:
+        x: of this rank.
+        among: for this package, as in `reduce`.
+    """
     if not _has_peers("all_gather"):
         return [x]
-    if isinstance(x, Tensor):
-        local = _wire(x.detach()).contiguous()
-        parts: list[Any] = [torch.empty_like(local) for _ in range(world_size())]
-        dist.all_gather(parts, local)
-        return [p.to(x.device) for p in parts]
-    everyone: list[Any] = [None] * world_size()
-    dist.all_gather_object(everyone, x)
-    return everyone
+    with _explained("all_gather"):
+        if isinstance(x, Tensor):
+            local = _wire(x.detach()).contiguous()
+            parts: list[Any] = [torch.empty_like(local) for _ in range(world_size())]
+            dist.all_gather(parts, local)
+            return [p.to(x.device) for p in parts]
+        everyone: list[Any] = [None] * world_size()
+        dist.all_gather_object(everyone, x, group(among))
+        return everyone
 
 
 def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list[Tensor] | None:

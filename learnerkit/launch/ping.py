@@ -7,11 +7,15 @@ change: what does not answer the ping counts as something else only if a store o
 
 import functools
 import math
+import os
 import socket
+import stat
 import struct
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from learnerkit.launch.environment import LOOPBACK
 
@@ -112,3 +116,30 @@ def _answer(connection: socket.socket, seconds: float, question: bytes = b"") ->
 
 def _is_echo(answer: bytes | None) -> bool:
     return ECHO.startswith(answer[: len(ECHO)]) if answer else False
+
+
+def open_sockets() -> Iterator[tuple[tuple[Any, Any], socket.socket]]:
+    """The connected TCP sockets of this process: ((own address, other address), a duplicate, open until the next)."""
+    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+    for name in os.listdir(folder):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as line:
+                if line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM:
+                    yield (line.getsockname()[:2], line.getpeername()[:2]), line
+        except OSError:  # closed by now, as the listing's own is, or not connected
+            continue
+
+
+def has_closed(port: int) -> bool:
+    """Tell whether the server at a port has closed a connection of this process to it."""
+    for (_, other), line in open_sockets():
+        try:
+            if other[1] == port and not line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                return True
+        except BlockingIOError:
+            pass
+        except OSError:
+            return True
+    return False

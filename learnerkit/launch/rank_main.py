@@ -16,11 +16,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 LEAVE_SECONDS = 3.0  # after an error: how long threads and exit hooks may take before their stacks are printed
+END_SECONDS = 1.0  # how long ranks that wait for this one may take to hear that it ends
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -36,9 +38,10 @@ def main() -> None:
     faulthandler.enable()
     os.set_inheritable(report_fd, False)
     os.environ["LEARNERKIT_HEARTBEAT"] = f"{process_id} {setup['heartbeat']}"
+    host = None
     if store_fd is not None:
         os.set_inheritable(store_fd, False)
-        sys.meta_path.insert(0, StoreHost(store_fd))
+        sys.meta_path.insert(0, host := StoreHost(store_fd))
     code = 0
     try:
         run_as_main(sys.argv[1:])
@@ -50,7 +53,7 @@ def main() -> None:
             write_report(report_fd, code, error)
         if not isinstance(error, SystemExit):
             faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=2)  # sys.stderr may not be a file
-    end_process(code)
+    end_process(code, host.announce_end if host else None)
 
 
 class StoreHost:
@@ -63,6 +66,7 @@ class StoreHost:
 
     def __init__(self, store_fd: int) -> None:
         self.store_fd, self.process_id = store_fd, os.getpid()
+        self.store: Any = None
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Let the other finders find torch.distributed, and serve the store at the end of its import."""
@@ -82,6 +86,19 @@ class StoreHost:
 
         loader.exec_module = execute_and_serve
         return spec
+
+    def announce_end(self) -> None:
+        """Let ranks that wait for this one, in learnerkit.world, know that it ends, and the store with it.
+
+        Of a store that is gone torch would print many lines on each of them.
+        """
+        if self.store is None:
+            return
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.store.set(f"learnerkit/ended/{attempt}", "")
+        end = time.monotonic() + END_SECONDS
+        while self.store.add(f"learnerkit/waiting/{attempt}", 0) > 0 and time.monotonic() < end:
+            time.sleep(0.01)
 
 
 def run_as_main(arguments: list[str]) -> None:
@@ -211,12 +228,16 @@ def tie_forked_children() -> None:
     os.register_at_fork(before=before, after_in_child=after_in_child)
 
 
-def end_process(code: int) -> NoReturn:
+def end_process(code: int, at_last: Callable[[], None] | None = None) -> NoReturn:
     """End as the interpreter does, with threads joined, exit hooks run and files flushed, but destroy no objects.
 
     To destroy a process group, or a DDP model that holds one, is not safe while other ranks fail or leave: it can
     wait for them without end, or abort this process although the script has succeeded. The two private names have no
     public counterpart that runs the hooks of a sitecustomize, too, such as coverage's.
+
+    Args:
+        code: the exit code.
+        at_last: called when all else is done.
     """
     flush_files()  # first, because threads and exit hooks may take too long
     try:
@@ -225,6 +246,8 @@ def end_process(code: int) -> NoReturn:
     except KeyboardInterrupt:  # Ctrl-C: do not wait for them
         pass
     flush_files()
+    if at_last is not None:
+        at_last()
     os._exit(code)
 
 

@@ -125,9 +125,10 @@ def follows(rank: Rank) -> int:
 def is_collective_error(error: str) -> bool:
     """Tell whether an error, given as 'ClassName: message', is one that torch raises when another rank has gone.
 
-    These are torch.distributed's own classes, and RuntimeErrors whose message names a backend or a lost connection.
+    These are torch.distributed's own classes, and RuntimeErrors whose message names a backend, a lost connection,
+    or the barrier before which torch compares what the ranks call.
     """
-    by_message = r"RuntimeError: (?is:.*(gloo|nccl|connection (closed|reset) by peer))"
+    by_message = r"RuntimeError: (?is:.*(gloo|nccl|monitoredBarrier|connection (closed|reset) by peer))"
     return bool(re.match(rf"Dist(Backend|Network|QueueEmpty|Store)?Error\b|{by_message}", error))
 
 

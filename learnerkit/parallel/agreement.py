@@ -6,9 +6,9 @@ gradients' reduction has reached all (`carrier.py`); in validation it calls the 
 a cancel cannot wait for that: `watch.py` tells the others and frees those that are blocked.
 """
 
-import itertools
 import signal
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from time import monotonic
@@ -29,6 +29,7 @@ from learnerkit.events import (
 )
 from learnerkit.parallel.watch import Watch, may_follow
 from learnerkit.text import in_one_line
+from learnerkit.world import PeerError
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -44,7 +45,7 @@ _PLACES: dict[str, int] = {
 }  # fmt: skip
 """The events of a batch in their order."""
 
-_runs = itertools.count()  # every rank makes the same runs
+_runs = [0]  # how many all ranks have begun: every rank makes the same
 
 
 class Agreement:
@@ -52,15 +53,16 @@ class Agreement:
 
     Args:
         learn: the learner.
+        what: the call that makes the run, such as 'fit'.
         timeout: seconds after which a rank that waits without anything moving counts as stuck.
     """
 
-    def __init__(self, learn: "Learner", timeout: float) -> None:
-        self.learn, self.timeout = learn, timeout
+    def __init__(self, learn: "Learner", what: str, timeout: float) -> None:
+        self.learn, self.what, self.timeout = learn, what, timeout
         self.pending: BaseException | None = None  # this rank's reason to leave, until all ranks know of it
         self.presses = 0  # of Ctrl-C
         self.between_events = True
-        self.votes = 0
+        self.votes = self.dispatches = 0
         self.company: Any = None  # this rank's `Company` once it trains, with its `RankStep`
         self.place = b"before_fit/"  # where the run is: 'event/callback'
         self._failing: BaseException | None = None
@@ -74,8 +76,13 @@ class Agreement:
     def __enter__(self) -> "Agreement":
         if self.learn.dls.device.type != "cpu":  # NCCL's object collectives go by the current device
             torch.accelerator.set_device_index(self.learn.dls.device.index or 0)
-        world.join(self.timeout + 60)  # a collective must not give up before the watch can tell what it waits for
-        self.watch = self._stack.enter_context(Watch(f"run-{next(_runs)}", self.timeout))
+        # A collective must not give up before the watch can tell what it waits for.
+        world.join(self.timeout + 60, self.what, wait=self.timeout)
+        self.watch = Watch(f"run-{_runs[0]}", self.what, self.timeout)
+        try:
+            self._stack.enter_context(self.watch)
+        finally:
+            _runs[0] += self.watch.met
         self._stack.enter_context(world.before_collective(self._before_collective))
         self._stack.enter_context(self._deferred_interrupts())
         return self
@@ -85,15 +92,19 @@ class Agreement:
         if error is None:
             try:
                 self.vote()  # another rank may have failed in a cleanup
-            except BaseException as last:
-                error = last
+            except BaseException as e:
+                error = e
         if error is not None and not agreed(error):
             self.failed(error)
         if error is not None and error is not self._failing and self.watch.failure and may_follow(error):
             error = self.watch.peer_error()
         self._stack.close()
+        self._failing = self.pending = self.company = None
         if error is not None and error is not own:
-            raise error from None
+            try:
+                raise error from None
+            finally:
+                error = None  # its traceback has this frame: nothing is left to the garbage collector
 
     @contextmanager
     def _deferred_interrupts(self) -> Iterator[None]:
@@ -121,10 +132,13 @@ class Agreement:
         """Tell the others of an error that is about to end this rank's run, before its cleanups run."""
         if self._failing is not None:
             return
-        if may_follow(error) and self.watch.first_failure(patience=2.0):
+        alone = isinstance(error, PeerError) and error.standstill  # no other rank will say more
+        if may_follow(error) and self.watch.first_failure(patience=0.0 if alone else 2.0):
             return
-        if self.company is not None and isinstance(error, RuntimeError):  # as DDP's are
-            self.company.explain(error)
+        if isinstance(error, RuntimeError):  # as torch's are
+            world.explain_mismatch(error)
+            if self.company is not None:
+                self.company.explain(error)
         event, _, callback = self.place.decode().partition("/")
         if self.learn._dispatch is None or self.dispatch.raised is not error:  # not in a callback
             event, callback = f"the loop, after {event}", ""
@@ -155,42 +169,61 @@ class Agreement:
             self.pending = error
         return True
 
-    def vote(self, flags: list[float] | None = None) -> None:
+    def vote(self, flags: list[float] | None = None, where: str = "the end of") -> None:
         """Raise on every rank the strongest reason that any of them has to leave; every rank must reach this.
 
         Args:
             flags: those of other ranks that are known already, as in `flags_of`.
+            where: in the event or the batches that this rank is at.
+
+        Raises:
+            PeerError: the ranks vote at different places, and none of them has a reason to.
         """
         mine = [max(pair) for pair in zip(flags_of(self.pending), flags or flags_of(None), strict=True)]
         self.votes += 1
+        dispatch = self.dispatch if self.learn._dispatch else None
+        number, event = (dispatch.number, dispatch.event) if dispatch else (0, "the run")
+        place = zlib.crc32(f"{number} {where} {event}".encode())
         with world.before_collective(None):
             # A rank that has left a batch early has not counted it; the counter must not stay behind the others'.
-            counts = torch.tensor([*mine, self.learn.train_iter], dtype=torch.float64)
-            *flags, iterations = world.reduce(counts, "max").tolist()
+            counts = torch.tensor([*mine, self.learn.train_iter, place, -place], dtype=torch.float64)
+            *flags, iterations, last, first = world.reduce(counts, "max", among="votes").tolist()
+            if last != -first and not any(flags):
+                task = f" ({self.learn.task})" if dispatch else ""
+                raise self._parted(world.all_gather(f"{where} {event}{task}", among="votes"))
         self.learn.train_iter = int(iterations)
         self.leave(flags)
+
+    def _parted(self, places: list[str]) -> PeerError:
+        found = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
+        return world.not_together(f"the ranks have come to different places: {found}")
 
     def leave(self, flags: list[float]) -> None:
         """Raise what the flags of all ranks say, if any is set."""
         kind = next((kind for kind, flag in zip(LEAVING, flags, strict=True) if flag > 0), None)
         if kind is None:
             return
+        raise self._agreed(kind)
+
+    def _agreed(self, kind: type[BaseException]) -> BaseException:
+        """What all ranks raise: this rank's own reason, if it is of that kind."""
         mine, self.pending = self.pending, None
         error: Any = mine if isinstance(mine, kind) else kind()
         error.agreed = True
-        raise error
+        return error
 
     def _before_collective(self) -> None:
         # A rank that has left an event by a cancel goes on to the vote after it, which would be paired with this
         # collective of the others.
         if self.between_events:
-            self.vote()
+            self.vote(where="a collective in")
 
     # The loop
 
     def run_batch(self, one_batch: Any) -> None:
         """Run a batch, and take part in the others' collectives if this rank leaves it before its end."""
         learn = self.learn
+        self.dispatch.event = "the batches"
         learn._batch_index = learn.dl.share.place
         if not learn.training:
             self._run_validation_batch(one_batch)
@@ -224,6 +257,7 @@ class Agreement:
 
     def end_batches(self) -> None:
         """Vote after the last batch, whose flags no step has read; every rank must reach this."""
+        self.dispatch.event = "the batches"
         flags = self.company.step.carrier.exchange_flags(None) if self.learn.training else None
         self.vote(flags and flags[:-1])
 
@@ -241,6 +275,9 @@ class RankDispatch(Dispatch):
         self.stopped: tuple[str, Any] = ("", ())  # the event that an error has stopped, and its hooks to come
         self.last: str | None = None
         self.raised: BaseException | None = None
+        agreement.dispatches += 1
+        self.number = agreement.dispatches  # of the run or the evaluation inside it
+        self.event = "the run"  # outside the batches, or the batches
         super().__init__(cbs, fitting)
 
     def _resolve(self) -> dict[str, list]:
@@ -261,6 +298,7 @@ class RankDispatch(Dispatch):
         if event in INNER_EVENTS:
             self._call(event, self.table[event])
             return
+        self.event = event
         try:
             self._call(event, self.table[event])
         except LEAVING as error:
@@ -308,6 +346,11 @@ class RankDispatch(Dispatch):
                 self.stopped, self.raised = (event, hooks[i + 1 :]), error
                 RaisedIn.add_to(error, cb, event)
                 raise
+
+    def close(self) -> None:
+        """Forget the hooks, and what they have raised."""
+        super().close()
+        self.stopped, self.raised = ("", ()), None
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         try:

@@ -76,7 +76,7 @@ class Carrier:
             vector, self.parameter.grad = cast(Tensor, self.parameter.grad), None
             return vector.clone() if self.reads_late else vector  # it may be a piece of DDP's bucket
         # By the same way on all ranks, also on one that counts nothing and so has nothing on the device.
-        return world.reduce(self.vector(count, flags), "mean")
+        return world.reduce(self.vector(count, flags), "mean", among="gradients")
 
     def exchange_flags(self, vector: Tensor | None) -> list[float] | None:
         """Start to copy the flags of this step, and return those of the last; `None`: there are none.

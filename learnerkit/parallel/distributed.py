@@ -402,11 +402,14 @@ class _BatchHook(Callback):
     run_valid = False
 
     def __init__(self, company: Company) -> None:
-        super().__init__(
-            before_batch=company.step.before_batch, after_cancel_backward=company.finish_backward,
-            after_cancel_step=company.step_unless_all_skip, after_cancel_batch=company.finish_batch,
-            **company.step.own_hooks(),
-        )  # fmt: skip
+        super().__init__()
+        # Attributes rather than keywords, which refer to the callback: nothing of a run is left to garbage collection.
+        self.before_batch = company.step.before_batch
+        self.after_cancel_backward = company.finish_backward
+        self.after_cancel_step = company.step_unless_all_skip
+        self.after_cancel_batch = company.finish_batch
+        for event, hook in company.step.own_hooks().items():
+            setattr(self, event, hook)
 
     def __repr__(self) -> str:
         return "DistributedCallback"
@@ -424,14 +427,15 @@ def warn_outside_context(learn: "Learner") -> None:
 
 
 @contextmanager
-def agreement_for(learn: "Learner") -> Iterator[None]:
-    """Enter an `Agreement`, where a run is one of several ranks and not inside another."""
+def agreement_for(learn: "Learner", what: str) -> Iterator[None]:
+    """Enter an `Agreement` for the call `what`, where a run is one of several ranks and not inside another."""
     member = next((cb for cb in learn.cbs if isinstance(cb, DistributedCallback)), None)
     if member is None or world.world_size() == 1 or learn._agreement is not None:
         yield
         return
+    what = "get_preds" if what == "predict" else what
     try:
-        with Agreement(learn, member.timeout) as learn._agreement:
+        with Agreement(learn, what, member.timeout) as learn._agreement:
             yield
     finally:
         learn._agreement = None

@@ -71,7 +71,7 @@ def _reduce_sparse(p: nn.Parameter, grad: Tensor | None) -> Tensor:
             check_invariants=False,
         )  # fmt: skip
     grad = (grad if grad.layout is torch.sparse_coo else grad.to_sparse(1)).coalesce().clone()
-    dist.all_reduce(grad)
+    dist.all_reduce(grad, group=world.group("gradients", grad.device.type))
     return (grad / world.world_size()).coalesce()
 
 

@@ -262,7 +262,7 @@ class RankStep:
         if self.kept and not self.by_bucket and not self.mean.sums:
             # A callback accumulates gradients by leaving steps out: those that are there have their scale already, so
             # this batch's must be right before it joins them. A collective and a host-device sync of its own.
-            return world.reduce(float(count), "mean") or 1.0
+            return world.reduce(float(count), "mean", among="gradients") or 1.0
         dl = self.learn.dl
         total = dl.share.total or dl.usual_total or self.ranks  # the same on every rank, as this must be
         return total / self.ranks * self.learn._step_batches

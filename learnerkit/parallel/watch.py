@@ -11,12 +11,11 @@ small piece of memory that the ranks of a machine share and that can also be rea
 import json
 import os
 import socket
-import stat
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from inspect import isfunction
@@ -29,8 +28,10 @@ import torch.distributed as dist
 from learnerkit import world
 from learnerkit.host_scalars import HostCopy
 from learnerkit.launch.heartbeat import Heartbeat, where
+from learnerkit.launch.ping import open_sockets
 from learnerkit.launch.report import is_collective_error
 from learnerkit.torch_internals import abort_nccl, frame_of_thread, waits_for_ranks
+from learnerkit.world import PeerError
 
 GRACE_SECONDS = 0.5
 """How long after a failure the others may still run into the same error by themselves, and so report it as theirs."""
@@ -39,31 +40,26 @@ ANSWER_SECONDS = 3.0
 """How long a rank that does not answer is waited for before it counts as silent."""
 
 
-class PeerError(RuntimeError):
-    """Another rank failed, or came to a standstill; the message says which, where and why."""
-
-    follows_another = True  # the launcher reports the first cause before its followers
-    standstill = False  # the ranks came to a standstill: no other error will follow
-
-
 class Watch:
     """Listens for messages of other ranks, and looks for a standstill; enter it for a run, on every rank.
 
     Args:
         name: of the run, the same on every rank and of this run alone.
+        what: the call that this rank makes; the same on every rank.
         timeout: seconds after which a rank that waits without anything moving counts as stuck.
 
     Attributes:
         failure: what is known of the first failure of any rank: rank, event, callback, epoch, step, cause.
+        met: every rank has come to this run, if only for another call.
         called: before which vote another rank has left validation and waits for all to do so.
     """
 
-    def __init__(self, name: str, timeout: float) -> None:
-        self.timeout = timeout
+    def __init__(self, name: str, what: str, timeout: float) -> None:
+        self.what, self.timeout = what, timeout
         self.rank, self.ranks = world.rank(), world.world_size()
         self.store = dist.PrefixStore(f"learnerkit/watch/{name}", world.store())
         self.failure: dict | None = None
-        self.called = -1
+        self.met, self.called = False, -1
         self.stepped = self._asked = -1
         self._main = threading.get_ident()
         self._over = threading.Event()
@@ -73,12 +69,15 @@ class Watch:
         """Every rank must reach this.
 
         Raises:
-            PeerError: some did not.
+            PeerError: some did not, or made another call.
         """
-        self._await_all()
+        calls = world.await_all(self.store, self.what, self.timeout)
+        self.met = True
+        if any(call != calls[0] for call in calls):
+            raise world.not_together(", ".join(f"rank {rank} called {call}" for rank, call in enumerate(calls)))
         self.heartbeat = Heartbeat.own()
         here = _machine()
-        everyone = world.all_gather((here, self.heartbeat.path, [pair for pair, _ in _open_sockets()]))
+        everyone = world.all_gather((here, self.heartbeat.path, [pair for pair, _ in open_sockets()]))
         self.heartbeats = {self.rank: self.heartbeat}
         for rank, (machine, path, _) in enumerate(everyone):
             if machine != here or rank == self.rank:
@@ -86,7 +85,7 @@ class Watch:
             with suppress(OSError, ValueError):
                 self.heartbeats[rank] = Heartbeat(path)
         others = {pair for rank, (_, _, pairs) in enumerate(everyone) if rank != self.rank for pair in pairs}
-        store = _store_port()
+        store = world.store_port(self.store)
         # The connections whose other end another rank has; those of the store must stay.
         self._lines = {
             pair for pair in everyone[self.rank][2] if pair[::-1] in others and store not in (pair[0][1], pair[1][1])
@@ -101,8 +100,8 @@ class Watch:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        if self.failure is not None and self.failure.get("standstill"):
-            return  # the store may be in the rank that is stopped, and not answer; this run is over anyway
+        if self.failure is not None and self.failure.get("standstill") and not self._store_answers():
+            return  # this run is over anyway
         try:
             _put(self.store, self.rank, "stop")
             if self.failure is not None:
@@ -116,19 +115,10 @@ class Watch:
         for heartbeat in self.heartbeats.values():
             heartbeat.close()
 
-    def _await_all(self) -> None:
-        # By the store, which tells who is missing; a collective would only wait.
-        keys = [f"here/{rank}" for rank in range(self.ranks)]
-        self.store.set(keys[self.rank], "")
-        end = time.monotonic() + self.timeout
-        while not self.store.check(keys):
-            if time.monotonic() > end:
-                missing = [str(rank) for rank, key in enumerate(keys) if not self.store.check([key])]
-                raise PeerError(
-                    f"rank {self.rank} waited {self.timeout:.0f} s for rank {', '.join(missing)} to begin this run; "
-                    "every rank must make the same calls of fit, validate and get_preds, in the same order"
-                )
-            time.sleep(0.002)
+    def _store_answers(self) -> bool:
+        # It may be in the process of rank 0, which may be stopped.
+        host = self.heartbeats.get(0)
+        return self.rank == 0 or (host is not None and host.read()["alive"] < ANSWER_SECONDS)
 
     def _leave_last(self) -> None:
         # Rank 0, which may host the store: torch would print long messages on the others if it went first.
@@ -196,7 +186,7 @@ class Watch:
     def hang_up(self) -> None:
         """End every wait in a collective, of this process and of others for it. The process group is dead then."""
         world.group_is_dead = True
-        for pair, line in _open_sockets():
+        for pair, line in open_sockets():
             if pair in self._lines:
                 try:
                     line.shutdown(socket.SHUT_RDWR)
@@ -365,28 +355,6 @@ _WAITING = {f.__code__ for f in (*vars(world).values(), Watch.all_skip, HostCopy
 def _waits(frame: FrameType | None) -> bool:
     """Tell whether a thread waits for other ranks."""
     return waits_for_ranks(frame, _WAITING)
-
-
-def _open_sockets() -> Iterator[tuple[tuple, socket.socket]]:
-    """The connected TCP sockets of this process: ((own address, other address), a duplicate, open until the next)."""
-    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
-    for name in os.listdir(folder):
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as line:
-                if line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM:
-                    yield (line.getsockname()[:2], line.getpeername()[:2]), line
-        except OSError:  # closed by now, as the listing's own is, or not connected
-            continue
-
-
-def _store_port() -> int | None:
-    """The port by which the ranks reach the store, if it has one."""
-    store: Any = world.store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return getattr(store, "port", None)
 
 
 def _abort_device_groups() -> None:

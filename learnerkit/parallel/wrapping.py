@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from learnerkit import world
 from learnerkit.parallel.rank_step import RankStep, Wrapper
 from learnerkit.parallel.transparent import wrapped
 from learnerkit.text import first_few
@@ -43,13 +44,15 @@ def wrap_module(
     inner, added = without_compiler(module), [*step.beside, *([] if extra is None else [extra])]
     for i, p in enumerate(added):
         inner.register_parameter(f"{_CARRIER}{i}", p)
+    group = world.group("gradients", device.type)
+    options = {"process_group": group} | options
     try:
         wrapper = wrapped(Wrapper, module, [device] if device.type != "cpu" else None, **options)
     finally:
         for i in range(len(added)):
             delattr(inner, f"{_CARRIER}{i}")
     wrapper._rank_step = step
-    hook, state = _comm_hook(comm_hook)
+    hook, state = _comm_hook(comm_hook, group)
     if step.by_bucket and not step.by_pass:
         step.buckets.attach(wrapper, hook or default_hooks.allreduce_hook, state)
     elif hook is not None:
@@ -89,15 +92,15 @@ def _unused_like(module: nn.Module, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.zeros(1, dtype=kind, device=device))
 
 
-def _comm_hook(name: str | None) -> tuple[Callable | None, Any]:
+def _comm_hook(name: str | None, group: Any) -> tuple[Callable | None, Any]:
     """One of torch's communication hooks and its state."""
     if name is None:
-        return None, None
+        return None, group
     if name == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-        return powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=10)
-    return getattr(default_hooks, f"{name}_compress_hook"), None
+        return powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=10)
+    return getattr(default_hooks, f"{name}_compress_hook"), group
 
 
 # BatchNorm

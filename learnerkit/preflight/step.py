@@ -19,11 +19,11 @@ from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.data.batches import tensors_in
 from learnerkit.events import CancelFitException, CancelValidException
 from learnerkit.metrics import make_meters
-from learnerkit.parallel.watch import PeerError
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
 from learnerkit.snapshot import unchanged
 from learnerkit.text import first_few, in_one_line
 from learnerkit.utils import describe, unwrap
+from learnerkit.world import PeerError
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

@@ -35,5 +35,6 @@ learn = Learner(
     cbs=Standstill(),
 )
 learn.create_opt()  # with the first optimizer torch imports its compiler, on a busy machine for more than 4 s
+world.barrier()  # so that no rank is late for the fit
 with learn.distrib_ctx(timeout=4, split_batches=True, sync_bn=False):
     learn.fit(3)
