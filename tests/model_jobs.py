@@ -1071,16 +1071,6 @@ def _():
     return learner(Experts(never=1), cbs=GradientAccumulation(n_batches=2))
 
 
-@job("experts, accumulated, and a batch that is left")
-def _():
-    class Leave(Callback):
-        def before_batch(self):
-            if self.training and self.train_iter in (1, 3):
-                raise CancelBatchException
-
-    return learner(Experts(never=1), cbs=[GradientAccumulation(n_batches=2), Leave(order=30)], dls=make_loaders(24))
-
-
 @job("experts, accumulated, and a batch that one rank leaves")
 def _():
     class Leave(Callback):
