@@ -89,13 +89,9 @@ def begin_batch(wrapper: DistributedDataParallel, send_buffers: bool) -> None:
         wrapper._sync_buffers()
 
 
-def not_reduced(wrapper: DistributedDataParallel) -> str:
-    """Return DDP's error, with the numbers of parameters, if a backward pass has not reached all of them; else ''."""
-    try:
-        wrapper.reducer._check_reducer_finalized()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+def reduction_check(wrapper: DistributedDataParallel) -> Callable[[], None]:
+    """Return a function that raises DDP's error if the last backward pass has not reached all parameters."""
+    return wrapper.reducer._check_reducer_finalized
 
 
 def call_after_backward(call: Callable[[], None]) -> None:

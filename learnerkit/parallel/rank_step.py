@@ -14,8 +14,9 @@ from learnerkit.parallel.buckets import BucketWeights
 from learnerkit.parallel.carrier import FLAGS, Carrier
 from learnerkit.parallel.first_batch import Trial, runs_on_nothing, try_batch
 from learnerkit.parallel.passes import LaterPasses, averaged, reduce_gradients
+from learnerkit.parallel.transparent import Transparent
 from learnerkit.text import first_few
-from learnerkit.torch_internals import begin_batch, expect_another_backward, not_reduced, remove_ddp_hooks
+from learnerkit.torch_internals import begin_batch, expect_another_backward, remove_ddp_hooks
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -67,7 +68,7 @@ class RankStep:
         self.mean = GradientMean(learn._loss_weighting.sums)
         self.carrier = Carrier(learn.dls.device)
         self.buckets = BucketWeights()
-        self.wrappers: list[DistributedDataParallel] = []
+        self.wrappers: list[Wrapper] = []
         self.params: list[nn.Parameter] = []
         self.beside: list[nn.Parameter] = []
         self.late = self.sends_buffers = self.static = self.parts = False
@@ -384,9 +385,11 @@ class RankStep:
 
     def _check_reduced(self) -> None:
         """Refuse a loss that has not reached all parameters, on which the others' reduction would wait."""
-        found = next(filter(None, map(not_reduced, self.wrappers)), "")
-        if found:
-            raise self._not_reached(found)
+        for wrapper in self.wrappers:
+            try:
+                wrapper._check_all_reduced()
+            except RuntimeError as error:
+                raise self._not_reached(str(error)) from None
 
     def _not_reached(self, text: str) -> RuntimeError:
         """Return the error for parameters that DDP has not seen, from the text of its own, with their numbers."""
@@ -428,10 +431,18 @@ class RankStep:
         self.agreement.watch.answer()
 
 
-class Wrapper(DistributedDataParallel):
+class Wrapper(Transparent, DistributedDataParallel):
     """DDP that notes whether it was called, and leaves the buffers to `begin_batch`, which every rank reaches."""
 
     _rank_step: RankStep
+    _check_all_reduced: Callable[[], None]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        attributes = vars(self)
+        if name in attributes:  # those that DDP sets in each pass, quickly
+            attributes[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module inside."""

@@ -88,6 +88,7 @@ def wrapped(base: type[nn.Module], module: nn.Module, *args: Any, **kwargs: Any)
     """
     special: dict[str, Any] = {name: _of_module(name) for name in _SPECIAL if hasattr(type(module), name)}
     special["__class__"] = property(_class_inside)
-    wrapper = type(_name_of(base), (Transparent, base), special)(module, *args, **kwargs)
+    bases = (base,) if issubclass(base, Transparent) else (Transparent, base)
+    wrapper = type(_name_of(base), bases, special)(module, *args, **kwargs)
     vars(wrapper).update(_ready=True, module=module)  # there it is found without `__getattr__`
     return wrapper

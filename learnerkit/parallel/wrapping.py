@@ -12,7 +12,7 @@ from learnerkit import world
 from learnerkit.parallel.rank_step import RankStep, Wrapper
 from learnerkit.parallel.transparent import wrapped
 from learnerkit.text import first_few
-from learnerkit.torch_internals import BatchNorm, remove_ddp_hooks, without_compiler
+from learnerkit.torch_internals import BatchNorm, reduction_check, remove_ddp_hooks, without_compiler
 
 COMM_HOOKS = ("bf16", "fp16", "powersgd")
 
@@ -51,7 +51,7 @@ def wrap_module(
     finally:
         for i in range(len(added)):
             delattr(inner, f"{_CARRIER}{i}")
-    wrapper._rank_step = step
+    wrapper._rank_step, wrapper._check_all_reduced = step, reduction_check(wrapper)
     hook, state = _comm_hook(comm_hook, group)
     if step.by_bucket and not step.by_pass:
         step.buckets.attach(wrapper, hook or default_hooks.allreduce_hook, state)
