@@ -257,7 +257,10 @@ class Dispatch:
                     raise
                 cancel = cancel or e
         if cancel is not None:
-            raise cancel
+            try:
+                raise cancel
+            finally:
+                del cancel  # its traceback refers to this frame
 
     def __enter__(self) -> "Dispatch":
         """Open a level, whose cleanups run at its end: of each callback that its `before_*` event has reached."""

@@ -521,7 +521,8 @@ def test_data_parallel(two_gpus):
     learn, seen = image_learner(small_resnet()), []
     with learn.parallel_ctx():
         learn.fine_tune(1, cbs=Callback(before_batch=lambda cb: seen.append(type(cb.model))))
-    assert set(seen) == {Wrapped}
+    assert seen
+    assert all(issubclass(kind, Wrapped) for kind in seen)
     assert isinstance(learn.model, nn.Sequential)
 
 

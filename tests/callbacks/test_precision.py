@@ -693,7 +693,7 @@ def test_compiling_with_mixed_precision(fresh_compiler):
 def test_a_wrapped_model_is_left_alone(two_gpus):
     backend = Counter()
     learn = make_learner(cbs=Compile(backend=backend))
-    with learn.parallel_ctx(), pytest.warns(UserWarning, match="wrapped in Wrapped"):
+    with learn.parallel_ctx(), pytest.warns(UserWarning, match="wrapped in DataParallel"):
         learn.fit(1)
     with learn.parallel_ctx():
         learn.fit(1)  # said once

@@ -5,8 +5,6 @@ import torch
 from rank_pool import Results
 from sample_jobs import JOBS, REFUSED, do
 
-QUICK_ON_THREE = ["graphs, accumulated", "detection"]
-
 
 @pytest.fixture(scope="module")
 def found(rank_pools):
@@ -17,12 +15,7 @@ def found(rank_pools):
 def on_ranks(jobs):
     marks = {2: [], 3: [pytest.mark.slow]}
     return pytest.mark.parametrize(
-        ("n", "job"),
-        [
-            pytest.param(n, job, id=f"{n}-ranks-{job}", marks=[] if job in QUICK_ON_THREE else marks[n])
-            for n in marks
-            for job in jobs
-        ],
+        ("n", "job"), [pytest.param(n, job, id=f"{n}-ranks-{job}", marks=marks[n]) for n in marks for job in jobs]
     )
 
 

@@ -179,7 +179,7 @@ def test_ranks_that_make_different_runs_are_told_which(first, second):
 
 
 @on_ranks
-@pytest.mark.parametrize("who", [0, LAST])
+@pytest.mark.parametrize("who", [0, pytest.param(LAST, marks=SLOW)])
 @pytest.mark.parametrize("name", ["fit", pytest.param("get_preds", marks=SLOW), pytest.param("validate", marks=SLOW)])
 def test_a_run_of_one_rank_alone_ends_within_its_timeout(name, who):
     key = f"test/{world.all_gather(time.monotonic_ns())[0]}"
@@ -233,7 +233,9 @@ ENDINGS = {
 
 
 @on_ranks
-@pytest.mark.parametrize("how", ENDINGS)
+@pytest.mark.parametrize(
+    "how", [how if how in ("well", "in a batch") else pytest.param(how, marks=SLOW) for how in ENDINGS]
+)
 def test_nothing_of_a_run_is_left_to_the_garbage_collector(how):
     check_nothing_is_left(how)
 
