@@ -15,7 +15,7 @@ from learnerkit import Callback, CancelFitException, DataLoaders, Learner, PeerE
 from learnerkit.events import INNER_EVENTS
 
 on_ranks = pytest.mark.ranks(2, slow=[3, "torchrun"])
-SLOW = pytest.mark.slow
+SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 
 RANK, N = world.rank(), world.world_size()
 LAST = N - 1
@@ -132,10 +132,11 @@ QUICK = [("all_reduce", "after_batch", True), ("validate", "after_batch", True),
 @pytest.mark.parametrize(
     ("name", "event", "training"),
     [
-        pytest.param(name, event, training, marks=() if (name, event, training) in QUICK else SLOW)
-        for name in MISSED
-        for event, training in PLACES
+        pytest.param(name, event, training, marks=() if (name, event, training) in QUICK else SLOW if each else SOAK)
+        for i, name in enumerate(MISSED)
+        for j, (event, training) in enumerate(PLACES)
         if (name, event) != ("validate", "before_validate")
+        for each in [i % len(PLACES) == j]  # each name and each place once; the others take a quarter of an hour
     ],
 )
 def test_a_call_that_the_other_ranks_do_not_make_ends_the_run_everywhere(name, event, training):
