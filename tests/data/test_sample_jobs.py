@@ -5,6 +5,11 @@ import torch
 from rank_pool import Results
 from sample_jobs import JOBS, REFUSED, do
 
+QUICK = [
+    "dataclass", "positions first, accumulated", "positions first, sizes of the sampler", "mapping, stream",
+    "detection", "graphs, accumulated", "nodes, accumulated", "packed", "left out", "nodes, stream",
+]  # fmt: skip
+
 
 @pytest.fixture(scope="module")
 def found(rank_pools):
@@ -13,9 +18,14 @@ def found(rank_pools):
 
 
 def on_ranks(jobs):
-    marks = {2: [], 3: [pytest.mark.slow]}
+    slow = [pytest.mark.slow]
     return pytest.mark.parametrize(
-        ("n", "job"), [pytest.param(n, job, id=f"{n}-ranks-{job}", marks=marks[n]) for n in marks for job in jobs]
+        ("n", "job"),
+        [
+            pytest.param(n, job, id=f"{n}-ranks-{job}", marks=[] if n == 2 and job in QUICK else slow)
+            for n in marks
+            for job in jobs
+        ],
     )
 
 

@@ -361,6 +361,7 @@ def train(launcher, host, *options, file="out.json", epochs=2, pause=0.0):
     return launcher(*options, SCRIPTS / "nodes_train.py", file, epochs, pause, prefix=host[0])
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one(launcher, hosts, tmp_path):
     a, b, _ = hosts
     at = ["--nnodes", 2, "--master-addr", a[1], "--master-port", 29555, "--nproc", 1]

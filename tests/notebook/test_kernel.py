@@ -763,6 +763,7 @@ kept = [before - torch.cuda.mem_get_info(i)[0] for i, before in zip(devices, fre
     assert ask(kernel, "next(learn.model.parameters()).device.type") == "cuda"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [["-i", "-q"], pytest.param(["-m", "IPython", "--simple-prompt", "--no-banner"], marks=pytest.mark.slow)]
 )

@@ -18,14 +18,14 @@ REFUSED = {
 """The jobs that are refused on several ranks, with a piece of the message; a warning is an error in these tests."""
 
 QUICK = [
-    "loss with parameters, in the splitter", "loss function with a parameter",
-    "parameters of the loss inside the model", "auxiliary loss in _loss", "forward by parts",
+    "loss with parameters, in the splitter",
+     "auxiliary loss in _loss",
     "callback's loss by a method of the model", "callback's own backward pass before the loss's",
-    "the model's attributes", "a Sequential's items", "LBFGS with a line search", "SAM in two steps",
-    "backward with create_graph", "a _backward of its own, of experts",
-    "callback's own backward pass of the data, with a sum", "lazy layers", "a mask of attention", "a dataclass",
-    "reentrant checkpoint of a shared module", "sparse gradients and unused parameters", "experts",
-    "unfrozen in mid-epoch", "cancel in a forward hook, on one rank", "a part left out in the last batch of one rank",
+    "the model's attributes",  "LBFGS with a line search",
+     "a _backward of its own, of experts",
+     "lazy layers", "a mask of attention", "a dataclass",
+      "experts",
+     "cancel in a forward hook, on one rank", "a part left out in the last batch of one rank",
     "a buffer of features", "callback with an optimizer of its own",
 ]  # fmt: skip
 """The others are for `pytest -m slow`."""

@@ -382,6 +382,7 @@ def test_an_error_of_the_learner_itself_is_the_single_process(capsys):
     assert "no such loss" in out
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_named(capsys):
     found, _, out = verdict(capsys, make(cbs=Fails(lambda: os.kill(os.getpid(), signal.SIGKILL))))
     assert found is False
