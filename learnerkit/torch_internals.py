@@ -208,7 +208,10 @@ def _worker_info_as(info: Any) -> Iterator[None]:
 # Threads and frames
 
 _FOLDERS = tuple(os.path.dirname(module.__file__) + os.sep for module in (dist, torch.autograd) if module.__file__)
-_SENDS_BUFFERS = DistributedDataParallel._distributed_broadcast_coalesced.__code__
+_MEETS = {
+    DistributedDataParallel._distributed_broadcast_coalesced.__code__, begin_batch.__code__,
+    expect_another_backward.__code__,
+}  # fmt: skip
 
 
 def waits_for_ranks(frame: FrameType | None, own: Collection[CodeType], depth: int = 4) -> bool:
@@ -223,7 +226,7 @@ def waits_for_ranks(frame: FrameType | None, own: Collection[CodeType], depth: i
         if frame is None:
             return False
         code = frame.f_code
-        if code.co_filename.startswith(_FOLDERS) or code is _SENDS_BUFFERS or code in own:
+        if code.co_filename.startswith(_FOLDERS) or code in _MEETS or code in own:
             return True
         frame = frame.f_back
     return False

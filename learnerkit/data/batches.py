@@ -124,7 +124,8 @@ def with_rows(part: Any, size: int) -> Any:
         return {key: with_rows(value, size) for key, value in part.items()}
     if not isinstance(part, tuple | list) or isinstance(part, PackedSequence) or hasattr(part, "_fields"):
         return part
-    if len(part) == size and not all(isinstance(x, Tensor) and x.ndim and len(x) == size for x in part):
+    lengths = [len(t) if t.ndim else None for t in tensors_in(part)] if len(part) == size else [size]
+    if any(length != size for length in lengths) or not lengths:  # else they may be several outputs
         return Rows(part)
     return type(part)(with_rows(x, size) for x in part)
 

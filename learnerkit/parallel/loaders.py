@@ -1,7 +1,7 @@
 """The sampler swap: each rank reads its share of the batches that the user's own loader would give."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any, NamedTuple, cast
@@ -256,6 +256,16 @@ class _Whole:
             yield sample
 
 
+class _Counting:
+    """A loader's collate function, which returns the number of samples with the batch."""
+
+    def __init__(self, collate: Callable[[list], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list) -> tuple[int, Any]:
+        return len(samples), self.collate(samples)
+
+
 def _init_stream_worker(worker_init_fn: Any, worker: int) -> None:
     """Call the user's function with the user's dataset in a loader's worker.
 
@@ -306,12 +316,19 @@ class RankStreamLoader(RankLoader):
         return self._together() if self.training else self._alone()
 
     def _alone(self) -> Iterator:
-        batches = iter(self.loader)
+        batches = self._counted()
         first = next(batches, None)
         if self.sharded:
-            self._compare(first)
-        for step, batch in enumerate(batches if first is None else chain([first], batches)):
-            yield self._given(batch, step)
+            self._compare(None if first is None else first[1])
+        for step, (size, batch) in enumerate(batches if first is None else chain([first], batches)):
+            yield self._given(batch, size, step)
+
+    def _counted(self) -> Iterator[tuple[int | None, Any]]:
+        "The batches with their numbers of samples, if the loader collates them."
+        if isinstance(self.loader.collate_fn, _Counting):
+            yield from self.loader
+        else:
+            yield from ((None, batch) for batch in self.loader)
 
     def _compare(self, first: Any) -> list[bool]:
         "Tell for each rank whether it has data, and warn if some have the same; every rank must reach this."
@@ -326,13 +343,14 @@ class RankStreamLoader(RankLoader):
             )
         return [found is not None for found in everyone]
 
-    def _given(self, batch: Any, step: int) -> Any:
-        self.share = Share(step * world.world_size() + world.rank(), 0 if batch is None else None, None)
+    def _given(self, batch: Any, size: int | None, step: int) -> Any:
+        self.share = Share(step * world.world_size() + world.rank(), size, None)
         return emptied(self.sample) if batch is None else batch
 
     def _together(self) -> Iterator:
-        batches = iter(self.loader)
-        self.sample = batch = next(batches, None)
+        batches = self._counted()
+        size, batch = next(batches, (0, None))
+        self.sample = batch
         has_begun = self._compare(batch)
         if not any(has_begun):
             raise ValueError("the training loader gave no batches on any rank; its iterable dataset is empty")
@@ -342,11 +360,11 @@ class RankStreamLoader(RankLoader):
             self.sample = next(b for b in (batch, *found) if b is not None)
         step = 0
         while not self._over:
-            following = next(batches, None) if batch is not None else None
+            next_size, following = next(batches, (0, None)) if batch is not None else (0, None)
             self.ended = following is None
             self.sample = self.sample if batch is None else batch
-            yield self._given(batch, step)
-            batch, step = following, step + 1
+            yield self._given(batch, size, step)
+            size, batch, step = next_size, following, step + 1
         self.ended = False
         self._tell(step, batch is not None)
 
@@ -383,10 +401,11 @@ def rank_stream(
     """
     ranks, size = world.world_size(), dl.batch_size or 1
     steps = loader_len(dl)
+    replaced: dict[str, Any] = {} if dl.batch_sampler is None else {"collate_fn": _Counting(dl.collate_fn)}
     if sharded:
-        return RankStreamLoader(with_batches(dl), steps, training, join, size * ranks, sharded=True)
+        return RankStreamLoader(with_batches(dl, **replaced), steps, training, join, size * ranks, sharded=True)
     # Workers that persist would not learn of the next epoch's seed.
-    replaced: dict[str, Any] = {"persistent_workers": False}
+    replaced["persistent_workers"] = False
     piece = None
     if split:
         if dl.batch_size is None or size < ranks:
