@@ -187,8 +187,9 @@ def compare_calls_of_users(timeout: timedelta) -> None:
     _groups.clear()
     if "gloo" in dist.get_backend_config():
         compare_calls(timeout)
+        patience = timeout + timedelta(minutes=1)  # a run's watch, which says more, comes first
         for name in ("gradients", "votes"):
-            _groups[name] = weakref.ref(dist.new_group(backend="gloo", timeout=timeout))
+            _groups[name] = weakref.ref(dist.new_group(backend="gloo", timeout=patience))
     _compared = weakref.ref(dist.group.WORLD)
 
 

@@ -273,19 +273,19 @@ class DistributedCallback(Callback):
         return wrapper
 
     def _beside(self) -> list[nn.Parameter]:
-        """The parameters that are trained with the model's; refuse those that each rank would train by itself."""
+        """The parameters that are trained with the model's; note those that each rank would train by itself."""
         learn = self.learn
         beside = optim.parameters_beside(self._plain, learn.loss_func, learn.opts)
         known = {id(p) for p in (*self._plain.parameters(), *beside)}
-        for owner in (learn, *learn.cbs):
-            for name, opt in vars(owner).items():
-                params = [p for g in opt.param_groups for p in g["params"]] if isinstance(opt, Optimizer) else []
-                if any(p.requires_grad and id(p) not in known for p in params):
-                    raise ValueError(
-                        f"{type(owner).__name__}.{name} trains parameters that are neither the model's nor in "
-                        "learn.opt, so each rank would train its own: put them into the model, or into learn.opt "
-                        "(add_param_group)"
-                    )
+        self._step.foreign = [
+            (f"{type(owner).__name__}.{name}", p)
+            for owner in (learn, *learn.cbs)
+            for name, opt in vars(owner).items()
+            if isinstance(opt, Optimizer)
+            for group in opt.param_groups
+            for p in group["params"]
+            if p.requires_grad and id(p) not in known
+        ]
         if beside and self.wrap_names:
             raise ValueError(
                 f"the loss or the optimizer has {len(beside)} trainable parameters that are not the model's, and "
@@ -304,10 +304,13 @@ class DistributedCallback(Callback):
         if self.find_unused_parameters:
             return
         found = dict.fromkeys(name for each in trials for name in each.unused or ())
-        if not found:
-            unknown = any(each.unused is None for each in trials)
-            if unknown and self.find_unused_parameters is None and self._step.can_be_late:
+        of_model = found.keys() & dict(self._plain.named_parameters())
+        if not of_model and self.find_unused_parameters is None and self._step.can_be_late:
+            # Those beside the model may be for a callback's own loss.
+            if found or any(each.unused is None for each in trials):
                 self._step.average_late()
+            return
+        if not found:
             return
         shown = first_few(found)
         if self.find_unused_parameters is False:

@@ -40,6 +40,7 @@ class RankStep:
         wrappers: DDP's, around the model or its parts.
         params: the trainable parameters of the model, and those beside it that are trained with it.
         beside: those beside it.
+        foreign: those of optimizers that a callback or a subclass holds, with the optimizer's name.
         late: the gradients are averaged after the backward passes rather than by DDP during one.
         later: averages further backward passes of a step; `None`: there are none.
         sends_buffers: give all ranks rank 0's buffers before each step.
@@ -71,6 +72,7 @@ class RankStep:
         self.wrappers: list[Wrapper] = []
         self.params: list[nn.Parameter] = []
         self.beside: list[nn.Parameter] = []
+        self.foreign: list[tuple[str, nn.Parameter]] = []
         self.late = self.sends_buffers = self.static = self.parts = False
         self.later: LaterPasses | None = None
         self.factor: float | Tensor = 1.0
@@ -336,6 +338,8 @@ class RankStep:
             return
         mean, carrier = self.mean, self.carrier
         self._reductions += 1
+        if self._reductions == 1:
+            self._check_foreign()
         if self.late:
             found = self.carrier.vector(mean.counted, self._flags())
             self.vector = reduce_gradients(self.params, self.factor, found)
@@ -382,6 +386,15 @@ class RankStep:
             nothing = not isinstance(count, Tensor) and not count
             self._later_factor = 0.0 if nothing else self.ranks if self.mean.sums else count / mean
         return self._later_factor
+
+    def _check_foreign(self) -> None:
+        """Refuse parameters of an optimizer that this package does not know, if they get gradients of the loss."""
+        owner = next((name for name, p in self.foreign if p.grad is not None), None)
+        if owner is not None:
+            raise ValueError(
+                f"{owner} trains parameters that are neither the model's nor in learn.opt, and the loss depends on "
+                "them, so each rank would train its own: put them into the model, or into learn.opt (add_param_group)"
+            )
 
     def _check_reduced(self) -> None:
         """Refuse a loss that has not reached all parameters, on which the others' reduction would wait."""
