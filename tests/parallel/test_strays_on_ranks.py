@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, get_worker_info
 from learnerkit import Callback, CancelFitException, DataLoaders, Learner, PeerError, world
 from learnerkit.events import INNER_EVENTS
 
-on_ranks = pytest.mark.ranks(2, slow=[3, "torchrun"])
+on_ranks = pytest.mark.ranks(2, slow=[3])
 SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 
 RANK, N = world.rank(), world.world_size()
