@@ -800,7 +800,9 @@ def test_a_real_job_has_the_environment_on_all_nodes(cluster):
     (cluster.folder / "job.sh").write_text(batch_script(["train.py"], **options, **files, **more))
     job = cluster("sbatch", "--parsable", "job.sh").strip()
     wait_until(lambda: "JobState=COMPLETED" in cluster("scontrol", "show", "job", job).split())
-    printed = read(cluster.folder / "my logs" / f"try-{job}.out")
+    outputs = [cluster.folder / "my logs" / f"try-{job}.{end}" for end in ("out", "err")]
+    wait_until(lambda: all(len(read(output).splitlines()) == 2 for output in outputs))  # the last lines may come late
+    printed = read(outputs[0])
     assert sorted(printed.splitlines()) == [f"{node}: it's $HOME in a  b" for node in NODES]
     assert read(cluster.folder / "my logs" / f"try-{job}.err") == "-m learnerkit.launch train.py\n" * 2
     more["setup"] = ["module load no-such-module"]
