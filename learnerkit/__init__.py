@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.events import CancelTrainException as CancelTrainException
     from learnerkit.events import CancelValidException as CancelValidException
     from learnerkit.events import Event as Event
+    from learnerkit.files import CheckpointError as CheckpointError
     from learnerkit.learner import Learner as Learner
     from learnerkit.metrics import AccumMetric as AccumMetric
     from learnerkit.metrics import Metric as Metric
@@ -95,6 +96,7 @@ _HOMES = {
         "CancelBackwardException", "CancelBatchException", "CancelEpochException", "CancelFitException",
         "CancelStepException", "CancelTrainException", "CancelValidException", "Event",
     ],
+    "files": ["CheckpointError"],
     "learner": ["Learner"],
     "metrics": [
         "AccumMetric", "Metric", "accuracy", "error_rate", "mae", "mse", "perplexity", "rmse", "top_k_accuracy",

@@ -2,11 +2,18 @@
 
 A file is a model's state dict, or a dict of {'model': weights, 'opt': state of the optimizer, 'scaler': state of the
 gradient scaler}, of which the last two may be missing. Files of plain PyTorch scripts, which use other keys for the
-same content, can be read too.
+same content, can be read too. A file whose name ends in '.safetensors' has the weights alone.
 """
 
 import os
+import re
+import secrets
+import shutil
+import time
 import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,9 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from learnerkit import tensor_files
 from learnerkit.text import first_few
 
 File = str | Path | BinaryIO
+
+
+class CheckpointError(ValueError, RuntimeError):
+    """A checkpoint or a file of weights is damaged, does not fit, or cannot be written; the text says which and why."""
+
+
+SAFETENSORS = ".safetensors"
+_STARTED = time.time()
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict")
 _OPT_NAMES = ("opt", "optimizer", "optimizer_state_dict")
@@ -71,26 +87,95 @@ def save_whole(obj: Any, file: Path | BinaryIO) -> None:
     """Save like `torch.save`, but atomically: a killed process leaves either the whole new file or the old one.
 
     The file is written beside the target, synced, and renamed over it. An open file is just written to.
+
+    Raises:
+        CheckpointError: the file cannot be written, for want of space or rights; the old one is as it was.
     """
     if not isinstance(file, Path):
         torch.save(obj, file)
         return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    with _replacing(file) as temporary, open(temporary, "xb") as opened:
+        torch.save(obj, opened)
+        opened.flush()
+        os.fsync(opened.fileno())
+
+
+def save_weights(weights: Mapping[str, Any], file: Path) -> None:
+    """Save weights in the safetensors format, which other tools read, as atomically as `save_whole`.
+
+    Tied weights are in the file once, as `safetensors.torch.save_model` has them.
+
+    Raises:
+        CheckpointError: the file cannot be written, or there is more than tensors.
+    """
+    for name, value in weights.items():
+        if why := tensor_files.why_not(value):
+            raise CheckpointError(
+                f"{name} is {why}, and a .safetensors file has plain tensors alone: save to a name that ends in .pth"
+            )
+    kept, notes = tensor_files.without_tied(weights, getattr(weights, "_metadata", None) or {})
+    pieces = tensor_files.content({name: tensor_files.on_host(value) for name, value in kept.items()}, notes)
+    with _replacing(file) as temporary:
+        tensor_files.write(temporary, pieces)
+
+
+@contextmanager
+def _replacing(file: Path) -> Iterator[Path]:
+    """A name beside `file` to write to, which then replaces it."""
+    temporary = temporary_name(file)
     try:
-        with open(temporary, "wb") as opened:
-            torch.save(obj, opened)
-            opened.flush()
-            os.fsync(opened.fileno())
+        file.parent.mkdir(parents=True, exist_ok=True)
+        remove_left_over(file.parent, _STARTED, file.name)
+        yield temporary
         os.replace(temporary, file)
+        sync_directory(file.parent)
+    except OSError as e:
+        raise CheckpointError(f"{file} cannot be written: {e}") from e
     finally:
-        temporary.unlink(missing_ok=True)
-    if hasattr(os, "O_DIRECTORY"):  # the rename itself must reach the disk too
-        directory = os.open(file.parent, os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def temporary_name(path: Path) -> Path:
+    """A new name beside `path`, for what is not whole yet."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def remove_left_over(folder: Path, before: float, name: str = "") -> None:
+    """Remove what runs that were killed have left under temporary names.
+
+    Args:
+        folder: where to look.
+        before: when this run has started; what is younger may belong to another one, which is at work.
+        name: of the file in whose place it was to come; by default any.
+    """
+    for path in folder.iterdir():
+        found = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", path.name)
+        if not found or name not in ("", found[1]):
+            continue
+        with suppress(OSError):
+            is_folder = path.is_dir() and not path.is_symlink()
+            if max(p.lstat().st_mtime for p in (path, *(path.iterdir() if is_folder else ()))) < before:
+                remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a directory with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def sync_directory(folder: Path) -> None:
+    """Wait until the names in a directory are on disk."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    opened = os.open(folder, os.O_DIRECTORY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def read(file: Path | BinaryIO, device: Any) -> Saved:
@@ -98,29 +183,48 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is damaged, has other content, or is open and has been read to its end.
+        CheckpointError: it is damaged, or has other content.
+        ValueError: it is open and has been read to its end.
     """
     name = str(file) if isinstance(file, Path) else getattr(file, "name", None) or f"the {type(file).__name__}"
     if isinstance(file, Path) and not file.is_file():
-        there = sorted(p.stem for p in file.parent.glob("*.pth")) if file.parent.is_dir() else []
+        found = (p for p in file.parent.iterdir() if p.suffix in (".pth", SAFETENSORS)) if file.parent.is_dir() else ()
+        there = sorted(p.name.removesuffix(".pth") for p in found)
         raise FileNotFoundError(f"there is no file {file}; saved there: {', '.join(there) or 'nothing'}")
     if not isinstance(file, Path) and getattr(file, "seekable", bool)() and _is_at_end(file):
         raise ValueError(f"{name} stands at its end, and an open file is read from where it stands: call file.seek(0)")
     try:
+        if isinstance(file, Path) and file.suffix == SAFETENSORS:
+            tensors = tensor_files.read(file)
+            for key, value in tensors.items():
+                tensors[key] = value.to(device)
+            return Saved(name, tensors)
         with warnings.catch_warnings(action="ignore"):  # of a damaged file, for which there is an error
+            _refuse_compressed(file)
             state = torch.load(file, map_location=device, weights_only=True)
     except Exception as e:  # random bytes cause a dozen types of errors, from AssertionError to struct.error
-        raise ValueError(
+        raise CheckpointError(
             f"{name} is damaged, or not made by Learner.save: {str(e).splitlines()[0] if str(e) else e!r}"
         ) from e
     if not isinstance(state, dict):
-        raise ValueError(f"{name} holds a {type(state).__name__}, not the weights of a model")
+        raise CheckpointError(f"{name} holds a {type(state).__name__}, not the weights of a model")
     weights = _entry(state, _MODEL_NAMES)
     if weights is None:
         return Saved(name, state)
     scaler = _entry(state, ("scaler",)) or {}
     is_scaler = scaler.keys() >= {"scale", "_growth_tracker"}
     return Saved(name, weights, _entry(state, _OPT_NAMES), scaler if is_scaler else None)
+
+
+def _refuse_compressed(file: Path | BinaryIO) -> None:
+    """Refuse what torch never writes: a small file that would fill the memory."""
+    start = 0 if isinstance(file, Path) else file.tell()
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+                raise ValueError("its parts are compressed, which torch.save never does")
+    if not isinstance(file, Path):
+        file.seek(start)
 
 
 def _is_at_end(file: BinaryIO) -> bool:
@@ -143,12 +247,17 @@ def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:
         strict: whether the file must have exactly the model's weights.
 
     Raises:
-        ValueError: weights that do not fit; the message says which are missing and which are surplus.
+        CheckpointError: weights that do not fit; the message says which are missing and which are surplus.
     """
     own, weights = model.state_dict(), saved.weights
     for prefix in _WRAPPERS * 2:  # they may be nested
         if weights and all(k.startswith(prefix) for k in weights) and not all(k.startswith(prefix) for k in own):
             consume_prefix_in_state_dict_if_present(weights, prefix)
+    kinds = [
+        f"{k} (a {type(v).__name__})"
+        for k, v in weights.items()
+        if isinstance(own.get(k), Tensor) and not isinstance(v, Tensor)
+    ]
     shapes = [
         f"{k}: {tuple(v.shape)} in the file, {tuple(own[k].shape)} in the model"
         for k, v in weights.items()
@@ -157,11 +266,12 @@ def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:
     missing, surplus = [k for k in own if k not in weights], [k for k in weights if k not in own]
     none_fits = bool(own) and len(missing) == len(own)
     wrong = {
+        "are no tensors in the file": kinds,
         "differ in shape": shapes,
         "are not in the file": missing if strict or none_fits else [],
         "are not in the model": surplus if strict or none_fits else [],
     }
     if any(wrong.values()):
         problems = ". These ".join(f"{what}: {first_few(names, '; ')}" for what, names in wrong.items() if names)
-        raise ValueError(f"{saved.name} does not fit {type(model).__name__}: these {problems}")
+        raise CheckpointError(f"{saved.name} does not fit {type(model).__name__}: these {problems}")
     return saved

@@ -21,6 +21,7 @@ from learnerkit.callbacks.progress import ProgressCallback, print_above
 from learnerkit.callbacks.recorder import EvaluationCallback, Recorder, TableLogger
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, combine_scheds, combined_cos
 from learnerkit.callbacks.training import StepBudget, TrainEvalCallback
+from learnerkit.checkpoints.storage import read_checkpoint
 from learnerkit.data.batches import get_field, loader_len
 from learnerkit.data.loaders import DataLoaders, Unpacker
 from learnerkit.data.order import in_order, keep_seeds
@@ -35,13 +36,13 @@ from learnerkit.events import (
     CancelValidException,
     Event,
 )
-from learnerkit.files import File, Saved, fitted, plain_name, save_whole
+from learnerkit.files import CheckpointError, File, Saved, fitted, plain_name, save_whole
 from learnerkit.losses import LossWeight, loss_name, no_loss, take_loss
 from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import Workers, distrib_ctx
 from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
-from learnerkit.snapshot import give_shapes, unchanged
+from learnerkit.snapshot import give_shapes, restorer, unchanged
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
 from learnerkit.utils import count_parameters, listify, training_modes, unwrap, warn
 
@@ -934,19 +935,26 @@ class Learner(RunState):
         """Write the model's weights, and the optimizer's state, on rank 0. Never waits for other ranks.
 
         The file is whole or not there at all, and loads with `torch.load(..., weights_only=True)`; no key begins with
-        'module.', also where the model is wrapped.
+        'module.', also where the model is wrapped. A name that ends in '.safetensors' gets a file in that format, which
+        other tools read, with the weights alone.
 
         Args:
-            file: a name inside path/model_dir ('.pth' is added); a `pathlib.Path`, taken as it is; or a file that is
-                open for writing in binary mode.
+            file: a name inside path/model_dir ('.pth' is added unless it ends in '.safetensors'); a `pathlib.Path`,
+                taken as it is; or a file that is open for writing in binary mode.
             with_opt: save {'model': ..., 'opt': ...} rather than the weights alone, and 'scaler' after a fit in fp16.
 
         Returns:
             The path, or the open file.
+
+        Raises:
+            CheckpointError: the file cannot be written; the old one is as it was.
         """
         target = self._file(file)
         if world.is_main():
             state: Any = unwrap(self.model).state_dict()
+            if isinstance(target, Path) and target.suffix == files.SAFETENSORS:
+                files.save_weights(state, target)
+                return target
             if with_opt and self.opt is not None:
                 one = isinstance(self.opt, Optimizer)
                 opt = self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()}
@@ -962,41 +970,58 @@ class Learner(RunState):
         """Read what `save` wrote, on every rank, once rank 0's last save is on disk.
 
         Files of plain PyTorch are read too: {'state_dict': ..., 'optimizer': ...}, and weights whose names begin with
-        'module.' or '_orig_mod.'. If a file does not fit, nothing is changed. A file of which nothing fits is refused
-        also without `strict`.
+        'module.' or '_orig_mod.', also in safetensors; and the directory of a checkpoint, whose files are verified
+        first. If a file does not fit, nothing is changed. A file of which nothing fits is refused also without
+        `strict`.
 
         Args:
-            file: as in `save`; an open file is read from where it stands.
+            file: as in `save`, or the `pathlib.Path` of a checkpoint; an open file is read from where it stands.
             with_opt: also load the optimizer's state, and that of the gradient scaler; warns if the file has none.
             strict: whether the file must have exactly the model's keys.
             device: where to read the file to; by default the host.
 
         Raises:
             FileNotFoundError: there is no such file.
-            TypeError, ValueError: no name or file; a damaged file, or one of another model.
+            TypeError, ValueError: no name or file.
+            CheckpointError: a damaged file, or one of another model.
         """
         world.follow_rank0("load")
         model = unwrap(self.model)
-        saved = fitted(files.read(self._file(file), "cpu" if device is None else device), model, strict)
+        saved = fitted(self._read_saved(self._file(file), "cpu" if device is None else device), model, strict)
         self._to_device()
-        if with_opt and saved.opt is not None:
-            self._load_opt(saved, saved.opt)
-        elif with_opt and world.is_main():
+        put_back = restorer({k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)})
+        try:
+            model.load_state_dict(saved.weights, strict=strict)
+            if with_opt and saved.opt is not None:
+                self._load_opt(saved, saved.opt)
+        except Exception as e:  # a module's own way to load may raise anything, half-way
+            put_back()
+            if isinstance(e, CheckpointError):
+                raise
+            raise CheckpointError(f"{saved.name} does not fit {type(model).__name__}: {e}") from e
+        if with_opt and saved.opt is None and world.is_main():
             warn(
                 f"{saved.name} has weights and no optimizer state, so the optimizer stays as it is, or begins anew; "
                 "load(..., with_opt=False) says that this is meant"
             )
-        model.load_state_dict(saved.weights, strict=strict)
         return self
+
+    @staticmethod
+    def _read_saved(file: Path | BinaryIO, device: Any) -> Saved:
+        if not isinstance(file, Path) or not file.is_dir():
+            return files.read(file, device)
+        checkpoint = read_checkpoint(file)
+        state = checkpoint.state()
+        return Saved(str(file), checkpoint.weights(), state.get("opt"), state.get("scaler"))
 
     def _load_opt(self, saved: Saved, state: dict) -> None:
         before = self.opt
         self._make_opt()
         try:
             optim.load_state(self.opt, state, unwrap(self.model))
-        except ValueError as e:
+        except Exception as e:
             self.opt = before
-            raise ValueError(
+            raise CheckpointError(
                 f"{saved.name} does not fit: {e}; load(..., with_opt=False) takes the weights alone"
             ) from e
         if saved.scaler is not None:
@@ -1008,7 +1033,12 @@ class Learner(RunState):
     def _file(self, file: File) -> Path | BinaryIO:
         if not isinstance(file, str):
             return files.path_or_file(file)
-        return self.path / self.model_dir / (plain_name(file).removesuffix(".pth") + ".pth")
+        name = plain_name(file)
+        return (
+            self.path
+            / self.model_dir
+            / (name if name.endswith(files.SAFETENSORS) else f"{name.removesuffix('.pth')}.pth")
+        )
 
     # Several devices and processes (learnerkit.parallel)
 

@@ -262,6 +262,40 @@ def not_together(text: str) -> PeerError:
     return error
 
 
+def tell(key: str, text: str) -> None:
+    """Leave a text for ranks that `hear` it: by the store, so that threads may do it while others use collectives."""
+    store().set(f"learnerkit/told/{key}", text)
+
+
+def hear(key: str, timeout: float) -> str:
+    """Wait for what another rank tells under a key.
+
+    Args:
+        key: which nobody uses twice.
+        timeout: seconds to wait.
+
+    Raises:
+        PeerError: nobody has told it in time, or rank 0 has ended.
+    """
+    keys, end, pause = store(), time.monotonic() + timeout, 0.001
+    root = _root(keys)
+    port, waiting = getattr(root, "port", 0), f"learnerkit/waiting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    try:
+        root.add(waiting, 1)  # so that rank 0, which may host the store, stays until this is heard
+        while not keys.check([f"learnerkit/told/{key}"]):
+            if time.monotonic() > end:
+                raise PeerError(f"rank {rank()} waited {timeout:.0f} s for word on {key}")
+            time.sleep(pause)
+            pause = min(1.2 * pause, 0.05)
+        return keys.get(f"learnerkit/told/{key}").decode()
+    except dist.DistNetworkError:
+        raise PeerError(f"rank {rank()} waited for word on {key}, but rank 0 has ended") from None
+    finally:
+        with suppress(RuntimeError):
+            if not (port and has_closed(port)):
+                root.add(waiting, -1)
+
+
 def store_port(keys: dist.Store) -> int | None:
     """The port by which the ranks reach a store, if it has one."""
     return getattr(_root(keys), "port", None)

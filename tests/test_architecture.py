@@ -23,7 +23,7 @@ PACKAGE = ROOT / "learnerkit"
 # A room is a folder of the package, or a file at its top. It imports rooms of lower floors only: two rooms on one floor
 # know nothing of each other.
 FLOORS = [
-    ["text", "events", "state", "torch_internals", "host_scalars"],
+    ["text", "events", "state", "torch_internals", "host_scalars", "tensor_files"],
     ["launch", "utils", "files"],
     ["world", "optim"],
     ["callback", "data", "datasets"],
@@ -31,6 +31,7 @@ FLOORS = [
     ["losses"],
     ["arguments", "metrics"],
     ["callbacks", "parallel"],
+    ["checkpoints"],
     ["notebook", "preflight"],
     ["learner", "doctor"],
     ["vision", "__init__"],
@@ -130,7 +131,7 @@ def test_the_check_of_imports_sees_what_it_should():
 
 
 def test_the_lower_floors_know_torch_and_the_standard_library_alone():
-    allowed = set(sys.stdlib_module_names) | {"torch", "numpy", "learnerkit"}
+    allowed = set(sys.stdlib_module_names) | {"torch", "numpy", "safetensors", "learnerkit"}
     for name in (name for name in MODULES if floor(name) <= floor("world")):
         assert {module.split(".")[0] for module, _ in imported(MODULES[name])} <= allowed, name
 

@@ -1,0 +1,609 @@
+"""Checkpoints on disk: whole or not there, written and hashed by all ranks together, verified before they are read.
+
+    <path>/<name>/model.safetensors    the model's weights, for any tool
+                  state.json           all else that is alike on all ranks
+                  rank0.json           what rank 0 has of its own, such as random states
+                  rank0.safetensors    the tensors of rank0.json, and rank 0's share of those of state.json
+                  rank1.json ...       the same of the other ranks
+                  manifest.json        the sizes and sha256 of these files, and its own; written last
+    <path>/latest                      the name of the newest, for people and scripts
+
+A checkpoint is written under a temporary name beside its place, synced and renamed; then `latest` is replaced, and only
+then old ones are removed. So a crash at any moment leaves the one before. Which is the newest is said by a number in
+the manifests. All ranks write into one directory, so all machines must see it.
+"""
+
+import hashlib
+import json
+import os
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from learnerkit import tensor_files, world
+from learnerkit.checkpoints.encoding import decode, encode
+from learnerkit.files import CheckpointError, plain_name, remove, remove_left_over, sync_directory, temporary_name
+from learnerkit.tensor_files import Buffer
+from learnerkit.text import first_few, in_one_line
+from learnerkit.utils import warn
+
+T = TypeVar("T")
+
+_FORMAT = 1
+_MODEL, _STATE, _MANIFEST, _LATEST = "model.safetensors", "state.json", "manifest.json", "latest"
+_MANIFEST_BYTES = 2**26  # more than any has
+_SHARED_BYTES = 2**16  # of a tensor that another rank than 0 may write
+_PATIENCE = 600.0  # seconds that a rank may need longer than another for its part
+
+
+class Checkpoint:
+    """A checkpoint whose files have been found whole.
+
+    Args:
+        path: its directory.
+        manifest: what the manifest says.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path = path
+        self.info: dict[str, Any] = manifest["info"]
+        self.n_ranks: int = manifest["n_ranks"]
+        self.number: int = manifest["number"]
+        self._files: dict[str, dict] = manifest["files"]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's state dict, on the host.
+
+        Raises:
+            CheckpointError: the file is not what `Storage.save` writes.
+        """
+        found: Any = self._read(_MODEL, tensor_files.read)
+        found.update(self._decoded(_STATE, "state", "extra"))
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """What is alike on all ranks, its tensors on the host.
+
+        Raises:
+            CheckpointError: the files are not what `Storage.save` writes.
+        """
+        return self._decoded(_STATE, "state", "state")
+
+    def own(self, rank: int) -> dict[str, Any] | None:
+        """What a rank had of its own; `None` if there were not so many ranks.
+
+        Raises:
+            CheckpointError: the files are not what `Storage.save` writes.
+        """
+        return self._decoded(f"rank{rank}.json", "own", "own", [rank]) if rank < self.n_ranks else None
+
+    def _decoded(self, file: str, kind: str, part: str, ranks: Iterable[int] | None = None) -> dict[str, Any]:
+        tensors: dict[int, Tensor] = {}
+        for rank in range(self.n_ranks) if ranks is None else ranks:
+            found = self._read(f"rank{rank}.safetensors", partial(tensor_files.read, wanted=_is_of(kind)))
+            tensors.update((int(name.partition(".")[2]), tensor) for name, tensor in found.items())
+        value = self._read(file, lambda path: decode(json.loads(path.read_bytes())[part], tensors))
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{self.path / file} is damaged: it has a {type(value).__name__}")
+        return value
+
+    def _read(self, name: str, read: Callable[[Path], T]) -> T:
+        try:
+            return read(self.path / name)
+        except Exception as e:  # of many types, if somebody has made a manifest for other content
+            raise CheckpointError(f"{self.path / name} is damaged: {e or type(e).__name__}") from e
+
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Compare sizes and hashes with the manifest's; nothing is parsed.
+
+        Args:
+            names: of the files; by default all.
+
+        Raises:
+            CheckpointError: one is missing or differs.
+        """
+        names = list(self._files if names is None else names)
+        self.check_sizes(names)
+        with ThreadPoolExecutor(4) as pool:
+            for name, found in zip(names, pool.map(lambda name: _sha256(self.path / name), names), strict=True):
+                if found != self._files[name]["sha256"]:
+                    raise CheckpointError(f"{self.path / name} is damaged: its content is not what was written")
+
+    def check_sizes(self, names: Iterable[str] | None = None) -> None:
+        """Compare sizes with the manifest's.
+
+        Raises:
+            CheckpointError: a file is missing or of another size.
+        """
+        for name in self._files if names is None else names:
+            size, expected = _size(self.path / name), self._files[name]["size"]
+            if size != expected:
+                raise CheckpointError(f"{self.path / name} is damaged: it has {size} bytes of {expected}")
+
+    def share(self, rank: int, n: int) -> list[str]:
+        """The files that a rank of n verifies, so that all have about as much to do."""
+        shares = _shared_out({name: found["size"] for name, found in self._files.items()}, [0] * n)
+        return [name for name, owner in shares.items() if owner == rank]
+
+
+def _is_of(kind: str) -> Callable[[str], bool]:
+    return lambda name: name.startswith(f"{kind}.")
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint by its directory, verified.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+        CheckpointError: it is damaged, or no checkpoint.
+    """
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no checkpoint {path}")
+    if not os.path.lexists(path / _MANIFEST):
+        names = sorted(p.name for p in _candidates(path))
+        there = f"; the checkpoints in it are {first_few(names)}" if names else ""
+        raise CheckpointError(f"{path} is no whole checkpoint: it has no {_MANIFEST}{there}")
+    checkpoint = Checkpoint(path, _manifest(path))
+    checkpoint.verify()
+    return checkpoint
+
+
+class Storage:
+    """The directory of a run's checkpoints.
+
+    Under DDP all ranks write into it, each its part, so it must be one that all machines share.
+
+    Args:
+        path: the directory; it is made when needed.
+        keep: how many whole checkpoints stay, the newest.
+        background: copy what is saved to memory of the host, and write while training goes on.
+    """
+
+    def __init__(self, path: Path, keep: int = 3, background: bool = False) -> None:
+        self.path, self.keep, self.background = Path(path), keep, background
+        self._since = time.time()
+        self._memory = tensor_files.HostMemory()
+        self._writing: Future | None = None
+        self._damaged: set[str] = set()
+
+    def check_writable(self) -> None:
+        """Find out whether all ranks can write here, by writing; every rank must reach this.
+
+        Raises:
+            CheckpointError: on all ranks: one of them cannot, or sees another directory.
+        """
+        folder = self.path / _agree(lambda: self._make_temporary("probe"))[0]
+
+        def probe() -> None:
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"{self.path} on {socket.gethostname()} is not the directory that rank 0 sees under this name; "
+                    "all ranks write their part of a checkpoint, so it must be on a file system that all machines share"
+                )
+            tensor_files.write(folder / f"rank{world.rank()}", [b"probe"])
+
+        try:
+            _agree(probe)
+        finally:
+            if world.is_main():
+                remove(folder)
+
+    def save(
+        self, name: str, weights: Mapping[str, Any], state: dict[str, Any], own: dict[str, Any], info: dict[str, Any]
+    ) -> None:
+        """Write a checkpoint; every rank must reach this.
+
+        In the background the values are copied before this returns. A second save waits for the first.
+
+        Args:
+            name: of its directory; if there is one of that name, a number is added.
+            weights: the model's state dict, alike on all ranks.
+            state: what else is alike on all ranks: of the values that `encode` takes.
+            own: what this rank has of its own, of the same.
+            info: small and plain, to be read without the rest.
+
+        Raises:
+            CheckpointError: on all ranks, if one could not write its part, or has a value that cannot be kept; nothing
+                is left of it. Of a save in the background it is raised by the next `save`, `wait` or `newest`.
+        """
+        self.wait()
+        content: Any = None
+        part = _Part(world.rank(), world.world_size())
+        files: dict[str, list[Buffer]] = {}
+
+        def encode_all() -> str:
+            nonlocal content
+            _check_name(name)
+            content = _Content(weights, state, own, info)
+            return content.plan
+
+        alike = len(set(_agree(encode_all))) == 1
+
+        def take() -> str:
+            memory = self._memory if self.background else None
+            files.update(content.files(part.rank, part.n if alike else 1, memory))  # else rank 0 writes all
+            made = self._make_temporary(name)
+            part.folder = self.path / made
+            return made
+
+        try:
+            part.folder = self.path / _agree(take)[0]
+        except BaseException:
+            part.clear()
+            raise
+        finish = partial(self._commit, part.folder, name, content.info)
+        if self.background:
+            thread = ThreadPoolExecutor(1, "checkpoint")  # a process that ends waits for it
+            self._writing = thread.submit(part.write, files, finish)
+            thread.shutdown(wait=False)
+        else:
+            part.write(files, finish)
+
+    def wait(self) -> None:
+        """Wait until what is written in the background is on disk; communicates with no other rank.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._writing is None:
+            return
+        error = self._writing.exception()
+        self._writing = None
+        if error is not None:
+            raise error
+
+    def newest(self) -> Checkpoint | None:
+        """The newest whole checkpoint, verified by all ranks together; every rank must reach this.
+
+        Warns of each that is damaged and is passed over.
+
+        Returns:
+            The same on all ranks; `None` if there is no checkpoint.
+
+        Raises:
+            CheckpointError: on all ranks: there are checkpoints, and all are damaged.
+        """
+        self.wait()
+        listed, problems = _agree(lambda: self._list() if world.is_main() else ([], []))[0]
+        for problem in problems:
+            self._pass_over(problem)
+        for name, manifest in listed:
+            checkpoint = Checkpoint(self.path / name, manifest)
+            names = checkpoint.share(world.rank(), world.world_size())
+            try:
+                _agree(partial(checkpoint.verify, names))
+            except CheckpointError as e:
+                problems.append(str(e))
+                self._pass_over(str(e))
+                self._damaged.add(name)
+            else:
+                return checkpoint
+        if problems:
+            raise CheckpointError(
+                f"no checkpoint in {self.path} is whole ({first_few(problems, '; ')}); remove them, or the directory, "
+                "to begin anew"
+            )
+        return None
+
+    def _pass_over(self, problem: str) -> None:
+        if world.is_main():
+            warn(f"a checkpoint is passed over: {problem}")
+
+    def _make_temporary(self, name: str) -> str:
+        """Make the directory, on rank 0, in which all ranks will write; remove what runs that were killed have left."""
+        if not world.is_main():
+            return ""
+        self.path.mkdir(parents=True, exist_ok=True)
+        remove_left_over(self.path, self._since)
+        folder = temporary_name(self.path / name)
+        folder.mkdir()
+        return folder.name
+
+    def _list(self) -> tuple[list[tuple[str, dict]], list[str]]:
+        """Names and manifests of the checkpoints, the newest first, and what is wrong with others."""
+        found, problems = [], []
+        for path in _candidates(self.path):
+            try:
+                manifest = _manifest(path)
+                Checkpoint(path, manifest).check_sizes()
+                found.append((path.name, manifest))
+            except (OSError, CheckpointError) as e:
+                problems.append(str(e))
+        return sorted(found, key=lambda item: -item[1]["number"]), problems
+
+    def _commit(self, folder: Path, name: str, info: dict[str, Any], files: dict[str, dict]) -> None:
+        """Make a checkpoint of a directory in which all files are on disk; on rank 0."""
+        before, _ = self._list()
+        path, k = self.path / name, 1
+        while os.path.lexists(path):
+            path, k = self.path / f"{name}_{k + 1}", k + 1
+        manifest = {
+            "format": _FORMAT,
+            "number": before[0][1]["number"] + 1 if before else 1,
+            "n_ranks": world.world_size(),
+            "info": info,
+            "files": files,
+        }
+        pointer = temporary_name(self.path / _LATEST)
+        try:
+            tensor_files.write(folder / _MANIFEST, [_signed(manifest)])
+            tensor_files.write(pointer, [f"{path.name}\n".encode()])
+            sync_directory(folder)
+            os.rename(folder, path)
+            sync_directory(self.path)
+            os.replace(pointer, self.path / _LATEST)
+            sync_directory(self.path)
+        finally:
+            pointer.unlink(missing_ok=True)
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        names = [name for name, _ in self._list()[0]]
+        whole = [name for name in names if name not in self._damaged]
+        last = whole[: self.keep][-1]
+        for name in names[names.index(last) + 1 :]:
+            try:
+                left = temporary_name(self.path / name)  # so that a crash does not leave half a checkpoint
+                os.rename(self.path / name, left)
+                remove(left)
+            except OSError as e:
+                warn(f"an old checkpoint stays: {e}")
+
+
+class _Content:
+    """What a rank knows of a checkpoint, encoded: its own, and what is alike on all ranks.
+
+    Args:
+        weights, state, own, info: those of `Storage.save`.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Any], state: dict[str, Any], own: dict[str, Any], info: dict[str, Any]
+    ) -> None:
+        try:
+            self.info = json.loads(json.dumps(info))
+        except (TypeError, ValueError) as e:
+            raise CheckpointError(f"the info of a checkpoint is plain JSON: {e}") from e
+        self._model, self._notes = tensor_files.without_tied(
+            {name: value for name, value in weights.items() if isinstance(value, Tensor)},
+            getattr(weights, "_metadata", None) or {},
+        )
+        for key, value in self._model.items():
+            if why := tensor_files.why_not(value):
+                raise CheckpointError(f"the weight {key} is {why}; a checkpoint keeps plain tensors")
+        self._tensors: list[Tensor] = []
+        self._own_tensors: list[Tensor] = []
+        extra = {key: value for key, value in weights.items() if not isinstance(value, Tensor)}
+        self._state = {"state": encode(state, self._tensors), "extra": encode(extra, self._tensors, "the model")}
+        self._own = {"own": encode(own, self._own_tensors, "own")}
+        plan = repr([(tensor.dtype, tensor.shape) for tensor in self._tensors])
+        self.plan = hashlib.sha256(plan.encode()).hexdigest()
+
+    def files(self, rank: int, n: int, memory: tensor_files.HostMemory | None) -> dict[str, list[Buffer]]:
+        """The files that a rank of n writes, by their names.
+
+        Args:
+            rank: this one; from n on it writes only what is its own.
+            n: how many ranks share the large tensors; the weights are rank 0's.
+            memory: to copy the values to; without it they must not change before they are written.
+        """
+        shared = {f"state.{i}": tensor for i, tensor in enumerate(self._tensors)}
+        large = {name: tensor.nbytes for name, tensor in shared.items() if tensor.nbytes >= _SHARED_BYTES}
+        owners = _shared_out(large, [sum(tensor.nbytes for tensor in self._model.values())] + [0] * (n - 1))
+        mine = {name: tensor for name, tensor in shared.items() if owners.get(name, 0) == rank}
+        mine |= {f"own.{i}": tensor for i, tensor in enumerate(self._own_tensors)}
+        model = {f"model.{name}": tensor for name, tensor in self._model.items()} if rank == 0 else {}
+        if memory is None:
+            taken = {name: tensor_files.on_host(tensor) for name, tensor in (mine | model).items()}
+        else:
+            taken = memory.copies(mine | model)
+        found: dict[str, list[Buffer]] = {
+            f"rank{rank}.safetensors": tensor_files.content({name: taken[name] for name in mine}),
+            f"rank{rank}.json": [json.dumps(self._own).encode()],
+        }
+        if rank == 0:
+            weights = {name.removeprefix("model."): taken[name] for name in model}
+            found[_MODEL] = tensor_files.content(weights, self._notes)
+            found[_STATE] = [json.dumps(self._state).encode()]
+        return found
+
+
+class _Part:
+    """A rank's part in writing a checkpoint; may run in a thread: ranks talk by the store, not in collectives.
+
+    Args:
+        rank, n: this one of how many.
+    """
+
+    def __init__(self, rank: int, n: int) -> None:
+        self.rank, self.n = rank, n
+        self.folder = Path()
+
+    def write(self, files: dict[str, list[Buffer]], finish: Callable[[dict[str, dict]], None]) -> None:
+        """Write this rank's files; rank 0 then finishes the checkpoint, if all have written theirs.
+
+        Args:
+            files: their content.
+            finish: gets the sizes and hashes of all ranks' files.
+
+        Raises:
+            CheckpointError: on all ranks, if one has failed.
+        """
+        error: BaseException | None = None
+        written: dict[str, dict] = {}
+        try:
+            with ThreadPoolExecutor(len(files)) as pool:
+                sizes = pool.map(lambda name: tensor_files.write(self.folder / name, files[name]), files)
+                written = dict(zip(files, sizes, strict=True))
+        except BaseException as e:
+            error = e
+        if self.rank == 0:
+            self._gather(written, error, finish)
+            return
+        world.tell(self._key(self.rank), json.dumps([written, _said(error)]))
+        failure = world.hear(self._key("end"), 2 * _PATIENCE)
+        if failure:
+            raise CheckpointError(failure) from error
+
+    def _gather(
+        self, written: dict[str, dict], error: BaseException | None, finish: Callable[[dict[str, dict]], None]
+    ) -> None:
+        failure = "rank 0 has left"
+        try:
+            told = [json.loads(world.hear(self._key(rank), _PATIENCE)) for rank in range(1, self.n)]
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            if failures := _joined([_said(error), *(text for _, text in told)]):
+                raise CheckpointError(failures) from error
+            finish(written | {name: size for part, _ in told for name, size in part.items()})
+            failure = ""
+        except Exception as e:
+            failure = f"a checkpoint cannot be saved: {_said(e)}"
+            raise CheckpointError(failure) from e
+        finally:
+            self.clear()
+            if self.n > 1:
+                world.tell(self._key("end"), failure)
+
+    def _key(self, what: object) -> str:
+        return f"checkpoint{self.folder.name}/{what}"  # the directory's name is new each time
+
+    def clear(self) -> None:
+        """Remove what is left of the temporary directory; on rank 0."""
+        if self.rank == 0 and self.folder.name:
+            with suppress(OSError):
+                remove(self.folder)
+
+
+def _agree(call: Callable[[], T]) -> list[T]:
+    """What a call returns on each rank; if it fails on one, all raise. Every rank must reach this."""
+    value: Any = None
+    error: Exception | None = None
+    try:
+        value = call()
+    except Exception as e:
+        error = e
+    told = world.all_gather((value, _said(error)))
+    if failure := _joined([text for _, text in told]):
+        raise CheckpointError(failure) from error
+    return [value for value, _ in told]
+
+
+def _said(error: BaseException | None) -> str:
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, CheckpointError | OSError) else in_one_line(error)
+
+
+def _joined(texts: Sequence[str]) -> str:
+    """The errors of all ranks, in rank order, as one text; '' if there is none."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        if text:
+            ranks.setdefault(text, []).append(rank)
+    if len(texts) == 1:
+        return texts[0]
+    return "; ".join(f"rank {first_few(found)}: {text}" for text, found in ranks.items())
+
+
+def _check_name(name: str) -> None:
+    if plain_name(name).startswith(".") or name == _LATEST:
+        raise CheckpointError(f"a checkpoint cannot have the name {name!r}")
+
+
+def _shared_out(sizes: Mapping[str, int], loads: list[int]) -> dict[str, int]:
+    """Who of several takes what, so that all have about as much: the largest first, each to who has least.
+
+    Args:
+        sizes: of what is shared out, by name.
+        loads: what each has anyway.
+    """
+    owners = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += sizes[name]
+    return owners
+
+
+# Reading
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """The directories in one that look like checkpoints; what else is there is of no concern."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        found = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
+    return [path for path in found if any(os.path.lexists(path / name) for name in (_MANIFEST, _MODEL, _STATE))]
+
+
+def _signed(manifest: dict[str, Any]) -> bytes:
+    """The text of a manifest, with the sha256 of all of it that follows the hash itself."""
+    rest = json.dumps(manifest).encode()[1:]
+    return b'{"sha256": "%s", ' % hashlib.sha256(rest).hexdigest().encode() + rest
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """What the manifest of a checkpoint says.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another form.
+    """
+    path = folder / _MANIFEST
+    if _size(path) > _MANIFEST_BYTES:
+        raise CheckpointError(f"{path} is damaged: it is too long")
+    try:
+        text = path.read_bytes()
+        manifest = json.loads(text)
+        del manifest["sha256"]
+        whole = _signed(manifest) == text
+        if whole and manifest["format"] != _FORMAT:
+            raise CheckpointError(f"{path} is of format {manifest['format']!r}; this version reads {_FORMAT}")
+        whole = whole and _is_manifest(manifest)
+    except CheckpointError:
+        raise
+    except Exception as e:
+        raise CheckpointError(f"{path} is damaged: {e}") from e
+    if not whole:
+        raise CheckpointError(f"{path} is damaged: its content is not what was written")
+    return manifest
+
+
+def _is_manifest(manifest: dict[str, Any]) -> bool:
+    n, files = manifest["n_ranks"], manifest["files"]
+    if len(files) != 2 + 2 * n:
+        return False
+    names = {_MODEL, _STATE} | {f"rank{rank}.{kind}" for rank in range(n) for kind in ("json", "safetensors")}
+    return (
+        files.keys() == names
+        and type(manifest["number"]) is int
+        and type(manifest["info"]) is dict
+        and all(type(file["size"]) is int and type(file["sha256"]) is str for file in files.values())
+    )
+
+
+def _size(path: Path) -> int:
+    """The size of a file; a link, which may lead anywhere, is refused."""
+    try:
+        found = os.lstat(path)
+    except OSError as e:
+        raise CheckpointError(f"{path} is missing or cannot be read: {e.strerror}") from e
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is damaged: it is no regular file")
+    return found.st_size
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read: {e}") from e
