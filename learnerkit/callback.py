@@ -118,6 +118,11 @@ _FORMER_EVENTS = {f"begin_{level}": f"before_{level}" for level in LEVELS} | {
 """What fastai 1 and the first versions of fastai 2 called events, and what they are called now."""
 
 
+def is_ours(hook: Any) -> bool:
+    """Tell whether a function or method is this library's; a partial, such as `Callback(...)` has, never is."""
+    return str(hook.__module__).split(".")[0] == __name__.split(".")[0]
+
+
 def check_hooks(cb: Callback) -> None:
     """Refuse a callback with a method that is meant as a hook but is none.
 

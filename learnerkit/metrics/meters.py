@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from learnerkit import world
-from learnerkit.data.batches import map_batch
+from learnerkit.data.batches import gather_nested, map_batch, on_host
 from learnerkit.host_scalars import HostScalars
 from learnerkit.metrics import libraries
 from learnerkit.metrics.combining import (
     changed_name,
     combine_states,
-    gather_nested,
     holders_of,
     known_torchmetrics,
+    moved,
     needs_batches,
     remembered,
     same,
@@ -179,19 +179,19 @@ class GatheringMeter(Meter):
 
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
         """Keep a batch on the host."""
-        self.batches.append((place, map_batch(lambda t: t.detach().cpu(), (pred, *targets))))
+        self.batches.append((place, on_host((pred, *targets))))
 
     def result(self, sharded: bool) -> float:
         return self.value(sharded) if self.feed(sharded) else float("nan")
 
     def feed(self, sharded: bool) -> bool:
         """Update the object with all batches; tell whether there were any."""
-        batches = gather_nested(self.batches) if sharded else self.batches
+        batches = gather_nested(self.batches) or [] if sharded else self.batches
         self.metric.reset()
         device = getattr(self.metric, "device", None)
         for _, batch in batches:
             if isinstance(device, torch.device):
-                batch = map_batch(lambda t: t.to(device), batch)
+                batch = moved(batch, device)
             self.metric.update(*batch)
         return bool(batches)
 
@@ -319,7 +319,7 @@ class MergingMeter(Meter):
 
     def _merge(self) -> None:
         is_known = libraries.is_torcheval(self.metric)
-        mine = map_batch(lambda t: t.cpu(), self.metric.state_dict()) if is_known else self.metric
+        mine = on_host(self.metric.state_dict()) if is_known else self.metric
         everyone = world.all_gather((self._has_seen, mine))
         self._own = everyone[world.rank()][1]  # a copy: it was sent
         first, *rest = [state for has_seen, state in everyone if has_seen] or [self._own]
@@ -349,5 +349,5 @@ class MergingMeter(Meter):
 
 def _loaded(metric: Any, state: dict) -> Any:
     """A torcheval object with those states, on its own device."""
-    metric.load_state_dict(map_batch(lambda t: t.to(metric.device), state))
+    metric.load_state_dict(moved(state, metric.device))
     return metric

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from learnerkit import world
+from learnerkit.callback import is_ours
 from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients
 from learnerkit.parallel.agreement import Agreement, flags_of
 from learnerkit.parallel.buckets import BucketWeights
 from learnerkit.parallel.carrier import FLAGS, Carrier
-from learnerkit.parallel.first_batch import Trial, runs_on_nothing, try_batch
+from learnerkit.parallel.first_batch import Trial, name_beside, runs_on_nothing, try_batch
 from learnerkit.parallel.passes import LaterPasses, averaged, reduce_gradients
 from learnerkit.parallel.transparent import Transparent
 from learnerkit.text import first_few
@@ -140,8 +141,7 @@ class RankStep:
         """Average the backward passes after that of the loss, where a `_step` or a callback may make some."""
         self.ignore_later_passes()
         table = self.learn._dispatch.table
-        hooks = [hook for event in _LATER for cb, hook, *_ in table[event] if not cb.rank0_only]
-        theirs = any(not str(getattr(hook, "__module__", "")).startswith("learnerkit.") for hook in hooks)
+        theirs = any(not (is_ours(hook) or cb.rank0_only) for event in _LATER for cb, hook, *_ in table[event])
         if self.by_pass or ((theirs or self.own_step) and not (self.by_bucket or self.static)):
             self.later = LaterPasses(self, self.params)
 
@@ -411,7 +411,7 @@ class RankStep:
         # Of several networks nobody knows which of them DDP has numbered.
         module = self.wrappers[0].module if len(self.wrappers) == 1 else nn.Module()
         names = [n for n, p in module.named_parameters() if p.requires_grad]
-        beside = [f"a parameter beside the model {tuple(p.shape)}" for p in self.beside]
+        beside = [name_beside(p) for p in self.beside]
         own = sum(p.requires_grad for p in module.parameters(recurse=False))
         # What was registered for a moment came after the module's own parameters, before those of sub-modules.
         names[own:own] = beside + ([""] if self.carrier.parameter is not None else [])
@@ -425,9 +425,7 @@ class RankStep:
 
     def _correct(self, tolerance: float = 0.0) -> None:
         if not self.by_bucket:
-            factor = self.mean.correction(self.counted, tolerance)
-            if isinstance(factor, Tensor) or factor != 1:
-                scale_gradients(self.params, factor)
+            scale_gradients(self.params, self.mean.correction(self.counted, tolerance))
 
     def _obey(self, flags: list[float]) -> None:
         *leaving, ended = flags
