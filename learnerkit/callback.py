@@ -166,16 +166,17 @@ def check_hooks(cb: Callback) -> None:
 
 
 class RaisedIn(str):
-    """The note of an error that a hook raised, with the hook's `callback` as it is printed."""
+    """The note of an error that a hook raised, with the hook's `callback` as it is printed, and its `event`."""
 
     callback: str
+    event: str
 
     @classmethod
     def add_to(cls, error: BaseException, cb: Callback, event: str) -> None:
         """Add the note for the hook of a callback at an event, unless the error has one."""
         if not any(isinstance(note, cls) for note in getattr(error, "__notes__", ())):
             note = cls(f"raised in {cb!r}.{event}")
-            note.callback = repr(cb)
+            note.callback, note.event = repr(cb), event
             error.add_note(note)
 
 

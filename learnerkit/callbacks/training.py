@@ -1,12 +1,13 @@
 """The course of training: train and eval mode, counters, sample order, and an end after a number of steps."""
 
+import sys
 from contextlib import ExitStack
 
 from torch import nn
 from torch.utils.data import DataLoader
 
 from learnerkit import world
-from learnerkit.callback import Callback
+from learnerkit.callback import Callback, RaisedIn
 from learnerkit.data.order import SampleOrder, draws_globally, seeded_samplers, with_own_stream
 from learnerkit.events import CancelTrainException
 from learnerkit.torch_internals import BatchNorm, Dropout
@@ -55,6 +56,11 @@ class TrainEvalCallback(Callback):
             if self._twin is None or self._twin[0] is not learn.dl:
                 self._twin = learn.dl, with_own_stream(learn.dl)
             learn.dl = self._twin[1]
+
+    def after_cancel_batch(self) -> None:
+        notes = getattr(sys.exception(), "__notes__", ())
+        if any(isinstance(note, RaisedIn) and note.event == "after_step" for note in notes):
+            self.learn._zero_grad()  # their step has been taken, so they are not for the next one
 
     def after_batch(self) -> None:
         learn = self.learn

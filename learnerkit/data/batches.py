@@ -47,11 +47,16 @@ def map_batch(f: Callable[[Tensor], Any], batch: Any, others: Callable[[Any], An
     if isinstance(batch, Mapping):
         return {k: map_batch(f, v, others) for k, v in batch.items()}
     if is_dataclass(batch) and not isinstance(batch, type):
-        twin = copy(batch)
-        for field in fields(batch):
-            object.__setattr__(twin, field.name, map_batch(f, getattr(batch, field.name), others))
-        return twin
+        return _with_fields(batch, lambda name: map_batch(f, getattr(batch, name), others))
     return batch if others is None else others(batch)
+
+
+def _with_fields(part: Any, value: Callable[[str], Any]) -> Any:
+    """Return a copy of a dataclass object, which may be frozen, with other values for its fields."""
+    twin = copy(part)
+    for field in fields(part):
+        object.__setattr__(twin, field.name, value(field.name))
+    return twin
 
 
 def on_host(batch: Any) -> Any:
@@ -157,6 +162,8 @@ def concat(batches: list) -> Any:
     if isinstance(first, tuple | list):
         columns = [concat(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    if is_dataclass(first) and not isinstance(first, type):
+        return _with_fields(first, lambda name: concat([getattr(batch, name) for batch in batches]))
     return list(batches)
 
 
