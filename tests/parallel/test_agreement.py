@@ -329,7 +329,7 @@ def test_a_cancelled_fit_has_made_its_whole_steps(kind, event, order):
 @on_ranks
 @kinds(CancelFitException, CancelBatchException, slow=[CancelEpochException, CancelTrainException])
 @pytest.mark.parametrize("event", [event for event in EVENTS if event in INNER_EVENTS])
-@pytest.mark.parametrize("order", [0, 70], ids="order {}".format)
+@pytest.mark.parametrize("order", [0, pytest.param(70, marks=pytest.mark.soak)], ids="order {}".format)
 @pytest.mark.parametrize(
     "batches", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))], ids="{} in a step".format
 )
