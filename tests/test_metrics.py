@@ -145,7 +145,7 @@ def f1_of_batch(pred, target):
         (lambda pred, target: F.cross_entropy(pred, target).exp(), True),
         (MeanOfMeans(), True),
     ],
-    ids=str,
+    ids=["mean", "partial", "states", "all", "counts", "f1 of a batch", "function of a mean", "mean of means"],
 )
 def test_a_metric_that_depends_on_how_samples_are_cut_into_batches_is_found(metric, depends):
     generator = torch.Generator().manual_seed(0)
