@@ -118,6 +118,11 @@ _FORMER_EVENTS = {f"begin_{level}": f"before_{level}" for level in LEVELS} | {
 """What fastai 1 and the first versions of fastai 2 called events, and what they are called now."""
 
 
+def is_ours(hook: Any) -> bool:
+    """Tell whether a function or method is this library's; a partial, such as `Callback(...)` has, never is."""
+    return str(hook.__module__).split(".")[0] == __name__.split(".")[0]
+
+
 def check_hooks(cb: Callback) -> None:
     """Refuse a callback with a method that is meant as a hook but is none.
 
@@ -161,16 +166,17 @@ def check_hooks(cb: Callback) -> None:
 
 
 class RaisedIn(str):
-    """The note of an error that a hook raised, with the hook's `callback` as it is printed."""
+    """The note of an error that a hook raised, with the hook's `callback` as it is printed, and its `event`."""
 
     callback: str
+    event: str
 
     @classmethod
     def add_to(cls, error: BaseException, cb: Callback, event: str) -> None:
         """Add the note for the hook of a callback at an event, unless the error has one."""
         if not any(isinstance(note, cls) for note in getattr(error, "__notes__", ())):
             note = cls(f"raised in {cb!r}.{event}")
-            note.callback = repr(cb)
+            note.callback, note.event = repr(cb), event
             error.add_note(note)
 
 

@@ -3,7 +3,6 @@
 A release may change any of them; `tests/test_torch_internals.py` says which name is gone.
 """
 
-import copy
 import linecache
 import os
 import socket
@@ -190,24 +189,14 @@ def set_worker_dataset(dataset: Any) -> None:
     object.__setattr__(loader_worker._worker_info, "dataset", dataset)  # it is frozen
 
 
-@contextmanager
-def as_in_the_main_process() -> Iterator[None]:
-    """Let `torch.utils.data.get_worker_info()` return `None` in a loader's worker."""
-    with _worker_info_as(None):
-        yield
+def worker_info(number: int, workers: int, seed: int, dataset: Any) -> Any:
+    """What `torch.utils.data.get_worker_info()` returns in a worker of a loader."""
+    return loader_worker.WorkerInfo(id=number, num_workers=workers, seed=seed, dataset=dataset)
 
 
 @contextmanager
-def as_worker_of(dataset: Any) -> Iterator[None]:
-    """Let `torch.utils.data.get_worker_info()` return this dataset in a loader's worker."""
-    info = copy.copy(loader_worker._worker_info)
-    object.__setattr__(info, "dataset", dataset)  # it is frozen
-    with _worker_info_as(info):
-        yield
-
-
-@contextmanager
-def _worker_info_as(info: Any) -> Iterator[None]:
+def as_worker(info: Any) -> Iterator[None]:
+    """Let `torch.utils.data.get_worker_info()` return this; `None`: as in the main process."""
     before, loader_worker._worker_info = loader_worker._worker_info, info
     try:
         yield

@@ -235,57 +235,51 @@ def _():
     return learner(cbs=Callback(after_loss=penalise))
 
 
+def own_pass(event, loss):
+    """A callback that makes a backward pass of its own at an event, if it trains."""
+    return Callback(**{event: lambda cb: loss(cb).backward()})
+
+
+def of_weights(cb):
+    return 0.1 * sum((p**2).sum() for p in cb.model.parameters())
+
+
+def of_data(cb):
+    return (cb.model.score(cb.x) ** 2).sum(1).mean()
+
+
+def of_whole_model(cb):
+    return (cb.model(cb.x * 1.1) ** 2).sum(1).mean()
+
+
 @job("callback's own backward pass")
 def _():
-    class Own(Callback):
-        def after_backward(self):
-            (0.1 * sum((p**2).sum() for p in self.model.parameters())).backward()
-
-    return learner(cbs=Own())
+    return learner(cbs=own_pass("after_backward", of_weights))
 
 
 @job("callback's own backward pass before the loss's")
 def _():
-    class Own(Callback):
-        def before_backward(self):
-            (self.model.score(self.x) ** 2).sum(1).mean().backward()
-
-    return learner(Parts(), cbs=Own())
-
-
-class Before(Callback):
-    """Makes a backward pass of the whole model before that of the loss."""
-
-    def before_backward(self):
-        (self.model(self.x * 1.1) ** 2).sum(1).mean().backward()
+    return learner(Parts(), cbs=own_pass("before_backward", of_data))
 
 
 @job("callback's own backward pass of the whole model before the loss's")
 def _():
-    return learner(cbs=Before())
+    return learner(cbs=own_pass("before_backward", of_whole_model))
 
 
 @job("callback's own backward pass of the whole model, said before", find_unused_parameters=True)
 def _():
-    return learner(cbs=Before())
+    return learner(cbs=own_pass("before_backward", of_whole_model))
 
 
 @job("callback's own backward pass of the data")
 def _():
-    class Own(Callback):
-        def after_backward(self):
-            (self.model.score(self.x) ** 2).sum(1).mean().backward()
-
-    return learner(Parts(), cbs=Own())
+    return learner(Parts(), cbs=own_pass("after_backward", of_data))
 
 
 @job("callback's own backward pass of the data, whole model")
 def _():
-    class Own(Callback):
-        def before_step(self):
-            (self.model(self.x * 1.1) ** 2).sum(1).mean().backward()
-
-    return learner(cbs=Own())
+    return learner(cbs=own_pass("before_step", of_whole_model))
 
 
 @job("learner with a second optimizer")
@@ -667,20 +661,14 @@ def _():
 
 @job("callback's own backward pass of the data, with a sum")
 def _():
-    class Own(Callback):
-        def after_backward(self):
-            (self.model.score(self.x) ** 2).sum().backward()
-
-    return learner(Parts(), cbs=Own(), loss=nn.CrossEntropyLoss(reduction="sum"), lr=0.01)
+    own = own_pass("after_backward", lambda cb: (cb.model.score(cb.x) ** 2).sum())
+    return learner(Parts(), cbs=own, loss=nn.CrossEntropyLoss(reduction="sum"), lr=0.01)
 
 
 @job("callback's own backward pass of the data, accumulated")
 def _():
-    class Own(Callback):
-        def after_backward(self):
-            (0.1 * sum((p**2).sum() for p in self.model.parameters())).backward()
-
-    return learner(Parts(), cbs=[Own(), GradientAccumulation(n_batches=2)])
+    own = own_pass("after_backward", of_weights)
+    return learner(Parts(), cbs=[own, GradientAccumulation(n_batches=2)])
 
 
 @job("a _backward of its own, and a loss with parameters")

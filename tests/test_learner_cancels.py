@@ -163,7 +163,7 @@ class Facts(Callback):
         (CancelBatchException, "before_step", False, True),  # that is how gradients accumulate
         (CancelBatchException, "after_backward", False, True),
         (CancelBatchException, "before_backward", False, False),
-        (CancelBatchException, "after_step", True, True),
+        (CancelBatchException, "after_step", True, False),
         (CancelBatchException, "after_batch", True, False),
         (CancelTrainException, "before_step", False, True),
         (CancelTrainException, "after_batch", True, False),

@@ -112,6 +112,66 @@ def test_batches_make_no_difference(sizes):
     assert found == pytest.approx(expected, rel=1e-6)
 
 
+class MeanOfMeans(Metric):
+    """The mean over batches, which have different numbers of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", 0.0)
+        self.add_state("batches", 0)
+
+    def update(self, pred, target):
+        self.total = self.total + accuracy(pred, target)
+        self.batches = self.batches + 1
+
+    def compute(self):
+        return self.total / self.batches
+
+
+def f1_of_batch(pred, target):
+    found, true = pred.argmax(1) == 1, target == 1
+    return 2 * (found & true).sum() / (found.sum() + true.sum())
+
+
+@pytest.mark.parametrize(
+    ("metric", "depends"),
+    [
+        (accuracy, False),
+        (partial(top_k_accuracy, k=2), False),
+        (perplexity(), False),
+        (AccumMetric(f1_of_batch), False),
+        (Classes(), False),
+        (f1_of_batch, True),
+        (lambda pred, target: F.cross_entropy(pred, target).exp(), True),
+        (MeanOfMeans(), True),
+    ],
+    ids=["mean", "partial", "states", "all", "counts", "f1 of a batch", "function of a mean", "mean of means"],
+)
+def test_a_metric_that_depends_on_how_samples_are_cut_into_batches_is_found(metric, depends):
+    generator = torch.Generator().manual_seed(0)
+    pred, target = torch.rand(16, 3, generator=generator), torch.randint(3, (16,), generator=generator)
+    meter = make_meters({"m": metric})[0]
+    meter.reset()
+    meter.update(0, 16, pred, (target,))
+    before = meter.result(False)
+    assert meter.depends_on_cut(16, pred, (target,)) is depends
+    assert not meter.depends_on_cut(1, pred[:1], (target[:1],))
+    assert meter.result(False) == before
+
+
+def test_all_predictions_of_lists_with_an_entry_for_each_sample():
+    def count(preds, targets):
+        assert all(len(p["boxes"]) == t for p, t in zip(preds, targets, strict=True))
+        return len(preds)
+
+    (meter,) = make_meters(AccumMetric(count))
+    meter.reset()
+    for place, sizes in enumerate([[1, 2], [3, 0], [4]]):
+        preds = [{"boxes": torch.ones(n, 4)} for n in sizes]
+        meter.update(place, len(sizes), preds, (torch.tensor(sizes),))
+    assert meter.result(False) == 5
+
+
 def test_root_of_the_mean_is_not_the_mean_of_roots():
     pred, target = torch.tensor([1.0, 2.0, 10.0]), torch.zeros(3)
     found = evaluate(rmse, (2, 1), pred, target)

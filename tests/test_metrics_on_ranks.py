@@ -383,3 +383,23 @@ def test_on_one_process_too():
     values, recorded, after_fit, after_validation = fitted(sharing=False)
     assert values == pytest.approx(recorded)
     assert values == pytest.approx(after_fit) == after_validation
+
+
+@pytest.mark.ranks(2)
+def test_a_metric_that_depends_on_how_samples_are_cut_is_warned_of_once():
+    from helpers import make_classes, make_dls, make_learner, make_model
+
+    def geometric(pred, target):
+        return torch.nn.functional.cross_entropy(pred, target).exp()
+
+    metrics = {"geometric": geometric, "kept": Kept()}
+    learn = make_learner(
+        make_dls(8, 7, 4, make_classes), make_model(n_out=3), torch.nn.CrossEntropyLoss(), metrics=metrics
+    )
+    with warnings.catch_warnings(record=True) as caught, learn.distrib_ctx(split_batches=True):
+        warnings.simplefilter("always")
+        learn.validate()
+        learn.validate()
+    said = [str(w.message) for w in caught if "depends on how the samples are cut" in str(w.message)]
+    assert len(said) == (world.rank() == 0), said
+    assert all("'geometric'" in text and "AccumMetric" in text for text in said)

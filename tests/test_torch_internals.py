@@ -110,12 +110,13 @@ def test_the_workers_of_a_loader():
 def test_a_worker_may_be_taken_for_the_main_process():
     worker._worker_info = "a worker"
     try:
-        with torch_internals.as_in_the_main_process():
+        with torch_internals.as_worker(None):
             assert get_worker_info() is None
         assert get_worker_info() == "a worker"
         worker._worker_info = WorkerInfo(id=1, num_workers=2, seed=0, dataset="one")
-        with torch_internals.as_worker_of("other"):
-            assert (get_worker_info().id, get_worker_info().dataset) == (1, "other")
+        with torch_internals.as_worker(torch_internals.worker_info(0, 3, 1, "other")):
+            assert (get_worker_info().id, get_worker_info().num_workers) == (0, 3)
+            assert (get_worker_info().seed, get_worker_info().dataset) == (1, "other")
         assert get_worker_info().dataset == "one"
     finally:
         worker._worker_info = None

@@ -87,8 +87,10 @@ class GradientAccumulation(Callback):
         if self.learn._step_due and mean.begun:
             mean.begun = False
             learn = self.learn
-            beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
-            scale_gradients([*learn.model.parameters(), *beside], mean.correction(mean.counted))
+            factor = mean.correction(mean.counted)
+            if isinstance(factor, Tensor) or factor != 1:  # else spare the search for the parameters
+                beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
+                scale_gradients([*learn.model.parameters(), *beside], factor)
 
     def after_cancel_backward(self) -> None:
         if self._mean is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from learnerkit.callback import Callback
-from learnerkit.data.batches import Rows, concat, entries, gather_batches, map_batch, with_rows
+from learnerkit.data.batches import Rows, concat, entries, gather_batches, on_host, with_rows
 from learnerkit.losses import is_cross_entropy, loss_option, unwrap_partial
 from learnerkit.utils import describe
 
@@ -60,7 +60,7 @@ class GatherPredictions(Callback):
         if learn._sharded:
             for name, item in items.items():
                 _check_rows(name, item, learn.batch_size)
-        self._batches.append((learn._batch_index, map_batch(lambda t: t.detach().cpu(), items)))
+        self._batches.append((learn._batch_index, on_host(items)))
 
     def _losses(self) -> Tensor:
         learn = self.learn

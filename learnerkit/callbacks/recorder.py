@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import compress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +29,12 @@ class LossMeter:
 
     def __init__(self) -> None:
         self.losses, self.counts = HostScalars(), HostScalars()
+        self.cancelled: list[bool] = []  # before there was a loss
         self.steps = 0  # without those at the end in which this rank had no samples
 
     def update(self, learn: "Learner") -> None:
         """Add a batch's loss; a batch without one (cancelled before it) counts nothing."""
+        self.cancelled.append(learn.loss is None)
         if learn.loss is None:
             self.losses.append(0.0)
             self.counts.append(0)
@@ -44,8 +47,8 @@ class LossMeter:
             self.losses.poll()
             self.counts.poll()
 
-    def totals(self, sums: bool, sharded: bool) -> tuple[list[float], list[float]]:
-        """(total losses, counts) of each batch; if `sharded`, of each step over all ranks."""
+    def totals(self, sums: bool, sharded: bool) -> tuple[list[float], list[float], list[bool]]:
+        """(total losses, counts, whether cancelled) of each batch; if `sharded`, of each step over all ranks."""
         counts = self.counts.all()
         # Where the count is 0 the loss may be the mean of nothing, a NaN.
         totals = [(loss if sums else loss * n) if n else 0.0 for loss, n in zip(self.losses.all(), counts, strict=True)]
@@ -53,14 +56,16 @@ class LossMeter:
             # A rank that has left training early, or whose data have ended, lacks the last steps. Where those of all
             # have ended, an accumulated step may have gone on. Every rank must reach this.
             n = world.reduce(self.steps, "max")
-            steps = torch.zeros(2, n, dtype=torch.float64)
-            steps[:, : len(counts)] = torch.tensor([totals, counts], dtype=torch.float64)[:, :n]
-            totals, counts = world.reduce(steps).tolist()
-        return totals, counts
+            steps = torch.zeros(3, n, dtype=torch.float64)
+            begun = [not cancelled for cancelled in self.cancelled]
+            steps[:, : len(counts)] = torch.tensor([totals, counts, begun], dtype=torch.float64)[:, :n]
+            totals, counts, begun = world.reduce(steps).tolist()
+            return totals, counts, [not ranks for ranks in begun]
+        return totals, counts, self.cancelled
 
     def mean(self, sums: bool, sharded: bool) -> float:
         """The mean over everything counted, on all ranks if `sharded`."""
-        totals, counts = self.totals(sums, sharded=False)
+        totals, counts, _ = self.totals(sums, sharded=False)
         return weighted_mean(sum(totals), sum(counts), sharded)
 
 
@@ -95,10 +100,20 @@ class Evaluation:
                     rows = rows_compared(learn.pred, learn.yb, learn.batch_size)
                     with self._refusing_collectives(meter):
                         meter.update(learn._batch_index, rows, learn.pred, learn.yb)
+                        self._check_cut(meter, rows, learn)
                 except Exception as e:
                     got = f"predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}"
                     add_note_once(e, f"metric {meter.name!r} got {got}")
                     raise
+
+    def _check_cut(self, meter: Meter, rows: int, learn: "Learner") -> None:
+        """Warn of a metric that is not as on one process, whose batches are cut otherwise, by the first batch."""
+        if self.sharded and self.batches == 1 and world.is_main() and meter.depends_on_cut(rows, learn.pred, learn.yb):
+            world.warn_once(
+                f"metric {meter.name!r} depends on how the samples are cut into batches, and several ranks cut them "
+                "otherwise than one process does: let it be a mean over samples, count samples rather than batches, "
+                "or take AccumMetric, which gets all predictions at once"
+            )
 
     def _refusing_collectives(self, meter: Meter) -> AbstractContextManager:
         """Refuse communication in the first update; asked in every one, it would take time."""
@@ -345,11 +360,13 @@ class Recorder(Callback):
     def _train_loss(self) -> float:
         """Make the losses of all ranks those of the epoch in `losses`, and return their mean."""
         sums = self.learn._loss_weighting.sums
-        totals, counts = self._train.loss.totals(sums, self._train.sharded)
+        totals, counts, cancelled = self._train.loss.totals(sums, self._train.sharded)
         steps = [(total if sums else total / n) if n else None for total, n in zip(totals, counts, strict=True)]
-        self._smooth.close(steps)
-        end = self._first_batch + len(steps)
-        self.lrs = self.lrs[:end] + self.lrs[-1:] * (end - len(self.lrs))  # if this rank left early, or went on
+        recorded = [not each for each in cancelled]  # what all ranks have cancelled is not, as on one process
+        self._smooth.close(list(compress(steps, recorded)))
+        lrs = self.lrs[self._first_batch :]
+        lrs += self.lrs[-1:] * (len(steps) - len(lrs))  # if this rank has left early; it may also have gone on
+        self.lrs[self._first_batch :] = compress(lrs, recorded)
         self._in_epoch = False
         return sum(totals) / sum(counts) if sum(counts) else float("nan")
 

@@ -1,11 +1,12 @@
 """The course of training: train and eval mode, counters, sample order, and an end after a number of steps."""
 
+import sys
 from contextlib import ExitStack
 
 from torch import nn
 
 from learnerkit import world
-from learnerkit.callback import Callback
+from learnerkit.callback import Callback, RaisedIn
 from learnerkit.data.order import seeded_samplers
 from learnerkit.data.position import Position
 from learnerkit.events import CancelTrainException
@@ -52,6 +53,11 @@ class TrainEvalCallback(Callback):
         learn._first_batch = position.first_step
         self._seeded = ExitStack()  # a new one: a copy of this callback may be in the middle of an epoch
         self._seeded.enter_context(seeded_samplers(samplers, position.order.seed(learn.epoch)))
+
+    def after_cancel_batch(self) -> None:
+        notes = getattr(sys.exception(), "__notes__", ())
+        if any(isinstance(note, RaisedIn) and note.event == "after_step" for note in notes):
+            self.learn._zero_grad()  # their step has been taken, so they are not for the next one
 
     def after_batch(self) -> None:
         learn, position = self.learn, self.learn._position

@@ -47,11 +47,21 @@ def map_batch(f: Callable[[Tensor], Any], batch: Any, others: Callable[[Any], An
     if isinstance(batch, Mapping):
         return {k: map_batch(f, v, others) for k, v in batch.items()}
     if is_dataclass(batch) and not isinstance(batch, type):
-        twin = copy(batch)
-        for field in fields(batch):
-            object.__setattr__(twin, field.name, map_batch(f, getattr(batch, field.name), others))
-        return twin
+        return _with_fields(batch, lambda name: map_batch(f, getattr(batch, name), others))
     return batch if others is None else others(batch)
+
+
+def _with_fields(part: Any, value: Callable[[str], Any]) -> Any:
+    """Return a copy of a dataclass object, which may be frozen, with other values for its fields."""
+    twin = copy(part)
+    for field in fields(part):
+        object.__setattr__(twin, field.name, value(field.name))
+    return twin
+
+
+def on_host(batch: Any) -> Any:
+    """Return a nested batch with its tensors detached and on the host; a host-device sync."""
+    return map_batch(lambda t: t.detach().cpu(), batch)
 
 
 def in_float32(t: Tensor) -> Tensor:
@@ -152,6 +162,8 @@ def concat(batches: list) -> Any:
     if isinstance(first, tuple | list):
         columns = [concat(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    if is_dataclass(first) and not isinstance(first, type):
+        return _with_fields(first, lambda name: concat([getattr(batch, name) for batch in batches]))
     return list(batches)
 
 
@@ -159,31 +171,39 @@ def gather_batches(batches: list[tuple[Any, Any]], sharded: bool, on: str = "all
     """Return the batches of all ranks in the order of their places; every rank must reach this if `sharded`.
 
     Args:
-        batches: (place, batch) pairs; the tensors of a batch may be nested, all batches have one structure.
+        batches: (place, batch) pairs; the tensors of a batch may be nested.
         sharded: whether ranks hold different batches; if not, this rank's batches are returned.
         on: 'all', or 'rank0': the other ranks get `None`.
     """
     if not sharded:
         return [batch for _, batch in batches]
-    # A rank without data gets the structure from the others.
-    own = map_batch(lambda t: torch.empty(0), batches[0][1]) if batches else None
-    structures = world.all_gather((own, any(_has_rows(batch) for _, batch in batches)))
-    if any(has_rows for _, has_rows in structures):  # no two batches need have one structure
-        everyone = chain.from_iterable(world.all_gather(batches))
-        found = [batch for _, batch in sorted(everyone, key=lambda pair: pair[0])]
-        return found if on == "all" or world.is_main() else None
-    structure = next((s for s, _ in structures if s is not None), None)
-    pieces = [((place, i), t) for place, batch in batches for i, t in enumerate(tensors_in(batch))]
-    tensors = world.gather_pieces(pieces, on)
-    if tensors is None or structure is None:
-        return None if tensors is None else []
+    found = gather_nested(batches, on)
+    return None if found is None else [batch for _, batch in found]
+
+
+def gather_nested(pieces: Iterable[tuple[Any, Any]], on: str = "all") -> list[tuple[Any, Any]] | None:
+    """Return the (place, nested tensors) pairs of all ranks, on the host, in the order of their places.
+
+    Each may have a structure of its own. Every rank must reach this.
+
+    Args:
+        pieces: those of this rank.
+        on: as in `gather_batches`.
+    """
+    pieces = list(pieces)
+    layouts = [(place, None if type(x) is Tensor else map_batch(lambda t: _HOLE, x)) for place, x in pieces]
+    tensors = world.gather_pieces((((place, i), t) for place, x in pieces for i, t in enumerate(tensors_in(x))), on)
+    everyone = sorted(chain.from_iterable(world.all_gather(layouts)), key=lambda pair: pair[0])
+    if tensors is None:
+        return None
     gathered = iter(tensors)
-    count = len(tensors) // max(1, sum(1 for _ in tensors_in(structure)))
-    return [map_batch(lambda _: next(gathered), structure) for _ in range(count)]
+    return [
+        (place, next(gathered) if layout is None else map_batch(lambda _: next(gathered), layout))
+        for place, layout in everyone
+    ]
 
 
-def _has_rows(part: Any) -> bool:
-    return isinstance(part, Rows) or any(_has_rows(value) for _, value in entries(part))
+_HOLE = torch.empty(0)  # where a tensor comes; one object, which is sent once
 
 
 def loader_len(dl: Any) -> int | None:

@@ -2,14 +2,14 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from learnerkit import world
-from learnerkit.data.batches import map_batch, tensors_in
+from learnerkit.data.batches import gather_nested, map_batch, on_host
 from learnerkit.metrics import libraries
 from learnerkit.metrics.objects import Metric
 
@@ -118,25 +118,6 @@ def changed_name(before: list[dict], after: list[dict], holders: list[Holder]) -
 # All ranks
 
 
-def gather_nested(pieces: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """(place, nested tensors) pairs of all ranks, on the host, in the order of their places; each of its own structure.
-
-    Every rank must reach this.
-    """
-    pieces = list(pieces)
-    layouts = [(place, None if type(x) is Tensor else map_batch(lambda t: _HOLE, x)) for place, x in pieces]
-    tensors = [((place, i), t) for place, x in pieces for i, t in enumerate(tensors_in(x))]
-    everyone = sorted((pair for rank in world.all_gather(layouts) for pair in rank), key=lambda pair: pair[0])
-    gathered = iter(world.gather_pieces(tensors) or ())
-    return [
-        (place, next(gathered) if layout is None else map_batch(lambda _: next(gathered), layout))
-        for place, layout in everyone
-    ]
-
-
-_HOLE = torch.empty(0)
-
-
 def combine_states(holders: list[Holder], places: dict[tuple[int, str], list], has_seen: bool) -> None:
     """Give the objects the states of all ranks; every rank must reach this.
 
@@ -148,23 +129,24 @@ def combine_states(holders: list[Holder], places: dict[tuple[int, str], list], h
     states = [h.read() for h in holders]
     lists = {key: states[key[0]].pop(key[1]) for key in _list_states(holders)}
     counts = [libraries.update_count(h.object) if libraries.is_torchmetrics(h.object) else 0 for h in holders]
-    own = _on_host(states), counts, {key: str(x[0].device) for key, x in lists.items() if _is_tensor(x[:1])}
+    own = on_host(states), counts, {key: str(x[0].device) for key, x in lists.items() if _is_tensor(x[:1])}
     others = [rank for rank in world.all_gather(own if has_seen else None) if rank is not None]
-    items = gather_nested(
+    mine = (
         ((key, *place), item)
         for key, found in lists.items()
         for place, item in zip(places.get(key, []), found, strict=True)
     )
+    items = gather_nested(mine) or []
     devices = {key: device for _, _, found in reversed(others) for key, device in found.items()}
     for i, holder in enumerate(holders):
         for name, (default, how) in holder.states.items():
             if how == "cat":
                 device = _local(devices.get((i, name), "cpu"), holder.object)
-                value: Any = _moved([item for (key, *_), item in items if key == (i, name)], device)
+                value: Any = moved([item for (key, *_), item in items if key == (i, name)], device)
             else:
                 value = _combined([rank[i][name] for rank, _, _ in others], default, how)
                 present = getattr(holder.object, name)
-                value = _moved(value, present.device if isinstance(present, Tensor) else torch.device("cpu"))
+                value = moved(value, present.device if isinstance(present, Tensor) else torch.device("cpu"))
             setattr(holder.object, name, value)
         if libraries.is_torchmetrics(holder.object):
             libraries.note_new_states(holder.object, sum(found[i] for _, found, _ in others))
@@ -178,10 +160,6 @@ def _is_tensor(items: list) -> bool:
     return bool(items) and isinstance(items[0], Tensor)
 
 
-def _on_host(x: Any) -> Any:
-    return map_batch(lambda t: t.detach().cpu(), x)
-
-
 def _local(device: str, metric: Any) -> torch.device:
     """The device of this rank that is what `device` is on another."""
     here, there = getattr(metric, "device", None), torch.device(device)
@@ -190,7 +168,8 @@ def _local(device: str, metric: Any) -> torch.device:
     return there if there.type == "cpu" else world.default_device()
 
 
-def _moved(x: Any, device: torch.device) -> Any:
+def moved(x: Any, device: torch.device) -> Any:
+    """Nested tensors on another device."""
     return map_batch(lambda t: t.to(device), x)
 
 

@@ -1,8 +1,9 @@
 """Meters: one interface to metrics of all kinds, batch by batch, on any number of ranks."""
 
 import copy
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,15 +11,15 @@ import torch
 from torch import Tensor
 
 from learnerkit import world
-from learnerkit.data.batches import map_batch
+from learnerkit.data.batches import gather_nested, map_batch, on_host, tensors_in, with_rows
 from learnerkit.host_scalars import HostScalars
 from learnerkit.metrics import libraries
 from learnerkit.metrics.combining import (
     changed_name,
     combine_states,
-    gather_nested,
     holders_of,
     known_torchmetrics,
+    moved,
     needs_batches,
     remembered,
     same,
@@ -101,6 +102,14 @@ class Meter:
         """
         self.metric.update(_detached(pred), *targets)
 
+    def depends_on_cut(self, size: int, pred: Any, targets: tuple) -> bool:
+        """Tell whether the metric would have another value if this batch were cut in two: a host-device sync.
+
+        Args:
+            size, pred, targets: as in `update`.
+        """
+        return False
+
     def result(self, sharded: bool) -> float:
         """Return the metric over all batches; if `sharded`, over all ranks, each of which must reach this.
 
@@ -142,6 +151,28 @@ def _detached(pred: Any) -> Any:
     return pred.detach() if isinstance(pred, Tensor) else map_batch(Tensor.detach, pred)
 
 
+def _differs(joined: Callable[[list], float], size: int, batch: tuple) -> bool:
+    """Tell whether a metric of a batch is another one if the batch is cut in two.
+
+    Args:
+        joined: the metric of a list of (size, batch) pairs.
+        size: samples of the batch.
+        batch: predictions and targets.
+    """
+    tensors = list(tensors_in(batch))
+    if size < 2 or any(not t.ndim or len(t) != size for t in tensors):
+        return False
+    at = max(1, size // 3)  # two halves would not show that batches are counted rather than samples
+    cut = [(at, map_batch(lambda t: t[:at], batch)), (size - at, map_batch(lambda t: t[at:], batch))]
+    try:
+        whole, parts = joined([(size, batch)]), joined(cut)
+    except Exception:  # it may need more samples than a part has
+        return False
+    if any(t.is_floating_point() and t.itemsize < 4 for t in tensors) or not math.isfinite(whole + parts):
+        return False  # of numbers so short nothing can be told
+    return not math.isclose(whole, parts, rel_tol=1e-5, abs_tol=1e-6)
+
+
 class MeanMeter(Meter):
     """For a function that is a mean over samples: averages its values, weighted by batch size."""
 
@@ -157,6 +188,12 @@ class MeanMeter(Meter):
         self.sizes.append(size)
         if not len(self.sizes) % 1024:
             self.values.poll()
+
+    def depends_on_cut(self, size: int, pred: Any, targets: tuple) -> bool:
+        def mean(batches: list) -> float:
+            return sum(float(self.metric(*batch)) * n for n, batch in batches) / size
+
+        return _differs(mean, size, (_detached(pred), *targets))
 
     def result(self, sharded: bool) -> float:
         total = sum(value * size for value, size in zip(self.values.all(), self.sizes, strict=True))
@@ -179,19 +216,19 @@ class GatheringMeter(Meter):
 
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
         """Keep a batch on the host."""
-        self.batches.append((place, map_batch(lambda t: t.detach().cpu(), (pred, *targets))))
+        self.batches.append((place, on_host(tuple(with_rows(x, size) for x in (pred, *targets)))))
 
     def result(self, sharded: bool) -> float:
         return self.value(sharded) if self.feed(sharded) else float("nan")
 
     def feed(self, sharded: bool) -> bool:
         """Update the object with all batches; tell whether there were any."""
-        batches = gather_nested(self.batches) if sharded else self.batches
+        batches = gather_nested(self.batches) or [] if sharded else self.batches
         self.metric.reset()
         device = getattr(self.metric, "device", None)
         for _, batch in batches:
             if isinstance(device, torch.device):
-                batch = map_batch(lambda t: t.to(device), batch)
+                batch = moved(batch, device)
             self.metric.update(*batch)
         return bool(batches)
 
@@ -242,6 +279,17 @@ class StatesMeter(Meter):
         if self._gathering is not None:
             self._gathering.update(place, size, pred, targets)
         self._has_seen = True
+
+    def depends_on_cut(self, size: int, pred: Any, targets: tuple) -> bool:
+        def value(batches: list) -> float:
+            twin = copy.deepcopy(self.metric)
+            twin.reset()
+            for _, batch in batches:
+                twin.update(*batch)
+            return float(twin.compute())
+
+        own = isinstance(self.metric, Metric) and self._gathering is None
+        return own and _differs(value, size, (_detached(pred), *targets))
 
     def _note_places(self, place: int) -> None:
         for i, holder in enumerate(self._holders):
@@ -319,7 +367,7 @@ class MergingMeter(Meter):
 
     def _merge(self) -> None:
         is_known = libraries.is_torcheval(self.metric)
-        mine = map_batch(lambda t: t.cpu(), self.metric.state_dict()) if is_known else self.metric
+        mine = on_host(self.metric.state_dict()) if is_known else self.metric
         everyone = world.all_gather((self._has_seen, mine))
         self._own = everyone[world.rank()][1]  # a copy: it was sent
         first, *rest = [state for has_seen, state in everyone if has_seen] or [self._own]
@@ -349,5 +397,5 @@ class MergingMeter(Meter):
 
 def _loaded(metric: Any, state: dict) -> Any:
     """A torcheval object with those states, on its own device."""
-    metric.load_state_dict(map_batch(lambda t: t.to(metric.device), state))
+    metric.load_state_dict(moved(state, metric.device))
     return metric

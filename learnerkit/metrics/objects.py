@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learnerkit.data.batches import concat, map_batch
+from learnerkit.data.batches import concat, on_host
 from learnerkit.losses import unwrap_partial
 from learnerkit.metrics.functions import class_axis, wide
 
@@ -77,7 +77,7 @@ class AccumMetric(Metric):
 
     def update(self, pred: Any, *targets: Any) -> None:
         """Keep a batch on the host."""
-        self.batches.append(map_batch(lambda t: t.detach().cpu(), (pred, *targets)))
+        self.batches.append(on_host((pred, *targets)))
 
     def compute(self) -> Any:
         """Call `func` with all batches."""

@@ -11,6 +11,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
@@ -239,10 +240,18 @@ class Agreement:
                     raise
             if step.is_open():
                 self.company.finish_batch()
+            if self.dispatch.last != "after_batch":
+                self._leave_if_all_do("after_batch")
             if self.dispatch.to_come("after_batch"):  # the others have it, and it may hold a collective
                 self.dispatch.resume("after_batch")
+            self._leave_if_all_do("next batch")
         finally:
             self.between_events = outer
+
+    def _leave_if_all_do(self, point: str) -> None:
+        """Leave at once, as one process would, if all ranks have a reason to before they come to this point."""
+        if self.pending is not None and self.company.step.all_skip(point):
+            self.vote()
 
     def _run_validation_batch(self, one_batch: Any) -> None:
         try:
@@ -258,7 +267,10 @@ class Agreement:
     def end_batches(self) -> None:
         """Vote after the last batch, whose flags no step has read; every rank must reach this."""
         self.dispatch.event = "the batches"
-        flags = self.company.step.carrier.exchange_flags(None) if self.learn.training else None
+        flags = None
+        if self.learn.training:
+            self.company.step.note_passed("next batch")
+            flags = self.company.step.carrier.exchange_flags(None)
         self.vote(flags and flags[:-1])
 
 
@@ -286,6 +298,9 @@ class RankDispatch(Dispatch):
         for event in _OUTER_EVENTS:
             # The event takes place on all ranks, also where nobody listens to it.
             table[event] = table[event] or [(None, _nothing)]
+        if (company := self.agreement.company) is not None and self.training:
+            note = partial(company.step.note_passed, "after_batch")
+            table["after_batch"] = [(None, note), *table["after_batch"]]
         for event in Event:
             table[event] = [
                 (cb, hook, f"{event}/{'' if cb is None else repr(cb)}".encode()) for cb, hook in table[event]

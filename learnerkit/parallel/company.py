@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from learnerkit import world
 from learnerkit.events import CancelException
 from learnerkit.gradient_mean import zero_loss
 from learnerkit.parallel.loaders import emptied
@@ -30,10 +31,15 @@ class Company:
     def finish_batch(self, *_: Any) -> None:
         """Do, with zero weight, what the other ranks wait for in this batch, if this rank has not done it."""
         learn, step, dispatch = self.learn, self.step, self.step.agreement.dispatch
+        was_reduced = step.reduced
         self.finish_backward()
         if learn._step_due and not step.stepped:
             if float(step.counted):  # a host-device sync; only where a rank has left a batch
                 self.step_unless_all_skip()
+                if step.skipped and not world.reduce(int(was_reduced), "max", among="votes"):
+                    # All have cancelled the last batch of an accumulated step, which is taken with the others.
+                    step.skipped = False
+                    self._take_step("before_step")
                 if not step.skipped:
                     dispatch.resume("after_step")
                     learn._zero_grad()
@@ -96,13 +102,16 @@ class Company:
 
     def step_unless_all_skip(self, *_: Any) -> None:
         """Take the optimizer step that this rank would have left out, unless all ranks leave it out."""
-        learn, step, dispatch = self.learn, self.step, self.step.agreement.dispatch
+        step = self.step
         if step.stepped or step.skipped:
             return
-        step.skipped = step.agreement.watch.all_skip(step.number)
-        if step.skipped:
-            return
-        for event in ("after_backward", "before_step"):
+        step.skipped = step.all_skip("step")
+        if not step.skipped:
+            self._take_step("after_backward", "before_step")
+
+    def _take_step(self, *events: str) -> None:
+        dispatch = self.step.agreement.dispatch
+        for event in events:
             if dispatch.to_come(event):
                 dispatch.resume(event)  # what clips here has clipped there
-        learn._step()
+        self.learn._step()

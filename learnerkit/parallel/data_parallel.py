@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnerkit.callback import Callback
+from learnerkit.callback import Callback, is_ours
 from learnerkit.data.batches import get_field, in_float32, map_batch, rows_of, tensors_in
 from learnerkit.events import INNER_EVENTS, Event
 from learnerkit.losses import LossWeight, check_shapes, is_cross_entropy, loss_option, no_scalar, unwrap_partial
@@ -130,7 +130,7 @@ class ParallelCallback(Callback):
             learn.training
             and self._loss_func is not None
             and learn.loss_func is self._loss_func  # a callback may have put another one there
-            and all(_is_ours(hook) and not _reads(cb) for cb, hook, *_ in learn._dispatch.table["after_pred"])
+            and all(is_ours(hook) and not _reads(cb) for cb, hook, *_ in learn._dispatch.table["after_pred"])
             and bool(learn.yb)
             and all(isinstance(y, Tensor) and y.ndim > 0 and len(y) == learn.batch_size for y in learn.yb)
         )
@@ -141,7 +141,7 @@ class ParallelCallback(Callback):
         This library's own callbacks say so themselves.
         """
         hooks = [hook for event in _AFTER_PRED for hook in self.learn._dispatch.table[event]]
-        return any(not _is_ours(hook) or _reads(cb) for cb, hook, *_ in hooks)
+        return any(not is_ours(hook) or _reads(cb) for cb, hook, *_ in hooks)
 
 
 class _Replica(nn.Module):
@@ -224,11 +224,6 @@ def _moved(loss_func: Any, device: torch.device) -> Any:
         return loss_func
     args, keywords = map_batch(lambda t: t.to(device), (loss_func.args, loss_func.keywords))
     return partial(loss_func.func, *args, **keywords)
-
-
-def _is_ours(function: Any) -> bool:
-    """Tell whether a function or method is this library's; a partial, such as `Callback(...)` has, never is."""
-    return str(function.__module__).split(".")[0] == __name__.split(".")[0]
 
 
 def _reads(cb: Callback) -> bool:

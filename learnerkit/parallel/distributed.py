@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from learnerkit import optim, world
 from learnerkit.callback import Callback, Dispatch
-from learnerkit.data.batches import loader_len, map_batch, tensors_in
+from learnerkit.data.batches import loader_len, map_batch, on_host, tensors_in
 from learnerkit.data.order import draws_globally, states_at_start
 from learnerkit.parallel import wrapping
 from learnerkit.parallel.agreement import Agreement, RankDispatch
@@ -177,7 +177,7 @@ class DistributedCallback(Callback):
                 )
         if any(other != others[0] for other in others):
             for opt in learn.opts:
-                optim.load_state(opt, world.broadcast(map_batch(lambda t: t.cpu(), opt.state_dict())), learn.model)
+                optim.load_state(opt, world.broadcast(on_host(opt.state_dict())), learn.model)
         world.spread_seeds(seeds)
         if order is not None:
             order.set_state(orders[0])

@@ -31,6 +31,11 @@ class Trial(NamedTuple):
     buffers: dict[str, str]
 
 
+def name_beside(p: nn.Parameter) -> str:
+    """What to call a trained parameter that the model does not have."""
+    return f"a parameter beside the model {tuple(p.shape)}"
+
+
 def runs_on_nothing(learn: "Learner", model: nn.Module) -> bool:
     """Tell whether the model can train on a batch without samples (a `view(len(x), -1)` cannot)."""
     with trial(learn, model), torch.enable_grad():
@@ -54,7 +59,7 @@ def try_batch(learn: "Learner", model: nn.Module, beside: Sequence[nn.Parameter]
         beside: parameters that are trained with the model's.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    named += [(f"a parameter beside the model {tuple(p.shape)}", p) for p in beside]
+    named += [(name_beside(p), p) for p in beside]
     found = Trial([], list(MEANS), {})
     loss = learn.loss_func if isinstance(learn.loss_func, nn.Module) else nn.Module()
     put_back = restorer(list(loss.buffers()))

@@ -1,11 +1,11 @@
 """The sampler swap: each rank reads its share of the batches that the user's own loader would give."""
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from math import inf
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from learnerkit.data.batches import loader_len, map_batch, tensors_in
 from learnerkit.data.order import draws_globally, samplers_of, with_batches
 from learnerkit.data.position import Resumed, has_state, say_read_forward, source_of
 from learnerkit.data.streams import Draws, Numbered, same_stream
+from learnerkit.metrics.combining import same
 from learnerkit.parallel.drift import digests
 from learnerkit.text import first_few
-from learnerkit.torch_internals import as_in_the_main_process, as_worker_of
+from learnerkit.torch_internals import as_worker, worker_info
 from learnerkit.utils import library_of, warn
 
 
@@ -244,55 +245,107 @@ def emptied(batch: Any) -> Any:
 
 
 class RankStream(IterableDataset):
-    """One rank's part of an iterable dataset, which every rank and every worker reads as a whole.
+    """One rank's part of an iterable dataset, batch by batch: (number of samples, samples) pairs.
+
+    Every rank and every worker reads the whole, in the batches that the user's loader gives on one process.
 
     Args:
-        dataset: the user's.
+        loader: the user's.
         rank, ranks: whose part of how many.
-        block: samples of a batch of the user's loader; batch k is the k-th block of the stream.
-        piece: from which to which sample of each block; `None` for whole blocks, of which each rank takes its turn.
+        split: each batch is cut into a piece for each rank; otherwise each takes its turn.
         seed: the stream is read with the host's generators seeded with it, or put into these states.
     """
 
-    def __init__(self, dataset: Any, rank: int, ranks: int, block: int, piece: range | None, seed: Any) -> None:
-        self.dataset, self.rank, self.ranks = dataset, rank, ranks
-        self.block, self.piece, self.seed = block, piece, seed
-        self.skip: float = 0  # blocks to leave out, as they have been read before
+    def __init__(self, loader: DataLoader, rank: int, ranks: int, split: bool, seed: Any) -> None:
+        self.dataset, self.batches = loader.dataset, _BatchesAlone(loader)
+        self.rank, self.ranks, self.split, self.seed = rank, ranks, split, seed
+        self.skip: float = 0  # batches to leave out, as they have been read before
         self.since: tuple | None = None  # as in `same_stream`
 
     def __iter__(self) -> Iterator:
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        turns = 1 if self.piece is not None else self.ranks
         if self.skip == inf:
             return
-        for place, sample in enumerate(same_stream(_Whole(self.dataset), self.seed, self.rank == 0, self.since)):
-            block, offset = divmod(place - int(self.skip) * self.block, self.block)
-            if block < 0:
-                continue
-            if self.piece is None and block % self.ranks != self.rank:
-                continue
+        batches = islice(same_stream(self.batches, self.seed, self.rank == 0, self.since), int(self.skip), None)
+        for place, batch in enumerate(batches):
+            step, turn = (place, self.rank) if self.split else divmod(place, self.ranks)
             # The loader takes its batches from the workers in turns.
-            if block // turns % workers == number and (self.piece is None or offset in self.piece):
-                yield sample
+            if turn == self.rank and step % workers == number:
+                yield self._mine(batch)
+
+    def _mine(self, batch: Any) -> tuple[int | None, Any]:
+        if self.batches.size is None:
+            return None, batch
+        mine = split_evenly(batch, self.ranks, 1)[self.rank] if self.split else batch
+        return len(mine), mine or batch[:1]  # a real sample even where none counts, for its shapes
 
 
-class _Whole:
-    """An iterable dataset as it is in the main process: one that shares itself out among workers does not do so."""
+class _BatchesAlone:
+    """The batches, as lists of samples, that a loader of an iterable dataset gives on one process.
 
-    def __init__(self, dataset: IterableDataset) -> None:
-        self.dataset = dataset
+    A dataset that shares itself out among the loader's workers is read as each of them in turn; any other is read
+    once, as a whole. Which it is, is told by the first samples of two workers.
+    """
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.dataset, self.workers, self.init = loader.dataset, loader.num_workers, loader.worker_init_fn
+        self.size = None if loader.batch_sampler is None else loader.batch_size
+        self.drop_last = loader.drop_last
 
     def __iter__(self) -> Iterator:
-        with as_in_the_main_process():
-            found = iter(self.dataset)
+        if not self.workers:
+            streams = [self._read(None)]
+        else:
+            seed = int(torch.empty((), dtype=torch.int64).random_())
+            numbers = range(self.workers)
+            # A copy of the dataset for each, as each worker has one: `worker_init_fn` may change it.
+            infos = [worker_info(i, self.workers, seed + i, copy.copy(self.dataset)) for i in numbers]
+            streams = list(map(self._read, infos))
+        if len(streams) > 1:
+            streams = _those_needed(streams)
+        batches = [stream if self.size is None else self._in_batches(stream, self.size) for stream in streams]
+        while batches:
+            for each in list(batches):  # as the loader takes them; one that has ended is left out
+                batch = next(each, _END)
+                if batch is _END:
+                    batches.remove(each)
+                else:
+                    yield batch
+
+    def _read(self, info: Any) -> Iterator:
+        with as_worker(info):
+            if info is not None and self.init is not None:
+                self.init(info.id)
+            found = iter(self.dataset if info is None else info.dataset)
         while True:
-            try:
-                with as_in_the_main_process():  # a generator looks for its worker only when it starts to run
-                    sample = next(found)
-            except StopIteration:
+            with as_worker(info):  # a generator looks for its worker only when it starts to run
+                sample = next(found, _END)
+            if sample is _END:
                 return
             yield sample
+
+    def _in_batches(self, samples: Iterator, size: int) -> Iterator[list]:
+        while batch := list(islice(samples, size)):
+            if len(batch) == size or not self.drop_last:
+                yield batch
+
+
+_END = object()
+
+
+def _those_needed(streams: list[Iterator]) -> list[Iterator]:
+    """The streams of several workers that share a dataset out; the first alone, if all begin with the same sample."""
+    states = world.seed_states()
+    first = next(streams[0], _END)
+    after = world.seed_states()
+    world.set_seed_states(states)
+    second = next(streams[1], _END)
+    world.set_seed_states(after)
+    alike = first is not _END and same(first, second)
+    begun = [() if sample is _END else (sample,) for sample in (first, second)]
+    streams[:2] = [chain(samples, stream) for samples, stream in zip(begun, streams, strict=False)]
+    return streams[:1] if alike else streams
 
 
 class _Counting:
@@ -301,27 +354,16 @@ class _Counting:
     def __init__(self, collate: Callable[[list], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, samples: list) -> tuple[int, Any]:
+    def __call__(self, samples: list) -> tuple[int | None, Any]:
         return len(samples), self.collate(samples)
 
 
-def _init_stream_worker(worker_init_fn: Any, worker: int) -> None:
-    """Call the user's function with the user's dataset in a loader's worker.
+class _Counted(_Counting):
+    """The same for what a `RankStream` gives, which has counted them."""
 
-    Raises:
-        ValueError: it changes the dataset, which every worker of every rank must read as a whole.
-    """
-    dataset = cast(Any, get_worker_info()).dataset.dataset
-    before = dict(vars(dataset))
-    with as_worker_of(dataset):
-        worker_init_fn(worker)
-    changed = [name for name, value in vars(dataset).items() if value is not before.get(name, before)]
-    if changed:
-        raise ValueError(
-            f"worker_init_fn changes {first_few(changed)} of the {type(dataset).__name__} in each worker, but several "
-            "ranks read the whole in every worker and take their part; share it out in its __iter__ by "
-            "get_worker_info(), or also among the ranks, and say sharded=True"
-        )
+    def __call__(self, found: Any) -> tuple[int | None, Any]:
+        size, samples = found
+        return size, self.collate(samples)
 
 
 class RankStreamLoader(RankLoader):
@@ -388,7 +430,8 @@ class RankStreamLoader(RankLoader):
         if self.sharded:
             self._compare(None if first is None else first[1])
         for step, (size, batch) in enumerate(batches if first is None else chain([first], batches)):
-            yield self._given(batch, size, step)
+            if size != 0:
+                yield self._given(batch, size, step)
 
     def _counted(self) -> Iterator[tuple[int | None, Any]]:
         "The batches with their numbers of samples, if the loader collates them."
@@ -417,7 +460,7 @@ class RankStreamLoader(RankLoader):
 
     def _given(self, batch: Any, size: int | None, step: int) -> Any:
         self.share = Share(step * world.world_size() + world.rank(), size, None)
-        return emptied(self.sample) if batch is None else batch
+        return emptied(self.sample) if batch is None or size == 0 else batch
 
     def _together(self) -> Iterator:
         batches = self._counted()
@@ -475,34 +518,27 @@ def rank_stream(
     """
     ranks, size = world.world_size(), dl.batch_size or 1
     steps = loader_len(dl)
-    replaced: dict[str, Any] = {} if dl.batch_sampler is None else {"collate_fn": _Counting(dl.collate_fn)}
-    name_of_batches = "sampler" if dl.batch_sampler is None else "batch_sampler"
     if sharded:
+        replaced: dict[str, Any] = {} if dl.batch_sampler is None else {"collate_fn": _Counting(dl.collate_fn)}
         if not has_state(dl):
+            name_of_batches = "sampler" if dl.batch_sampler is None else "batch_sampler"
             replaced[name_of_batches] = Draws(_users(getattr(dl, name_of_batches)))
         return RankStreamLoader(with_batches(dl, **replaced), steps, training, join, size * ranks, sharded=True)
-    batches: Any = _users(getattr(dl, name_of_batches))
-    # Workers that persist would not learn of the next epoch's seed.
-    replaced["persistent_workers"] = False
-    piece = None
     if split:
         if dl.batch_size is None or size < ranks:
             raise ValueError(
                 f"{name} has batch_size={dl.batch_size}, which cannot be cut into a piece for each of {ranks} ranks; "
                 "use split_batches=False or larger batches"
             )
-        sizes = [len(p) for p in split_evenly(range(size), ranks, 1)]
-        start = sum(sizes[: world.rank()])
-        piece = range(start, start + sizes[world.rank()])
-        batches = BatchSampler(dl.sampler, len(piece), dl.drop_last)
     elif steps is not None:
         steps = -(-steps // ranks) if join or not training else steps // ranks
-    if dl.worker_init_fn is not None:
-        replaced["worker_init_fn"] = partial(_init_stream_worker, dl.worker_init_fn)
-    replaced["dataset"] = RankStream(dl.dataset, world.rank(), ranks, size, piece, seed)
-    replaced[name_of_batches] = Draws(batches)
     total = size if split else size * ranks
-    return RankStreamLoader(with_batches(dl, **replaced), steps, training, join, total, split=split)
+    twin = with_batches(
+        dl, dataset=RankStream(dl, world.rank(), ranks, split, seed), collate_fn=_Counted(dl.collate_fn),
+        batch_sampler=None, sampler=Draws(dl.sampler), worker_init_fn=None,
+        persistent_workers=False,  # they would not learn of the next epoch's seed
+    )  # fmt: skip
+    return RankStreamLoader(twin, steps, training, join, total, split=split)
 
 
 def rank_loader(

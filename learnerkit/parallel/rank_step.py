@@ -5,22 +5,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from learnerkit import world
+from learnerkit.callback import is_ours
 from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients
 from learnerkit.parallel.agreement import Agreement, flags_of
 from learnerkit.parallel.buckets import BucketWeights
 from learnerkit.parallel.carrier import FLAGS, Carrier
 from learnerkit.parallel.first_batch import Trial, runs_on_nothing, try_batch
 from learnerkit.parallel.passes import LaterPasses, averaged, reduce_gradients
-from learnerkit.parallel.transparent import Transparent
 from learnerkit.text import first_few
 from learnerkit.torch_internals import begin_batch, expect_another_backward, remove_ddp_hooks
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
+    from learnerkit.parallel.wrapping import Wrapper
 
+
+_POINTS = ("step", "after_batch", "next batch")  # of a batch, in order, which all ranks may leave out
 
 _LATER = ("after_backward", "before_step")  # where a callback may make a backward pass that counts
 
@@ -97,6 +99,7 @@ class RankStep:
 
     def begin(self) -> None:
         """Begin a batch."""
+        self.note_passed("next batch")
         self.number += 1
         self.reduced = self.stepped = self.skipped = self.entered = self.prepared = False
         if self.later is not None:
@@ -140,8 +143,7 @@ class RankStep:
         """Average the backward passes after that of the loss, where a `_step` or a callback may make some."""
         self.ignore_later_passes()
         table = self.learn._dispatch.table
-        hooks = [hook for event in _LATER for cb, hook, *_ in table[event] if not cb.rank0_only]
-        theirs = any(not str(getattr(hook, "__module__", "")).startswith("learnerkit.") for hook in hooks)
+        theirs = any(not (is_ours(hook) or cb.rank0_only) for event in _LATER for cb, hook, *_ in table[event])
         if self.by_pass or ((theirs or self.own_step) and not (self.by_bucket or self.static)):
             self.later = LaterPasses(self, self.params)
 
@@ -265,7 +267,7 @@ class RankStep:
         if self.kept and not self.by_bucket and not self.mean.sums:
             # A callback accumulates gradients by leaving steps out: those that are there have their scale already, so
             # this batch's must be right before it joins them. A collective and a host-device sync of its own.
-            return world.reduce(float(count), "mean", among="gradients") or 1.0
+            return world.reduce(float(count), "mean", among="gradients") * self.learn._step_batches or 1.0
         dl = self.learn.dl
         total = dl.share.total or dl.usual_total or self.ranks  # the same on every rank, as this must be
         return total / self.ranks * self.learn._step_batches
@@ -398,36 +400,18 @@ class RankStep:
 
     def _check_reduced(self) -> None:
         """Refuse a loss that has not reached all parameters, on which the others' reduction would wait."""
-        for wrapper in self.wrappers:
-            try:
-                wrapper._check_all_reduced()
-            except RuntimeError as error:
-                raise self._not_reached(str(error)) from None
-
-    def _not_reached(self, text: str) -> RuntimeError:
-        """Return the error for parameters that DDP has not seen, from the text of its own, with their numbers."""
-        words = text.rpartition("for rank")[2].rpartition(":")[2].split()
-        numbers = [int(word) for word in words if word.isdigit()]
-        # Of several networks nobody knows which of them DDP has numbered.
-        module = self.wrappers[0].module if len(self.wrappers) == 1 else nn.Module()
-        names = [n for n, p in module.named_parameters() if p.requires_grad]
-        beside = [f"a parameter beside the model {tuple(p.shape)}" for p in self.beside]
-        own = sum(p.requires_grad for p in module.parameters(recurse=False))
-        # What was registered for a moment came after the module's own parameters, before those of sub-modules.
-        names[own:own] = beside + ([""] if self.carrier.parameter is not None else [])
-        found = [names[i] for i in numbers if i < len(names) and names[i]]
-        return RuntimeError(
-            f"parameters that took no part in the loss of batch {self.learn.iter} on rank {world.rank()}, although "
-            f"they did in the first batch: {first_few(found) or 'unknown'}. Freeze them, use them in every batch, or "
-            "pass find_unused_parameters=True to DistributedCallback, which then averages the gradients after the "
-            "backward pass, whichever there are"
-        )
+        names = [name for wrapper in self.wrappers for name in wrapper.unreached()]
+        if names:
+            raise RuntimeError(
+                f"parameters that took no part in the loss of batch {self.learn.iter} on rank {world.rank()}, although "
+                f"they did in the first batch: {first_few(names)}. Freeze them, use them in every batch, or pass "
+                "find_unused_parameters=True to DistributedCallback, which then averages the gradients after the "
+                "backward pass, whichever there are"
+            )
 
     def _correct(self, tolerance: float = 0.0) -> None:
         if not self.by_bucket:
-            factor = self.mean.correction(self.counted, tolerance)
-            if isinstance(factor, Tensor) or factor != 1:
-                scale_gradients(self.params, factor)
+            scale_gradients(self.params, self.mean.correction(self.counted, tolerance))
 
     def _obey(self, flags: list[float]) -> None:
         *leaving, ended = flags
@@ -440,31 +424,12 @@ class RankStep:
     def note_optimizer_step(self, *_: Any) -> None:
         """Note that this rank's optimizer has stepped."""
         self.stepped = True
-        self.agreement.watch.stepped = self.number
-        self.agreement.watch.answer()
+        self.note_passed("step")
 
+    def note_passed(self, point: str) -> None:
+        """Note that this rank has come to a point of the batch, for `all_skip`."""
+        self.agreement.watch.note_passed(len(_POINTS) * self.number + _POINTS.index(point))
 
-class Wrapper(Transparent, DistributedDataParallel):
-    """DDP that notes whether it was called, and leaves the buffers to `begin_batch`, which every rank reaches."""
-
-    _rank_step: RankStep
-    _check_all_reduced: Callable[[], None]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        attributes = vars(self)
-        if name in attributes:  # those that DDP sets in each pass, quickly
-            attributes[name] = value
-        else:
-            super().__setattr__(name, value)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module inside."""
-        step = self._rank_step
-        step.entered = True
-        output = super().forward(*args, **kwargs)
-        step.prepared = step.prepared or (self.require_backward_grad_sync and torch.is_grad_enabled())
-        return output
-
-    def will_sync_module_buffers(self) -> bool:
-        """Tell that no buffers are sent in a forward pass: a rank may leave it early, or run it twice."""
-        return False
+    def all_skip(self, point: str) -> bool:
+        """Tell whether every rank leaves a point of the batch out; ranks that come to it never call this."""
+        return self.agreement.watch.all_skip(len(_POINTS) * self.number + _POINTS.index(point))

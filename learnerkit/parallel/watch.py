@@ -60,7 +60,7 @@ class Watch:
         self.store = dist.PrefixStore(f"learnerkit/watch/{name}", world.store())
         self.failure: dict | None = None
         self.met, self.called = False, -1
-        self.stepped = self._asked = -1
+        self.passed = self._asked = -1
         self._main = threading.get_ident()
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -152,7 +152,7 @@ class Watch:
                 self.hang_up()
             elif kind == "leaving":
                 self.called = about
-            elif kind == "stepped?":
+            elif kind == "passed?":
                 self._asked = about
                 self.answer()
             elif kind == "report?":
@@ -194,25 +194,30 @@ class Watch:
                     pass
         _abort_device_groups()
 
-    # A question: has any rank made the step that this one would leave out?
+    # A question: has any rank come to a point of the batch that this one would leave out?
+
+    def note_passed(self, point: int) -> None:
+        """Note that this rank has come to a point; points are numbered in the order in which ranks come to them."""
+        self.passed = point
+        self.answer()
 
     def answer(self) -> None:
-        """Answer that this rank made the step asked for, once it has."""
-        if 0 <= self._asked <= self.stepped:
-            self.store.set(f"stepped/{self._asked}", "yes")
+        """Answer that this rank has come to the point asked for, once it has."""
+        if 0 <= self._asked <= self.passed:
+            self.store.set(f"passed/{self._asked}", "yes")
 
-    def all_skip(self, step: int) -> bool:
-        """Tell whether every rank leaves out optimizer step `step`; ranks that make it never call this."""
-        skipping = self.store.add(f"skipped/{step}", 1)
+    def all_skip(self, point: int) -> bool:
+        """Tell whether every rank leaves a point out; ranks that have come to it never call this."""
+        skipping = self.store.add(f"skipped/{point}", 1)
         if skipping < self.ranks:
-            self.tell_others("stepped?", step)
+            self.tell_others("passed?", point)
         while skipping < self.ranks:
             if self.failure is not None:
                 raise self.peer_error()
-            if self.store.check([f"stepped/{step}"]):
+            if self.store.check([f"passed/{point}"]):
                 return False
             time.sleep(0.0005)
-            skipping = self.store.add(f"skipped/{step}", 0)
+            skipping = self.store.add(f"skipped/{point}", 0)
         return True
 
     # A standstill

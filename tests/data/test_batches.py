@@ -128,6 +128,12 @@ def same(one, other):
     return one is other or one == other
 
 
+@dataclass(frozen=True)
+class Boxes:
+    boxes: torch.Tensor
+    names: list
+
+
 def test_concat():
     batches = [{"p": torch.full((n, 2), n), "q": (torch.ones(n),)} for n in (2, 3)]
     whole = concat(batches)
@@ -136,6 +142,8 @@ def test_concat():
     ragged = concat([torch.ones(2, 3), torch.ones(1, 4)])
     assert [tuple(row.shape) for row in ragged] == [(3,), (3,), (4,)]
     assert concat([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]
+    joined = concat([Boxes(torch.ones(n, 4), [n]) for n in (2, 1)])
+    assert joined.boxes.shape == (3, 4)
     assert gather_batches([(1, "b"), (0, "a")], sharded=False) == ["b", "a"]
     assert map_batch(lambda t: t + 1, [torch.tensor(1)]) == [torch.tensor(2)]
 

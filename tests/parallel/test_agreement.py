@@ -236,16 +236,20 @@ def test_a_cancel_before_a_collective_of_the_users_own(kind, event, late):
 
 
 def assert_equals_alone(make, epochs):
-    """The learner that `make` makes ends with the same weights on all ranks together and on one process."""
-    found = []
+    """The learner that `make` makes ends with the same weights and record on all ranks together and on one process."""
+    found, records = [], []
     for way in (fit, lambda learn, epochs: learn.fit(epochs)):
         learn = make()
         with warnings.catch_warnings(), learn.no_logging():
             warnings.simplefilter("ignore")  # each process trains alone here, which is meant
             way(learn, epochs)
         found.append(weights(learn))
+        recorder = learn.recorder
+        records.append([recorder.losses, recorder.lrs, recorder.iters, recorder.values, learn.train_iter])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    for a, b in zip(*records, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
 def by_hand(steps):
@@ -323,18 +327,24 @@ def test_a_cancelled_fit_has_made_its_whole_steps(kind, event, order):
 
 
 @on_ranks
+@kinds(CancelFitException, CancelBatchException, slow=[CancelEpochException, CancelTrainException])
+@pytest.mark.parametrize("event", [event for event in EVENTS if event in INNER_EVENTS])
+@pytest.mark.parametrize("order", [0, pytest.param(70, marks=pytest.mark.soak)], ids="order {}".format)
 @pytest.mark.parametrize(
-    ("kind", "event"),
-    [
-        ("CancelBatchException", "before_batch"),
-        ("CancelStepException", "before_step"),
-        ("CancelFitException", "before_step"),
-    ],
+    "batches", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))], ids="{} in a step".format
 )
-def test_what_all_ranks_cancel_is_as_on_one_process(kind, event):
-    steps = seen_steps()
-    expected = steps[:1] if kind == "CancelFitException" else steps[:1] + steps[2:]
-    leaves(kind, event, by_hand(expected), ranks=tuple(range(N)))
+def test_what_all_ranks_cancel_is_as_on_one_process(kind, event, order, batches):
+    def cancelled():
+        do = Do(event, throw(exception(kind)()), ranks=tuple(range(N)), order=order)
+        return make_learner([do, *([GradientAccumulation(n_batches=batches)] if batches > 1 else [])])
+
+    assert_equals_alone(cancelled, epochs=2)
+
+
+@on_ranks
+def test_a_step_that_all_ranks_cancel_is_as_on_one_process():
+    everyone = tuple(range(N))
+    assert_equals_alone(lambda: make_learner(Do("before_step", throw(CancelStepException()), everyone)), epochs=2)
 
 
 @on_ranks

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import nullcontext
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -21,21 +22,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
-from torch.utils.data._utils import worker
-from torch.utils.data._utils.worker import WorkerInfo
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import seeded_samplers
-from learnerkit.parallel.loaders import (
-    RankBatches,
-    RankStream,
-    _init_stream_worker,
-    distribute,
-    rank_loader,
-    split_evenly,
-)
+from learnerkit.parallel.loaders import RankBatches, RankStream, distribute, rank_loader, split_evenly
+from learnerkit.torch_internals import as_worker, worker_info
 
 # World-size invariance as a property: drawn cases, read through real loaders, each rank's after the other
 
@@ -442,19 +435,95 @@ class Range(IterableDataset):
         return iter(range(self.end))
 
 
-def test_a_worker_init_fn_that_shares_a_stream_out_is_refused(monkeypatch):
-    seen = []
+class Strided(Range):
+    """Its samples are shared out one by one among the loader's workers."""
 
-    def look(worker_id):
-        seen.append(type(get_worker_info().dataset))
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(range(info.id, self.end, info.num_workers) if info else range(self.end))
 
-    def share_out(worker_id):
-        get_worker_info().dataset.end //= 2
 
-    info = WorkerInfo(id=0, num_workers=2, seed=1, dataset=RankStream(Range(8), 0, 2, 4, range(2), 0))
-    monkeypatch.setattr(worker, "_worker_info", info)
-    _init_stream_worker(look, 0)
-    assert seen == [Range]
-    assert get_worker_info() is info
-    with pytest.raises(ValueError, match="changes end of the Range in each worker.*say sharded=True"):
-        _init_stream_worker(share_out, 0)
+class Late(Strided):
+    """It looks for its worker only when the first sample is asked for."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+class Uneven(Range):
+    """The first worker has most of the samples."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        share = range(self.end) if info is None else (range(self.end - 1), range(self.end - 1, self.end))[info.id % 2]
+        return iter(share)
+
+
+class Noisy(Range):
+    """Every worker gives all samples, with random numbers."""
+
+    def __iter__(self):
+        yield from (i + random.random() / 2 for i in range(self.end))
+
+
+def take_a_part(worker_id):
+    """As torch's documentation does."""
+    info = get_worker_info()
+    n, of = info.dataset.end, info.num_workers
+    info.dataset.part = range(n * worker_id // of, n * (worker_id + 1) // of)
+
+
+class Parted(Range):
+    part = None
+
+    def __iter__(self):
+        return iter(range(self.end) if self.part is None else self.part)
+
+
+def pieces_of_ranks(loader, ranks, split, skip=0):
+    """For each step, what each rank gets of it: (size, samples)."""
+    found = []
+    for rank in range(ranks):
+        stream = RankStream(loader, rank, ranks, split, seed=3)
+        stream.skip = skip
+        given = []
+        for number in range(max(1, loader.num_workers)):
+            info = worker_info(number, loader.num_workers, 0, stream) if loader.num_workers else None
+            with as_worker(info):
+                given.append(list(stream))
+        # The loader takes a batch from each worker in turn.
+        found.append([each[i] for i in range(max(map(len, given))) for each in given if i < len(each)])
+    return list(zip_longest(*found, fillvalue=(0, [])))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than the machine has cores
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("kind", "init"), [(Range, None), (Strided, None), (Late, None), (Uneven, None), (Parted, take_a_part)]
+)
+def test_ranks_read_a_stream_in_the_batches_of_one_process(kind, init, workers, ranks, drop_last):
+    def loader(workers=workers):
+        return DataLoader(kind(22), 4, num_workers=workers, collate_fn=list, drop_last=drop_last, worker_init_fn=init)
+
+    alone = list(loader(0 if kind is Range else workers))  # each worker would give the whole
+    together = pieces_of_ranks(loader(), ranks, split=True)
+    assert [[i for n, samples in step for i in samples[:n]] for step in together] == alone
+    assert all(samples for step in together for _, samples in step)
+    for skip in (0, 1, 3):
+        turns = pieces_of_ranks(loader(), ranks, split=False, skip=skip)
+        assert [samples for step in turns for n, samples in step if n] == alone[skip:]
+
+
+def test_a_stream_that_is_not_shared_out_among_workers_is_read_once_whatever_its_random_numbers():
+    together = pieces_of_ranks(DataLoader(Noisy(9), 4, num_workers=2, collate_fn=list), 2, split=True)
+    found = [i for step in together for n, samples in step for i in samples[:n]]
+    assert list(map(int, found)) == list(range(9))
+    assert any(i % 1 for i in found)
+
+
+def test_batches_that_a_dataset_makes_itself_are_taken_in_turns():
+    turns = pieces_of_ranks(DataLoader(Range(5), None), 2, split=False)
+    assert [[samples for _, samples in step] for step in turns] == [[0, 1], [2, 3], [4, []]]
+    assert all(n is None for step in turns[:2] for n, _ in step)

@@ -56,7 +56,12 @@ class Seen(Callback):
 
     def before_batch(self):
         if self.training:
-            self.steps.append((self.xb[0][: self.batch_size, 0] * 10).round().int().tolist())
+            self.steps.append(places(self.xb[0][: self.batch_size]))
+
+
+def places(x):
+    """Those of the samples in a batch of a `Stream`."""
+    return (x[:, 0] * 10).round().int().tolist()
 
 
 def make_learner(train, valid=None, bs=4, workers=0, **kwargs):
@@ -108,9 +113,12 @@ def test_joined_ranks_use_all_data_in_the_batches_of_one_process(n, workers, awa
     seen = Seen()
     learn = make_learner(Stream(n, aware=aware), Stream(11), workers=workers, cbs=seen, metrics=accuracy)
     assert fit(learn, split_batches=split, uneven="join") == []
-    size = 4 if split else 4 * N
-    assert together(seen) == batches(n, size) * 2, together(seen)
-    alone = make_learner(Stream(n), Stream(11), bs=size, metrics=accuracy)
+    found = list(DataLoader(Stream(n, aware=aware), batch_size=4, num_workers=workers if aware else 0))
+    per_step = 1 if split else N
+    steps = [[torch.cat(t) for t in zip(*found[i : i + per_step], strict=True)] for i in range(0, len(found), per_step)]
+    assert together(seen) == [sorted(places(x)) for x, _ in steps] * 2, together(seen)
+    alone = make_learner(Stream(n), Stream(11), metrics=accuracy)
+    alone.dls = DataLoaders(steps, alone.dls.valid)
     fit_alone(alone)
     same_weights(alone, learn)
     torch.testing.assert_close(alone.recorder.values, learn.recorder.values, rtol=1e-9, atol=1e-9)
@@ -123,6 +131,12 @@ def test_without_join_all_stop_with_the_first_and_rank_0_says_which_that_was():
     expected = "ended after step 1, and all ranks stopped with it, although others had more; uneven='join'"
     assert len(told) == (RANK == 0), told
     assert all(expected in text for text in told), told
+
+
+def test_batches_that_are_cut_are_those_of_one_process_to_the_last():
+    seen = Seen()
+    assert fit(make_learner(Stream(4 * 3 + 1), cbs=seen), split_batches=True) == []
+    assert together(seen) == batches(13, 4) * 2
 
 
 def test_ranks_that_end_together_say_nothing():
