@@ -16,7 +16,7 @@ from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.host_scalars import HostScalars
 from learnerkit.losses import rows_compared
-from learnerkit.metrics import Meter, make_meters, weighted_mean
+from learnerkit.metrics import DEPENDS_ON_CUT, Meter, make_meters, weighted_mean
 from learnerkit.text import columns, did_you_mean, escaped_line, format_time
 from learnerkit.utils import add_note_once, describe, listify
 
@@ -110,9 +110,9 @@ class Evaluation:
         """Warn of a metric that is not as on one process, whose batches are cut otherwise, by the first batch."""
         if self.sharded and self.batches == 1 and world.is_main() and meter.depends_on_cut(rows, learn.pred, learn.yb):
             world.warn_once(
-                f"metric {meter.name!r} depends on how the samples are cut into batches, and several ranks cut them "
-                "otherwise than one process does: let it be a mean over samples, count samples rather than batches, "
-                "or take AccumMetric, which gets all predictions at once"
+                f"metric {meter.name!r} {DEPENDS_ON_CUT}, and several ranks cut them otherwise than one process does: "
+                "let it be a mean over samples, count samples rather than batches, or take AccumMetric, which gets all "
+                "predictions at once"
             )
 
     def _refusing_collectives(self, meter: Meter) -> AbstractContextManager:

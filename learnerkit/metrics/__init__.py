@@ -7,6 +7,7 @@ have our own; `meters.py` updates metrics of all kinds, and `combining.py` makes
 
 from learnerkit.metrics.functions import accuracy, error_rate, mae, mse, top_k_accuracy
 from learnerkit.metrics.meters import (
+    DEPENDS_ON_CUT,
     GatheringMeter,
     MeanMeter,
     MergingMeter,
@@ -19,9 +20,7 @@ from learnerkit.metrics.meters import (
 from learnerkit.metrics.objects import AccumMetric, Metric, metric_name, perplexity, rmse
 
 __all__ = [
-    "AccumMetric", "GatheringMeter", "MeanMeter", "MergingMeter", "Meter", "Metric", "StatesMeter", "TorchmetricsMeter",
+    "DEPENDS_ON_CUT", "AccumMetric", "GatheringMeter", "MeanMeter", "MergingMeter", "Meter", "Metric", "StatesMeter",
     "accuracy", "error_rate", "mae", "make_meters", "metric_name", "metric_names", "mse", "perplexity", "rmse",
     "top_k_accuracy", "weighted_mean",
 ]  # fmt: skip
-
-TorchmetricsMeter = StatesMeter

@@ -28,6 +28,9 @@ from learnerkit.metrics.combining import (
 from learnerkit.metrics.objects import Metric, metric_name
 from learnerkit.utils import describe, listify
 
+DEPENDS_ON_CUT = "depends on how the samples are cut into batches"
+"""What a warning says of such a metric."""
+
 
 def make_meters(metrics: Any) -> list["Meter"]:
     """Make a meter for each metric.

@@ -11,7 +11,6 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
@@ -269,7 +268,7 @@ class Agreement:
         self.dispatch.event = "the batches"
         flags = None
         if self.learn.training:
-            self.company.step.note_passed("next batch")
+            self.company.step.end()
             flags = self.company.step.carrier.exchange_flags(None)
         self.vote(flags and flags[:-1])
 
@@ -298,9 +297,6 @@ class RankDispatch(Dispatch):
         for event in _OUTER_EVENTS:
             # The event takes place on all ranks, also where nobody listens to it.
             table[event] = table[event] or [(None, _nothing)]
-        if (company := self.agreement.company) is not None and self.training:
-            note = partial(company.step.note_passed, "after_batch")
-            table["after_batch"] = [(None, note), *table["after_batch"]]
         for event in Event:
             table[event] = [
                 (cb, hook, f"{event}/{'' if cb is None else repr(cb)}".encode()) for cb, hook in table[event]

@@ -31,15 +31,10 @@ class Company:
     def finish_batch(self, *_: Any) -> None:
         """Do, with zero weight, what the other ranks wait for in this batch, if this rank has not done it."""
         learn, step, dispatch = self.learn, self.step, self.step.agreement.dispatch
-        was_reduced = step.reduced
         self.finish_backward()
         if learn._step_due and not step.stepped:
             if float(step.counted):  # a host-device sync; only where a rank has left a batch
                 self.step_unless_all_skip()
-                if step.skipped and not world.reduce(int(was_reduced), "max", among="votes"):
-                    # All have cancelled the last batch of an accumulated step, which is taken with the others.
-                    step.skipped = False
-                    self._take_step("before_step")
                 if not step.skipped:
                     dispatch.resume("after_step")
                     learn._zero_grad()
@@ -52,6 +47,7 @@ class Company:
         learn, step = self.learn, self.step
         if step.reduced:
             return
+        step.left_out = True
         if step.agreement.dispatch.to_come("before_batch"):
             step.agreement.dispatch.resume("before_batch")  # schedules, for one: the step will be taken here, too
         step.synchronise()
@@ -102,16 +98,17 @@ class Company:
 
     def step_unless_all_skip(self, *_: Any) -> None:
         """Take the optimizer step that this rank would have left out, unless all ranks leave it out."""
-        step = self.step
+        learn, step, dispatch = self.learn, self.step, self.step.agreement.dispatch
         if step.stepped or step.skipped:
             return
-        step.skipped = step.all_skip("step")
-        if not step.skipped:
-            self._take_step("after_backward", "before_step")
-
-    def _take_step(self, *events: str) -> None:
-        dispatch = self.step.agreement.dispatch
+        events = ["after_backward", "before_step"]
+        if step.all_skip("step"):
+            # Where all have cancelled the last batch of an accumulated step, the step is taken with the others.
+            step.skipped = bool(world.reduce(int(not step.left_out), "max", among="votes"))
+            if step.skipped:
+                return
+            del events[0]
         for event in events:
             if dispatch.to_come(event):
                 dispatch.resume(event)  # what clips here has clipped there
-        self.learn._step()
+        learn._step()

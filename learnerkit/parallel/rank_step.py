@@ -5,24 +5,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from learnerkit import world
 from learnerkit.callback import is_ours
 from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients
-from learnerkit.parallel.agreement import Agreement, flags_of
+from learnerkit.parallel.agreement import Agreement, RankDispatch, flags_of
 from learnerkit.parallel.buckets import BucketWeights
 from learnerkit.parallel.carrier import FLAGS, Carrier
 from learnerkit.parallel.first_batch import Trial, runs_on_nothing, try_batch
 from learnerkit.parallel.passes import LaterPasses, averaged, reduce_gradients
+from learnerkit.parallel.transparent import Transparent
 from learnerkit.text import first_few
 from learnerkit.torch_internals import begin_batch, expect_another_backward, remove_ddp_hooks
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
-    from learnerkit.parallel.wrapping import Wrapper
 
 
 _POINTS = ("step", "after_batch", "next batch")  # of a batch, in order, which all ranks may leave out
+
+CARRIER = "_learnerkit_carrier"  # the beginning of the names of parameters that a wrapper is lent
 
 _LATER = ("after_backward", "before_step")  # where a callback may make a backward pass that counts
 
@@ -54,6 +57,7 @@ class RankStep:
         kept: gradients of an earlier batch, which a callback accumulates, are there when the batch begins.
         number: of the batch, the same on every rank.
         reduced: this rank has taken part in the reduction of the batch's gradients, or has none to take part in.
+        left_out: this rank has left its backward pass of the batch out.
         stepped: this rank's optimizer has stepped after the batch.
         skipped: all ranks have left the optimizer's step after the batch out.
         counted: what all ranks have counted in the step, as a mean over the ranks.
@@ -80,8 +84,11 @@ class RankStep:
         self.factor: float | Tensor = 1.0
         self._later_factor: float | Tensor | None = None
         self.first = self.takes_nothing = True
-        self.number = -1
+        self.number = self._point = -1
+        self._dispatch: RankDispatch | None = None
+        agreement.watch.passed = self._passed
         self.reduced = self.stepped = self.skipped = self.entered = self.prepared = True
+        self.left_out = False
         self.counted: float | Tensor = 0.0
         self.vector: Tensor | None = None
         self.kept = False
@@ -99,14 +106,15 @@ class RankStep:
 
     def begin(self) -> None:
         """Begin a batch."""
-        self.note_passed("next batch")
+        self._point = self._number_of("next batch")
+        self._dispatch = self.agreement.dispatch
+        self._dispatch.begin()
         self.number += 1
-        self.reduced = self.stepped = self.skipped = self.entered = self.prepared = False
+        self.left_out = self.reduced = self.stepped = self.skipped = self.entered = self.prepared = False
         if self.later is not None:
             self.later.open = False
         self.vector = None
         self.learn.pred = self.learn.output = None  # those of the batch before say nothing of this one
-        self.agreement.dispatch.begin()
 
     def take_parameters(self, model: nn.Module, beside: list[nn.Parameter]) -> None:
         """Take the parameters whose gradients are to be averaged.
@@ -424,12 +432,57 @@ class RankStep:
     def note_optimizer_step(self, *_: Any) -> None:
         """Note that this rank's optimizer has stepped."""
         self.stepped = True
-        self.note_passed("step")
+        self._point = self._number_of("step")
 
-    def note_passed(self, point: str) -> None:
-        """Note that this rank has come to a point of the batch, for `all_skip`."""
-        self.agreement.watch.note_passed(len(_POINTS) * self.number + _POINTS.index(point))
+    def end(self) -> None:
+        """Note that no batch follows."""
+        self._point = self._number_of("next batch")
 
     def all_skip(self, point: str) -> bool:
         """Tell whether every rank leaves a point of the batch out; ranks that come to it never call this."""
-        return self.agreement.watch.all_skip(len(_POINTS) * self.number + _POINTS.index(point))
+        return self.agreement.watch.all_skip(self._number_of(point))
+
+    def _number_of(self, point: str) -> int:
+        return len(_POINTS) * self.number + _POINTS.index(point)
+
+    def _passed(self) -> int:
+        """The number of the last point that this rank has come to; the watch reads it in a thread of its own."""
+        at_last_event = self._dispatch is not None and self._dispatch.last == "after_batch"
+        return max(self._point, self._number_of("after_batch")) if at_last_event else self._point
+
+
+class Wrapper(Transparent, DistributedDataParallel):
+    """DDP that notes whether it was called, and leaves the buffers to `begin_batch`, which every rank reaches."""
+
+    _rank_step: RankStep
+    _check_all_reduced: Callable[[], None]
+    _parameter_names: list[str]  # of the trainable parameters, in the order in which DDP numbers them
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        attributes = vars(self)
+        if name in attributes:  # those that DDP sets in each pass, quickly
+            attributes[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module inside."""
+        step = self._rank_step
+        step.entered = True
+        output = super().forward(*args, **kwargs)
+        step.prepared = step.prepared or (self.require_backward_grad_sync and torch.is_grad_enabled())
+        return output
+
+    def will_sync_module_buffers(self) -> bool:
+        """Tell that no buffers are sent in a forward pass: a rank may leave it early, or run it twice."""
+        return False
+
+    def unreached(self) -> list[str]:
+        """The names of the parameters that the last backward pass has not reached."""
+        try:
+            self._check_all_reduced()
+        except RuntimeError as error:  # its text ends with their numbers
+            words = str(error).rpartition("for rank")[2].rpartition(":")[2].split()
+            found = [self._parameter_names[int(word)] for word in words if word.isdigit()]
+            return [name for name in found if CARRIER not in name] or ["unknown"]
+        return []

@@ -52,6 +52,7 @@ class Watch:
         failure: what is known of the first failure of any rank: rank, event, callback, epoch, step, cause.
         met: every rank has come to this run, if only for another call.
         called: before which vote another rank has left validation and waits for all to do so.
+        passed: tells, in another thread, to which point of its batches this rank has come; points are numbered.
     """
 
     def __init__(self, name: str, what: str, timeout: float) -> None:
@@ -60,7 +61,7 @@ class Watch:
         self.store = dist.PrefixStore(f"learnerkit/watch/{name}", world.store())
         self.failure: dict | None = None
         self.met, self.called = False, -1
-        self.passed = self._asked = -1
+        self.passed: Callable[[], int] = lambda: -1
         self._main = threading.get_ident()
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -112,6 +113,7 @@ class Watch:
             thread.join(timeout=ANSWER_SECONDS)
         # Now rather than when the garbage is collected, so that fits in a row do not gather descriptors.
         del self._inbox
+        self.passed = lambda: -1
         for heartbeat in self.heartbeats.values():
             heartbeat.close()
 
@@ -153,8 +155,8 @@ class Watch:
             elif kind == "leaving":
                 self.called = about
             elif kind == "passed?":
-                self._asked = about
-                self.answer()
+                if about <= self.passed():
+                    self._inbox.set(f"passed/{about}", "yes")
             elif kind == "report?":
                 self._inbox.set(f"report/{self.rank}", json.dumps(self.report()))
 
@@ -196,26 +198,18 @@ class Watch:
 
     # A question: has any rank come to a point of the batch that this one would leave out?
 
-    def note_passed(self, point: int) -> None:
-        """Note that this rank has come to a point; points are numbered in the order in which ranks come to them."""
-        self.passed = point
-        self.answer()
-
-    def answer(self) -> None:
-        """Answer that this rank has come to the point asked for, once it has."""
-        if 0 <= self._asked <= self.passed:
-            self.store.set(f"passed/{self._asked}", "yes")
-
     def all_skip(self, point: int) -> bool:
         """Tell whether every rank leaves a point out; ranks that have come to it never call this."""
-        skipping = self.store.add(f"skipped/{point}", 1)
-        if skipping < self.ranks:
-            self.tell_others("passed?", point)
+        skipping, pause, asked = self.store.add(f"skipped/{point}", 1), 0.0005, -1.0
         while skipping < self.ranks:
             if self.failure is not None:
                 raise self.peer_error()
             if self.store.check([f"passed/{point}"]):
                 return False
+            now = time.monotonic()
+            if now - asked > pause:  # again and again, as those who are not there yet do not answer
+                self.tell_others("passed?", point)
+                asked, pause = now, min(2 * pause, 0.25)
             time.sleep(0.0005)
             skipping = self.store.add(f"skipped/{point}", 0)
         return True

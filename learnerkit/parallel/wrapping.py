@@ -1,66 +1,24 @@
 """DDP around a model or its parts: how it is put on, and taken off."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 
 from learnerkit import world
 from learnerkit.parallel.first_batch import name_beside
-from learnerkit.parallel.transparent import Transparent, wrapped
+from learnerkit.parallel.rank_step import CARRIER, RankStep, Wrapper
+from learnerkit.parallel.transparent import wrapped
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm, reduction_check, remove_ddp_hooks, without_compiler
 
-if TYPE_CHECKING:
-    from learnerkit.parallel.rank_step import RankStep
-
 COMM_HOOKS = ("bf16", "fp16", "powersgd")
-
-_CARRIER = "_learnerkit_carrier"
-
-
-class Wrapper(Transparent, DistributedDataParallel):
-    """DDP that notes whether it was called, and leaves the buffers to `begin_batch`, which every rank reaches."""
-
-    _rank_step: "RankStep"
-    _check_all_reduced: Callable[[], None]
-    _parameter_names: list[str]  # of the trainable parameters, in the order in which DDP numbers them
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        attributes = vars(self)
-        if name in attributes:  # those that DDP sets in each pass, quickly
-            attributes[name] = value
-        else:
-            super().__setattr__(name, value)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module inside."""
-        step = self._rank_step
-        step.entered = True
-        output = super().forward(*args, **kwargs)
-        step.prepared = step.prepared or (self.require_backward_grad_sync and torch.is_grad_enabled())
-        return output
-
-    def will_sync_module_buffers(self) -> bool:
-        """Tell that no buffers are sent in a forward pass: a rank may leave it early, or run it twice."""
-        return False
-
-    def unreached(self) -> list[str]:
-        """The names of the parameters that the last backward pass has not reached."""
-        try:
-            self._check_all_reduced()
-        except RuntimeError as error:  # its text ends with their numbers
-            words = str(error).rpartition("for rank")[2].rpartition(":")[2].split()
-            found = [self._parameter_names[int(word)] for word in words if word.isdigit()]
-            return [name for name in found if _CARRIER not in name] or ["unknown"]
-        return []
 
 
 def wrap_module(
-    module: nn.Module, step: "RankStep", device: torch.device, comm_hook: str | None, options: dict[str, Any]
+    module: nn.Module, step: RankStep, device: torch.device, comm_hook: str | None, options: dict[str, Any]
 ) -> Wrapper:
     """Wrap a module in DDP, which sends rank 0's parameters and buffers to the others; every rank must reach this.
 
@@ -83,7 +41,7 @@ def wrap_module(
     # A module that torch.compile has made keeps its parameters in the one inside.
     inner, added = without_compiler(module), [*step.beside, *([] if extra is None else [extra])]
     for i, p in enumerate(added):
-        inner.register_parameter(f"{_CARRIER}{i}", p)
+        inner.register_parameter(f"{CARRIER}{i}", p)
     group = world.group("gradients", device.type)
     options = {"process_group": group} | options
     try:
@@ -92,7 +50,7 @@ def wrap_module(
         names = [beside.get(id(p), name) for name, p in inner.named_parameters() if p.requires_grad]
     finally:
         for i in range(len(added)):
-            delattr(inner, f"{_CARRIER}{i}")
+            delattr(inner, f"{CARRIER}{i}")
     check = reduction_check(wrapper)
     vars(wrapper).update(_rank_step=step, _check_all_reduced=check, _parameter_names=names)  # not the module's
     hook, state = _comm_hook(comm_hook, group)
@@ -103,7 +61,7 @@ def wrap_module(
     return wrapper
 
 
-def unwrap_all(step: "RankStep") -> None:
+def unwrap_all(step: RankStep) -> None:
     """Take DDP off the parameters of everything that it was put around."""
     for wrapper in step.wrappers:
         remove_ddp_hooks(wrapper)

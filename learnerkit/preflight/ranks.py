@@ -36,6 +36,7 @@ from learnerkit.launch.environment import LOOPBACK, LOOPBACK_INTERFACE
 from learnerkit.launch.rank_main import user_traceback
 from learnerkit.launch.supervise import kill_group
 from learnerkit.losses import UNKNOWN_COUNT, unknown_count
+from learnerkit.metrics import DEPENDS_ON_CUT
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.parallel.drift import digests, state_table
@@ -262,7 +263,8 @@ def _run(
     learn.add_cbs([Callback(before_batch=prepare, order=-1000), notes])
     if join:
         join(folder)
-    warnings.filterwarnings("ignore", re.escape(UNKNOWN_COUNT))  # the report has it
+    for expected in (re.escape(UNKNOWN_COUNT), f"metric .* {DEPENDS_ON_CUT}"):  # the report has it
+        warnings.filterwarnings("ignore", expected)
     world.set_seed_states(seeds)  # python seeds its generator again in a fork
     start = [p.detach().clone() for p in learn.model.parameters()]
     learn.fit(1)
