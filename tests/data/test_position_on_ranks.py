@@ -61,11 +61,14 @@ def test_t8_ranks_go_on_as_they_are_and_in_another_number(sampler, workers, spli
     one, whole = fit(made, Log()), fit(made, Log(), distributed=how)
     for epoch, steps in ((0, 1), (1, 2), (1, "trained"), (0, "ended")):
         stopped = fit(made, Log((epoch, steps)), distributed=how)
-        state = world.broadcast(stopped.state)[0], *stopped.state[1:]  # the random states are this rank's own
-        assert world.same_everywhere(repr(sorted((k, v) for k, v in stopped.state[0].items() if k in "batches samples")))
+        of_rank0 = world.broadcast(stopped.state)
+        state = of_rank0[0], *stopped.state[1:]  # the random states are this rank's own
+        assert world.same_everywhere(
+            repr(sorted((k, v) for k, v in stopped.state[0].items() if k in "batches samples"))
+        )
         again = fit(made, Log(), state, distributed=how)
         assert again.seen == whole.seen[stopped.count :], (epoch, steps)
-        by_one = fit(made, Log(), state)
+        by_one = fit(made, Log(), of_rank0)
         later = epoch if steps != "ended" else epoch + 1
         if steps != "trained":
             got = samples(whole, later)
