@@ -66,7 +66,7 @@ class Checkpoint:
             CheckpointError: the file is not what `Storage.save` writes.
         """
         found: Any = self._read(_MODEL, tensor_files.read)
-        found.update(self._decoded(_STATE, "state", "extra"))
+        found.update(self._decoded(_STATE, "extra", [0]))
         return found
 
     def state(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Checkpoint:
         Raises:
             CheckpointError: the files are not what `Storage.save` writes.
         """
-        return self._decoded(_STATE, "state", "state")
+        return self._decoded(_STATE, "state", range(self.n_ranks))
 
     def own(self, rank: int) -> dict[str, Any] | None:
         """What a rank had of its own; `None` if there were not so many ranks.
@@ -83,12 +83,13 @@ class Checkpoint:
         Raises:
             CheckpointError: the files are not what `Storage.save` writes.
         """
-        return self._decoded(f"rank{rank}.json", "own", "own", [rank]) if rank < self.n_ranks else None
+        return self._decoded(f"rank{rank}.json", "own", [rank]) if rank < self.n_ranks else None
 
-    def _decoded(self, file: str, kind: str, part: str, ranks: Iterable[int] | None = None) -> dict[str, Any]:
+    def _decoded(self, file: str, part: str, ranks: Iterable[int]) -> dict[str, Any]:
         tensors: dict[int, Tensor] = {}
-        for rank in range(self.n_ranks) if ranks is None else ranks:
-            found = self._read(f"rank{rank}.safetensors", partial(tensor_files.read, wanted=_is_of(kind)))
+        for rank in ranks:
+            wanted = partial(tensor_files.read, wanted=lambda name: name.startswith(f"{part}."))
+            found = self._read(f"rank{rank}.safetensors", wanted)
             tensors.update((int(name.partition(".")[2]), tensor) for name, tensor in found.items())
         value = self._read(file, lambda path: decode(json.loads(path.read_bytes())[part], tensors))
         if not isinstance(value, dict):
@@ -135,10 +136,6 @@ class Checkpoint:
         """The files that a rank of n verifies, so that all have about as much to do."""
         shares = _shared_out({name: found["size"] for name, found in self._files.items()}, [0] * n)
         return [name for name, owner in shares.items() if owner == rank]
-
-
-def _is_of(kind: str) -> Callable[[str], bool]:
-    return lambda name: name.startswith(f"{kind}.")
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -381,9 +378,10 @@ class _Content:
             if why := tensor_files.why_not(value):
                 raise CheckpointError(f"the weight {key} is {why}; a checkpoint keeps plain tensors")
         self._tensors: list[Tensor] = []
+        self._extra_tensors: list[Tensor] = []
         self._own_tensors: list[Tensor] = []
         extra = {key: value for key, value in weights.items() if not isinstance(value, Tensor)}
-        self._state = {"state": encode(state, self._tensors), "extra": encode(extra, self._tensors, "the model")}
+        self._state = {"state": encode(state, self._tensors), "extra": encode(extra, self._extra_tensors, "the model")}
         self._own = {"own": encode(own, self._own_tensors, "own")}
         plan = repr([(tensor.dtype, tensor.shape) for tensor in self._tensors])
         self.plan = hashlib.sha256(plan.encode()).hexdigest()
@@ -401,6 +399,8 @@ class _Content:
         owners = _shared_out(large, [sum(tensor.nbytes for tensor in self._model.values())] + [0] * (n - 1))
         mine = {name: tensor for name, tensor in shared.items() if owners.get(name, 0) == rank}
         mine |= {f"own.{i}": tensor for i, tensor in enumerate(self._own_tensors)}
+        if rank == 0:
+            mine |= {f"extra.{i}": tensor for i, tensor in enumerate(self._extra_tensors)}
         model = {f"model.{name}": tensor for name, tensor in self._model.items()} if rank == 0 else {}
         if memory is None:
             taken = {name: tensor_files.on_host(tensor) for name, tensor in (mine | model).items()}

@@ -106,6 +106,19 @@ def test_r29_an_error_on_one_rank_is_raised_on_all(background):
     assert is_state(found.newest(), 3)
 
 
+def test_a_rank_without_memory_for_its_copies_is_an_error_on_all():
+    found = Storage(Path("run"), background=True)
+
+    def fail(*args):
+        raise MemoryError("no more")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank() == 1:
+            patch.setattr(tensor_files.HostMemory, "copies", fail)
+        raises_alike(lambda: save(found, 1), "rank 1: MemoryError: no more")
+    assert names("run") == []
+
+
 def test_damage_in_any_ranks_file_is_seen_by_all():
     found = Storage(Path("run"))
     for number in (1, 2, 3):
