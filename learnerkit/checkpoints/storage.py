@@ -20,7 +20,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -66,7 +66,7 @@ class Checkpoint:
             CheckpointError: the file is not what `Storage.save` writes.
         """
         found: Any = self._read(_MODEL, tensor_files.read)
-        found.update(self._decoded(_STATE, "state", "extra"))
+        found.update(self._decoded(_STATE, "extra", [0]))
         return found
 
     def state(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Checkpoint:
         Raises:
             CheckpointError: the files are not what `Storage.save` writes.
         """
-        return self._decoded(_STATE, "state", "state")
+        return self._decoded(_STATE, "state", range(self.n_ranks))
 
     def own(self, rank: int) -> dict[str, Any] | None:
         """What a rank had of its own; `None` if there were not so many ranks.
@@ -83,12 +83,13 @@ class Checkpoint:
         Raises:
             CheckpointError: the files are not what `Storage.save` writes.
         """
-        return self._decoded(f"rank{rank}.json", "own", "own", [rank]) if rank < self.n_ranks else None
+        return self._decoded(f"rank{rank}.json", "own", [rank]) if rank < self.n_ranks else None
 
-    def _decoded(self, file: str, kind: str, part: str, ranks: Iterable[int] | None = None) -> dict[str, Any]:
+    def _decoded(self, file: str, part: str, ranks: Iterable[int]) -> dict[str, Any]:
         tensors: dict[int, Tensor] = {}
-        for rank in range(self.n_ranks) if ranks is None else ranks:
-            found = self._read(f"rank{rank}.safetensors", partial(tensor_files.read, wanted=_is_of(kind)))
+        for rank in ranks:
+            wanted = partial(tensor_files.read, wanted=lambda name: name.startswith(f"{part}."))
+            found = self._read(f"rank{rank}.safetensors", wanted)
             tensors.update((int(name.partition(".")[2]), tensor) for name, tensor in found.items())
         value = self._read(file, lambda path: decode(json.loads(path.read_bytes())[part], tensors))
         if not isinstance(value, dict):
@@ -112,10 +113,13 @@ class Checkpoint:
         """
         names = list(self._files if names is None else names)
         self.check_sizes(names)
-        with ThreadPoolExecutor(4) as pool:
-            for name, found in zip(names, pool.map(lambda name: _sha256(self.path / name), names), strict=True):
-                if found != self._files[name]["sha256"]:
-                    raise CheckpointError(f"{self.path / name} is damaged: its content is not what was written")
+        shares = [names[i::4] for i in range(4)]
+        tensor_files.in_threads([partial(self._check_hashes, share) for share in shares if share])
+
+    def _check_hashes(self, names: Iterable[str]) -> None:
+        for name in names:
+            if _sha256(self.path / name) != self._files[name]["sha256"]:
+                raise CheckpointError(f"{self.path / name} is damaged: its content is not what was written")
 
     def check_sizes(self, names: Iterable[str] | None = None) -> None:
         """Compare sizes with the manifest's.
@@ -132,10 +136,6 @@ class Checkpoint:
         """The files that a rank of n verifies, so that all have about as much to do."""
         shares = _shared_out({name: found["size"] for name, found in self._files.items()}, [0] * n)
         return [name for name, owner in shares.items() if owner == rank]
-
-
-def _is_of(kind: str) -> Callable[[str], bool]:
-    return lambda name: name.startswith(f"{kind}.")
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -241,9 +241,7 @@ class Storage:
             raise
         finish = partial(self._commit, part.folder, name, content.info)
         if self.background:
-            thread = ThreadPoolExecutor(1, "checkpoint")  # a process that ends waits for it
-            self._writing = thread.submit(part.write, files, finish)
-            thread.shutdown(wait=False)
+            self._writing = tensor_files.in_thread(partial(part.write, files, finish))
         else:
             part.write(files, finish)
 
@@ -380,9 +378,10 @@ class _Content:
             if why := tensor_files.why_not(value):
                 raise CheckpointError(f"the weight {key} is {why}; a checkpoint keeps plain tensors")
         self._tensors: list[Tensor] = []
+        self._extra_tensors: list[Tensor] = []
         self._own_tensors: list[Tensor] = []
         extra = {key: value for key, value in weights.items() if not isinstance(value, Tensor)}
-        self._state = {"state": encode(state, self._tensors), "extra": encode(extra, self._tensors, "the model")}
+        self._state = {"state": encode(state, self._tensors), "extra": encode(extra, self._extra_tensors, "the model")}
         self._own = {"own": encode(own, self._own_tensors, "own")}
         plan = repr([(tensor.dtype, tensor.shape) for tensor in self._tensors])
         self.plan = hashlib.sha256(plan.encode()).hexdigest()
@@ -400,6 +399,8 @@ class _Content:
         owners = _shared_out(large, [sum(tensor.nbytes for tensor in self._model.values())] + [0] * (n - 1))
         mine = {name: tensor for name, tensor in shared.items() if owners.get(name, 0) == rank}
         mine |= {f"own.{i}": tensor for i, tensor in enumerate(self._own_tensors)}
+        if rank == 0:
+            mine |= {f"extra.{i}": tensor for i, tensor in enumerate(self._extra_tensors)}
         model = {f"model.{name}": tensor for name, tensor in self._model.items()} if rank == 0 else {}
         if memory is None:
             taken = {name: tensor_files.on_host(tensor) for name, tensor in (mine | model).items()}
@@ -440,9 +441,8 @@ class _Part:
         error: BaseException | None = None
         written: dict[str, dict] = {}
         try:
-            with ThreadPoolExecutor(len(files)) as pool:
-                sizes = pool.map(lambda name: tensor_files.write(self.folder / name, files[name]), files)
-                written = dict(zip(files, sizes, strict=True))
+            calls = [partial(tensor_files.write, self.folder / name, content) for name, content in files.items()]
+            written = dict(zip(files, tensor_files.in_threads(calls), strict=True))
         except BaseException as e:
             error = e
         if self.rank == 0:
@@ -500,7 +500,7 @@ def _agree(call: Callable[[], T]) -> list[T]:
 def _said(error: BaseException | None) -> str:
     if error is None:
         return ""
-    return str(error) if isinstance(error, CheckpointError | OSError) else in_one_line(error)
+    return str(error) if isinstance(error, ValueError | OSError) else in_one_line(error)  # those say what is wrong
 
 
 def _joined(texts: Sequence[str]) -> str:
