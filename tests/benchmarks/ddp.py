@@ -25,9 +25,10 @@ def make_model():
     return nn.Sequential(nn.Linear(784, 800), nn.ReLU(), nn.Linear(800, 512), nn.ReLU(), nn.Linear(512, 40))
 
 
-def by_hand(dataset):
+def by_hand(dataset, group):
+    "A loop with a process group of its own, as a plain script has: on learnerkit's default one calls are compared."
     model = make_model()
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, process_group=group)
     opt = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     images, labels = dataset.tensors
     mine = slice(world.rank(), None, world.world_size())  # every rank takes its own of the row of batches
@@ -71,7 +72,8 @@ def main(rounds, file):
         dist.barrier()
         return (time.perf_counter() - start) / EPOCHS / STEPS * 1e6
 
-    found = take_turns(rounds, *(partial(timed, train) for train in (by_hand, by_learner, without_fusing)))
+    plain = partial(by_hand, group=dist.new_group())
+    found = take_turns(rounds, *(partial(timed, train) for train in (plain, by_learner, without_fusing)))
     for tensors in zip(*(model.parameters() for model in trained.values()), strict=True):
         assert all(torch.allclose(tensors[0], t, atol=1e-6) for t in tensors), "they did not do the same"
     if world.is_main():
