@@ -194,7 +194,8 @@ class Storage:
             _agree(probe)
         finally:
             if world.is_main():
-                remove(folder)
+                with suppress(OSError):
+                    remove(folder)
 
     def save(
         self, name: str, weights: Mapping[str, Any], state: dict[str, Any], own: dict[str, Any], info: dict[str, Any]
@@ -231,7 +232,8 @@ class Storage:
             memory = self._memory if self.background else None
             files.update(content.files(part.rank, part.n if alike else 1, memory))  # else rank 0 writes all
             made = self._make_temporary(name)
-            part.folder = self.path / made
+            if made:
+                part.folder = self.path / made
             return made
 
         try:
@@ -340,20 +342,24 @@ class Storage:
             os.replace(pointer, self.path / _LATEST)
             sync_directory(self.path)
         finally:
-            pointer.unlink(missing_ok=True)
-        self._remove_old()
+            with suppress(OSError):
+                pointer.unlink(missing_ok=True)
+        self._damaged.discard(path.name)
+        try:
+            self._remove_old()
+        except OSError as e:
+            warn(f"old checkpoints stay: {e}")
 
     def _remove_old(self) -> None:
         names = [name for name, _ in self._list()[0]]
-        whole = [name for name in names if name not in self._damaged]
-        last = whole[: self.keep][-1]
+        last = [name for name in names if name not in self._damaged][: self.keep][-1]
         for name in names[names.index(last) + 1 :]:
-            try:
-                left = temporary_name(self.path / name)  # so that a crash does not leave half a checkpoint
-                os.rename(self.path / name, left)
-                remove(left)
-            except OSError as e:
-                warn(f"an old checkpoint stays: {e}")
+            left = temporary_name(self.path / name)  # so that a crash does not leave half a checkpoint
+            os.rename(self.path / name, left)
+            remove(left)
+
+
+_REFUSED = "a checkpoint cannot be saved: "
 
 
 class _Content:
@@ -450,6 +456,8 @@ class _Part:
             return
         world.tell(self._key(self.rank), json.dumps([written, _said(error)]))
         failure = world.hear(self._key("end"), 2 * _PATIENCE)
+        if error is not None and not isinstance(error, Exception):
+            raise error
         if failure:
             raise CheckpointError(failure) from error
 
@@ -462,11 +470,14 @@ class _Part:
             if error is not None and not isinstance(error, Exception):
                 raise error
             if failures := _joined([_said(error), *(text for _, text in told)]):
-                raise CheckpointError(failures) from error
+                raise CheckpointError(_REFUSED + failures) from error
             finish(written | {name: size for part, _ in told for name, size in part.items()})
             failure = ""
+        except CheckpointError as e:
+            failure = str(e)
+            raise
         except Exception as e:
-            failure = f"a checkpoint cannot be saved: {_said(e)}"
+            failure = _REFUSED + _said(e)
             raise CheckpointError(failure) from e
         finally:
             self.clear()
@@ -492,6 +503,8 @@ def _agree(call: Callable[[], T]) -> list[T]:
     except Exception as e:
         error = e
     told = world.all_gather((value, _said(error)))
+    if isinstance(error, CheckpointError) and len(told) == 1:
+        raise error
     if failure := _joined([text for _, text in told]):
         raise CheckpointError(failure) from error
     return [value for value, _ in told]

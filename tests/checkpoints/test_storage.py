@@ -24,6 +24,7 @@ from torch import nn
 from learnerkit import CheckpointError, tensor_files
 from learnerkit.checkpoints import storage
 from learnerkit.checkpoints.storage import Storage, read_checkpoint
+from learnerkit.files import remove
 
 FILES = ["model.safetensors", "state.json", "rank0.json", "rank0.safetensors", "manifest.json"]
 
@@ -320,6 +321,16 @@ def test_two_damaged_ones_are_passed_over_and_leave_when_enough_are_whole(tmp_pa
     assert names(tmp_path) == ["latest", "step3_2", "step4", "step5"]
 
 
+def test_a_damaged_one_that_is_removed_by_hand_may_come_again(tmp_path):
+    found = three(tmp_path, keep=1)
+    spoil(tmp_path / "step3" / "state.json", 5)
+    with pytest.warns(UserWarning, match="passed over"), pytest.raises(CheckpointError):
+        found.newest()
+    remove(tmp_path / "step3")
+    save(found, 3)
+    assert is_state(found.newest(), 3)
+
+
 def test_where_all_are_damaged_there_is_an_error(tmp_path):
     found = three(tmp_path)
     for number in (1, 2, 3):
@@ -516,7 +527,7 @@ def test_r29_a_full_disk_leaves_what_was_there(tmp_path, limit):
     before = tree(tmp_path)
     with largest_file(limit), pytest.raises(CheckpointError, match="cannot be saved: .*File too large: '.*step4") as e:
         save(found, 4)
-    assert isinstance(e.value.__cause__, CheckpointError)
+    assert isinstance(e.value.__cause__, OSError)
     assert tree(tmp_path) == before
     assert is_state(found.newest(), 3)
 
@@ -606,7 +617,7 @@ def crashes(count, seed, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="files that may not grow, and the exit by their signal")
 def test_r05_r06_r30_a_save_killed_anywhere_leaves_a_whole_checkpoint(monkeypatch):
     found = crashes(10, 0, monkeypatch)
-    assert found["events"]["tried"] > 40  # each place between two files
+    assert found["events"]["tried"] > 30  # each place between two files
     assert found["events"]["ended"] == 2
     assert found["bytes"]["tried"] == 20
     assert found["bytes"]["ended"] < 10
