@@ -32,7 +32,7 @@ class RunState:
     """Training batches since the fit began."""
     pct_train: float = 0.0
     """The share of the fit's training that is done, from 0 to 1."""
-    _start_epoch: int = 0  # the first epoch of the fit
+    _start_epoch: int = 0  # the first epoch of the fit, or of its part in this process
 
     # The batch
 
@@ -61,6 +61,7 @@ class RunState:
 
     # For this package
 
+    _position: Any = None
     _dispatch: "Dispatch" = None  # type: ignore[assignment]  # who is called at which event; None: nothing runs
     _in_fit: bool = False  # whether a fit is going on, whose random streams evaluation leaves alone
     _unpack: Any = None  # the `Unpacker` of the loader that is read
