@@ -26,6 +26,7 @@ from learnerkit.checkpoints.storage import read_checkpoint
 from learnerkit.data.batches import get_field, loader_len
 from learnerkit.data.loaders import DataLoaders, Unpacker
 from learnerkit.data.order import in_order, keep_seeds
+from learnerkit.data.position import reading
 from learnerkit.events import (
     CancelBackwardException,
     CancelBatchException,
@@ -182,7 +183,7 @@ class Learner(RunState):
 
     def _read(self, dl: Iterable, training: bool) -> None:
         "Train on a loader, or validate on it."
-        self.dl, self.training = dl, training
+        self.dl, self.training, self._first_batch = self.dls.twin(dl, training), training, 0
         self._dispatch.phase(training)
         if training:
             self._level("train", self._all_batches, CancelTrainException)
@@ -191,11 +192,11 @@ class Learner(RunState):
                 self._level("validate", self._all_batches, CancelValidException)
 
     def _all_batches(self) -> None:
-        self.n_iter, self.iter = loader_len(self.dl), -1
+        self.n_iter, self.iter = loader_len(self.dl), self._first_batch - 1
         agreement = self._agreement
         self._unpack = Unpacker(self.dls, self.dl, self._device, self.loss_func is None, agreement is not None)
-        with arguments.last_batch_checked(self), optim.no_gradients_left(self):
-            for self.iter, self.batch in enumerate(self._unpack.dl):
+        with arguments.last_batch_checked(self), optim.no_gradients_left(self), reading(self):
+            for self.iter, self.batch in enumerate(self._unpack.dl, self._first_batch):
                 self._batch_index = self.iter
                 self._one_batch() if agreement is None else agreement.run_batch(self._one_batch)
         if agreement is not None:

@@ -697,7 +697,9 @@ def set_seed(seed: int, reproducible: bool = False) -> None:
 
     Args:
         seed: the same number on every rank.
-        reproducible: also ask torch for deterministic algorithms, which can be slower.
+        reproducible: also ask torch for deterministic algorithms, which can be slower; and what datasets draw for a
+            sample, such as its augmentation, then depends on the seed, the epoch and the sample alone, not on loader
+            workers and ranks. Iterable datasets do not tell their samples apart.
     """
     torch.manual_seed(seed)
     _seed_others(seed)
@@ -726,6 +728,11 @@ def stream_seed(seed: int, number: int) -> int:
     """The seed of stream `number` of those that belong to `seed`; stream 0 is `seed` itself."""
     # An odd constant (2**64 over the golden ratio) keeps neighbouring numbers' seeds far apart.
     return (seed + 0x9E3779B97F4A7C15 * number) % 2**63
+
+
+def mixed_seed(*parts: Any) -> int:
+    """One seed of several numbers, such as those of an epoch, a batch and a rank."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 def seed_host(seed: int) -> None:
