@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
-from torch.optim.lr_scheduler import CyclicLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau as TorchPlateau
+from torch.optim.lr_scheduler import CyclicLR, MultiStepLR, OneCycleLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchPlateau
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
 from learnerkit import (
@@ -67,7 +68,7 @@ class Order(Callback):
         self.batches = []
 
     def after_batch(self):
-        self.batches.append(self.xb[0].clone())
+        self.batches.append(self.xb[0].tolist())
 
 
 class Noisy(Dataset):
@@ -210,9 +211,7 @@ def loaders(data="tensors", **kwargs):
         return DataLoaders(DataLoader(train, BATCH, sampler=sampler), DataLoader(valid, 4), device="cpu")
     if data == "generator":
         own = torch.Generator().manual_seed(5)
-        return DataLoaders(
-            DataLoader(train, BATCH, shuffle=True, generator=own), DataLoader(valid, 4), device="cpu"
-        )
+        return DataLoaders(DataLoader(train, BATCH, shuffle=True, generator=own), DataLoader(valid, 4), device="cpu")
     return DataLoaders.from_datasets(train, valid, bs=BATCH, device="cpu", **kwargs)
 
 
@@ -309,7 +308,7 @@ def outcome(learn, batches=None):
         "rows": recorder.iters,
         "columns": recorder.metric_names,
         "earlier fits": [vars(fit) for fit in recorder.history],
-        "order": [x.tolist() for x in (learn.order.batches if batches is None else batches)],
+        "order": learn.order.batches if batches is None else batches,
         "modes": [module.training for module in learn.model.modules()],
         "frozen": [p.requires_grad for p in learn.model.parameters()],
         "torch": torch.get_rng_state(),

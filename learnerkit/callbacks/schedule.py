@@ -346,7 +346,7 @@ class TorchScheduler(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the schedulers."""
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=False):
-            scheduler.load_state_dict(saved)
+            scheduler.load_state_dict(_completed(saved, scheduler.state_dict()))
 
     def cleanup_fit(self) -> None:
         for undo in self._undo:
@@ -359,6 +359,15 @@ def plain_part(state: Any) -> Any:
     if type(state) is dict:
         return {name: plain_part(value) for name, value in state.items() if _is_plain(value)}
     return list(map(plain_part, state)) if type(state) is list else state
+
+
+def _completed(saved: Any, own: Any) -> Any:
+    """A state with the parts that `plain_part` has left out, as those of a scheduler which was made alike."""
+    if type(saved) is dict and type(own) is dict:
+        return own | {name: _completed(value, own.get(name)) for name, value in saved.items()}
+    if type(saved) is list and type(own) is list and len(saved) == len(own):
+        return [_completed(*pair) for pair in zip(saved, own, strict=True)]
+    return saved
 
 
 def _is_plain(x: Any) -> bool:

@@ -192,7 +192,7 @@ class CheckpointCallback(StepCounter):
         return now > then
 
     def _last_of_epochs(self, found: Checkpoint) -> Checkpoint:
-        """The newest from before the end of the fit, where other callbacks change things; every rank must reach this."""
+        """The newest from before the end of the fit, where others change things; every rank must reach this."""
         if found.info["place"] != FIT:
             return found
         last = self._main().newest()

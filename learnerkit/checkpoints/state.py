@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from learnerkit import optim, world
 from learnerkit.callback import Callback
 from learnerkit.checkpoints.storage import Checkpoint
-from learnerkit.data.batches import loader_len
+from learnerkit.data.batches import loader_len, map_batch
 from learnerkit.files import Saved, fitted
 from learnerkit.losses import loss_name
 from learnerkit.text import first_few
@@ -161,7 +161,7 @@ class Restorer:
                 state = self.state["callbacks"].get(key)
                 state = state and state | self._own_of(key)
             if state and cb.run:
-                cb.load_state_dict(state)
+                cb.load_state_dict(map_batch(_itself, state))  # a copy, as torch's own methods take things out
         self._put_random(learn)
 
     def _own_of(self, key: str) -> dict[str, Any]:
@@ -179,6 +179,10 @@ class Restorer:
         else:  # a rank that there was not
             seed = world.stream_seed((self.checkpoint.own(0) or {})["seed"], world.rank())
             world.set_seed(world.stream_seed(seed, self.checkpoint.info["train_iter"]))
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
 
 
 # What was configured
