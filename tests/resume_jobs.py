@@ -1,6 +1,7 @@
 """Small fits that are interrupted and go on in another learner, and what must be equal to a fit without a break."""
 
 import random
+import signal
 from collections import OrderedDict
 
 import numpy as np
@@ -30,6 +31,7 @@ from learnerkit import (
     TrainEvalCallback,
     ValidateEvery,
     mae,
+    minimum,
     rmse,
     set_seed,
 )
@@ -46,6 +48,7 @@ class Kill(Callback):
     """Ends a fit after a training batch, when all callbacks have seen it; or in validation."""
 
     order = 20_000
+    only_fit = True
 
     def __init__(self, at=0, valid=False):
         super().__init__()
@@ -57,10 +60,25 @@ class Kill(Callback):
             raise Killed
 
 
+class Send(Kill):
+    """Sends a signal to this process, after a batch or before other callbacks see it, and lets the fit go on."""
+
+    def __init__(self, at, signum, valid=False, order=1):
+        super().__init__(at, valid)
+        self._signum, self.order = signum, order
+
+    def after_batch(self):
+        try:
+            super().after_batch()
+        except Killed:
+            signal.raise_signal(self._signum)
+
+
 class Order(Callback):
     """Notes what is trained on."""
 
     order = 40
+    only_fit = True
     run_valid = False
 
     def __init__(self):
@@ -219,6 +237,18 @@ def fit(learn):
     learn.fit(EPOCHS, 0.05)
 
 
+def fine_tune(learn):
+    """Four runs: a search for a rate, two fits, and a third one."""
+    learn.found = learn.lr_find(num_it=12, show_plot=False, suggest_funcs=minimum)
+    learn.fine_tune(2, learn.found.minimum, freeze_epochs=1)
+    learn.between = learn.final_record, float(learn.model[0].weight.detach().sum()), torch.rand(2).tolist()
+    learn.fit(1, 0.01)
+
+
+def halves(model):
+    return [list(model[0].parameters()), list(model[-1].parameters())]
+
+
 def one_cycle(learn):
     learn.fit_one_cycle(EPOCHS, 0.05)
 
@@ -246,6 +276,7 @@ JOBS = {
     "accumulation by hand": job(cbs=lambda: [ByHand()]),
     "bf16": job(cbs=lambda: [MixedPrecision("bf16"), GradientClip(0.5)]),
     "fp16": job(cbs=lambda: [MixedPrecision("fp16", init_scale=2.0**40, growth_interval=4)]),
+    "fine-tuned": job(fit=fine_tune, splitter=halves, opt_func=sgd, cbs=lambda: [EarlyStoppingCallback(patience=5)]),
     "early stopping": job(cbs=lambda: [EarlyStoppingCallback(patience=1, min_delta=0.5), SaveModelCallback()]),
     "plateau": job(cbs=lambda: [ReduceLROnPlateau(min_delta=0.5)]),
     "average": job(cbs=lambda: [Average(), SaveModelCallback()]),
@@ -282,7 +313,7 @@ def make(name, folder=None, *more, resume=False, **checkpoint):
     if train_metrics:
         cbs = [TrainEvalCallback(), Recorder(train_metrics=True), *cbs]
     if folder is not None:
-        cbs += [] if any(isinstance(cb, Kill) for cb in cbs) else [Kill()]
+        cbs += [] if any(isinstance(cb, Kill) for cb in cbs) else [Kill()]  # callbacks that come and go are warned of
         cbs.append(CheckpointCallback(folder, resume=resume, **({"every": 1} | checkpoint)))
     kwargs = {"opt_func": AdamW, "lr": 0.05, "path": folder or "."} | kwargs
     return spec["cls"](loaders(**spec["data"]), spec["model"](), nn.MSELoss(), metrics=metrics, cbs=cbs, **kwargs)
@@ -307,7 +338,7 @@ def outcome(learn, batches=None):
         "schedules": recorder.hps,
         "rows": recorder.iters,
         "columns": recorder.metric_names,
-        "earlier fits": [vars(fit) for fit in recorder.history],
+        "earlier fits": [vars(fit) | {"log": fit.log[:-1]} for fit in recorder.history],  # without the time
         "order": learn.order.batches if batches is None else batches,
         "modes": [module.training for module in learn.model.modules()],
         "frozen": [p.requires_grad for p in learn.model.parameters()],
@@ -316,6 +347,7 @@ def outcome(learn, batches=None):
         "numpy": np.random.get_state(),
         "steps": learn.train_iter,
         "done": learn.pct_train,
+        "between fits": [getattr(learn, name, None) for name in ("found", "between")],
     }
 
 

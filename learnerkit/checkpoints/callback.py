@@ -236,7 +236,7 @@ class CheckpointCallback(StepCounter):
                     f"{text}: schedules, which go by the share of training done, are those of the new length"
                 )
         order = state.callback_changes(then["order"], [key for key, _ in state.keys(self.learn.cbs)])
-        found = [*(f"callbacks: {line}" for line in order), *lines]
+        found = [f"callbacks: {line}" for line in order] + ([first_few(lines, "; ", n=12)] if lines else [])
         if found and self.strict:
             raise CheckpointError(f"strict=True, and the run is not the one that was saved: {'; '.join(found)}")
         for line in found if world.is_main() else ():
