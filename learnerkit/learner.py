@@ -1031,7 +1031,7 @@ class Learner(RunState):
             return files.read(file, device)
         checkpoint = read_checkpoint(file)
         state = checkpoint.state()
-        return Saved(str(file), checkpoint.weights(), state.get("opt"), state.get("scaler"))
+        return Saved(str(file), checkpoint.weights(), state.get("opt"), state.get("scaler") or None)
 
     def _load_opt(self, saved: Saved, state: dict) -> None:
         before = self.opt

@@ -7,14 +7,17 @@ bytes, the header as JSON (type, shape and place of each tensor), and the tensor
 import hashlib
 import json
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 Buffer = bytes | memoryview
 
@@ -126,17 +129,42 @@ def write(path: Path, pieces: Sequence[Buffer]) -> dict[str, Any]:
 
     The hash is of the memory that is written, and computed at the same time.
     """
-    with ThreadPoolExecutor(1) as pool:
-        digest = pool.submit(_sha256, pieces)
+    digest = in_thread(lambda: _sha256(pieces))
+    try:
+        with open(path, "xb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as e:
+        e.filename = e.filename or str(path)
+        raise
+    finally:
+        wait([digest])
+    return {"size": sum(len(piece) for piece in pieces), "sha256": digest.result()}
+
+
+def in_thread(call: Callable[[], T]) -> "Future[T]":
+    """Run a function in a thread of its own, for which a process that ends waits: a pool takes no work by then."""
+    future: Future[T] = Future()
+
+    def run() -> None:
         try:
-            with open(path, "xb") as file:
-                file.writelines(pieces)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as e:
-            e.filename = e.filename or str(path)
-            raise
-        return {"size": sum(len(piece) for piece in pieces), "sha256": digest.result()}
+            future.set_result(call())
+        except BaseException as e:
+            future.set_exception(e)
+
+    threading.Thread(target=run).start()
+    return future
+
+
+def in_threads(calls: Iterable[Callable[[], T]]) -> list[T]:
+    """What functions return that run at the same time; the first error, once all have ended."""
+    futures = [in_thread(call) for call in calls]
+    try:
+        wait(futures)
+    finally:
+        wait(futures)  # after Ctrl-C
+    return [future.result() for future in futures]
 
 
 def _sha256(pieces: Iterable[Buffer]) -> str:

@@ -175,6 +175,24 @@ def test_what_is_written_nowhere(name):
     assert running == RUNS_CODE.get(name, 0), "eval or exec"
 
 
+# They read what somebody else may have written.
+READERS = ["files", "tensor_files", "checkpoints.encoding", "checkpoints.storage"]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_no_name_from_a_file_is_looked_up_and_nothing_is_unpickled(name):
+    loads = {"torch.load", "json.loads"}
+    for node in ast.walk(MODULES[name]):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        assert called.split(".")[-1] not in ("load", "loads", "import_module", "__import__") or called in loads, called
+        assert called not in ("globals", "exec", "eval", "compile", "setattr"), called
+        if called == "getattr":
+            assert isinstance(node.args[1], ast.Constant), ast.unparse(node)
+        assert "globals" not in called, f"{called}: an allowlist of torch's holds for the whole process"
+
+
 OTHERS = ("torch", "nn", "dist", "F", "sys", "threading", "atexit", "runpy", "IPython", "multiprocessing")
 
 

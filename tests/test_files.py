@@ -5,18 +5,21 @@ import copy
 import os
 import pickle
 import random
+import zipfile
 from collections import OrderedDict
 from functools import partial
 from io import BytesIO
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
+from checkpoint_files import largest_file
 from helpers import make_dls, make_learner, make_model, same_weights, spy, weights
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from learnerkit import Callback, Learner, files
+from learnerkit import Callback, CheckpointError, Learner, files
 from learnerkit.files import save_whole
 
 
@@ -610,3 +613,177 @@ def test_load_goes_where_the_model_is():
     learn.save("one")
     other = make_learner(model=make_model(seed=9)).load("one", device="cpu")
     assert {p.device.type for p in other.model.parameters()} == {"cpu"}
+
+
+# The safetensors format
+
+
+def test_weights_in_safetensors_for_other_tools_and_back():
+    learn = trained(model=nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 1)))
+    path = learn.save("one.safetensors")
+    assert path == Path("models/one.safetensors")
+    assert learn.save(Path("there/two.safetensors")) == Path("there/two.safetensors")
+    found = safetensors.torch.load_file(path)
+    assert same_weights(found, weights(learn.model))
+    for file in ("one.safetensors", Path("there/two.safetensors")):
+        other = make_learner(model=copy.deepcopy(learn.model))
+        nn.init.zeros_(other.model[0].weight)
+        with pytest.warns(UserWarning, match=r"\w+.safetensors has weights and no optimizer state"):
+            other.load(file)
+        assert same_weights(other.model, learn.model)
+    assert [p.name for p in path.parent.iterdir()] == ["one.safetensors"]
+    with pytest.raises(FileNotFoundError, match="saved there: one.safetensors"):
+        learn.load("two.safetensors")
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_safetensors_of_other_tools_are_read(tmp_path, prefix):
+    learn = trained()
+    state = {f"{prefix}{name}": value for name, value in learn.model.state_dict().items()}
+    safetensors.torch.save_file(state, tmp_path / "theirs.safetensors")
+    other = make_learner(model=make_model(seed=9)).load(tmp_path / "theirs.safetensors", with_opt=False)
+    assert same_weights(other.model, learn.model)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.head = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 1)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.head(self.two(self.one(x)))
+
+
+@pytest.mark.parametrize("by", ["us", "them", "pth"])
+def test_tied_weights_stay_tied(tmp_path, by):
+    learn = make_learner(model=Tied())
+    learn.fit(1)
+    path = tmp_path / ("tied.pth" if by == "pth" else "tied.safetensors")
+    if by == "them":
+        safetensors.torch.save_model(learn.model, path)
+    else:
+        learn.save(path)
+    if by == "us":
+        plain = Tied()
+        safetensors.torch.load_model(plain, path)
+        assert same_weights(plain, learn.model)
+        assert path.stat().st_size < 1000
+    other = make_learner(model=Tied()).load(path, with_opt=False)
+    assert same_weights(other.model, learn.model)
+    assert other.model.two.weight is other.model.one.weight
+
+
+def test_a_module_learns_from_safetensors_by_which_version_its_weights_were_saved(tmp_path):
+    learn = make_learner(model=Scale())
+    learn.save(tmp_path / "one.safetensors")
+    learn.load(tmp_path / "one.safetensors", with_opt=False)
+    assert learn.model.weight.tolist() == [2.0] * 4
+
+
+class Noted(nn.Module):
+    """Has more than tensors in its state, and refuses some of it."""
+
+    def __init__(self, note="a"):
+        super().__init__()
+        self.body, self.note = nn.Linear(4, 1), note
+
+    def forward(self, x):
+        return self.body(x)
+
+    def get_extra_state(self):
+        return {"note": self.note}
+
+    def set_extra_state(self, state):
+        if state["note"] == "bad":
+            raise OverflowError("too bad")
+        self.note = state["note"]
+
+
+def test_more_than_tensors_is_refused_by_safetensors():
+    learn = make_learner(model=Noted())
+    with pytest.raises(CheckpointError, match="_extra_state is a dict, and a .safetensors file has plain tensors"):
+        learn.save("one.safetensors")
+    assert not Path("models").exists()
+
+
+# Failures
+
+
+def same_parameters(before, model):
+    return all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_a_load_that_fails_half_way_changes_nothing():
+    learn = trained(model=Noted("bad"))
+    learn.save("one")
+    learn.save("bare", with_opt=False)
+    other = trained(model=Noted("good"))
+    before = {name: p.detach().clone() for name, p in other.model.named_parameters()}
+    opt = copy.deepcopy(opt_states(other.opt, other.model))
+    for file in ("one", "bare"):
+        with pytest.raises(CheckpointError, match=f"{file}.pth does not fit Noted: .*too bad"):
+            other.load(file)
+        assert same_parameters(before, other.model)
+    for name, state in opt_states(other.opt, other.model).items():
+        assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(opt[name][k])) for k, v in state.items())
+
+
+@pytest.mark.parametrize("wrong", ["text", 3, [1.0], None])
+def test_weights_that_are_no_tensors_are_refused(wrong):
+    learn = trained()
+    state = learn.model.state_dict()
+    torch.save({**state, "3.bias": wrong}, learn.save("one"))
+    refuses(learn, "one", rf"are no tensors in the file: 3.bias \(a {type(wrong).__name__}\)")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, {"state": {}}, {"state": {}, "param_groups": [{}]}, {"state": 3, "param_groups": 4}]
+)
+def test_a_state_of_the_optimizer_that_is_none_is_refused(wrong):
+    learn = trained()
+    torch.save({"model": learn.model.state_dict(), "opt": wrong}, learn.save("one"))
+    refuses(learn, "one", "one.pth does not fit")
+
+
+@pytest.mark.parametrize("name", ["one", "one.safetensors"])
+def test_r29_a_full_disk_is_an_error_with_the_path(name):
+    learn = trained()
+    path = learn.save(name)
+    before = path.read_bytes()
+    for limit in (0, 100, 1000):
+        with (
+            largest_file(min(limit, len(before) - 1)),
+            pytest.raises(CheckpointError, match=rf"{path} cannot be written"),
+        ):
+            learn.save(name)
+        assert path.read_bytes() == before
+        assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_r28_a_compressed_file_is_refused_before_it_fills_the_memory(tmp_path):
+    torch.save({"0.weight": torch.zeros(2**24)}, tmp_path / "large.pth")  # 64 MB
+    with zipfile.ZipFile(tmp_path / "large.pth") as plain, zipfile.ZipFile(tmp_path / "bomb.pth", "w") as bomb:
+        for part in plain.infolist():
+            bomb.writestr(part.filename, plain.read(part), zipfile.ZIP_DEFLATED)
+    assert (tmp_path / "bomb.pth").stat().st_size < 2**17
+    for file in (tmp_path / "bomb.pth", BytesIO((tmp_path / "bomb.pth").read_bytes())):
+        with pytest.raises(CheckpointError, match="its parts are compressed, which torch.save never does"):
+            make_learner().load(file)
+
+
+def test_what_killed_saves_have_left_is_removed(tmp_path):
+    learn = make_learner(path=tmp_path, model_dir=".")
+    left = [".one.pth.01234567.tmp", ".two.pth.01234567.tmp", ".one.pth.tmp"]
+    for name in left:
+        (tmp_path / name).write_text("half")
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / ".one.pth.76543210.tmp").write_text("of a run that is at work")
+    learn.save("one")
+    found = sorted(p.name for p in tmp_path.iterdir())
+    assert found == [".one.pth.76543210.tmp", ".one.pth.tmp", ".two.pth.01234567.tmp", "one.pth"]
+
+
+def test_damage_has_one_type():
+    assert issubclass(CheckpointError, ValueError)  # as it was
+    assert issubclass(CheckpointError, RuntimeError)

@@ -20,7 +20,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -112,10 +112,13 @@ class Checkpoint:
         """
         names = list(self._files if names is None else names)
         self.check_sizes(names)
-        with ThreadPoolExecutor(4) as pool:
-            for name, found in zip(names, pool.map(lambda name: _sha256(self.path / name), names), strict=True):
-                if found != self._files[name]["sha256"]:
-                    raise CheckpointError(f"{self.path / name} is damaged: its content is not what was written")
+        shares = [names[i::4] for i in range(4)]
+        tensor_files.in_threads([partial(self._check_hashes, share) for share in shares if share])
+
+    def _check_hashes(self, names: Iterable[str]) -> None:
+        for name in names:
+            if _sha256(self.path / name) != self._files[name]["sha256"]:
+                raise CheckpointError(f"{self.path / name} is damaged: its content is not what was written")
 
     def check_sizes(self, names: Iterable[str] | None = None) -> None:
         """Compare sizes with the manifest's.
@@ -241,9 +244,7 @@ class Storage:
             raise
         finish = partial(self._commit, part.folder, name, content.info)
         if self.background:
-            thread = ThreadPoolExecutor(1, "checkpoint")  # a process that ends waits for it
-            self._writing = thread.submit(part.write, files, finish)
-            thread.shutdown(wait=False)
+            self._writing = tensor_files.in_thread(partial(part.write, files, finish))
         else:
             part.write(files, finish)
 
@@ -440,9 +441,8 @@ class _Part:
         error: BaseException | None = None
         written: dict[str, dict] = {}
         try:
-            with ThreadPoolExecutor(len(files)) as pool:
-                sizes = pool.map(lambda name: tensor_files.write(self.folder / name, files[name]), files)
-                written = dict(zip(files, sizes, strict=True))
+            calls = [partial(tensor_files.write, self.folder / name, content) for name, content in files.items()]
+            written = dict(zip(files, tensor_files.in_threads(calls), strict=True))
         except BaseException as e:
             error = e
         if self.rank == 0:
@@ -500,7 +500,7 @@ def _agree(call: Callable[[], T]) -> list[T]:
 def _said(error: BaseException | None) -> str:
     if error is None:
         return ""
-    return str(error) if isinstance(error, CheckpointError | OSError) else in_one_line(error)
+    return str(error) if isinstance(error, ValueError | OSError) else in_one_line(error)  # those say what is wrong
 
 
 def _joined(texts: Sequence[str]) -> str:

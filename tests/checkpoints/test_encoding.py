@@ -135,7 +135,8 @@ def test_a_value_that_contains_itself_is_refused():
 
 
 @pytest.mark.parametrize("found", [
-    {"!import": "os"}, {"!tensor": 7}, {"!tensor": "x"}, {"!scalar": "zz", "type": "<f4"}, {"!scalar": "00", "type": "|O"},
+    {"!import": "os"}, {"!tensor": 7}, {"!tensor": "x"}, {"!scalar": "zz", "type": "<f4"},
+    {"!scalar": "00", "type": "|O"},
     {"!array": 0, "type": "torch.float32", "shape": [1]}, {"!array": 0, "type": "<f4", "shape": [10**12]},
     {"!tensor": 0, "order": [5, 6]}, {"!dict": [[1]]}, {"!dict": [], "kind": "os.system"}, {"!float": "1"},
 ])  # fmt: skip

@@ -1,0 +1,197 @@
+"""Checkpoints that several ranks write and read together."""
+
+import os
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import largest_file, state_of
+
+from learnerkit import CheckpointError, tensor_files, world
+from learnerkit.checkpoints.storage import Storage, read_checkpoint
+
+pytestmark = pytest.mark.ranks(2, slow=[3, "torchrun"])
+
+LARGE = 40_000  # numbers, which are shared out
+
+
+def large_state(number):
+    weights, state, own, info = state_of(number, LARGE)
+    state["opt"]["more"] = [torch.full((LARGE,), float(number + i)) for i in range(4)]
+    return weights, state, own | {"rank": world.rank()}, info
+
+
+def save(found, number):
+    found.save(f"step{number}", *large_state(number))
+
+
+def is_state(checkpoint, number):
+    weights, state, _, info = large_state(number)
+    read, opt = checkpoint.weights(), checkpoint.state()["opt"]
+    owns = [checkpoint.own(rank) for rank in range(checkpoint.n_ranks)]
+    return (
+        checkpoint.info == info
+        and all(torch.equal(read[name], weights[name]) for name in weights)
+        and all(torch.equal(a, b) for a, b in zip(opt["more"], state["opt"]["more"], strict=True))
+        and torch.equal(opt["state"][0]["exp_avg"], state["opt"]["state"][0]["exp_avg"])
+        and [own["rank"] for own in owns] == list(range(len(owns)))
+        and checkpoint.own(len(owns)) is None
+    )
+
+
+def names(path):
+    world.barrier()
+    found = sorted(os.listdir(path))
+    world.barrier()
+    return found
+
+
+def raises_alike(call, *says):
+    """The call raises the same text on all ranks, with these in it."""
+    with pytest.raises(CheckpointError) as caught:
+        call()
+    text = str(caught.value)
+    assert world.same_everywhere(text), text
+    assert all(each in text for each in says), text
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_ranks_share_the_work_and_any_number_reads_it(background):
+    found = Storage(Path("run"), keep=2, background=background)
+    found.check_writable()
+    assert names("run") == []
+    for number in (1, 2, 3):
+        save(found, number)
+    checkpoint = found.newest()
+    assert is_state(checkpoint, 3)
+    assert names("run") == ["latest", "step2", "step3"]
+    n = world.world_size()
+    assert checkpoint.n_ranks == n
+    files = {path.name: path.stat().st_size for path in checkpoint.path.iterdir()}
+    assert len(files) == 3 + 2 * n
+    sizes = [files[f"rank{rank}.safetensors"] + (files["model.safetensors"] if rank == 0 else 0) for rank in range(n)]
+    assert max(sizes) < (3.0 if n == 2 else 2.0) * 4 * LARGE + 12_000  # of six tensors, each somebody's
+    shares = world.all_gather(checkpoint.share(world.rank(), n))
+    assert sorted(name for share in shares for name in share) == sorted(files.keys() - {"manifest.json"})
+    assert is_state(read_checkpoint(checkpoint.path), 3)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_r29_an_error_on_one_rank_is_raised_on_all(background):
+    found = Storage(Path("run"), background=background)
+    save(found, 1)
+    found.wait()
+    last = world.world_size() - 1
+
+    def full(rank):
+        with largest_file(1000 if world.rank() == rank else 10**9):
+            save(found, 2)
+            found.wait()
+
+    def odd(rank):
+        weights, state, own, info = large_state(2)
+        found.save("step2", weights, state, own | ({"odd": {1}} if world.rank() == rank else {}), info)
+
+    for rank in (0, last):
+        raises_alike(lambda r=rank: full(r), "cannot be saved", f"rank {rank}: [Errno 27] File too large", "step2")
+        raises_alike(lambda r=rank: odd(r), f"rank {rank}: own.odd is a set")
+        assert names("run") == ["latest", "step1"]
+        assert is_state(found.newest(), 1)
+    for name in ("../x", "a\0"):
+        raises_alike(lambda n=name: found.save(n, *large_state(2)), f"rank 0, {'1' if last == 1 else '1, 2'}: got the")
+    save(found, 3)
+    assert is_state(found.newest(), 3)
+
+
+def test_damage_in_any_ranks_file_is_seen_by_all():
+    found = Storage(Path("run"))
+    for number in (1, 2, 3):
+        save(found, number)
+    for rank in range(world.world_size()):
+        path = Path("run", "step3", f"rank{rank}.safetensors")
+        content = path.read_bytes()
+        world.barrier()
+        if world.is_main():
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        world.barrier()
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            assert is_state(found.newest(), 2)
+        texts = [str(warning.message) for warning in caught]
+        assert [path.name in text for text in texts] == ([True] if world.is_main() else []), texts
+        if world.is_main():
+            path.write_bytes(content)
+        world.barrier()
+        assert is_state(found.newest(), 3)
+    if world.is_main():
+        for number in (1, 2, 3):
+            Path("run", f"step{number}", "state.json").write_text("")
+    world.barrier()
+    with warnings.catch_warnings(action="ignore"):
+        raises_alike(found.newest, "no checkpoint in run is whole")
+
+
+def test_r30_machines_that_see_another_directory_are_told_so():
+    mine = Path("run") if world.is_main() else Path("elsewhere")
+    mine.mkdir(exist_ok=True)
+    says = "rank 1", "is not the directory that rank 0 sees", "all machines share"
+    raises_alike(Storage(mine).check_writable, *says)
+    if world.is_main():
+        Path("file").write_text("")
+    world.barrier()
+    raises_alike(Storage(Path("file", "run")).check_writable, "rank 0: ", "Not a directory")
+    assert names("run") == []
+
+
+def test_states_that_differ_are_rank_0s():
+    weights, state, own, info = large_state(1)
+    state["opt"]["more"] = [torch.full((LARGE,), float(world.rank())) for _ in range(1 + world.rank())]
+    found = Storage(Path("run"))
+    found.save("one", weights, state | {"rank": world.rank()}, own, info)
+    checkpoint = found.newest()
+    assert checkpoint.state()["rank"] == 0
+    assert [float(t[0]) for t in checkpoint.state()["opt"]["more"]] == [0.0]
+    assert checkpoint.own(1)["rank"] == 1
+
+
+def test_training_communicates_while_the_ranks_write(monkeypatch):
+    held, write = threading.Event(), tensor_files.write
+
+    def wait(path, pieces):
+        assert held.wait(60)
+        return write(path, pieces)
+
+    monkeypatch.setattr(tensor_files, "write", wait)
+    found = Storage(Path("run"), background=True)
+    save(found, 1)
+    for i in range(50):
+        assert world.reduce(i) == i * world.world_size()
+    assert not any(world.all_gather(found._writing.done()))
+    if world.rank() == 0:
+        held.set()  # it writes its part, and waits for the others'
+    for i in range(50):
+        assert world.reduce(i) == i * world.world_size()
+    assert not any(world.all_gather(found._writing.done()))
+    assert names("run") != ["latest", "step1"]
+    held.set()
+    found.wait()
+    assert is_state(found.newest(), 1)
+
+
+def test_a_rank_that_does_not_come_is_an_error_in_time(monkeypatch):
+    monkeypatch.setattr("learnerkit.checkpoints.storage._PATIENCE", 0.2)
+    write = tensor_files.write
+
+    def late(path, pieces):
+        time.sleep(1.0 if world.rank() == 1 else 0)
+        return write(path, pieces)
+
+    monkeypatch.setattr(tensor_files, "write", late)
+    found = Storage(Path("run"))
+    with pytest.raises((CheckpointError, world.PeerError), match="rank 0 waited 0 s for word on checkpoint"):
+        save(found, 1)
+    monkeypatch.undo()
+    save(found, 2)
+    assert is_state(found.newest(), 2)
