@@ -49,7 +49,7 @@ class TrainEvalCallback(Callback):
         if learn.n_epoch:
             learn.pct_train = learn.epoch / learn.n_epoch
         position, samplers = learn._position, learn.dl
-        learn.dl = position.begin(learn.dl, learn.epoch, learn.dls)
+        learn.dl = position.begin(learn.dl, learn.epoch, learn.dls, world.world_size() if learn._sharded else 1)
         learn._first_batch = position.first_step
         self._seeded = ExitStack()  # a new one: a copy of this callback may be in the middle of an epoch
         self._seeded.enter_context(seeded_samplers(samplers, position.order.seed(learn.epoch)))

@@ -51,6 +51,7 @@ class Position:
         self._ended: Any = None  # the source's state after an epoch, until the next begins
         self._begun = self._resumed = self._quiet = False
         self._read = 0  # batches that were read before `first_step`
+        self._ranks = 1  # that share the data
         self._per_step = 1  # batches of the user's loader in a step of all ranks
         self._total: int | None = None  # batches of the user's loader in an epoch
         self._batch_size: int | None = None
@@ -72,8 +73,9 @@ class Position:
         return world.mixed_seed(self.order.seed(self.epoch), training)
 
     def of_all_ranks(self, learn: "Learner") -> int:
-        """The samples of all ranks in the batch; roughly, where only the data tell."""
-        return learn.dl.share.total or learn.batch_size * world.world_size()
+        """The samples of all ranks in the batch; where only the data tell, those of a full one."""
+        total = learn.dl.share.total
+        return self._per_step * (self._batch_size or 1) if total is None else total
 
     def end_epoch(self) -> None:
         """Take note that the next epoch follows."""
@@ -106,7 +108,7 @@ class Position:
             "states": states if reading else None,
             "running": has_iterator(self._loader),
             "batch_size": self._batch_size,
-            "ranks": world.world_size() if getattr(self._shared, "sharded", False) else None,
+            "ranks": self._ranks if getattr(self._shared, "sharded", False) else None,
             "source": None if self._source is None or self._shared is not None else self._source.state_dict(),
         }
 
@@ -128,20 +130,21 @@ class Position:
 
     # Reading an epoch
 
-    def begin(self, dl: Any, epoch: int, dls: "DataLoaders") -> Any:
+    def begin(self, dl: Any, epoch: int, dls: "DataLoaders", ranks: int) -> Any:
         """Return what to read as the training loader in this epoch.
 
         Args:
             dl: the user's loader, or a copy of it.
             epoch: which one.
             dls: keep copies of loaders.
+            ranks: how many share the data.
 
         Raises:
             ValueError: a state of other data.
         """
         state, self._loaded = self._loaded, None
         self._clear()
-        self._begun, self.epoch = True, epoch
+        self._begun, self.epoch, self._ranks = True, epoch, ranks
         drawn = isinstance(dl, DataLoader) and not isinstance(dl.dataset, IterableDataset)  # by an index stream
         self._total, self._batch_size = loader_len(dl) if drawn else None, getattr(dl, "batch_size", None)
         self._generators = generators_of(dl)  # before samplers are lent some
@@ -150,7 +153,7 @@ class Position:
             self._resume(dl, state)
         else:
             state = None
-        if world.world_size() > 1:  # `share` does the rest
+        if ranks > 1:  # `share` does the rest
             return dl
         if not drawn:
             return self._go_on(dl, state)
@@ -169,10 +172,10 @@ class Position:
         self.steps = self.first_step = max(self._read, self.over)
         self._resumed = bool(self._read or self.over)
         self._quiet = self._resumed or state["running"]  # else the loader draws as it did before
-        if state["ranks"] not in (None, world.world_size()):
+        if state["ranks"] not in (None, self._ranks):
             raise ValueError(
                 f"the dataset gave each of {state['ranks']} ranks a part of its own (sharded=True), so the place in it "
-                f"cannot be found again on {world.world_size()}; go on with as many ranks"
+                f"cannot be found again on {self._ranks}; go on with as many ranks"
             )
         if len(state["generators"]) != len(self._generators):
             raise ValueError(
@@ -292,25 +295,30 @@ def reading(learn: "Learner") -> Iterator[None]:
     loader: Any = learn.dl
     while not isinstance(loader, DataLoader) and (inner := getattr(loader, "loader", None)) is not None:
         loader = inner
+    rank = world.rank() if learn._sharded else 0
     if position is None:
-        with _seeded(loader, None, 0, training=False, quiet=False):
+        with _seeded(loader, rank, None, 0, training=False, quiet=False):
             yield
         return
-    training = learn.training
-    with _seeded(loader, position.seed(training), learn._first_batch, training, training and position._quiet):
+    training, seed = learn.training, position.seed(learn.training)
+    with _seeded(loader, rank, seed, learn._first_batch, training, training and position._quiet):
         if training:
             position._note_start(loader)
         yield
 
 
 @contextmanager
-def _seeded(loader: Any, seed: int | None, first: int, training: bool, quiet: bool) -> Iterator[None]:
-    """Seed what a loader fetches in here.
+def _seeded(
+    loader: Any, rank: int, seed: int | None, first: int, training: bool, quiet: bool
+) -> Iterator[None]:
+    """Seed what a loader fetches in here; only in copies of the user's loader that `DataLoaders.twin` has made.
 
     Args:
-        loader: any; of a copy made by this package.
+        loader: any.
+        rank: whose loader it is.
         seed: of this reading; by default the one that torch's loader draws for its workers.
         first: the number of the first batch.
+        training: whether it is read for training.
         quiet: whether no generator shall move when the loader starts.
     """
     numbered: Any = next(iter(samplers_of(loader)), None)
@@ -322,8 +330,8 @@ def _seeded(loader: Any, seed: int | None, first: int, training: bool, quiet: bo
     if numbered.per_sample or starts_workers(loader):
         # In training as torch's loader does; evaluation begins alike, whether its workers run already or not.
         drawn = None if quiet or (training and has_iterator(loader)) else draw_seed(generator)
-        rank = 0 if numbered.per_sample else world.rank()
-        numbered.seed = world.mixed_seed(drawn if seed is None else seed, rank)
+        seed = drawn if seed is None else seed
+        numbered.seed = world.mixed_seed(seed, 0 if numbered.per_sample else rank)
         loader.generator = torch.Generator().manual_seed(numbered.seed)
     elif quiet:
         loader.generator = torch.Generator()

@@ -94,11 +94,15 @@ WORKERS = {
 }
 
 
+def rows(batch):
+    return len(batch[0])
+
+
 def make_dls(sampler, workers, valid=True):
     data = Noisy()
     train = DataLoader(data, **SAMPLERS[sampler](data), **WORKERS[workers])
     other = DataLoader(Noisy(5), 2, shuffle=True, **WORKERS[workers]) if valid else None
-    return DataLoaders(train, other, device="cpu", batch_size=len if sampler == "batches of the dataset" else None)
+    return DataLoaders(train, other, device="cpu", batch_size=rows if sampler == "batches of the dataset" else None)
 
 
 def through_a_file(state):
@@ -146,14 +150,16 @@ class Resume(Callback):
 
     order = 1999
 
-    def __init__(self, state):
+    def __init__(self, state, own=None):
         super().__init__()
         self.state, self.seeds, self.counters = deepcopy(state)
+        self.own = own
         self.waits = self.state["batches"] > 0 or self.state["over"]
 
     def before_fit(self):
         learn = self.learn
         learn._position.load_state_dict(self.state)
+        learn._position.load_own_state_dict(self.own)
         learn._start_epoch = self.state["epoch"]
         self._restore()
 
