@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _ENDS = "ends"  # the directory of the states at the end of each fit
 _FITS = 10  # so many of them are kept
+_AGAIN = 1.0  # seconds: a scheduler may send a signal to the launcher, which passes it on, and to the ranks
 
 TRAIN, TRAINED, EPOCH, FIT = "train", "trained", "epoch", "fit"
 """Where in a fit a checkpoint was taken: after a step, after an epoch's training, after an epoch, at the end."""
@@ -55,8 +56,8 @@ class CheckpointCallback(StepCounter):
     they were then, and so does `lr_find`; the fit that was interrupted goes on where it was saved last. After a
     restart by the launcher (`--max-restarts`) this happens by itself.
 
-    SIGTERM saves after the present step, on all ranks, and ends the process with exit code 143; a second one ends it at
-    once. SIGUSR1 saves and goes on. On several ranks Ctrl-C, and Stop in a notebook, save before they interrupt.
+    SIGTERM saves after the present step, on all ranks, and ends the process with exit code 143; another one, a second
+    later, ends it at once. SIGUSR1 saves and goes on. On several ranks Ctrl-C, and Stop in a notebook, save before they interrupt.
 
     Args:
         path: a directory for this run alone, which all machines share.
@@ -213,6 +214,8 @@ class CheckpointCallback(StepCounter):
             self._restorer = None
             learn.say(f"fit {info['fit']} was done before: its end is loaded from {found.path}")
             return False
+        if info["place"] != EPOCH and learn._position is None:
+            warn(f"without TrainEvalCallback the place in the data is not known: epoch {info['epoch']} is read anew")
         restorer.put_position(learn)
         learn._start_epoch = info["epoch"] + (info["place"] == EPOCH)
         if info["place"] == EPOCH:
@@ -432,9 +435,12 @@ class CheckpointCallback(StepCounter):
 
 def _note(request: Request, asked: int, signum: int, frame: object) -> None:
     """The handler of a signal, which only notes it; a second SIGTERM ends the process."""
-    if asked == END and request.mine == END:
+    now = time.monotonic()
+    if asked == END and request.mine == END and now > request.since + _AGAIN:
         signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
+    if asked > request.mine:
+        request.since = now
     request.ask(asked)
 
 

@@ -136,6 +136,8 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
     log_errors(ranks)
     if reason is None:  # or a rank alone got a signal, and told the others
         reason = next(filter(None, map(stopped_by, ranks)), None)
+        if reason is not None:
+            say(f"a rank got {signal_name(reason)}, and all have stopped")
     if reason is None:
         done = Outcome("done", topology.node, 0)
         reason = wait_interruptibly(lambda: attempt.agree_on_end(done), signals)

@@ -46,12 +46,14 @@ class Request:
     Attributes:
         mine: of this rank: 0, `SAVE`, `INTERRUPT` or `END`.
         agreed: what all ranks know of, at the same place of the loop.
+        since: when this rank was asked for `mine`, on the monotonic clock.
         heard: somebody acts on it, so Ctrl-C can wait.
         ends_validation: a validation is left by `CancelFitException` rather than read to its end.
     """
 
     def __init__(self) -> None:
         self.mine = self.agreed = 0
+        self.since = 0.0
         self.heard = self.ends_validation = False
 
     def ask(self, what: int) -> None:

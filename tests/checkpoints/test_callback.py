@@ -4,7 +4,6 @@ import signal
 import threading
 import warnings
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +14,9 @@ from learnerkit import (
     Callback,
     CheckpointCallback,
     CheckpointError,
-    EarlyStoppingCallback,
     GradientClip,
-    SchedLin,
     ParamScheduler,
+    SchedLin,
     TerminateOnNaNCallback,
 )
 
@@ -158,6 +156,7 @@ def test_r17_usr1_saves_and_training_goes_on(tmp_path, whole):
 
 def test_a_second_term_ends_the_process_at_once(tmp_path, monkeypatch):
     sent = []
+    monkeypatch.setattr("learnerkit.checkpoints.callback._AGAIN", 0)
     monkeypatch.setattr("learnerkit.checkpoints.callback.os.kill", lambda pid, signum: sent.append(signum))
     learn = make("plain", tmp_path, Callback(after_pred=lambda cb: signal.raise_signal(signal.SIGTERM)), every=1000)
     learn.add_cb(Callback(before_step=lambda cb: signal.raise_signal(signal.SIGTERM)))
