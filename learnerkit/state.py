@@ -33,7 +33,7 @@ class RunState:
     """Training batches since the fit began."""
     pct_train: float = 0.0
     """The share of the fit's training that is done, from 0 to 1."""
-    _start_epoch: int = 0  # the first epoch of the fit
+    _start_epoch: int = 0  # the first epoch of the fit, or of its part in this process
 
     # The batch
 

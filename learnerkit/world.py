@@ -766,17 +766,30 @@ def device_streams_kept(device: torch.device) -> Iterator[None]:
 
     All of them, because DataParallel uses several. The states are on the host, so that nothing waits for a device.
     """
-    if device.type == "cpu":
-        yield
-        return
-    module = torch.get_device_module(device)
-    places = [()] if device.type == "mps" else [(i,) for i in range(module.device_count())]  # MPS is one device
-    states = [module.get_rng_state(*place) for place in places]
+    states = device_states(device)
     try:
         yield
     finally:
-        for state, place in zip(states, places, strict=True):
-            module.set_rng_state(state, *place)
+        set_device_states(device, states)
+
+
+def device_states(device: torch.device) -> list[Tensor]:
+    """The states of the random generators of all devices of this one's type, on the host; of the host itself none."""
+    if device.type == "cpu":
+        return []
+    module = torch.get_device_module(device)
+    return [module.get_rng_state(*place) for place in _places(device)]
+
+
+def set_device_states(device: torch.device, states: Sequence[Tensor]) -> None:
+    """Put `device_states` back, on as many devices as there are."""
+    for state, place in zip(states, _places(device) if states else (), strict=False):
+        torch.get_device_module(device).set_rng_state(state, *place)
+
+
+def _places(device: torch.device) -> list[tuple]:
+    """The arguments by which torch finds each device of a type; MPS is one device."""
+    return [()] if device.type == "mps" else [(i,) for i in range(torch.get_device_module(device).device_count())]
 
 
 def set_seed_states(states: tuple) -> None:

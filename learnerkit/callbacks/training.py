@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import ExitStack
+from typing import Any
 
 from torch import nn
 
@@ -122,6 +123,14 @@ class StepCounter(Callback):
         # A loader without length ended within an accumulated step, and GradientAccumulation has taken that step.
         self._steps += self._step_open
 
+    def state_dict(self) -> dict[str, Any]:
+        """The steps so far."""
+        return {"steps": self._steps, "open": self._step_open}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting."""
+        self._steps, self._step_open = state["steps"], state["open"]
+
 
 class StepBudget(StepCounter):
     """Ends training after a number of optimizer steps; the epoch's validation still follows."""
@@ -145,6 +154,11 @@ class StepBudget(StepCounter):
 
     def after_train(self) -> None:
         super().after_train()
+        self._advance()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting; the budget may be larger than it was."""
+        super().load_state_dict(state)
         self._advance()
 
     def _advance(self) -> None:

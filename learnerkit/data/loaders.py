@@ -184,7 +184,9 @@ class DataLoaders:
             name = "sampler" if dl.batch_sampler is None else "batch_sampler"
             replaced: dict[str, Any] = {name: Draws(getattr(dl, name), counts)}
             if per_sample:
-                replaced |= {"dataset": PerSample(dl.dataset), "worker_init_fn": InitWorker(dl.worker_init_fn)}
+                replaced["dataset"] = PerSample(dl.dataset)
+            if per_sample or starts_workers(dl):
+                replaced["worker_init_fn"] = InitWorker(dl.worker_init_fn, per_sample)
             self._twins[key] = dl, with_batches(dl, **replaced)
         return self._twins[key][1]
 

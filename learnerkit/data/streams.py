@@ -1,5 +1,6 @@
 """What a loader draws: its index batches, from a place on, and the random streams of those who draw and fetch them."""
 
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -109,15 +110,35 @@ class PerSample(Dataset):
 
 
 class InitWorker:
-    """Shows a worker the user's dataset rather than the `PerSample`, and calls the user's `worker_init_fn`."""
+    """Begins a loader's worker, and calls the user's `worker_init_fn`.
 
-    def __init__(self, worker_init_fn: Callable[[int], object] | None) -> None:
-        self.worker_init_fn = worker_init_fn
+    A worker leaves signals to the process that reads, if that one handles them: it needs its workers in order to save.
+
+    Args:
+        worker_init_fn: the user's.
+        per_sample: show the worker the user's dataset rather than the `PerSample`.
+    """
+
+    def __init__(self, worker_init_fn: Callable[[int], object] | None, per_sample: bool) -> None:
+        self.worker_init_fn, self.per_sample = worker_init_fn, per_sample
+        self.leaves: bool | None = None  # signals to the process that reads; `None`: ask in a fork of it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"leaves": _handles_term()}  # a worker that is spawned is a fresh interpreter
 
     def __call__(self, worker: int) -> None:
-        set_worker_dataset(cast(Any, get_worker_info()).dataset.dataset)
+        if _handles_term() if self.leaves is None else self.leaves:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            # The second one may be torch's or Python's, at the end of the process that reads.
+            signal.signal(signal.SIGTERM, lambda signum, frame: signal.signal(signum, signal.SIG_DFL))
+        if self.per_sample:
+            set_worker_dataset(cast(Any, get_worker_info()).dataset.dataset)
         if self.worker_init_fn is not None:
             self.worker_init_fn(worker)
+
+
+def _handles_term() -> bool:
+    return callable(signal.getsignal(signal.SIGTERM))
 
 
 class Lot(NamedTuple):

@@ -4,11 +4,10 @@ import warnings
 
 import pytest
 import torch
-from data.test_position import N, Log, Resume, SAMPLERS, make_dls
+from data.test_position import Log, Resume, make_dls
 from torch import nn
 
 from learnerkit import Learner, set_seed, world
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 pytestmark = pytest.mark.ranks(2, slow=[3])
 
