@@ -35,6 +35,13 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["learnerkit", "learnerkit.*"]),
     package_data={"learnerkit": ["assets/*", "py.typed"]},
-    install_requires=["torch>=2.10", "torchvision", "fastcore>=1.7", "tqdm>=4.66", "cloudpickle>=3", "safetensors>=0.5"],
+    install_requires=[
+        "torch>=2.10",
+        "torchvision",
+        "fastcore>=1.7",
+        "tqdm>=4.66",
+        "cloudpickle>=3",
+        "safetensors>=0.5",
+    ],
     extras_require={"examples": EXAMPLES, "dev": DEV},
 )

@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.callbacks.tracking import ValidateEvery as ValidateEvery
     from learnerkit.callbacks.training import BnFreeze as BnFreeze
     from learnerkit.callbacks.training import TrainEvalCallback as TrainEvalCallback
+    from learnerkit.checkpoints.callback import CheckpointCallback as CheckpointCallback
     from learnerkit.data import DataLoaders as DataLoaders
     from learnerkit.events import CancelBackwardException as CancelBackwardException
     from learnerkit.events import CancelBatchException as CancelBatchException
@@ -91,6 +92,7 @@ _HOMES = {
         "TrackerCallback", "ValidateEvery",
     ],
     "callbacks.training": ["BnFreeze", "TrainEvalCallback"],
+    "checkpoints.callback": ["CheckpointCallback"],
     "data": ["DataLoaders"],
     "events": [
         "CancelBackwardException", "CancelBatchException", "CancelEpochException", "CancelFitException",

@@ -104,6 +104,24 @@ class Callback:
     def _owns(self, name: str) -> bool:
         return name in self.__dict__ or hasattr(type(self), name)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the callback must remember if the fit is interrupted, for `CheckpointCallback`; by default nothing.
+
+        It is asked for after a training step, after an epoch's training, and after an epoch. Values are numbers,
+        strings, tensors, arrays, and lists, tuples and dicts of these; copies of what changes in validation. On several
+        ranks it is rank 0's that is kept; what each rank has of its own goes under the key 'own'.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned. It is called after the hooks that the resumed fit runs again.
+
+        These are `before_fit`, and in mid-epoch `before_epoch` and `before_train`, after each of which it is called.
+
+        Args:
+            state: with another number of ranks than then it has, instead of 'own', a list of those of all: 'ranks'.
+        """
+
     def __repr__(self) -> str:
         return type(self).__name__
 

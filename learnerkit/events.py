@@ -99,6 +99,10 @@ class CancelException(Exception):
         self.agreed = agreed
 
 
+class FitDone(CancelException):
+    """Ends a fit that an earlier process has done: at the end of `before_fit`, and without `after_fit`."""
+
+
 class CancelBatchException(CancelException):
     """Skip the rest of this batch: `after_cancel_batch`, `after_batch`. Gradients made so far are kept."""
 

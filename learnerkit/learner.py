@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from inspect import signature
 from itertools import count, takewhile
 from pathlib import Path
@@ -21,10 +21,12 @@ from learnerkit.callbacks.progress import ProgressCallback, print_above
 from learnerkit.callbacks.recorder import EvaluationCallback, Recorder, TableLogger
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, combine_scheds, combined_cos
 from learnerkit.callbacks.training import StepBudget, TrainEvalCallback
+from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.checkpoints.storage import read_checkpoint
 from learnerkit.data.batches import get_field, loader_len
 from learnerkit.data.loaders import DataLoaders, Unpacker
 from learnerkit.data.order import in_order, keep_seeds
+from learnerkit.data.position import reading
 from learnerkit.events import (
     CancelBackwardException,
     CancelBatchException,
@@ -34,6 +36,7 @@ from learnerkit.events import (
     CancelTrainException,
     CancelValidException,
     Event,
+    FitDone,
 )
 from learnerkit.files import CheckpointError, File, Saved, fitted, plain_name, save_whole
 from learnerkit.losses import LossWeight, loss_name, no_loss, take_loss
@@ -140,6 +143,7 @@ class Learner(RunState):
         self._parting: list[Callback] = []
         self._scaler_state: dict[str, Any] = {}  # of the gradient scaler (MixedPrecision), between fits
         self._told_outside = False
+        self._fits, self._lr_finds = 0, list[dict[str, float]]()  # those that have ended: how many; the suggestions
         self._agreement: parallel.Agreement | None = None
         self._workers: Workers | None = None
         self._bare_model: Any = None  # the model of a run as it was before callbacks could wrap it
@@ -168,7 +172,7 @@ class Learner(RunState):
         if self.n_steps is None:
             epochs: Iterable[int] = range(self._start_epoch, self.n_epoch or 0)
         else:
-            epochs = takewhile(lambda _: self.pct_train < 1, count())
+            epochs = takewhile(lambda _: self.pct_train < 1, count(self._start_epoch))
         for self.epoch in epochs:
             self._level("epoch", self._one_epoch, CancelEpochException)
 
@@ -179,7 +183,7 @@ class Learner(RunState):
 
     def _read(self, dl: Iterable, training: bool) -> None:
         "Train on a loader, or validate on it."
-        self.dl, self.training = dl, training
+        self.dl, self.training, self._first_batch = self.dls.twin(dl, training), training, 0
         self._dispatch.phase(training)
         if training:
             self._level("train", self._all_batches, CancelTrainException)
@@ -188,11 +192,11 @@ class Learner(RunState):
                 self._level("validate", self._all_batches, CancelValidException)
 
     def _all_batches(self) -> None:
-        self.n_iter, self.iter = loader_len(self.dl), -1
+        self.n_iter, self.iter = loader_len(self.dl), self._first_batch - 1
         agreement = self._agreement
         self._unpack = Unpacker(self.dls, self.dl, self._device, self.loss_func is None, agreement is not None)
-        with arguments.last_batch_checked(self), optim.no_gradients_left(self):
-            for self.iter, self.batch in enumerate(self._unpack.dl):
+        with arguments.last_batch_checked(self), optim.no_gradients_left(self), reading(self):
+            for self.iter, self.batch in enumerate(self._unpack.dl, self._first_batch):
                 self._batch_index = self.iter
                 self._one_batch() if agreement is None else agreement.run_batch(self._one_batch)
         if agreement is not None:
@@ -322,7 +326,9 @@ class Learner(RunState):
         with self._running("fit", [*budget, *listify(cbs)]):
             self._prepare_opt(lr, wd, reset_opt)
             self.n_epoch, self.n_steps, self._start_epoch = n_epoch, n_steps, start_epoch
-            self._level("fit", self._fit, CancelFitException)
+            with suppress(FitDone):
+                self._level("fit", self._fit, CancelFitException)
+        self._fits += 1
 
     def fit_one_cycle(
         self,
@@ -524,11 +530,25 @@ class Learner(RunState):
         finder = LRFinder(start_lr, end_lr, num_it, stop_div, listify(suggest_funcs))
         arguments.check_fit(self, n_epoch=None, n_steps=num_it, who="lr_find")
         parallel.warn_outside_context(self)
+        if (recorded := self._recorded_lr_find(finder)) is not None:
+            return recorded
         with self._running("lr_find", finder), unchanged(self):
             self._prepare_opt()
             self.n_epoch, self.n_steps, self._start_epoch = None, num_it, 0
             self._level("fit", self._fit, CancelFitException)
-        return finder.suggest(show_plot)
+        suggested: Any = finder.suggest(show_plot)
+        self._lr_finds.append(suggested._asdict())
+        return suggested
+
+    def _recorded_lr_find(self, finder: LRFinder) -> Any:
+        "What this call has returned in an earlier process, whose run a CheckpointCallback goes on with."
+        for cb in self.cbs:
+            if isinstance(cb, CheckpointCallback) and cb.run:
+                rates = cb.recorded_lr_find(len(self._lr_finds))
+                if rates is not None and (found := finder.recorded(rates)) is not None:
+                    self._lr_finds.append(rates)
+                    return found
+        return None
 
     @on_workers
     def validate(self, ds_idx: int = 1, dl: Iterable | None = None, cbs: Callbacks = None) -> list[float]:

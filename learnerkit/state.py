@@ -6,6 +6,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from learnerkit.callback import Dispatch
+    from learnerkit.data.position import Position
 
 
 class RunState:
@@ -32,7 +33,7 @@ class RunState:
     """Training batches since the fit began."""
     pct_train: float = 0.0
     """The share of the fit's training that is done, from 0 to 1."""
-    _start_epoch: int = 0  # the first epoch of the fit
+    _start_epoch: int = 0  # the first epoch of the fit, or of its part in this process
 
     # The batch
 
@@ -64,6 +65,8 @@ class RunState:
     _dispatch: "Dispatch" = None  # type: ignore[assignment]  # who is called at which event; None: nothing runs
     _in_fit: bool = False  # whether a fit is going on, whose random streams evaluation leaves alone
     _unpack: Any = None  # the `Unpacker` of the loader that is read
+    _position: "Position" = None  # type: ignore[assignment]  # the place in the training data of a fit
+    _first_batch: int = 0  # where reading begins: not at 0 if a run goes on in mid-epoch
     _batch_index: int = 0  # the place of the batch among those of all ranks
     _loss_count: float | Tensor = 0  # what the batch's loss averages over: a number of samples, tokens, or the like
     _gradient: Any = None  # what weighs the batches of a step (GradientAccumulation, RankStep); None: a step is a batch

@@ -175,9 +175,19 @@ def loader_attributes(loader: DataLoader) -> dict[str, Any]:
     return vars(loader) | {"_iterator": None}
 
 
+def has_iterator(loader: Any) -> bool:
+    """Tell whether a DataLoader has persistent workers that run: it draws no seed for them again."""
+    return getattr(loader, "_iterator", None) is not None
+
+
 def workers_of(iterator: Any) -> Sequence[Any]:
     """Return the worker processes of a DataLoader's iterator."""
     return iterator._workers if isinstance(iterator, _MultiProcessingDataLoaderIter) else ()
+
+
+def set_worker_dataset(dataset: Any) -> None:
+    """Let `torch.utils.data.get_worker_info()` return this dataset in the loader's worker that calls it."""
+    object.__setattr__(loader_worker._worker_info, "dataset", dataset)  # it is frozen
 
 
 @contextmanager

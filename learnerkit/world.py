@@ -704,7 +704,9 @@ def set_seed(seed: int, reproducible: bool = False) -> None:
 
     Args:
         seed: the same number on every rank.
-        reproducible: also ask torch for deterministic algorithms, which can be slower.
+        reproducible: also ask torch for deterministic algorithms, which can be slower; and what datasets draw for a
+            sample, such as its augmentation, then depends on the seed, the epoch and the sample alone, not on loader
+            workers and ranks. Iterable datasets do not tell their samples apart.
     """
     torch.manual_seed(seed)
     _seed_others(seed)
@@ -735,6 +737,11 @@ def stream_seed(seed: int, number: int) -> int:
     return (seed + 0x9E3779B97F4A7C15 * number) % 2**63
 
 
+def mixed_seed(*parts: Any) -> int:
+    """One seed of several numbers, such as those of an epoch, a batch and a rank."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
+
+
 def seed_host(seed: int) -> None:
     """Seed the host's generators alone: torch's CPU one, python's and numpy's."""
     torch.default_generator.manual_seed(seed)
@@ -759,17 +766,30 @@ def device_streams_kept(device: torch.device) -> Iterator[None]:
 
     All of them, because DataParallel uses several. The states are on the host, so that nothing waits for a device.
     """
-    if device.type == "cpu":
-        yield
-        return
-    module = torch.get_device_module(device)
-    places = [()] if device.type == "mps" else [(i,) for i in range(module.device_count())]  # MPS is one device
-    states = [module.get_rng_state(*place) for place in places]
+    states = device_states(device)
     try:
         yield
     finally:
-        for state, place in zip(states, places, strict=True):
-            module.set_rng_state(state, *place)
+        set_device_states(device, states)
+
+
+def device_states(device: torch.device) -> list[Tensor]:
+    """The states of the random generators of all devices of this one's type, on the host; of the host itself none."""
+    if device.type == "cpu":
+        return []
+    module = torch.get_device_module(device)
+    return [module.get_rng_state(*place) for place in _places(device)]
+
+
+def set_device_states(device: torch.device, states: Sequence[Tensor]) -> None:
+    """Put `device_states` back, on as many devices as there are."""
+    for state, place in zip(states, _places(device) if states else (), strict=False):
+        torch.get_device_module(device).set_rng_state(state, *place)
+
+
+def _places(device: torch.device) -> list[tuple]:
+    """The arguments by which torch finds each device of a type; MPS is one device."""
+    return [()] if device.type == "mps" else [(i,) for i in range(torch.get_device_module(device).device_count())]
 
 
 def set_seed_states(states: tuple) -> None:

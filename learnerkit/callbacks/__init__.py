@@ -23,4 +23,5 @@ they were added. The orders of all callbacks of the package, with those of `para
      100  LRFinder, StepBudget: end training after the others have seen the last step
      101  ValidateEvery: not called at the last step of a budget, after which the epoch's validation follows
     1000  StepCheck, _Notes: look at what all others have done
+   10000  CheckpointCallback: saves what all others have come to, and loads it after they have begun
 """

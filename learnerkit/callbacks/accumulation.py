@@ -1,6 +1,6 @@
 """Optimizer steps of several batches."""
 
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ class GradientAccumulation(Callback):
                 arguments.check_count(name, value)
         self.n_batches, self.n_samples = n_batches, n_samples
         self._mean: GradientMean | None = None  # on one process; with several ranks RankStep has one
+        self._batches = self._samples = self._steps = 0
 
     def before_train(self) -> None:
         learn = self.learn
@@ -121,6 +122,14 @@ class GradientAccumulation(Callback):
         if self._mean is not None:
             self.learn._step_due = True  # a loader without length has ended: the batch before was the last
             self._step_if_due(self._mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps of the epoch so far: a checkpoint is taken between two steps, never inside one."""
+        return {"steps": self._steps, "step_batches": self.learn._step_batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting; `before_train` begins with none."""
+        self._steps, self.learn._step_batches = state["steps"], state["step_batches"]
 
     def _step_if_due(self, mean: GradientMean) -> None:
         "Take the step if the step's last batch has not taken it."

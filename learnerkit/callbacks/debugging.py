@@ -15,25 +15,25 @@ class LoaderView:
     """A wrapper around a loader; attributes that it does not have itself are the loader's."""
 
     def __init__(self, dl: Any) -> None:
-        self.dl = dl
+        self.loader = dl
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.dl, name)
+        return getattr(self.loader, name)
 
 
 class ShortLoader(LoaderView):
-    """The first `n` batches of a loader."""
+    """The first `n` batches of a loader, which begins at the batch `first`."""
 
-    def __init__(self, dl: Any, n: int) -> None:
+    def __init__(self, dl: Any, n: int, first: int = 0) -> None:
         super().__init__(dl)
-        self.n = n
+        self.n, self.first = n, first
 
     def __len__(self) -> int:
-        return min(self.n, len(self.dl))
+        return min(self.n, len(self.loader))
 
     def __iter__(self) -> Iterator:
         # islice releases the loader's iterator after the last batch, which ends its workers.
-        return islice(self.dl, self.n)
+        return islice(self.loader, max(0, self.n - self.first))
 
 
 class RepeatingLoader(LoaderView):
@@ -55,14 +55,14 @@ class RepeatingLoader(LoaderView):
         self.n, self.device, self.kept = n, device, kept
 
     def __len__(self) -> int:
-        return len(self.dl)
+        return len(self.loader)
 
     def __iter__(self) -> Iterator:
-        length, step = loader_len(self.dl), -1
+        length, step = loader_len(self.loader), -1
         if length is None or not self.kept:
-            for step, batch in enumerate(islice(self.dl, None if length is None else self.n)):
+            for step, batch in enumerate(islice(self.loader, None if length is None else self.n)):
                 if len(self.kept) < self.n:
-                    facts = {name: getattr(self.dl, name, None) for name in ("share", "sample")}
+                    facts = {name: getattr(self.loader, name, None) for name in ("share", "sample")}
                     self.kept.append(to_device((batch, facts), self.device))
                 yield self._repeat(step)
         for step in range(step + 1, length or 0):
@@ -117,7 +117,7 @@ class ShortEpochCallback(_LoaderSwap):
         self.pct, self.n, self.short_valid = pct, n, short_valid
 
     def before_train(self) -> None:
-        self._swap(ShortLoader(self.learn.dl, self._batches()))
+        self._swap(ShortLoader(self.learn.dl, self._batches(), self.learn._first_batch))
 
     def before_validate(self) -> None:
         if self.short_valid:

@@ -103,6 +103,10 @@ class LRFinder(StepBudget):
         if self.stop_div and self._diverged:
             raise CancelFitException(agreed=True)
 
+    def recorded(self, rates: dict[str, float]) -> Any:
+        """Rates that were suggested before, as `suggest` returns them; `None` if other functions suggested them."""
+        return self._result(**rates) if rates.keys() == {*self._result._fields} else None
+
     def suggest(self, show_plot: bool) -> tuple:
         """Return the rate that each function suggests, as a named tuple; rank 0 plots them.
 

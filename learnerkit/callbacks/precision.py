@@ -158,6 +158,16 @@ class MixedPrecision(Callback):
             self.learn._scaler_state = self.scaler.state_dict()  # plain numbers: a host-device sync
         self.scaler = self._gate = None
 
+    def state_dict(self) -> dict[str, Any]:
+        """The scale. A host-device sync."""
+        return {"skipped": self.skipped, "scaler": self.scaler.state_dict() if self.scaler is not None else {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the scale."""
+        self.skipped = state["skipped"]
+        if self.scaler is not None and state["scaler"] and self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+
     def take_scale(self) -> None:
         """Continue with the scale of the learner's last fit, or of the file it has loaded."""
         last, scaler = self.learn._scaler_state, self.scaler

@@ -3,8 +3,9 @@
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -58,10 +59,33 @@ class LossMeter:
             totals, counts = world.reduce(steps).tolist()
         return totals, counts
 
+    def state_dict(self) -> dict[str, Any]:
+        """The losses and counts of this rank. A host-device sync."""
+        return {"losses": list(self.losses.all()), "counts": list(self.counts.all()), "steps": self.steps}
+
+    @classmethod
+    def of_ranks(cls, ranks: list[dict[str, Any]], sums: bool) -> "LossMeter":
+        """A meter with what one rank had, or with the sums of what several had."""
+        meter = cls()
+        meter.steps = max((rank["steps"] for rank in ranks), default=0)
+        pairs = zip(ranks[0]["losses"], ranks[0]["counts"], strict=True) if len(ranks) == 1 else _summed(ranks, sums)
+        for loss, count in pairs:
+            meter.losses.append(loss)
+            meter.counts.append(count)
+        return meter
+
     def mean(self, sums: bool, sharded: bool) -> float:
         """The mean over everything counted, on all ranks if `sharded`."""
         totals, counts = self.totals(sums, sharded=False)
         return weighted_mean(sum(totals), sum(counts), sharded)
+
+
+def _summed(ranks: list[dict[str, Any]], sums: bool) -> Iterator[tuple[float, float]]:
+    """The loss and the count of each step over several ranks, of which some may have taken fewer steps."""
+    for step in zip_longest(*(zip(rank["losses"], rank["counts"], strict=True) for rank in ranks), fillvalue=(0, 0)):
+        count = sum(n for _, n in step)
+        total = sum(loss if sums else loss * n for loss, n in step if n)  # of nothing the mean may be a NaN
+        yield (total if sums or not count else total / count), count
 
 
 class Evaluation:
@@ -113,6 +137,22 @@ class Evaluation:
             return [float("nan")] * len(self.meters)
         self._begin()  # on a rank without data
         return [meter.result(self.sharded) for meter in self.meters]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has seen. A host-device sync."""
+        meters = [] if self._is_fresh else [meter.state_dict() for meter in self.meters]
+        return self.loss.state_dict() | {"batches": self.batches, "meters": meters}
+
+    def load_state_dict(self, ranks: list[dict[str, Any]], sums: bool) -> None:
+        """Go on with what one rank had seen; of what several had, with the losses alone."""
+        self.loss = LossMeter.of_ranks(ranks, sums)
+        meters = ranks[0]["meters"] if len(ranks) == 1 else []
+        self._is_fresh = True
+        if meters:
+            self._begin()
+            self.batches = ranks[0]["batches"]
+        for meter, state in zip(self.meters, meters, strict=False):
+            meter.load_state_dict(state)
 
 
 class EvaluationCallback(Callback):
@@ -170,6 +210,17 @@ class Smoother:
         for loss in losses:
             self._add(loss)
         self._seen, self._epoch_start = 0, (len(self.values), self._average, self._count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is final: without the current epoch."""
+        length, *average = self._epoch_start
+        return {"values": self.values[:length], "average": average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the current epoch began."""
+        self.values, self._seen = list(state["values"]), 0
+        self._average, self._count = state["average"]
+        self._epoch_start = (len(self.values), self._average, self._count)
 
     def _add(self, loss: float | None) -> None:
         if loss is not None:
@@ -363,6 +414,33 @@ class Recorder(Callback):
                 counts[name] += count
         return {name: total / counts[name] for name, total in totals.items()}
 
+    def state_dict(self) -> dict[str, Any]:
+        """The record of this fit and the earlier ones; what this rank has seen of the epoch is its own."""
+        own = {name: list(values.all()) for name, values in self._logged.items()}
+        return {
+            **{name: list(getattr(self, name)) for name in _LISTS},
+            "smooth": self._smooth.state_dict(),
+            "history": [vars(fit) for fit in self.history],
+            "epoch": (self._in_epoch, self._first_batch, time.perf_counter() - self._start_time),
+            "own": {"train": self._train.state_dict(), "logged": own},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the record. With another number of ranks, rank 0 has what all had seen of the epoch."""
+        for name in _LISTS:
+            setattr(self, name, list(state[name]))
+        self._smooth.load_state_dict(state["smooth"])
+        self.history[:] = [SimpleNamespace(**fit) for fit in state["history"]]
+        self._in_epoch, self._first_batch, seconds = state["epoch"]
+        self._start_time = time.perf_counter() - seconds
+        ranks = [state["own"]] if "own" in state else state["ranks"]
+        if "own" not in state and not world.is_main():
+            ranks = [_nothing_of(rank) for rank in ranks]
+        self._train.load_state_dict([rank["train"] for rank in ranks], self.learn._loss_weighting.sums)
+        self._logged = {}
+        for name, value in ((name, v) for rank in ranks for name, values in rank["logged"].items() for v in values):
+            self._logged.setdefault(name, HostScalars()).append(value)
+
     def plot_loss(
         self, skip_start: int = 5, with_valid: bool = True, all_fits: bool = False, log: bool = False, ax: Any = None
     ) -> Any:
@@ -430,6 +508,15 @@ class Recorder(Callback):
             ax.plot(range(1, len(hps[key]) + 1), hps[key])
             ax.set(xlabel="step", ylabel=key, title=_TITLES.get(key, key))
         return axes[0]
+
+
+_LISTS = ("values", "iters", "lrs", "log", "final_record", "metric_names")
+
+
+def _nothing_of(rank: dict[str, Any]) -> dict[str, Any]:
+    """The steps of a rank, in which it counted nothing."""
+    nothing = [0.0] * len(rank["train"]["losses"])
+    return {"train": rank["train"] | {"losses": nothing, "counts": nothing, "meters": []}, "logged": {}}
 
 
 def pyplot(who: str) -> Any:

@@ -9,6 +9,7 @@ from itertools import accumulate
 from numbers import Real
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchPlateau
 
@@ -213,6 +214,16 @@ class ParamScheduler(Callback):
         for name, value in last.items():
             self.hps[name].append(value)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The values at every batch so far."""
+        return {"hps": {name: list(values) for name, values in self.hps.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with these, in the lists that the recorder has too."""
+        for name, values in state["hps"].items():
+            if name in self.hps:
+                self.hps[name][:] = values
+
     def cleanup_fit(self) -> None:
         for opt, before in zip(self.learn.opts, self._before, strict=False):
             # By position, since a load in the meantime has replaced the groups by other dicts.
@@ -328,10 +339,41 @@ class TorchScheduler(Callback):
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
                 scheduler.step(*values)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The schedulers' states, but for functions and what else they were made of."""
+        return {"schedulers": [plain_part(scheduler.state_dict()) for scheduler in self._schedulers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the schedulers."""
+        for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=False):
+            scheduler.load_state_dict(_completed(saved, scheduler.state_dict()))
+
     def cleanup_fit(self) -> None:
         for undo in self._undo:
             undo()
         self._undo, self._schedulers = [], []
+
+
+def plain_part(state: Any) -> Any:
+    """Return of a scheduler's state what is numbers, strings, tensors, and lists and dicts of these."""
+    if type(state) is dict:
+        return {name: plain_part(value) for name, value in state.items() if _is_plain(value)}
+    return list(map(plain_part, state)) if type(state) is list else state
+
+
+def _completed(saved: Any, own: Any) -> Any:
+    """A state with the parts that `plain_part` has left out, as those of a scheduler which was made alike."""
+    if type(saved) is dict and type(own) is dict:
+        return own | {name: _completed(value, own.get(name)) for name, value in saved.items()}
+    if type(saved) is list and type(own) is list and len(saved) == len(own):
+        return [_completed(*pair) for pair in zip(saved, own, strict=True)]
+    return saved
+
+
+def _is_plain(x: Any) -> bool:
+    if type(x) in (list, tuple):
+        return all(map(_is_plain, x))
+    return x is None or type(x) is dict or isinstance(x, int | float | str | Tensor)
 
 
 def _put_back_attributes(opt: Optimizer, before: set[str]) -> None:

@@ -108,6 +108,15 @@ class TrackerCallback(Callback):
         if self._rows and not self._rows_with_column and world.is_main():
             warn(f"{self!r} did nothing: none of the fit's {self._rows} rows has a column {self.monitor!r}")
 
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, and the rows so far."""
+        return {"best": self.best, "new_best": self.new_best, "rows": (self._rows, self._rows_with_column)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on comparing with the best value."""
+        self.best, self.new_best = state["best"], state["new_best"]
+        self._rows, self._rows_with_column = state["rows"]
+
 
 class SaveModelCallback(TrackerCallback):
     """Saves the best model and loads it at the end of the fit; or saves the model of every epoch, or the last one.
@@ -191,6 +200,16 @@ class SaveModelCallback(TrackerCallback):
             self._load_best(self._best_path)
             self.learn.say(f"loaded the best model ({self.monitor} {self.best:.6g}) from {self._best_path}")
 
+    def state_dict(self) -> dict[str, Any]:
+        """Also whether the best model is in its file."""
+        return super().state_dict() | {"saved": self._best_path is not None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the best model at the end, if there is one; its place is this callback's, not what a file says."""
+        super().load_state_dict(state)
+        file: Any = self.learn._file(self.fname)
+        self._best_path = file if state["saved"] else None
+
     def _load_best(self, path: Path) -> None:
         "Load a file that rank 0 has written; every rank must reach this."
         versions = world.all_gather(_version(path)) if self.learn._sharded else []
@@ -249,6 +268,15 @@ class _PatientCallback(TrackerCallback):
 
     def _out_of_patience(self, why: str) -> None:
         raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Also the rows without a new best."""
+        return super().state_dict() | {"wait": self.wait}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on waiting."""
+        super().load_state_dict(state)
+        self.wait = state["wait"]
 
 
 class EarlyStoppingCallback(_PatientCallback):

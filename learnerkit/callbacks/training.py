@@ -1,13 +1,14 @@
 """The course of training: train and eval mode, counters, sample order, and an end after a number of steps."""
 
 from contextlib import ExitStack
+from typing import Any
 
 from torch import nn
-from torch.utils.data import DataLoader
 
 from learnerkit import world
 from learnerkit.callback import Callback
-from learnerkit.data.order import SampleOrder, draws_globally, seeded_samplers, with_own_stream
+from learnerkit.data.order import seeded_samplers
+from learnerkit.data.position import Position
 from learnerkit.events import CancelTrainException
 from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import unwrap
@@ -27,9 +28,7 @@ class TrainEvalCallback(Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sample_order: SampleOrder = None  # type: ignore[assignment]  # until the first fit
         self._seeded = ExitStack()
-        self._twin: tuple[DataLoader, DataLoader] | None = None  # the training loader, and the copy that is read
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -39,7 +38,7 @@ class TrainEvalCallback(Callback):
         if learn.task not in ("validate", "predict"):
             _warn_of_dropout(learn._bare_model, learn._eval_modules)
             learn.train_iter, learn.pct_train = 0, 0.0
-            self.sample_order, self._twin = SampleOrder(), None
+            learn._position = Position()
 
     def before_train(self) -> None:
         learn = self.learn
@@ -49,24 +48,29 @@ class TrainEvalCallback(Callback):
                 module.training = False
         if learn.n_epoch:
             learn.pct_train = learn.epoch / learn.n_epoch
+        position, samplers = learn._position, learn.dl
+        learn.dl = position.begin(learn.dl, learn.epoch, learn.dls, world.world_size() if learn._sharded else 1)
+        learn._first_batch = position.first_step
         self._seeded = ExitStack()  # a new one: a copy of this callback may be in the middle of an epoch
-        self._seeded.enter_context(seeded_samplers(learn.dl, self.sample_order.seed(learn.epoch)))
-        if draws_globally(learn.dl) and not learn._sharded:  # the loaders of several ranks do this themselves
-            if self._twin is None or self._twin[0] is not learn.dl:
-                self._twin = learn.dl, with_own_stream(learn.dl)
-            learn.dl = self._twin[1]
+        self._seeded.enter_context(seeded_samplers(samplers, position.order.seed(learn.epoch)))
 
     def after_batch(self) -> None:
-        learn = self.learn
+        learn, position = self.learn, self.learn._position
         learn.train_iter += 1
+        position.steps = learn.iter + 1
+        position.samples += learn.batch_size if learn._agreement is None else position.of_all_ranks(learn)
         if learn.n_iter and learn.n_epoch:  # if the loader has no length, pct_train changes once an epoch
             learn.pct_train = (learn.epoch + (learn.iter + 1) / learn.n_iter) / learn.n_epoch
 
+    def after_train(self) -> None:
+        self.learn._position.over = True
+
+    def after_epoch(self) -> None:
+        if self.learn._position is not None:  # else an evaluation
+            self.learn._position.end_epoch()
+
     def cleanup_train(self) -> None:
         self._seeded.close()
-
-    def cleanup_fit(self) -> None:
-        self._twin = None  # this also ends its persistent workers
 
     def before_validate(self) -> None:
         self.learn.model.eval()
@@ -113,6 +117,14 @@ class StepCounter(Callback):
         # A loader without length ended within an accumulated step, and GradientAccumulation has taken that step.
         self._steps += self._step_open
 
+    def state_dict(self) -> dict[str, Any]:
+        """The steps so far."""
+        return {"steps": self._steps, "open": self._step_open}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting."""
+        self._steps, self._step_open = state["steps"], state["open"]
+
 
 class StepBudget(StepCounter):
     """Ends training after a number of optimizer steps; the epoch's validation still follows."""
@@ -136,6 +148,11 @@ class StepBudget(StepCounter):
 
     def after_train(self) -> None:
         super().after_train()
+        self._advance()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting; the budget may be larger than it was."""
+        super().load_state_dict(state)
         self._advance()
 
     def _advance(self) -> None:

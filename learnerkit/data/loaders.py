@@ -10,8 +10,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from learnerkit import world
 from learnerkit.data.batches import lengths_in, likely_sizes, loader_len, to_device
-from learnerkit.data.order import CountedBatches, OwnStream, keep_seeds, with_batches
+from learnerkit.data.order import keep_seeds, samplers_of, with_batches
 from learnerkit.data.rows import IndexBatches, RowsLoader
+from learnerkit.data.streams import Draws, InitWorker, Numbered, PerSample, starts_workers
 from learnerkit.utils import describe, warn
 
 _TRAIN_ONLY = ("sampler", "batch_sampler", "drop_last")
@@ -62,7 +63,7 @@ class DataLoaders:
         self._device = torch.device(device) if device is not None else None
         self._pins = False  # whether to use pinned memory on a CUDA device
         self._said = False  # whether a doubtful number of samples was warned of
-        self._counted: dict[int, tuple[Any, DataLoader]] = {}  # loaders with their copies that count, by id
+        self._twins: dict[tuple, tuple[Any, DataLoader]] = {}  # loaders with their copies, by id and use
 
     @classmethod
     def from_datasets(
@@ -155,15 +156,44 @@ class DataLoaders:
         with keep_seeds(self.train):
             return to_device(next(iter(self.train)), self.device)
 
-    def counted(self, dl: Any) -> Any:
-        """Return `dl`, or a copy that notes how many samples a batch sampler of the user's own draws."""
-        if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset) or _drawn_by(dl)[1]:
+    def twin(self, dl: Any, training: bool, always: bool = False) -> Any:
+        """Return `dl`, or a copy to read in its place.
+
+        The copy notes how many samples a batch sampler of the user's own draws, and seeds those who fetch them. It is
+        kept, with its persistent workers, for as long as `dl` is one of these loaders.
+
+        Args:
+            training: what for; a loader may be read for both at a time.
+            always: make one in any case.
+        """
+        if not isinstance(dl, DataLoader) or isinstance(next(iter(samplers_of(dl)), None), Numbered):
             return dl
-        if dl.batch_sampler is None or self.batch_size is not None or (dl.num_workers and not dl.in_order):
+        stream = isinstance(dl.dataset, IterableDataset)
+        if stream and callable(getattr(dl, "state_dict", None)):
+            return dl  # its workers report their state in a way of their own
+        counts = not (stream or dl.batch_sampler is None or self.batch_size is not None or _drawn_by(dl)[1])
+        counts = counts and (dl.in_order or not dl.num_workers)
+        per_sample = (
+            torch.are_deterministic_algorithms_enabled() and not stream and not getattr(dl, "reads_rows", False)
+        )
+        if not (counts or per_sample or always or starts_workers(dl)):
             return dl
-        if id(dl) not in self._counted:  # kept, with its persistent workers
-            self._counted[id(dl)] = dl, with_batches(dl, batch_sampler=CountedBatches(dl.batch_sampler))
-        return self._counted[id(dl)][1]
+        self._twins = {k: v for k, v in self._twins.items() if any(v[0] is known for known in self.loaders)}
+        key = (id(dl), training, per_sample)
+        if key not in self._twins:
+            name = "sampler" if dl.batch_sampler is None else "batch_sampler"
+            replaced: dict[str, Any] = {name: Draws(getattr(dl, name), counts)}
+            if per_sample:
+                replaced["dataset"] = PerSample(dl.dataset)
+            if per_sample or starts_workers(dl):
+                replaced["worker_init_fn"] = InitWorker(dl.worker_init_fn, per_sample)
+            self._twins[key] = dl, with_batches(dl, **replaced)
+        return self._twins[key][1]
+
+    def keeps(self, dl: Any) -> bool:
+        """Tell whether `dl` is one of these loaders, or a copy that is kept for one."""
+        copies = [twin for original, twin in self._twins.values() if any(original is known for known in self.loaders)]
+        return any(dl is known for known in (*self.loaders, *copies))
 
     def split(self, batch: Any, keep_targets: bool = False) -> tuple[tuple, tuple]:
         """Split a batch into (xb, yb): inputs and targets.
@@ -203,8 +233,9 @@ class Unpacker:
 
     def __init__(self, dls: DataLoaders, dl: Any, device: torch.device, keep_targets: bool, sharded: bool) -> None:
         self.dls, self.device, self.keep_targets, self.sharded = dls, device, keep_targets, sharded
-        self.dl = dl if sharded else dls.counted(dl)
+        self.dl = dl
         self._size, self._total = (0, 0) if sharded else _drawn_by(dl)
+        self._draws: Any = None if sharded else next(iter(samplers_of(dl)), None)
         self._sizes: deque[int] | None = None
         self._pairs = dls.n_inp in (None, 1) and dls.batch_size is None
         self._places: list[tuple] = []  # where the lengths of a full batch are its number of samples
@@ -235,8 +266,9 @@ class Unpacker:
         "The samples that a loader on one process has drawn for a batch, if it knows."
         if index * self._size < self._total:
             return min(self._size, self._total - index * self._size)
-        if index == 0 and isinstance(getattr(self.dl, "batch_sampler", None), CountedBatches):
-            self._sizes = self.dl.batch_sampler.sizes
+        if self._draws is not None:
+            self._sizes = self._draws.sizes if isinstance(self._draws, Draws) else None
+            self._draws = None
         return self._sizes.popleft() if self._sizes else None
 
     def _count(self, batch: Any, drawn: int | None) -> int:
@@ -293,7 +325,7 @@ def _drawn_by(dl: Any) -> tuple[int, int]:
     if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset):
         return 0, 0
     batches: Any = dl.batch_sampler
-    if isinstance(batches, OwnStream):
+    if isinstance(batches, Draws):
         batches = batches.batches
     total = loader_len(batches.sampler) if type(batches) in (BatchSampler, IndexBatches) else None
     return (0, 0) if total is None else (batches.batch_size, total)

@@ -1,11 +1,11 @@
 """The order in which samples are drawn, and the random streams that decide it."""
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -17,7 +17,8 @@ from torch.utils.data import (
 
 from learnerkit import world
 from learnerkit.data.rows import IndexBatches
-from learnerkit.torch_internals import loader_attributes
+from learnerkit.data.streams import Numbered
+from learnerkit.torch_internals import has_iterator, loader_attributes
 
 HOST = torch.device("cpu")
 
@@ -34,14 +35,32 @@ class SampleOrder:
         self.generator = torch.Generator()
         self.generator.set_state(torch.get_rng_state())
         self._seeds: list[int] = []
+        self._start: Tensor | None = None
+
+    @property
+    def start(self) -> Tensor:
+        """The generator's state before the first seed; setting it begins anew."""
+        return self.generator.get_state() if self._start is None else self._start
+
+    @start.setter
+    def start(self, state: Tensor) -> None:
+        self.generator.set_state(state)
+        self._seeds, self._start = [], None
 
     def seed(self, epoch: int) -> int:
         """Return the seed of an epoch (counted from 0)."""
+        if self._start is None:
+            self._start = self.generator.get_state()
         while len(self._seeds) <= epoch:
             # The first of the two draws is the one that torch's loader makes for its workers.
-            _, seed = (int(torch.empty((), dtype=torch.int64).random_(generator=self.generator)) for _ in range(2))
+            _, seed = (draw_seed(self.generator) for _ in range(2))
             self._seeds.append(seed)
         return self._seeds[epoch]
+
+
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """Draw a number as torch's loaders and samplers draw their seeds, from the global generator or another."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
 def samplers_of(dl: Any) -> list:
@@ -50,7 +69,8 @@ def samplers_of(dl: Any) -> list:
     inner = dl
     while True:
         # Compared with None, because the truth of a sampler is its length, which it may not have.
-        parts = [getattr(inner, name, None) for name in ("batch_sampler", "sampler")]
+        names = ("batches",) if isinstance(inner, Numbered) else ("batch_sampler", "sampler")
+        parts = [getattr(inner, name, None) for name in names]
         inner = next((part for part in parts if part is not None), None)
         if inner is None or any(inner is s for s in samplers):
             return samplers
@@ -64,7 +84,7 @@ def seeded_samplers(dl: Any, seed: int) -> Iterator[None]:
     for sampler in without:
         sampler.generator = torch.Generator().manual_seed(seed)
     if without:  # make the draw that they would have made, so that the next fit gets another order
-        torch.empty((), dtype=torch.int64).random_()
+        draw_seed()
     try:
         yield
     finally:
@@ -80,86 +100,15 @@ def draws_globally(dl: Any) -> bool:
     """Tell whether a sampler behind a map-style loader may draw from the global generators."""
     if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset):
         return False
-    return any(type(s) not in _SEEDED and getattr(s, "generator", None) is None for s in samplers_of(dl))
-
-
-def same_stream(batches: Iterable, seed: int | tuple | None, advance: bool = False) -> Iterator:
-    """Iterate with a private copy of the global random state; neither side sees the other's draws.
-
-    Args:
-        seed: what to start with: a seed, states as from `world.seed_states`, or `None` for the current states.
-        advance: at the end leave the global generators in the final states of the private copy, if it started with
-            theirs and nothing else has used them since.
-    """
-    first = inside = stream = None
-    while True:
-        outside = world.seed_states()
-        if inside is not None:
-            world.set_seed_states(inside)
-        elif isinstance(seed, int):
-            world.seed_host(seed)
-        elif seed is not None:
-            world.set_seed_states(seed)
-        first = first or outside
-        try:
-            stream = iter(batches) if stream is None else stream
-            batch = next(stream)
-            inside = world.seed_states()
-        except StopIteration:
-            if advance and not isinstance(seed, int) and _same_states(first, outside):
-                outside = world.seed_states()
-            return
-        finally:
-            world.set_seed_states(outside)
-        yield batch
-
-
-def _same_states(a: tuple, b: tuple) -> bool:
-    numpy = a[2] is b[2] is None or (a[2][2:] == b[2][2:] and (a[2][1] == b[2][1]).all())
-    return torch.equal(a[0], b[0]) and a[1] == b[1] and bool(numpy)
-
-
-class OwnStream:
-    """The user's sampler or batch sampler, which draws with a private copy of the global random state."""
-
-    def __init__(self, batches: Any) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator:
-        return same_stream(self.batches, None, advance=True)
-
-
-def with_own_stream(dl: DataLoader) -> DataLoader:
-    """Return a copy of `dl` whose sampler or batch sampler is an `OwnStream`."""
-    name = "sampler" if dl.batch_sampler is None else "batch_sampler"
-    return with_batches(dl, **{name: OwnStream(getattr(dl, name))})
-
-
-class CountedBatches:
-    """The user's batch sampler, which notes in `sizes` how many samples each batch has; a new deque in each epoch."""
-
-    def __init__(self, batches: Any) -> None:
-        self.batches = batches
-        self.sizes: deque[int] = deque()
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator:
-        sizes = self.sizes = deque()
-        for batch in self.batches:
-            sizes.append(len(batch))
-            yield batch
+    samplers = (s for s in samplers_of(dl) if not isinstance(s, Numbered))
+    return any(type(s) not in _SEEDED and getattr(s, "generator", None) is None for s in samplers)
 
 
 def states_at_start(dl: Any) -> tuple:
     """The states that the global generators will have when the samplers of `dl` draw, if an epoch begins now."""
     with keep_seeds():
-        if getattr(dl, "generator", None) is None:  # torch's loader first draws a seed for its workers
-            torch.empty((), dtype=torch.int64).random_()
+        if getattr(dl, "generator", None) is None and not has_iterator(dl):
+            draw_seed()  # torch's loader first draws one for its workers
         return world.seed_states()
 
 

@@ -166,6 +166,7 @@ def write_report(report_fd: int, code: int, error: BaseException) -> None:
     if isinstance(error, SystemExit):
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
+        report["stopped_by"] = int(getattr(error, "stop_signal", 0))  # it has done what the signal asks for
     elif isinstance(error, KeyboardInterrupt):
         report["error"] = "KeyboardInterrupt"
     else:

@@ -134,7 +134,12 @@ def is_collective_error(error: str) -> bool:
 
 def stopped(rank: Rank) -> bool:
     """Tell whether a rank ended by a signal of the launcher, or with the exit code that stands for it."""
-    return any(rank.code in (-signum, 128 + signum) for signum in rank.stop_signals)
+    return stopped_by(rank) > 0 or any(rank.code in (-signum, 128 + signum) for signum in rank.stop_signals)
+
+
+def stopped_by(rank: Rank) -> int:
+    """Return the signal by which a rank says that it was asked to end, and has ended as it should; 0: by none."""
+    return int(rank.report.get("stopped_by", 0))
 
 
 def how_it_ended(rank: Rank) -> str:
@@ -142,7 +147,10 @@ def how_it_ended(rank: Rank) -> str:
     if rank.code is None:
         return f"does not die: process {rank.process.pid} hangs in the kernel"
     if stopped(rank):
-        return "did not stop in time and was killed" if rank.code == -signal.SIGKILL else "was stopped by the launcher"
+        if rank.code == -signal.SIGKILL:
+            return "did not stop in time and was killed"
+        by = signal_name(stopped_by(rank)) if stopped_by(rank) and not rank.stop_signals else "the launcher"
+        return f"was stopped by {by}"
     if rank.code < 0:
         return killed_by(-rank.code)
     if rank.code == 0:

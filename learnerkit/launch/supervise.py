@@ -18,7 +18,18 @@ from typing import IO, Any, TypeVar
 
 from learnerkit.launch.environment import Topology, rank_environment
 from learnerkit.launch.heartbeat import Heartbeat, where
-from learnerkit.launch.report import Outcome, Rank, failure, first_failure, follows, log_errors, outcome_of, report, say
+from learnerkit.launch.report import (
+    Outcome,
+    Rank,
+    failure,
+    first_failure,
+    follows,
+    log_errors,
+    outcome_of,
+    report,
+    say,
+    stopped_by,
+)
 from learnerkit.text import signal_name
 
 T = TypeVar("T")
@@ -123,6 +134,10 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
         finally:
             kill(ranks)
     log_errors(ranks)
+    if reason is None:  # or a rank alone got a signal, and told the others
+        reason = next(filter(None, map(stopped_by, ranks)), None)
+        if reason is not None:
+            say(f"a rank got {signal_name(reason)}, and all have stopped")
     if reason is None:
         done = Outcome("done", topology.node, 0)
         reason = wait_interruptibly(lambda: attempt.agree_on_end(done), signals)

@@ -124,6 +124,13 @@ class Meter:
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
             return self.scalar(self.metric.compute())
 
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has seen, for a checkpoint in mid-epoch."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what this rank had seen, after a reset."""
+
     def scalar(self, value: Any) -> float:
         """Return `value` as a float.
 
@@ -158,6 +165,14 @@ class MeanMeter(Meter):
         if not len(self.sizes) % 1024:
             self.values.poll()
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values.all(), "sizes": list(self.sizes)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for value in state["values"]:
+            self.values.append(value)
+        self.sizes = list(state["sizes"])
+
     def result(self, sharded: bool) -> float:
         total = sum(value * size for value, size in zip(self.values.all(), self.sizes, strict=True))
         return weighted_mean(total, sum(self.sizes), sharded)
@@ -180,6 +195,12 @@ class GatheringMeter(Meter):
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
         """Keep a batch on the host."""
         self.batches.append((place, map_batch(lambda t: t.detach().cpu(), (pred, *targets))))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": list(self.batches)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches = list(state["batches"])
 
     def result(self, sharded: bool) -> float:
         return self.value(sharded) if self.feed(sharded) else float("nan")
@@ -262,6 +283,19 @@ class StatesMeter(Meter):
             self._combine()
         return self.value(sharded)
 
+    def state_dict(self) -> dict[str, Any]:
+        batches = [] if self._gathering is None else list(self._gathering.batches)
+        states = [holder.read() for holder in self._holders]
+        counts = [libraries.update_count(m) for m in known_torchmetrics(self._holders)]
+        return {"states": states, "counts": counts, "places": self._places, "batches": batches, "seen": self._has_seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._own, self._counts = state["states"], state["counts"]
+        self._put_back()
+        self._places, self._has_seen = state["places"], state["seen"]
+        if state["batches"]:
+            self._gather().batches = list(state["batches"])
+
     def _agree_to_gather(self, sharded: bool) -> bool:
         """Tell whether the batches are needed; every rank must reach this if `sharded`.
 
@@ -310,6 +344,17 @@ class MergingMeter(Meter):
         self._put_back()
         super().update(place, size, pred, targets)
         self._has_seen = True
+
+    def state_dict(self) -> dict[str, Any]:
+        known = libraries.is_torcheval(self.metric)
+        return {"state": self.metric.state_dict() if known else dict(vars(self.metric)), "seen": self._has_seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._has_seen = state["seen"]
+        if libraries.is_torcheval(self.metric):
+            _loaded(self.metric, state["state"])
+        else:
+            vars(self.metric).update(state["state"])
 
     def result(self, sharded: bool) -> float:
         if sharded and world.world_size() > 1:

@@ -37,6 +37,45 @@ if TYPE_CHECKING:
 LEAVING = (KeyboardInterrupt, CancelFitException, CancelEpochException, CancelValidException, CancelTrainException)
 """What ranks raise together; if they raise several at once, the first of these counts."""
 
+SAVE, INTERRUPT, END = 1, 2, 3
+
+
+class Request:
+    """What is asked of a run from outside: to save, to save and raise KeyboardInterrupt, or to save and leave.
+
+    Attributes:
+        mine: of this rank: 0, `SAVE`, `INTERRUPT` or `END`.
+        agreed: what all ranks know of, at the same place of the loop.
+        since: when this rank was asked for `mine`, on the monotonic clock.
+        heard: somebody acts on it, so Ctrl-C can wait.
+        ends_validation: a validation is left by `CancelFitException` rather than read to its end.
+    """
+
+    def __init__(self) -> None:
+        self.mine = self.agreed = 0
+        self.since = 0.0
+        self.heard = self.ends_validation = False
+
+    def ask(self, what: int) -> None:
+        """Ask for something, unless more is asked for already."""
+        self.mine = max(self.mine, what)
+
+    def done(self) -> None:
+        """Note that it has been done."""
+        self.mine = self.agreed = 0
+
+
+def packed(request: int, ranks: int) -> float:
+    """A request as a number, of which the mean over the ranks tells the greatest."""
+    return float((ranks + 1) ** (request - 1)) if request else 0.0
+
+
+def unpacked(mean: float, ranks: int) -> int:
+    """The greatest request of all ranks."""
+    bounds = {request: packed(request, ranks) - packed(request - 1, ranks) / 2 for request in (END, INTERRUPT, SAVE)}
+    return next((request for request, bound in bounds.items() if mean * ranks >= bound), 0)
+
+
 _OUTER_EVENTS = [event for event in Event if event not in INNER_EVENTS and not event.startswith("cleanup_")]
 
 _PLACES: dict[str, int] = {
@@ -61,6 +100,7 @@ class Agreement:
         self.learn, self.what, self.timeout = learn, what, timeout
         self.pending: BaseException | None = None  # this rank's reason to leave, until all ranks know of it
         self.presses = 0  # of Ctrl-C
+        self.request = Request()
         self.between_events = True
         self.votes = self.dispatches = 0
         self.company: Any = None  # this rank's `Company` once it trains, with its `RankStep`
@@ -114,7 +154,10 @@ class Agreement:
             self.presses += 1
             if self.presses > 1:
                 raise KeyboardInterrupt
-            self.pending = KeyboardInterrupt()
+            if self.request.heard:
+                self.request.ask(INTERRUPT)
+            else:
+                self.pending = KeyboardInterrupt()
 
         in_main = threading.current_thread() is threading.main_thread()
         if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # the user has a handler
@@ -186,13 +229,18 @@ class Agreement:
         place = zlib.crc32(f"{number} {where} {event}".encode())
         with world.before_collective(None):
             # A rank that has left a batch early has not counted it; the counter must not stay behind the others'.
-            counts = torch.tensor([*mine, self.learn.train_iter, place, -place], dtype=torch.float64)
-            *flags, iterations, last, first = world.reduce(counts, "max", among="votes").tolist()
+            request, iterations = self.request.mine, self.learn.train_iter
+            counts = torch.tensor([*mine, request, iterations, place, -place], dtype=torch.float64)
+            *flags, request, iterations, last, first = world.reduce(counts, "max", among="votes").tolist()
             if last != -first and not any(flags):
                 task = f" ({self.learn.task})" if dispatch else ""
                 raise self._parted(world.all_gather(f"{where} {event}{task}", among="votes"))
         self.learn.train_iter = int(iterations)
+        self.request.agreed = max(self.request.agreed, int(request))
         self.leave(flags)
+        if self.request.ends_validation and self.request.agreed > SAVE:
+            self.request.ends_validation = False
+            raise CancelFitException(agreed=True)
 
     def _parted(self, places: list[str]) -> PeerError:
         found = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
@@ -250,16 +298,19 @@ class Agreement:
         except LEAVING as error:
             if not self.keeps(error):
                 raise
-        if self.pending is not None:
+        leaves = self.pending is not None or (self.request.ends_validation and self.request.mine > SAVE)
+        if leaves:
             self.watch.tell_others("leaving", self.votes)
-        if self.pending is not None or self.watch.called == self.votes:
+        if leaves or self.watch.called == self.votes:
             self.vote()
 
     def end_batches(self) -> None:
         """Vote after the last batch, whose flags no step has read; every rank must reach this."""
         self.dispatch.event = "the batches"
         flags = self.company.step.carrier.exchange_flags(None) if self.learn.training else None
-        self.vote(flags and flags[:-1])
+        if flags:
+            self.request.ask(unpacked(flags[-1], world.world_size()))
+        self.vote(flags and flags[: len(LEAVING)])
 
 
 class RankDispatch(Dispatch):
@@ -354,7 +405,7 @@ class RankDispatch(Dispatch):
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         try:
-            if error is not None and not isinstance(error, CancelException | KeyboardInterrupt):
+            if error is not None and not (agreed(error) or isinstance(error, CancelException | KeyboardInterrupt)):
                 self.agreement.failed(error)
         finally:
             try:

@@ -12,7 +12,7 @@ from learnerkit import world
 from learnerkit.host_scalars import HostCopy
 from learnerkit.parallel.agreement import LEAVING
 
-FLAGS = len(LEAVING) + 1  # one for each reason to leave, and whether the rank's data have ended
+FLAGS = len(LEAVING) + 2  # one for each reason to leave, whether the rank's data have ended, and what is asked of it
 _SLOTS = 8  # so many that the gradients that follow in DDP's bucket stay aligned for vector instructions
 
 
@@ -55,7 +55,7 @@ class Carrier:
 
         Args:
             count: what its batch counts.
-            flags: each 1 or 0; `None`: all are 0.
+            flags: each 1 or 0, but for the last, a `packed` request; `None`: all are 0.
         """
         plain = count if flags is None and isinstance(count, int) else None
         if plain in self._plain:

@@ -164,7 +164,7 @@ class DistributedCallback(Callback):
             "learning rates": [float(g["lr"]) for opt in learn.opts for g in opt.param_groups],
             "parameters": sum(p.numel() for p in learn.model.parameters()),
         }
-        order = learn.train_eval.sample_order.generator if hasattr(learn, "train_eval") else None
+        order = None if learn._position is None else learn._position.order.generator
         optimizers = [_digest(opt.state_dict()) for opt in learn.opts]
         mine = facts, optimizers, world.seed_digest(), order and order.get_state()
         everyone, others, seeds, orders = zip(*world.all_gather(mine), strict=True)
@@ -333,9 +333,12 @@ class DistributedCallback(Callback):
             )
 
     def _share_out(self, dl: Any, training: bool) -> RankLoader:
-        key = (id(dl), training)
+        learn, key = self.learn, (id(dl), training)
         drawn = draws_globally(dl) or isinstance(getattr(dl, "dataset", None), IterableDataset)
-        seed = world.broadcast(states_at_start(dl)) if drawn else 0  # the order is the one that rank 0 would draw
+        position = learn._position if training else None
+        seed = since = None if position is None else position.states  # known, if a run goes on in mid-epoch
+        if seed is None:
+            seed = world.broadcast(states_at_start(dl)) if drawn else 0  # the order is the one that rank 0 would draw
         if key not in self._loaders:
             name, dataset = "the training loader" if training else "the loader", getattr(dl, "dataset", None)
             if training and isinstance(dataset, Sized) and len(dataset) < world.world_size():
@@ -350,11 +353,14 @@ class DistributedCallback(Callback):
                 dl, name, training=training, split=self.split_batches, least=least, seed=seed,
                 sharded=self.dataset_is_sharded, join=self.uneven == "join",
             )  # fmt: skip
-            if not any(dl is known for known in self.learn.dls.loaders):
-                return shared  # made for this reading alone
-            self._loaders[key] = dl, shared  # with the loader itself, so that its id stays its own
-        shared = self._loaders[key][1]
-        shared.reseed(seed)
+            if learn.dls.keeps(dl):  # else it is made for this reading alone
+                self._loaders[key] = dl, shared  # with the loader itself, so that its id stays its own
+        else:
+            shared = self._loaders[key][1]
+        shared.reseed(seed, since)
+        if position is not None:
+            position.states = seed if drawn else None
+            learn._first_batch = position.share(shared)
         return shared
 
     # Evaluation: on the plain module, without collectives in its forward pass

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import accumulate, chain
+from math import inf
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -12,7 +13,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len, map_batch, tensors_in
-from learnerkit.data.order import draws_globally, same_stream, samplers_of, with_batches
+from learnerkit.data.order import draws_globally, samplers_of, with_batches
+from learnerkit.data.position import Resumed, has_state, say_read_forward, source_of
+from learnerkit.data.streams import Draws, Numbered, same_stream
 from learnerkit.parallel.drift import digests
 from learnerkit.text import first_few
 from learnerkit.torch_internals import as_in_the_main_process, as_worker_of
@@ -83,7 +86,7 @@ def distribute(batches: Iterable, ranks: int, split: bool, least: int) -> Iterat
         yield split_evenly(join_batches(group), ranks, least)
 
 
-class RankBatches:
+class RankBatches(Numbered):
     """A batch sampler with one rank's share of another one, which every rank draws alike.
 
     Args:
@@ -101,8 +104,10 @@ class RankBatches:
         self, batches: Any, rank: int, ranks: int, *, split: bool = False, least: int = 1, training: bool = True,
         seed: int | tuple | None = None, opaque: bool = False,
     ) -> None:  # fmt: skip
-        self.batches, self.rank, self.ranks = batches, rank, ranks
-        self.split, self.training, self.seed, self.opaque = split, training, seed, opaque
+        super().__init__(batches)
+        self.draws = Draws(_users(batches))
+        self.draws.own, self.draws.states, self.draws.advance = seed is not None, seed, rank == 0
+        self.rank, self.ranks, self.split, self.training, self.opaque = rank, ranks, split, training, opaque
         self.least = 1 if opaque else least  # one item is all that a rank can take of them
         self.shares: deque[Share] = deque()
 
@@ -114,8 +119,10 @@ class RankBatches:
 
     def __iter__(self) -> Iterator:
         # Loaders with workers draw ahead of what they give out, in the same order: the shares wait in a queue.
-        shares = self.shares
-        stream = self.batches if self.seed is None else same_stream(self.batches, self.seed, self.rank == 0)
+        return self._given(self._mine(self.shares))
+
+    def _mine(self, shares: deque[Share]) -> Iterator:
+        stream: Iterator = self.draws.drawn()
         if self.opaque:
             stream = ([item] for item in stream)
         for share, batch in self._spread(stream) if self.split or self.training else self._take_turns(stream):
@@ -123,7 +130,7 @@ class RankBatches:
             yield batch[0] if self.opaque else batch
 
     def _spread(self, stream: Iterable) -> Iterator[tuple[Share, Any]]:
-        for step, pieces in enumerate(distribute(stream, self.ranks, self.split, self.least)):
+        for step, pieces in enumerate(distribute(stream, self.ranks, self.split, self.least), self.first):
             sizes = [len(piece) for piece in pieces]
             mine = sizes[self.rank]
             if mine or self.training:
@@ -135,6 +142,11 @@ class RankBatches:
         for place, batch in enumerate(stream):
             if place % self.ranks == self.rank:
                 yield Share(place, len(batch), len(batch)), batch
+
+
+def _users(batches: Any) -> Any:
+    """The user's batch sampler or sampler, of a copy of the loader too."""
+    return batches.batches if isinstance(batches, Draws) else batches
 
 
 class RankLoader:
@@ -176,10 +188,31 @@ class RankLoader:
             self.share, self.sample = shares.popleft(), batch
             yield emptied(batch) if self.share.size == 0 else batch
 
-    def reseed(self, seed: int | tuple) -> None:
-        """Give a new epoch's seed to samplers that draw from the global generators; others ignore it."""
-        if self.batches.seed is not None:
-            self.batches.seed = seed
+    @property
+    def per_step(self) -> int:
+        """The batches of the user's loader in a step of all ranks."""
+        return 1 if self.batches.split else self.batches.ranks
+
+    def reseed(self, seed: int | tuple, since: tuple | None = None) -> None:
+        """Give a new epoch's seed to samplers that draw from the global generators; others ignore it.
+
+        Args:
+            seed: as in `RankBatches`.
+            since: as in `same_stream`.
+        """
+        draws = self.batches.draws
+        if draws.own:
+            draws.states, draws.since = seed, since
+
+    def begin(self, skip: float, first: int, state: Any) -> None:
+        """Have the next epoch begin at a place.
+
+        Args:
+            skip: batches of the user's loader before it; infinite at the end of an epoch.
+            first: the number of the first step.
+            state: of this rank's part of the data, if it has a state of its own.
+        """
+        self.batches.draws.skip = skip
 
     def note_ended(self, ended: float) -> None:
         """Take note of the share of ranks whose data have ended, as all of them know it at the same step."""
@@ -224,13 +257,19 @@ class RankStream(IterableDataset):
     def __init__(self, dataset: Any, rank: int, ranks: int, block: int, piece: range | None, seed: Any) -> None:
         self.dataset, self.rank, self.ranks = dataset, rank, ranks
         self.block, self.piece, self.seed = block, piece, seed
+        self.skip: float = 0  # blocks to leave out, as they have been read before
+        self.since: tuple | None = None  # as in `same_stream`
 
     def __iter__(self) -> Iterator:
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         turns = 1 if self.piece is not None else self.ranks
-        for place, sample in enumerate(same_stream(_Whole(self.dataset), self.seed, self.rank == 0)):
-            block, offset = divmod(place, self.block)
+        if self.skip == inf:
+            return
+        for place, sample in enumerate(same_stream(_Whole(self.dataset), self.seed, self.rank == 0, self.since)):
+            block, offset = divmod(place - int(self.skip) * self.block, self.block)
+            if block < 0:
+                continue
             if self.piece is None and block % self.ranks != self.rank:
                 continue
             # The loader takes its batches from the workers in turns.
@@ -298,14 +337,42 @@ class RankStreamLoader(RankLoader):
         join: go on, with empty batches, until the data of all ranks have ended, rather than of the first.
         usual_total: as in `RankLoader`.
         sharded: the dataset gives each rank its own part by itself.
+        split: each batch of the user's loader is cut into a piece for each rank.
     """
 
     def __init__(
-        self, loader: DataLoader, steps: int | None, training: bool, join: bool, usual_total: int, sharded: bool = False
-    ) -> None:
+        self, loader: DataLoader, steps: int | None, training: bool, join: bool, usual_total: int,
+        sharded: bool = False, split: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(loader, None)
         self.steps, self.training, self.join, self.usual_total = steps, training, join, usual_total
-        self.sharded, self._over = sharded, False
+        self.sharded, self.split, self._over = sharded, split, False
+        self._source = source_of(loader) if sharded and training else None
+        self._before: Any = None  # the state of the source before the batch that is read ahead
+        self._first = 0
+        self._from: Any = loader
+
+    @property
+    def per_step(self) -> int:
+        return 1 if self.split else world.world_size()
+
+    @property
+    def source_state(self) -> Any:
+        """The state of this rank's own part of the data as training has read it; `None` where there is none."""
+        if self._before is None and self._source is not None:
+            return self._source.state_dict()
+        return self._before
+
+    def begin(self, skip: float, first: int, state: Any) -> None:
+        self._first, self._from = first, self.loader
+        if isinstance(self.loader.dataset, RankStream):
+            self.loader.dataset.skip = skip
+        elif state is not None:
+            self._from = Resumed(self.loader, 0, self._source, state, at_end=not first)
+        elif skip:
+            self._from = Resumed(self.loader, skip if skip == inf else first)
+        if first and skip != inf and state is None:
+            say_read_forward(self.loader.dataset, first)
 
     def __len__(self) -> int:
         if self.steps is None:
@@ -326,9 +393,14 @@ class RankStreamLoader(RankLoader):
     def _counted(self) -> Iterator[tuple[int | None, Any]]:
         "The batches with their numbers of samples, if the loader collates them."
         if isinstance(self.loader.collate_fn, _Counting):
-            yield from self.loader
+            yield from self._from
         else:
-            yield from ((None, batch) for batch in self.loader)
+            yield from ((None, batch) for batch in self._from)
+
+    def _read(self, batches: Iterator) -> tuple[int | None, Any]:
+        "The next batch and its number of samples; a source with a state is asked for it at each step."
+        self._before = None if self._source is None else self._source.state_dict()
+        return next(batches, (0, None))
 
     def _compare(self, first: Any) -> list[bool]:
         "Tell for each rank whether it has data, and warn if some have the same; every rank must reach this."
@@ -353,19 +425,21 @@ class RankStreamLoader(RankLoader):
         self.sample = batch
         has_begun = self._compare(batch)
         if not any(has_begun):
+            if self._first:
+                return  # the epoch had ended
             raise ValueError("the training loader gave no batches on any rank; its iterable dataset is empty")
         self._over = not (all(has_begun) or self.join)
         if not (all(has_begun) or self._over):  # those without data need to know what a batch looks like
             found = world.all_gather(None if batch is None else map_batch(lambda t: t[:1] if t.ndim else t, batch))
             self.sample = next(b for b in (batch, *found) if b is not None)
-        step = 0
+        step = self._first
         while not self._over:
-            next_size, following = next(batches, (0, None)) if batch is not None else (0, None)
+            next_size, following = self._read(batches) if batch is not None else (0, None)
             self.ended = following is None
             self.sample = self.sample if batch is None else batch
             yield self._given(batch, size, step)
             size, batch, step = next_size, following, step + 1
-        self.ended = False
+        self.ended, self._before = False, None
         self._tell(step, batch is not None)
 
     def note_ended(self, ended: float) -> None:
@@ -381,9 +455,9 @@ class RankStreamLoader(RankLoader):
                 f"{step}, and all ranks stopped with it, although others had more; uneven='join' uses all of it"
             )
 
-    def reseed(self, seed: int | tuple) -> None:
+    def reseed(self, seed: int | tuple, since: tuple | None = None) -> None:
         if isinstance(self.loader.dataset, RankStream):
-            self.loader.dataset.seed = seed
+            self.loader.dataset.seed, self.loader.dataset.since = seed, since
 
 
 def rank_stream(
@@ -402,8 +476,12 @@ def rank_stream(
     ranks, size = world.world_size(), dl.batch_size or 1
     steps = loader_len(dl)
     replaced: dict[str, Any] = {} if dl.batch_sampler is None else {"collate_fn": _Counting(dl.collate_fn)}
+    name_of_batches = "sampler" if dl.batch_sampler is None else "batch_sampler"
     if sharded:
+        if not has_state(dl):
+            replaced[name_of_batches] = Draws(_users(getattr(dl, name_of_batches)))
         return RankStreamLoader(with_batches(dl, **replaced), steps, training, join, size * ranks, sharded=True)
+    batches: Any = _users(getattr(dl, name_of_batches))
     # Workers that persist would not learn of the next epoch's seed.
     replaced["persistent_workers"] = False
     piece = None
@@ -416,13 +494,15 @@ def rank_stream(
         sizes = [len(p) for p in split_evenly(range(size), ranks, 1)]
         start = sum(sizes[: world.rank()])
         piece = range(start, start + sizes[world.rank()])
-        replaced["batch_sampler"] = BatchSampler(dl.sampler, len(piece), dl.drop_last)
+        batches = BatchSampler(dl.sampler, len(piece), dl.drop_last)
     elif steps is not None:
         steps = -(-steps // ranks) if join or not training else steps // ranks
     if dl.worker_init_fn is not None:
         replaced["worker_init_fn"] = partial(_init_stream_worker, dl.worker_init_fn)
     replaced["dataset"] = RankStream(dl.dataset, world.rank(), ranks, size, piece, seed)
-    return RankStreamLoader(with_batches(dl, **replaced), steps, training, join, size if split else size * ranks)
+    replaced[name_of_batches] = Draws(batches)
+    total = size if split else size * ranks
+    return RankStreamLoader(with_batches(dl, **replaced), steps, training, join, total, split=split)
 
 
 def rank_loader(
@@ -470,14 +550,4 @@ def rank_loader(
         getattr(dl, replaced), world.rank(), world.world_size(), split=split, least=least, training=training,
         seed=seed if draws_globally(dl) else None, opaque=opaque,
     )  # fmt: skip
-    twin = with_batches(dl, **{replaced: batches})
-    if dl.num_workers and not world.is_main():
-        twin.worker_init_fn = partial(_seed_worker, dl.worker_init_fn, world.rank())
-    return RankLoader(twin, batches)
-
-
-def _seed_worker(worker_init_fn: Any, rank: int, worker: int) -> None:
-    """Move a loader worker of another rank than 0 to a random stream of its own: its seed may be rank 0's."""
-    world.seed_host(world.stream_seed(torch.initial_seed(), rank))
-    if worker_init_fn is not None:
-        worker_init_fn(worker)
+    return RankLoader(with_batches(dl, **{replaced: batches}), batches)

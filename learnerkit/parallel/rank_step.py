@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from learnerkit import world
 from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients
-from learnerkit.parallel.agreement import Agreement, flags_of
+from learnerkit.parallel.agreement import Agreement, flags_of, packed, unpacked
 from learnerkit.parallel.buckets import BucketWeights
 from learnerkit.parallel.carrier import FLAGS, Carrier
 from learnerkit.parallel.first_batch import Trial, runs_on_nothing, try_batch
@@ -327,9 +327,9 @@ class RankStep:
 
     def _flags(self) -> list[float] | None:
         "This rank's flags, which concern the last batch of a step alone; `None`: there are none."
-        leaving, ended = self.agreement.pending, self.learn.dl.ended
-        flagged = self.learn._step_due and (leaving is not None or ended)
-        return [*flags_of(leaving), float(ended)] if flagged else None
+        leaving, ended, request = self.agreement.pending, self.learn.dl.ended, self.agreement.request.mine
+        flagged = self.learn._step_due and (leaving is not None or ended or request)
+        return [*flags_of(leaving), float(ended), packed(request, self.ranks)] if flagged else None
 
     def finish_reduction(self) -> None:
         """Correct the gradients once they are reduced, and leave if the flags say so."""
@@ -430,8 +430,9 @@ class RankStep:
                 scale_gradients(self.params, factor)
 
     def _obey(self, flags: list[float]) -> None:
-        *leaving, ended = flags
+        *leaving, ended, request = flags
         self.learn.dl.note_ended(ended)
+        self.agreement.request.agreed = max(self.agreement.request.agreed, unpacked(request, self.ranks))
         if any(leaving):
             self.carrier.clear()
             self.learn._zero_grad()

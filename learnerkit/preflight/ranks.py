@@ -28,6 +28,7 @@ from learnerkit import world
 from learnerkit.arguments import check_count
 from learnerkit.callback import Callback
 from learnerkit.callbacks.progress import ProgressCallback
+from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.data.batches import map_batch, tensors_in
 from learnerkit.data.order import in_order, with_batches
 from learnerkit.events import CancelFitException
@@ -252,7 +253,7 @@ def _run(
     few = learn.dls.loaders[1] = _first_batches(learn.dls.train if learn.dls.valid is None else learn.dls.valid, steps)
     learn.path, learn.logger = folder / ("ranks" if join else "one"), lambda row: None
     learn.path.mkdir(exist_ok=True)
-    learn.remove_cbs([ProgressCallback, ParallelCallback, DistributedCallback])
+    learn.remove_cbs([ProgressCallback, ParallelCallback, DistributedCallback, CheckpointCallback])
     notes, left_out = _Notes(steps), _make_deterministic(learn.model)
 
     def prepare(cb: Callback) -> None:

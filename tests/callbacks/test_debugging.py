@@ -126,11 +126,11 @@ def test_workers_end_with_the_short_reading(cb, persistent):
         new = set(psutil.Process().children()) - before
         alive.append(sum("resource_tracker" not in " ".join(p.cmdline()) for p in new))
 
-    _, seen = fit([cb(), Callback(after_train=look)], DataLoaders(dl, device="cpu"), epochs=2)
+    learn, seen = fit([cb(), Callback(after_train=look)], DataLoaders(dl, device="cpu"), epochs=2)
     assert [x[0, 0].item() for x in seen.train[:2]] == [0, 4]
     assert [x[0, 0].item() for x in seen.train[-2:]] == [0, 4]
     assert alive == [2 * persistent] * 2
-    dl._iterator = None
+    learn.dls._twins.clear()
 
 
 # One batch over and over

@@ -569,6 +569,43 @@ with learn.distrib_ctx(nproc=2):
     assert pressed
 
 
+def test_stop_saves_a_checkpoint_from_which_the_cell_goes_on(kernel, tmp_path):
+    pressed = []
+
+    def press(shown):
+        if "now" in shown.text and "loss" in shown.times[-1][1] and not pressed:
+            pressed.append(time.monotonic())
+            kernel.stop()
+
+    shown = kernel.run(
+        f"""
+class Slow(Callback):
+    def after_batch(self):
+        time.sleep(0.1)
+learn = make_learner(cbs=[Slow(), CheckpointCallback({str(tmp_path)!r}, every=1000, resume=True)])
+with learn.distrib_ctx(nproc=2):
+    print("now")
+    try:
+        learn.fit(100)
+    except KeyboardInterrupt:
+        print("stopped")
+    steps = learn.train_iter
+    assert 0 < steps < 400
+    saved = [name for name in os.listdir({str(tmp_path)!r}) if name.startswith("fit0-")]
+    assert len(saved) == 1 and saved[0].endswith(f"step{{steps}}"), (saved, steps)
+    learn.remove_cb(Slow)
+    with learn.no_logging():
+        learn.fit(steps // 4 + 1)
+    assert learn.train_iter == 4 * (steps // 4 + 1)
+    assert len(learn.recorder.losses) == learn.train_iter
+""",
+        on_output=press,
+    )
+    assert shown.error == "", shown.traceback
+    assert "stopped" in shown.text
+    assert pressed
+
+
 @pytest.mark.slow
 def test_stop_in_a_cell_raises_there_and_a_second_press_kills(kernel):
     presses = []

@@ -1,0 +1,491 @@
+"""The callback that saves a whole run now and then, and goes on from there in another process."""
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from learnerkit import arguments, world
+from learnerkit.callbacks.training import StepCounter
+from learnerkit.checkpoints import state
+from learnerkit.checkpoints.state import Restorer, RunImage
+from learnerkit.checkpoints.storage import Checkpoint, Storage
+from learnerkit.events import CancelFitException, FitDone
+from learnerkit.files import CheckpointError, remove
+from learnerkit.parallel.agreement import END, SAVE, Request
+from learnerkit.text import first_few, format_time
+from learnerkit.utils import unwrap, warn
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+_ENDS = "ends"  # the directory of the states at the end of each fit
+_FITS = 10  # so many of them are kept
+_AGAIN = 1.0  # seconds: a scheduler may send a signal to the launcher, which passes it on, and to the ranks
+
+TRAIN, TRAINED, EPOCH, FIT = "train", "trained", "epoch", "fit"
+"""Where in a fit a checkpoint was taken: after a step, after an epoch's training, after an epoch, at the end."""
+
+
+class Stopped(SystemExit):
+    """Leaves the process after it was asked to end by a signal, and has saved."""
+
+    agreed = True  # by all ranks
+    stop_signal = signal.SIGTERM  # which the launcher reports
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
+
+
+class CheckpointCallback(StepCounter):
+    """Saves the whole run in regular intervals, and continues it exactly in another process.
+
+    A checkpoint is a directory in `path`: the weights as `model.safetensors`, and all else that the rest of the run
+    depends on: optimizers, schedules, what callbacks remember (`Callback.state_dict`), the recorder's history, the
+    random states of every rank, and the place in the data. The run that continues has the same sample order, losses and
+    weights, bit by bit on CPU, as one that was not interrupted; with another number of ranks up to rounding.
+
+    A script is continued by running it again. Its fits that were done return at once, with the model and the record as
+    they were then, and so does `lr_find`; the fit that was interrupted goes on where it was saved last. After a
+    restart by the launcher (`--max-restarts`) this happens by itself.
+
+    SIGTERM saves after the present step, on all ranks, and ends the process with exit code 143; another one, a second
+    later, ends it at once. SIGUSR1 saves and goes on. On several ranks Ctrl-C, and Stop in a notebook, save before they interrupt.
+
+    Args:
+        path: a directory for this run alone, which all machines share.
+        every: 'epoch', a number of optimizer steps, or minutes such as '10min'. The last epoch's end is always saved.
+        keep: how many checkpoints stay, the newest. The states at the end of fits are kept beside them.
+        resume: go on from the newest whole checkpoint, if there is one.
+        save_on_signal: whether signals save. They are seen only where the fit runs in the main thread.
+        async_save: copy what is saved to the host's memory, and write it while training goes on.
+        strict: refuse to resume where the configuration or the callbacks have changed, rather than warn.
+
+    Raises:
+        TypeError, ValueError: arguments that cannot work.
+        CheckpointError: in `before_fit`: the directory cannot be written, has another run's checkpoints, or what
+            is there does not fit.
+    """
+
+    order = 10_000
+    run_valid = True
+    only_fit = True
+
+    def __init__(
+        self, path: str | Path, every: str | int = "epoch", keep: int = 3, resume: bool = False,
+        save_on_signal: bool = True, async_save: bool = False, strict: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if not isinstance(path, str | Path):
+            raise TypeError(f"got path={path!r}; it is the directory for the checkpoints of this run, such as 'runs/1'")
+        arguments.check_count("keep", keep, "a number of checkpoints")
+        self.path, self.keep, self.resume, self.strict = Path(path), keep, resume, strict
+        self.every, self.save_on_signal, self.async_save = every, save_on_signal, async_save
+        self._every_steps, self._seconds = _interval(every)
+        self._found: Checkpoint | None = None  # where the run is to go on
+        self._looked = False  # for it
+        self._done = False  # the fit
+        self._forget()
+
+    def _forget(self) -> None:
+        self._storage: Storage | None = None
+        self._request = Request()
+        self._alone = True  # on one process nobody needs to agree
+        self._handlers: dict[int, Any] = {}
+        self._restorer: Restorer | None = None
+        self._trained: tuple[dict, RunImage] | None = None  # the state before validation
+        self._is_due = False  # a checkpoint, at the next step's end
+        self._deadline = float("inf")
+        self._saved_at = -1  # the step after which the last one was taken
+        self._config: dict[str, Any] = {}
+
+    # The beginning of a fit
+
+    def before_fit(self) -> None:
+        super().before_fit()
+        learn = self.learn
+        if sum(isinstance(cb, CheckpointCallback) for cb in learn.cbs) > 1:
+            raise ValueError("two callbacks CheckpointCallback: a run is saved in one directory, by one of them")
+        self._done = False
+        self._alone = learn._agreement is None
+        if learn._agreement is not None:
+            self._request = learn._agreement.request
+        with world.grouped_collectives():
+            found = self._look()
+            self._config = state.configuration(learn)
+            if found is not None and not self._take_up(found):
+                self._end()
+            self._main().check_writable()
+        self._start_clock()
+        self._listen()
+
+    def _look(self) -> Checkpoint | None:
+        """What this fit goes on from; every rank must reach this."""
+        fit = self.learn._fits
+        found = self._newest()
+        if found is None or found.info["fit"] < fit:
+            self._found = None
+            return None
+        end = self._end_of(fit)
+        if found.info["fit"] > fit and end is None:
+            world.warn_once(
+                f"fit {fit} of this script was done before, and its end is not kept any more in {self.path / _ENDS}: "
+                f"weights and table are not what they were after it, until fit {found.info['fit']} goes on"
+            )
+            self._end()
+        return end if found.info["fit"] > fit or (end and not self._is_longer(end)) else self._last_of_epochs(found)
+
+    def _end(self) -> NoReturn:
+        self._done = True
+        raise FitDone(agreed=True)
+
+    def _newest(self) -> Checkpoint | None:
+        """The newest checkpoint of the run, looked for once; every rank must reach this."""
+        if self._looked:
+            return self._found
+        used, launchers = world.broadcast(_is_used(self.path)), world.all_gather(_launcher())
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        if not used:
+            self._looked = True
+            return None
+        if not self.resume and not restarted:
+            raise self._used()
+        found = self._main().newest()
+        last = world.broadcast(max(_numbers(self.path / _ENDS), default=-1))
+        if last >= 0 and (found is None or found.info["fit"] <= last):
+            found = self._end_of(last) or found
+        if found is not None and not self.resume and not {*launchers} & {*found.info["launchers"]}:
+            raise self._used()
+        self._looked, self._found = True, found
+        return found
+
+    def _used(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} has checkpoints of another run: CheckpointCallback(..., resume=True) continues it; to begin "
+            "anew give another directory, or remove this one"
+        )
+
+    def _end_of(self, fit: int) -> Checkpoint | None:
+        """The state at the end of a fit; every rank must reach this."""
+        path = self.path / _ENDS / str(fit)
+        try:
+            return Storage(path).newest() if world.broadcast(path.is_dir()) else None
+        except CheckpointError:  # damaged, as was warned of; the fit goes on from an earlier one
+            return None
+
+    def _main(self) -> Storage:
+        """The directory of the checkpoints that are no ends of fits."""
+        if self._storage is None:
+            self._storage = Storage(self.path, self.keep, self.async_save)
+        return self._storage
+
+    def _is_longer(self, end: Checkpoint) -> bool:
+        """Tell whether this fit is to train for longer than it did."""
+        learn = self.learn
+        then, now = end.info["length"], learn.n_steps if learn.n_epoch is None else learn.n_epoch
+        return now > then
+
+    def _last_of_epochs(self, found: Checkpoint) -> Checkpoint:
+        """The newest from before the end of the fit, where others change things; every rank must reach this."""
+        if found.info["place"] != FIT:
+            return found
+        last = self._main().newest()
+        return found if last is None or last.info["fit"] != found.info["fit"] else last
+
+    def _take_up(self, found: Checkpoint) -> bool:
+        """Put the state of a checkpoint into the learner; tell whether there is something to do."""
+        learn, info = self.learn, found.info
+        self._restorer = restorer = Restorer(found)
+        same_opt = self._compare(restorer.state)
+        try:
+            restorer.put_model(learn, with_opt=same_opt)
+        except ValueError as e:
+            raise CheckpointError(f"{found.path} does not fit this learner: {e}") from e
+        restorer.put_rest(learn)
+        if info["place"] == FIT:
+            learn.epoch = info["epoch"]
+            self._restorer = None
+            learn.say(f"fit {info['fit']} was done before: its end is loaded from {found.path}")
+            return False
+        if info["place"] != EPOCH and learn._position is None:
+            warn(f"without TrainEvalCallback the place in the data is not known: epoch {info['epoch']} is read anew")
+        restorer.put_position(learn)
+        learn._start_epoch = info["epoch"] + (info["place"] == EPOCH)
+        if info["place"] == EPOCH:
+            self._restorer = None
+        elif learn.n_steps is not None:
+            learn.pct_train = 0.0  # else a budget that is used up would leave the validation out
+        self._steps = self._saved_at = info["step"]
+        self._tell(found)
+        return True
+
+    def _compare(self, then: dict[str, Any]) -> bool:
+        """Warn of what has changed, or refuse it; tell whether the optimizer is of the same kind."""
+        before, now = then["config"], self._config
+        lengths = {name: before["fit"].pop(name) for name in ("n_epoch", "n_steps")}
+        fit = {name: value for name, value in now["fit"].items() if name not in lengths}
+        lines = state.differences(before, now | {"fit": fit})
+        for name, was in lengths.items():
+            if was != now["fit"][name]:
+                text = f"{name} was {was} and is {now['fit'][name]}"
+                self.learn.say(
+                    f"{text}: schedules, which go by the share of training done, are those of the new length"
+                )
+        order = state.callback_changes(then["order"], [key for key, _ in state.keys(self.learn.cbs)])
+        found = [f"callbacks: {line}" for line in order] + ([first_few(lines, "; ", n=12)] if lines else [])
+        if found and self.strict:
+            raise CheckpointError(f"strict=True, and the run is not the one that was saved: {'; '.join(found)}")
+        for line in found if world.is_main() else ():
+            warn(f"not as in the checkpoint: {line}")
+        return before["optimizer"] == now["optimizer"]
+
+    def _tell(self, found: Checkpoint) -> None:
+        info, ranks = found.info, world.world_size()
+        place = {TRAIN: f"in epoch {info['epoch']}", TRAINED: f"at the validation of epoch {info['epoch']}"}
+        where = place.get(info["place"], f"after epoch {info['epoch']}")
+        ago = format_time(max(0.0, time.time() - info["time"]))
+        other = ""
+        if found.n_ranks != ranks:
+            other = f"; it had {found.n_ranks} ranks and has {ranks}"
+            other += ", of which the new ones have fresh random streams" if ranks > found.n_ranks else ""
+        self.learn.say(f"resumed fit {info['fit']} {where}, step {info['step']}, from {found.path} ({ago} old{other})")
+
+    # The hooks in which the state is loaded again: other callbacks have begun an epoch
+
+    def before_train(self) -> None:
+        super().before_train()
+        if self._restorer is not None:
+            self._put_again(self._restorer)
+            if self._restorer.checkpoint.info["place"] == TRAIN:
+                self._restorer = None
+
+    def _put_again(self, restorer: Restorer) -> None:
+        restorer.put_rest(self.learn)
+        restorer.put_modes(self.learn)
+        self._steps, self._step_open = restorer.checkpoint.info["step"], False
+
+    # Saving
+
+    def after_batch(self) -> None:
+        learn = self.learn
+        if not learn.training:
+            if self._alone and self._request.mine > SAVE:
+                raise CancelFitException(agreed=True)  # `after_cancel_fit` saves what was before the validation
+            return
+        if not learn._step_due:
+            self._step_open = True
+            return
+        self._step_open = False
+        self._steps += 1
+        if self._every_steps and self._steps % self._every_steps == 0:
+            self._is_due = True
+        if time.monotonic() > self._deadline and (self._alone or world.is_main()):
+            self._request.ask(SAVE)
+        asked = self._request.mine if self._alone else self._request.agreed
+        if asked or self._is_due:
+            self._save_after_step(asked)
+
+    def _save_after_step(self, asked: int) -> None:
+        learn = self.learn
+        kept = any(p.grad is not None for p in unwrap(learn.model).parameters())
+        if world.reduce(int(kept), "max") if learn._sharded else kept:
+            return  # a callback accumulates gradients over several batches: at the end of that step
+        if self._saved_at < self._steps - (asked == SAVE and not self._alone and not self._is_due):
+            self._save(TRAIN)
+        self._is_due = False
+        self._serve(asked)
+
+    def _serve(self, asked: int) -> None:
+        """Do what else was asked for, once the run is saved."""
+        if not asked:
+            return
+        self._request.done()
+        if asked > SAVE:
+            self._wait()
+            raise Stopped if asked == END else _interrupt()
+
+    def after_train(self) -> None:
+        super().after_train()
+        learn = self.learn
+        if learn.n_steps:  # a budget has ended the last batch before this callback
+            self._steps = round(learn.pct_train * learn.n_steps)
+        if self._restorer is not None:  # the training of the epoch was over
+            self._put_again(self._restorer)
+            self._restorer = None
+        if self._request.heard and learn.dls.valid is not None:
+            self._trained = self._info(TRAINED), state.image(learn)  # model and optimizer stay until `after_epoch`
+
+    def before_validate(self) -> None:
+        self._request.ends_validation = self._trained is not None
+
+    def cleanup_validate(self) -> None:
+        self._request.ends_validation = False
+
+    def after_cancel_fit(self) -> None:
+        """Save what was the state before a validation that a signal has cut short."""
+        asked = self._request.mine if self._alone else self._request.agreed
+        if asked > SAVE and self._trained is not None:
+            self._write(*self._trained)
+            self._serve(asked)
+
+    def after_epoch(self) -> None:
+        learn = self.learn
+        self._trained = None
+        asked = self._request.mine if self._alone else int(world.reduce(self._request.mine, "max"))
+        is_last = learn.epoch + 1 == learn.n_epoch if learn.n_steps is None else learn.pct_train >= 1
+        if asked or is_last or self.every == "epoch":
+            self._save(EPOCH)
+        self._serve(asked)
+
+    def after_fit(self) -> None:
+        learn = self.learn
+        self._done = True
+        self._save(FIT)
+        gone = [n for n in _numbers(self.path / _ENDS) if n <= learn._fits - _FITS] if world.is_main() else []
+        for number in gone:
+            remove(self.path / _ENDS / str(number))
+        self._serve(self._request.mine if self._alone else int(world.reduce(self._request.mine, "max")))
+
+    def _save(self, place: str) -> None:
+        self._write(self._info(place), state.image(self.learn))
+
+    def _info(self, place: str) -> dict[str, Any]:
+        learn = self.learn
+        return {
+            "fit": learn._fits, "place": place, "step": self._steps, "time": time.time(),
+            "epoch": learn.epoch, "train_iter": learn.train_iter, "pct_train": learn.pct_train,
+            "length": learn.n_steps if learn.n_epoch is None else learn.n_epoch, "lr_finds": list(learn._lr_finds),
+        }  # fmt: skip
+
+    def _write(self, info: dict[str, Any], image: RunImage) -> None:
+        """Write a checkpoint unless the weights are not finite; every rank must reach this."""
+        learn = self.learn
+        bad = _not_finite(learn)
+        if world.reduce(int(bool(bad)), "max") if learn._sharded else bad:
+            if world.is_main():
+                warn(f"no checkpoint is written: {first_few(bad)} are not finite; the last one stays")
+            return
+        info |= {"launchers": sorted({*(world.all_gather(_launcher()) if learn._sharded else [_launcher()])})}
+        image.state["config"] = self._config
+        name = f"fit{info['fit']}-epoch{info['epoch']}-step{info['step']}"
+        name += {TRAIN: "", TRAINED: "-trained", EPOCH: "-done", FIT: "-end"}[info["place"]]
+        storage = self._main()
+        if info["place"] == FIT:
+            storage.wait()
+            storage = self._storage = Storage(self.path / _ENDS / str(info["fit"]), 1, self.async_save)
+        storage.save(name, state.weights(learn), image.state, image.own, info)
+        self._saved_at = self._steps
+        self._start_clock()
+
+    def _wait(self) -> None:
+        if self._storage is not None:
+            self._storage.wait()
+
+    def _start_clock(self) -> None:
+        if self._seconds:
+            self._deadline = time.monotonic() + self._seconds
+
+    # Signals
+
+    def _listen(self) -> None:
+        """See SIGTERM and SIGUSR1 until the end of the fit."""
+        if not self.save_on_signal:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            world.warn_once(
+                "CheckpointCallback: the fit does not run in the main thread, where alone Python sees signals: none "
+                "saves"
+            )
+            return
+        self._request.heard = True
+        for name, asked in (("SIGTERM", END), ("SIGUSR1", SAVE)):
+            signum = getattr(signal, name, None)
+            if signum is not None and signal.getsignal(signum) not in (None, signal.SIG_IGN):
+                self._handlers[signum] = signal.signal(signum, partial(_note, self._request, asked))
+
+    def cleanup_fit(self) -> None:
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        try:
+            self._wait()
+        finally:
+            self._request.heard = False
+            self._looked = self._looked and self._done  # a fit that failed may be tried again, from what was saved
+            self._forget()
+
+    # Earlier calls of lr_find
+
+    def recorded_lr_find(self, number: int) -> dict[str, float] | None:
+        """The rates that an earlier process has found; every rank must reach this.
+
+        Args:
+            number: of the call of `lr_find`, from 0.
+        """
+        found = self._newest()
+        recorded = [] if found is None else found.info["lr_finds"]
+        return recorded[number] if number < len(recorded) else None
+
+
+def _note(request: Request, asked: int, signum: int, frame: object) -> None:
+    """The handler of a signal, which only notes it; a second SIGTERM ends the process."""
+    now = time.monotonic()
+    if asked == END and request.mine == END and now > request.since + _AGAIN:
+        signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+    if asked > request.mine:
+        request.since = now
+    request.ask(asked)
+
+
+def _interrupt() -> KeyboardInterrupt:
+    error = KeyboardInterrupt()
+    error.agreed = True  # type: ignore[attr-defined]  # by all ranks
+    return error
+
+
+def _interval(every: Any) -> tuple[int, float]:
+    """The steps and the seconds of `every`; 0 for what it does not say."""
+    if every == "epoch":
+        return 0, 0.0
+    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+        return every, 0.0
+    minutes = re.fullmatch(r"(\d+(?:\.\d+)?)\s*min", every) if isinstance(every, str) else None
+    if minutes is None or not float(minutes[1]):
+        raise ValueError(f"got every={every!r}; it is 'epoch', a number of optimizer steps, or minutes such as '10min'")
+    return 0, 60 * float(minutes[1])
+
+
+def _is_used(path: Path) -> bool:
+    return any(True for pattern in ("*", f"{_ENDS}/*/*") for _ in path.glob(f"{pattern}/manifest.json"))
+
+
+def _numbers(path: Path) -> list[int]:
+    """The numbers that the directories in here have for names."""
+    return [int(p.name) for p in path.iterdir() if p.name.isdecimal()] if path.is_dir() else []
+
+
+def _launcher() -> str:
+    """Tell the process that has started this one from all others, also of earlier boots and other machines."""
+    parent, began = os.getppid(), ""
+    try:
+        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        pass
+    return f"{socket.gethostname()} {parent} {began}"
+
+
+@torch.no_grad()
+def _not_finite(learn: "Learner") -> list[str]:
+    """The names of parameters with a NaN or an infinite value. A host-device sync."""
+    named = [(name, p) for name, p in unwrap(learn.model).named_parameters() if p.is_floating_point() and p.numel()]
+    sums = [p.sum(dtype=torch.float32 if p.dtype != torch.float64 else None).double() for _, p in named]
+    if not sums or bool(torch.stack(sums).isfinite().all()):
+        return []
+    return [name for name, p in named if not bool(p.isfinite().all())]  # a sum may overflow by itself

@@ -1,0 +1,385 @@
+"""The place in the training data that a fit has come to, and reading on from it."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from learnerkit import world
+from learnerkit.data.batches import loader_len
+from learnerkit.data.order import SampleOrder, draw_seed, draws_globally, keep_seeds, samplers_of
+from learnerkit.data.streams import Draws, Numbered, PerSample, starts_workers
+from learnerkit.torch_internals import has_iterator
+from learnerkit.utils import warn
+
+if TYPE_CHECKING:
+    from learnerkit.data.loaders import DataLoaders
+    from learnerkit.learner import Learner
+
+
+class Position:
+    """The place in the training data that a fit has come to.
+
+    What training has not seen does not count, such as what loader workers have fetched ahead. The index stream of an
+    epoch is a function of the random states at its start; these are kept, and up to the place the stream is drawn
+    again, without loading a sample. Iterable datasets and loaders with `state_dict` and `load_state_dict` are restored
+    by these; what has neither is read again up to the place.
+
+    Attributes:
+        order: the seeds of the epochs' sample order.
+        epoch: the epoch, or after its end the next one.
+        steps: batches of this epoch that training has read on this rank.
+        samples: samples of this epoch that it has read, on all ranks together.
+        over: training of this epoch has ended, perhaps by a cancel.
+        first_step: the first of this epoch's steps in this process.
+        states: of the global generators when samplers that draw from them began this epoch, on all ranks alike.
+    """
+
+    def __init__(self) -> None:
+        self.order = SampleOrder()
+        self.epoch = self.steps = self.samples = self.first_step = 0
+        self.over = False
+        self.states: Any = None
+        self._loaded: dict[str, Any] | None = None  # a state, until its epoch begins
+        self._own: dict[str, Any] = {}  # this rank's part of it
+        self._ended: Any = None  # the source's state after an epoch, until the next begins
+        self._begun = self._resumed = self._quiet = False
+        self._read = 0  # batches that were read before `first_step`
+        self._ranks = 1  # that share the data
+        self._per_step = 1  # batches of the user's loader in a step of all ranks
+        self._total: int | None = None  # batches of the user's loader in an epoch
+        self._batch_size: int | None = None
+        self._source: Any = None  # what has the state of the data
+        self._shared: Any = None  # the rank's loader
+        self._loader: Any = None  # the DataLoader that is read
+        self._draws: Draws | None = None
+        self._generators: list[Any] = []  # of the user's loader and samplers
+        self._start: list[Any] = []  # their states when the index stream of this epoch began
+
+    @property
+    def batches(self) -> int:
+        """Batches of the user's loader that training has read in this epoch, on all ranks together."""
+        found = self._read + max(0, self.steps - self.first_step) * self._per_step
+        return found if self._total is None or self._per_step == 1 else min(found, max(self._read, self._total))
+
+    def seed(self, training: bool) -> int:
+        """The seed of this epoch for those who fetch samples."""
+        return world.mixed_seed(self.order.seed(self.epoch), training)
+
+    def of_all_ranks(self, learn: "Learner") -> int:
+        """The samples of all ranks in the batch; where only the data tell, those of a full one."""
+        total = learn.dl.share.total
+        return self._per_step * (self._batch_size or 1) if total is None else total
+
+    def end_epoch(self) -> None:
+        """Take note that the next epoch follows."""
+        self.epoch += 1
+        self._clear()
+
+    def _clear(self) -> None:
+        self.steps = self.samples = self.first_step = self._read = 0
+        self.over = self._begun = self._resumed = self._quiet = False
+        self.states, self._per_step = None, 1
+
+    # Saving and restoring
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes: plain values, tensors and random states; alike on every rank.
+
+        Valid after a step, after training and after an epoch.
+        """
+        if self._loaded is not None:
+            return self._loaded
+        reading = self._begun and not self.over
+        states = self._draws.states if self.states is None and self._draws is not None else self.states
+        return {
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "samples": self.samples,
+            "over": self.over,
+            "order": self.order.start,
+            "generators": self._start if reading else [_state(g) for g in self._generators],
+            "states": states if reading else None,
+            "running": has_iterator(self._loader),
+            "batch_size": self._batch_size,
+            "ranks": self._ranks if getattr(self._shared, "sharded", False) else None,
+            "source": None if self._source is None or self._shared is not None else self._source.state_dict(),
+        }
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """What `load_own_state_dict` takes: the part of the state that is this rank's alone."""
+        state = getattr(self._shared, "source_state", None)
+        return {} if state is None else {"source": state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the epoch of the state begin behind what was read of it; called before it begins."""
+        self._loaded = state
+        self._clear()
+        self.order.start = state["order"]
+        self.epoch, self._read, self.samples, self.over = (state[k] for k in ("epoch", "batches", "samples", "over"))
+
+    def load_own_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Take what `own_state_dict` returned on this rank."""
+        self._own = state or {}
+
+    # Reading an epoch
+
+    def begin(self, dl: Any, epoch: int, dls: "DataLoaders", ranks: int) -> Any:
+        """Return what to read as the training loader in this epoch.
+
+        Args:
+            dl: the user's loader, or a copy of it.
+            epoch: which one.
+            dls: keep copies of loaders.
+            ranks: how many share the data.
+
+        Raises:
+            ValueError: a state of other data.
+        """
+        state, self._loaded = self._loaded, None
+        self._clear()
+        self._begun, self.epoch, self._ranks = True, epoch, ranks
+        drawn = isinstance(dl, DataLoader) and not isinstance(dl.dataset, IterableDataset)  # by an index stream
+        self._total, self._batch_size = loader_len(dl) if drawn else None, getattr(dl, "batch_size", None)
+        self._generators = generators_of(dl)  # before samplers are lent some
+        self._source, self._shared, self._draws = source_of(dl), None, None
+        if state is not None and state["epoch"] == epoch:
+            self._resume(dl, state)
+        else:
+            state = None
+        if ranks > 1:  # `share` does the rest
+            return dl
+        if not drawn:
+            return self._go_on(dl, state)
+        own = draws_globally(dl)
+        if own or self._quiet:
+            dl = dls.twin(dl, training=True, always=True)
+        self._draws = next((s for s in samplers_of(dl) if isinstance(s, Draws)), None)
+        if self._draws is not None:
+            self._draws.own, self._draws.skip = own, inf if self.over else self._read
+            self._draws.states = self._draws.since = self.states
+        return dl
+
+    def _resume(self, dl: Any, state: dict[str, Any]) -> None:
+        self.samples, self.over, self.states = state["samples"], state["over"], state["states"]
+        self._read = self._in_batches(state)
+        self.steps = self.first_step = max(self._read, self.over)
+        self._resumed = bool(self._read or self.over)
+        self._quiet = self._resumed or state["running"]  # else the loader draws as it did before
+        if state["ranks"] not in (None, self._ranks):
+            raise ValueError(
+                f"the dataset gave each of {state['ranks']} ranks a part of its own (sharded=True), so the place in it "
+                f"cannot be found again on {self._ranks}; go on with as many ranks"
+            )
+        if len(state["generators"]) != len(self._generators):
+            raise ValueError(
+                f"the training loader and its samplers have {len(self._generators)} random generators of their own and "
+                f"had {len(state['generators'])} when the state was saved; give them the same generators"
+            )
+        for generator, found in zip(self._generators, state["generators"], strict=True):
+            _set_state(generator, found)
+
+    def _in_batches(self, state: dict[str, Any]) -> int:
+        """The batches of now that hold the samples which were read."""
+        then, now = state["batch_size"], self._batch_size
+        if not then or not now or then == now:
+            return state["batches"]
+        batches, rest = divmod(state["samples"], now)
+        if rest:
+            world.warn_once(
+                f"the place in the data is {state['samples']} samples, which is no whole number of the present batches "
+                f"of {now} (they were of {then}): {rest} samples are read a second time"
+            )
+        return batches
+
+    def _go_on(self, dl: Any, state: dict[str, Any] | None) -> Any:
+        """Return `dl`, whose batches no index stream decides, from the place on."""
+        found, self._ended = self._ended, None
+        found = found if state is None else state["source"]
+        if self.over:
+            self._ended = found  # the next epoch needs it
+            return Resumed(dl, inf)
+        if found is not None:
+            return Resumed(dl, 0, self._source, found, at_end=not self._resumed)
+        if not self._read:
+            return dl
+        say_read_forward(dl, self._read)
+        return Resumed(dl, self._read)
+
+    def share(self, shared: Any) -> int:
+        """Have a rank's loader begin at the place; return the first step.
+
+        Args:
+            shared: the `RankLoader`.
+        """
+        self._shared, self._per_step = shared, shared.per_step
+        if self._resumed:
+            first = -(-self._read // self._per_step)
+            if self._total is not None:  # the last step is the last also if the steps are other ones than before
+                first = len(shared) - -(-max(0, self._total - self._read) // self._per_step)
+            self.steps = self.first_step = max(first, self.over)
+        found = None if self.over else self._own.pop("source", None)  # else the next epoch needs it
+        shared.begin(inf if self.over else self._read, self.first_step, found)
+        return self.first_step
+
+    def _note_start(self, loader: Any) -> None:
+        """Note the states of the user's generators as they are when the index stream of `loader` begins."""
+        self._loader = loader
+        generator = getattr(loader, "generator", None)
+        pending = any(generator is g for g in self._generators) and not has_iterator(loader)
+        with keep_seeds(loader) if pending else nullcontext():
+            if pending:
+                draw_seed(generator)  # as the loader is about to do
+            self._start = [_state(g) for g in self._generators]
+
+
+class Resumed:
+    """A loader without an index stream, read on from a place; its other attributes are the loader's.
+
+    Args:
+        loader: the user's.
+        skip: batches to read and drop; if infinite, nothing is read.
+        source: what has the state of the data.
+        state: its state, which makes skipping needless.
+        at_end: the state is that after an epoch. Some sources then begin the next one, others first end the last.
+    """
+
+    def __init__(self, loader: Any, skip: float, source: Any = None, state: Any = None, at_end: bool = False) -> None:
+        self.loader, self.skip, self.source, self.state, self.at_end = loader, skip, source, state, at_end
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator:
+        if self.skip == inf:
+            return
+        if self.state is not None:
+            self.source.load_state_dict(self.state)
+            empty = True
+            for batch in self.loader:
+                empty = False
+                yield batch
+            if not (empty and self.at_end):
+                return
+        with keep_seeds():
+            batches = iter(self.loader)
+            for _ in islice(batches, int(self.skip)):
+                pass
+        yield from batches
+
+
+def say_read_forward(dl: Any, batches: int) -> None:
+    """Warn that the data have to be read again up to their place."""
+    if batches and world.is_main():
+        dataset = getattr(dl, "dataset", dl)
+        warn(
+            f"{batches} batches of this epoch are read again and dropped, up to the place where training goes on: the "
+            f"{type(dataset).__name__} has no place that it could begin at. Give it (with num_workers=0) or its loader "
+            "state_dict and load_state_dict, as torchdata's StatefulDataLoader has"
+        )
+
+
+@contextmanager
+def reading(learn: "Learner") -> Iterator[None]:
+    """Seed what fetches the samples of the learner's loader, which is read in here."""
+    position = learn._position if learn._in_fit else None
+    loader: Any = learn.dl
+    while not isinstance(loader, DataLoader) and (inner := getattr(loader, "loader", None)) is not None:
+        loader = inner
+    rank = world.rank() if learn._sharded else 0
+    if position is None:
+        with _seeded(loader, rank, None, 0, training=False, quiet=False):
+            yield
+        return
+    training, seed = learn.training, position.seed(learn.training)
+    with _seeded(loader, rank, seed, learn._first_batch, training, training and position._quiet):
+        if training:
+            position._note_start(loader)
+        yield
+
+
+@contextmanager
+def _seeded(
+    loader: Any, rank: int, seed: int | None, first: int, training: bool, quiet: bool
+) -> Iterator[None]:
+    """Seed what a loader fetches in here; only in copies of the user's loader that `DataLoaders.twin` has made.
+
+    Args:
+        loader: any.
+        rank: whose loader it is.
+        seed: of this reading; by default the one that torch's loader draws for its workers.
+        first: the number of the first batch.
+        training: whether it is read for training.
+        quiet: whether no generator shall move when the loader starts.
+    """
+    numbered: Any = next(iter(samplers_of(loader)), None)
+    if not isinstance(numbered, Numbered):
+        yield
+        return
+    generator = loader.generator
+    numbered.first, numbered.seed, numbered.per_sample = first, None, isinstance(loader.dataset, PerSample)
+    if numbered.per_sample or starts_workers(loader):
+        # In training as torch's loader does; evaluation begins alike, whether its workers run already or not.
+        drawn = None if quiet or (training and has_iterator(loader)) else draw_seed(generator)
+        seed = drawn if seed is None else seed
+        numbered.seed = world.mixed_seed(seed, 0 if numbered.per_sample else rank)
+        loader.generator = torch.Generator().manual_seed(numbered.seed)
+    elif quiet:
+        loader.generator = torch.Generator()
+    try:
+        yield
+    finally:
+        loader.generator, numbered.seed = generator, None
+
+
+def source_of(dl: Any) -> Any:
+    """What has the state of an iterable dataset or of a loader of another kind, if something has."""
+    if isinstance(dl, DataLoader):
+        if not isinstance(dl.dataset, IterableDataset):
+            return None
+        if not has_state(dl):
+            return dl.dataset if has_state(dl.dataset) and not dl.num_workers else None
+    return dl if has_state(dl) else None
+
+
+def has_state(x: Any) -> bool:
+    """Tell whether an object has `state_dict` and `load_state_dict`."""
+    return all(callable(getattr(x, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+# Random generators that samplers may have of their own
+
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def generators_of(dl: Any) -> list[Any]:
+    """The random generators that a loader and its samplers have of their own, each once."""
+    samplers = [s for s in samplers_of(dl) if not isinstance(s, Numbered)]
+    attributes = [getattr(dl, "generator", None), *(x for s in samplers for x in getattr(s, "__dict__", {}).values())]
+    return list({id(x): x for x in attributes if isinstance(x, _GENERATORS)}.values())
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()  # torch's and numpy's old one
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)

@@ -1,0 +1,467 @@
+"""`CheckpointCallback` on one process: a fit that is interrupted anywhere ends as one that is not."""
+
+import signal
+import threading
+import warnings
+from contextlib import suppress
+
+import pytest
+import torch
+from helpers import make_dls, make_learner, make_model, raises, raising, weights
+from resume_jobs import EPOCHS, JOBS, STEPS, Average, Kill, Killed, Logs, Order, Send, different, make, outcome, run
+
+from learnerkit import (
+    Callback,
+    CheckpointCallback,
+    CheckpointError,
+    GradientClip,
+    ParamScheduler,
+    SchedLin,
+    TerminateOnNaNCallback,
+)
+
+EPOCH = STEPS // EPOCHS
+
+
+def finished(learn, name, batches=()):
+    """The outcome of a job, and the end of its learner."""
+    with suppress(Killed):
+        run(name, learn)
+    own = learn.order.batches
+    before = learn.train_iter - len(own) if len(batches) else 0  # what the process that died has trained on
+    found = outcome(learn, [*batches[:before], *own])
+    vars(learn).clear()  # persistent workers end with their loader, and slowly if garbage is collected
+    return found
+
+
+def stopped(learn, name):
+    """What a job has trained on that a signal ends."""
+    with pytest.raises(SystemExit) as caught:
+        run(name, learn)
+    assert caught.value.code == 143
+    return learn.order.batches
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The outcome of each job without a break."""
+    found = {}
+
+    def of(name):
+        if name not in found:
+            found[name] = finished(make(name), name)
+        return found[name]
+
+    return of
+
+
+ONE_FIT = [name for name in JOBS if name != "fine-tuned"]
+QUICK = ("one cycle", "workers", "accumulation", "average")
+STEPS_OF = [
+    *(pytest.param(name, (EPOCH, EPOCH + 5), id=name) for name in QUICK),
+    *(pytest.param(name, (3, EPOCH, EPOCH + 1, STEPS), id=name, marks=pytest.mark.slow) for name in ONE_FIT),
+    *(pytest.param(name, range(1, STEPS + 1), id=f"{name}, all", marks=pytest.mark.soak) for name in ONE_FIT),
+]
+
+
+@pytest.mark.filterwarnings("ignore:mixed precision with float16")
+@pytest.mark.parametrize(("name", "steps"), STEPS_OF)
+def test_r23_a_fit_that_dies_after_any_step_ends_as_one_that_does_not(name, steps, tmp_path, whole):
+    for at in steps:
+        folder = tmp_path / str(at)
+        died = finished(make(name, folder, Kill(at)), name)
+        ended = finished(make(name, folder, resume=True), name, died["order"])
+        assert different(whole(name), ended) == [], at
+
+
+def test_t1_a_second_resume_within_an_epoch_does_not_shift_the_data(tmp_path, whole):
+    order = []
+    for at in (9, 2, 1):
+        died = finished(make("augmentation", tmp_path, Kill(at), resume=bool(order)), "augmentation", order)
+        order = died["order"]
+    ended = finished(make("augmentation", tmp_path, resume=True), "augmentation", order)
+    assert len(order) == 12
+    assert different(whole("augmentation"), ended) == []
+
+
+@pytest.mark.parametrize("every", [1, "epoch"])
+def test_t2_a_state_from_the_very_end_of_an_epoch_neither_skips_nor_repeats_one(every, tmp_path, whole):
+    at = EPOCH + (every == "epoch")  # after the last step; after the epoch
+    died = finished(make("plain", tmp_path, Kill(at), every=every), "plain")
+    ended = finished(make("plain", tmp_path, resume=True), "plain", died["order"])
+    assert different(whole("plain"), ended) == []
+
+
+def test_t6_a_schedule_that_asks_for_the_number_of_steps_does_not_keep_the_place_from_being_loaded(tmp_path, whole):
+    died = finished(make("torch's schedulers", tmp_path, Kill(10)), "torch's schedulers")
+    ended = finished(make("torch's schedulers", tmp_path, resume=True), "torch's schedulers", died["order"])
+    assert different(whole("torch's schedulers"), ended) == []
+
+
+def test_t9_in_the_second_epoch_the_order_is_not_the_first_ones(tmp_path, whole):
+    died = finished(make("plain", tmp_path, Kill(EPOCH + 2)), "plain")
+    ended = finished(make("plain", tmp_path, resume=True), "plain", died["order"])["order"]
+    epochs = [ended[i : i + EPOCH] for i in range(0, STEPS, EPOCH)]
+    assert epochs == [whole("plain")["order"][i : i + EPOCH] for i in range(0, STEPS, EPOCH)]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+@pytest.mark.parametrize("name", ["accumulation", "accumulation by hand"])
+def test_t10_inside_an_accumulated_step_nothing_is_saved(name, tmp_path, whole):
+    for at in (2, 8):  # the second batch of three, in the first epoch and in the second
+        folder = tmp_path / str(at)
+        died = finished(make(name, folder, Kill(at)), name)
+        ended = finished(make(name, folder, resume=True), name, died["order"])
+        assert different(whole(name), ended) == []
+
+
+# Signals
+
+
+@pytest.mark.parametrize("name", ["augmentation", "average"])
+def test_r13_term_saves_once_after_the_step_and_leaves_with_143(name, tmp_path, whole):
+    before = signal.getsignal(signal.SIGTERM)
+    order = stopped(make(name, tmp_path, Send(9, signal.SIGTERM), every=1000), name)
+    assert [p.name for p in tmp_path.glob("fit*")] == ["fit0-epoch1-step9"]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert different(whole(name), finished(make(name, tmp_path, Send(0, 15), resume=True), name, order)) == []
+
+
+@pytest.mark.parametrize("name", ["augmentation", "average", "metrics in training", "budget"])
+def test_r15_term_in_validation_saves_what_was_before_it(name, tmp_path, whole):
+    batches = 1 if name == "budget" else 2
+    for k, at in enumerate((1, 2 * batches + 1)):  # the last one is in the last epoch
+        folder = tmp_path / str(k)
+        order = stopped(make(name, folder, Send(at, signal.SIGTERM, valid=True), every=1000), name)
+        (saved,) = folder.glob("fit*")
+        assert saved.name.endswith("-trained")
+        ended = finished(make(name, folder, Send(0, 15), resume=True), name, order)
+        assert different(whole(name), ended) == []
+
+
+def test_term_at_the_end_of_a_fit_ends_the_process_too(tmp_path, whole):
+    sends = Callback(after_fit=lambda cb: signal.raise_signal(signal.SIGTERM))
+    stopped(make("plain", tmp_path, sends, every=1000), "plain")
+    assert [p.name for p in tmp_path.glob("ends/0/fit*")] == ["fit0-epoch2-step21-end"]
+    ended = finished(make("plain", tmp_path, Callback(), resume=True), "plain")
+    assert different(whole("plain") | {"order": []}, ended) == []
+
+
+def test_r17_usr1_saves_and_training_goes_on(tmp_path, whole):
+    learn = make("plain", tmp_path, Send(9, signal.SIGUSR1), every=1000)
+    ended = finished(learn, "plain")
+    assert {p.name for p in tmp_path.glob("fit*")} == {"fit0-epoch1-step9", "fit0-epoch2-step21-done"}
+    assert different(whole("plain"), ended) == []
+
+
+def test_a_second_term_ends_the_process_at_once(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr("learnerkit.checkpoints.callback._AGAIN", 0)
+    monkeypatch.setattr("learnerkit.checkpoints.callback.os.kill", lambda pid, signum: sent.append(signum))
+    learn = make("plain", tmp_path, Callback(after_pred=lambda cb: signal.raise_signal(signal.SIGTERM)), every=1000)
+    learn.add_cb(Callback(before_step=lambda cb: signal.raise_signal(signal.SIGTERM)))
+    stopped(learn, "plain")
+    assert sent == [signal.SIGTERM]
+
+
+def test_without_save_on_signal_handlers_stay_as_they_are(tmp_path):
+    seen = []
+    learn = make_learner(cbs=[
+        CheckpointCallback(tmp_path, save_on_signal=False),
+        Callback(before_batch=lambda cb: seen.append(signal.getsignal(signal.SIGTERM))),
+    ])  # fmt: skip
+    with learn.no_logging():
+        learn.fit(1)
+    assert {*seen} == {signal.getsignal(signal.SIGTERM)}
+
+
+def test_outside_the_main_thread_it_says_that_signals_are_not_seen(tmp_path):
+    found = []
+
+    def work():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            learn = make_learner(cbs=CheckpointCallback(tmp_path))
+            with learn.no_logging():
+                learn.fit(1)
+                learn.fit(1)
+        found.extend(str(w.message) for w in caught)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len([text for text in found if "does not run in the main thread" in text]) == 1
+
+
+# Several fits
+
+
+@pytest.mark.parametrize("at", [3, 9, 16, 23])
+def test_the_fits_before_return_at_once_with_what_they_were(at, tmp_path, whole, capsys):
+    died = finished(make("fine-tuned", tmp_path, Kill(at)), "fine-tuned")
+    ended = finished(make("fine-tuned", tmp_path, resume=True), "fine-tuned")
+    assert different(whole("fine-tuned") | {"order": ended["order"]}, ended) == []
+    assert [*died["order"][:at], *ended["order"]] == whole("fine-tuned")["order"]
+    done = (at - 1) // EPOCH if at <= EPOCH else 1 + (at > 3 * EPOCH)
+    assert capsys.readouterr().out.count("was done before") == done
+
+
+def test_a_finished_run_returns_at_once(tmp_path, whole):
+    finished(make("fine-tuned", tmp_path), "fine-tuned")
+    again = make("fine-tuned", tmp_path, resume=True)
+    assert different(whole("fine-tuned") | {"order": []}, finished(again, "fine-tuned")) == []
+
+
+def test_more_epochs_go_on_from_the_last_one(tmp_path, capsys):
+    learn = make_learner(cbs=CheckpointCallback(tmp_path))
+    with learn.no_logging():
+        learn.fit(2)
+    again = make_learner(cbs=CheckpointCallback(tmp_path, resume=True))
+    with again.no_logging():
+        again.fit(4)
+    whole = make_learner()
+    with whole.no_logging():
+        whole.fit(4)
+    said = capsys.readouterr().out
+    assert "n_epoch was 2 and is 4: schedules" in said
+    assert "resumed fit 0 after epoch 1, step 4" in said
+    assert different(weights(whole.model), weights(again.model)) == []
+    assert again.recorder.values == whole.recorder.values
+
+
+def test_ends_of_many_fits_are_not_all_kept(tmp_path):
+    learn = make_learner(cbs=CheckpointCallback(tmp_path, keep=1))
+    with learn.no_logging():
+        for _ in range(12):
+            learn.fit(1)
+    assert sorted(int(p.name) for p in (tmp_path / "ends").iterdir()) == [*range(2, 12)]
+    again = make_learner(cbs=CheckpointCallback(tmp_path, keep=1, resume=True))
+    with (
+        again.no_logging(),
+        pytest.warns(UserWarning, match="fit 0 of this script was done before, and its end is not"),
+    ):
+        again.fit(1)
+    with again.no_logging(), pytest.warns(UserWarning, match="fit 1 of"):
+        again.fit(1)
+    with again.no_logging():
+        again.fit(1)
+    assert again.recorder.values == learn.recorder.history[2].values
+
+
+def test_a_fit_that_failed_goes_on_in_the_same_process(tmp_path, whole):
+    learn = make(
+        "plain", tmp_path, raising("after_batch", ZeroDivisionError, lambda cb: cb.train_iter == 9), resume=True
+    )
+    with pytest.raises(ZeroDivisionError):
+        run("plain", learn)
+    assert different(whole("plain")["weights"], finished(learn, "plain")["weights"]) == []
+
+
+# What has changed
+
+
+def test_r39_callbacks_that_were_removed_added_or_moved_are_named(tmp_path):
+    finished(make("plain", tmp_path, GradientClip(1.0), Average(), Kill(9)), "plain")
+    expected = ("Order removed", "Logs, Renamed added", "Average", "reordered")
+
+    def changed(**kwargs):
+        learn = make("plain", tmp_path, Average(), GradientClip(1.0), Logs(), resume=True, **kwargs)
+        learn.remove_cb(Order)
+        learn.add_cb(Renamed())
+        with learn.no_logging():
+            learn.fit(EPOCHS, 0.05)
+
+    with raises(CheckpointError, "strict=True", *expected):
+        changed(strict=True)
+    with pytest.warns(UserWarning) as caught:
+        changed()
+    texts = " ".join(str(w.message) for w in caught)
+    assert all(words in texts for words in expected), texts
+
+
+class Renamed(Order):
+    """Has another name than its state."""
+
+
+def test_r39_callbacks_that_stay_are_restored_exactly(tmp_path):
+    ends = []
+    for more in ([], [Logs()]):
+        folder = tmp_path / str(len(more))
+        finished(make("average", folder, Kill(9)), "average")
+        seen = []
+        watch = Callback(before_batch=lambda cb, seen=seen: seen or seen.append(weights_of(cb.learn.average.mean)))
+        learn = make("average", folder, *more, watch, resume=True)
+        with warnings.catch_warnings(action="ignore"):
+            run("average", learn)
+        ends.append(seen[0])
+    assert different(*ends) == []
+
+
+def weights_of(tensors):
+    return {name: value.clone() for name, value in tensors.items()}
+
+
+def test_a_changed_configuration_is_listed(tmp_path):
+    def learner(resume, bs=4, lr=0.1, momentum=0.9, peak=1.0, **kwargs):
+        cbs = [GradientClip(peak), CheckpointCallback(tmp_path, every=1, resume=resume, **kwargs)]
+        opt = lambda params, lr: torch.optim.SGD(params, lr, momentum=momentum)  # noqa: E731
+        return make_learner(make_dls(8, bs=bs), opt_func=opt, lr=lr, cbs=cbs)
+
+    with learner(False).no_logging() as learn, suppress(ZeroDivisionError):
+        learn.add_cb(raising("after_step", ZeroDivisionError, lambda cb: cb.train_iter == 1))
+        learn.fit(2)
+    other = {"bs": 2, "lr": 0.2, "momentum": 0.8, "peak": 2.0}
+    expected = (
+        "groups.0.momentum: 0.9, now 0.8", "groups.0.lr: 0.1, now 0.2", "train.batch_size: 4, now 2",
+        "train.batches: 2, now 4", "callbacks.GradientClip.max_norm: 1.0, now 2.0",
+    )  # fmt: skip
+    with raises(CheckpointError, "strict=True", *expected), learner(True, strict=True, **other).no_logging() as learn:
+        learn.fit(2)
+    with pytest.warns(UserWarning) as caught, learner(True, **other).no_logging() as learn:
+        learn.fit(2)
+    texts = " ".join(str(w.message) for w in caught)
+    assert all(text in texts for text in expected), texts
+
+
+def test_a_changed_schedule_is_listed(tmp_path):
+    for end in (0.0, 1.0):
+        learn = make_learner(cbs=CheckpointCallback(tmp_path, resume=bool(end)))
+        with learn.no_logging(), suppress(ZeroDivisionError), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fails = raising("after_batch", ZeroDivisionError, lambda cb: cb.train_iter == 3 and not end, order=20_000)
+            learn.fit(2, cbs=[ParamScheduler({"lr": SchedLin(0.1, end)}), fails])
+    assert any("callbacks.ParamScheduler.lr.0: [0.1, 0.07500000000000001" in str(w.message) for w in caught)
+
+
+def test_another_optimizer_begins_anew(tmp_path):
+    finished(make("plain", tmp_path, Kill(9)), "plain")
+    learn = make("plain", tmp_path, resume=True)
+    learn.opt_func = torch.optim.AdamW
+    with pytest.warns(UserWarning, match=r"optimizer: \['SGD'\], now \['AdamW'\]; groups.0.momentum"):
+        run("plain", learn)
+
+
+def test_another_model_is_refused_and_stays_what_it_was(tmp_path):
+    learn = make_learner(cbs=CheckpointCallback(tmp_path))
+    with learn.no_logging():
+        learn.fit(1)
+    other = make_learner(model=make_model(4, 1), cbs=CheckpointCallback(tmp_path, resume=True))
+    other.model[0] = torch.nn.Linear(4, 7)
+    other.model[3] = torch.nn.Linear(7, 1)
+    before = weights(other.model)
+    with pytest.warns(UserWarning, match="parameters.0.weight"), raises(CheckpointError, "does not fit"):
+        other.fit(1)
+    assert different(before, weights(other.model)) == []
+
+
+def test_a_used_directory_is_refused_unless_it_is_to_be_resumed(tmp_path):
+    for resume in (True, False):
+        learn = make_learner(cbs=CheckpointCallback(tmp_path, resume=resume))
+        if resume:
+            with learn.no_logging():
+                learn.fit(1)
+                learn.fit(1)
+        else:
+            with raises(CheckpointError, str(tmp_path), "resume=True) continues it", "another directory"):
+                learn.fit(1)
+
+
+def test_a_restart_by_the_launcher_resumes_its_own_run_alone(tmp_path, monkeypatch):
+    learn = make_learner(cbs=[CheckpointCallback(tmp_path, every=1), raising("after_fit", ZeroDivisionError)])
+    with learn.no_logging(), pytest.raises(ZeroDivisionError):
+        learn.fit(1)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    learn = make_learner(cbs=[CheckpointCallback(tmp_path), raising("after_fit", ZeroDivisionError, lambda cb: False)])
+    with learn.no_logging():
+        learn.fit(1)
+    assert len(learn.recorder.values) == 1
+    monkeypatch.setattr("learnerkit.checkpoints.callback._launcher", lambda: "another")
+    with raises(CheckpointError, "another run"):
+        make_learner(cbs=CheckpointCallback(tmp_path)).fit(1)
+
+
+# When, and what not
+
+
+@pytest.mark.parametrize(
+    ("every", "names"),
+    [
+        (3, ["fit0-epoch1-step3", "fit0-epoch2-step6", "fit0-epoch2-step6-done"]),
+        ("epoch", ["fit0-epoch0-step2-done", "fit0-epoch1-step4-done", "fit0-epoch2-step6-done"]),
+        ("0.0000001min", ["fit0-epoch2-step5", "fit0-epoch2-step6", "fit0-epoch2-step6-done"]),
+    ],
+)
+def test_how_often_it_saves(every, names, tmp_path):
+    learn = make_learner(cbs=CheckpointCallback(tmp_path, every))
+    with learn.no_logging():
+        learn.fit(3)
+    assert sorted(p.name for p in tmp_path.glob("fit*")) == names
+
+
+@pytest.mark.parametrize("every", [0, True, "1", "min", "0min", "10s", 2.5, None])
+def test_what_it_does_not_take(every):
+    with raises(ValueError, f"got every={every!r}", "'epoch', a number of optimizer steps"):
+        CheckpointCallback("x", every)
+
+
+def test_in_the_background_the_same_is_saved(tmp_path, whole):
+    died = finished(make("augmentation", tmp_path, Kill(9), async_save=True), "augmentation")
+    ended = finished(make("augmentation", tmp_path, resume=True, async_save=True), "augmentation", died["order"])
+    assert different(whole("augmentation"), ended) == []
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_r12_weights_that_are_not_finite_are_not_saved(ends, tmp_path):
+    cbs = [Spoils(), CheckpointCallback(tmp_path, every=1), *([TerminateOnNaNCallback()] if ends else [])]
+    learn = make_learner(cbs=cbs)
+    with learn.no_logging(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        learn.fit(3)
+    refused = [str(w.message) for w in caught if "are not finite; the last one stays" in str(w.message)]
+    assert bool(refused) == (not ends)
+    for path in tmp_path.glob("**/model.safetensors"):
+        fresh = make_learner()
+        fresh.load(path, with_opt=False)
+        assert all(p.isfinite().all() for p in fresh.model.parameters())
+    assert max(int(p.name.split("step")[1].split("-")[0]) for p in tmp_path.glob("fit*")) == 3
+
+
+class Spoils(Callback):
+    """Makes the fourth loss a NaN."""
+
+    run_valid = False
+
+    def after_loss(self):
+        if self.train_iter == 3:
+            self.learn.loss_grad = self.loss_grad * float("nan")
+            self.learn.loss = self.learn.loss_grad.detach()
+
+
+def test_two_of_them_are_refused(tmp_path):
+    learn = make_learner(cbs=[CheckpointCallback(tmp_path / "a"), CheckpointCallback(tmp_path / "b")])
+    with raises(ValueError, "two callbacks CheckpointCallback"):
+        learn.fit(1)
+
+
+def test_a_state_that_cannot_be_written_is_named(tmp_path):
+    class Holds(Callback):
+        def state_dict(self):
+            return {"inner": [1, {2, 3}]}
+
+    learn = make_learner(cbs=[Holds(), CheckpointCallback(tmp_path)])
+    with learn.no_logging(), raises(CheckpointError, "callbacks.Holds.inner.1 is a set"):
+        learn.fit(1)
+
+
+def test_start_epoch_fills_the_recorder_rightly(tmp_path):
+    whole = make("one cycle")
+    run("one cycle", whole)
+    part = make("one cycle")
+    with part.no_logging():
+        part.fit_one_cycle(EPOCHS, 0.05, start_epoch=1, wd=0.1)
+    assert [len(part.recorder.values), len(part.recorder.losses)] == [EPOCHS - 1, STEPS - EPOCH]
+    assert part.recorder.iters == [EPOCH, 2 * EPOCH]
+    assert part.recorder.lrs == whole.recorder.lrs[EPOCH:]
+    assert part.recorder.hps["lr"] == whole.recorder.hps["lr"][EPOCH:]
+    assert part.recorder.log[0] == EPOCHS - 1
+    assert part.order.batches == whole.order.batches[EPOCH:]

@@ -1,0 +1,366 @@
+"""Small fits that are interrupted and go on in another learner, and what must be equal to a fit without a break."""
+
+import random
+import signal
+from collections import OrderedDict
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import CyclicLR, MultiStepLR, OneCycleLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchPlateau
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+
+from learnerkit import (
+    AccumMetric,
+    Callback,
+    CancelBatchException,
+    CancelStepException,
+    CheckpointCallback,
+    DataLoaders,
+    EarlyStoppingCallback,
+    GradientAccumulation,
+    GradientClip,
+    Learner,
+    MixedPrecision,
+    Recorder,
+    ReduceLROnPlateau,
+    SaveModelCallback,
+    TorchScheduler,
+    TrainEvalCallback,
+    ValidateEvery,
+    mae,
+    minimum,
+    rmse,
+    set_seed,
+)
+
+SAMPLES, BATCH, EPOCHS = 27, 4, 3
+STEPS = -(-SAMPLES // BATCH) * EPOCHS
+
+
+class Killed(BaseException):
+    """Stands for the death of the process: nothing is written after it."""
+
+
+class Kill(Callback):
+    """Ends a fit after a training batch, when all callbacks have seen it; or in validation."""
+
+    order = 20_000
+    only_fit = True
+
+    def __init__(self, at=0, valid=False):
+        super().__init__()
+        self._at, self._valid, self._seen = at, valid, 0
+
+    def after_batch(self):
+        self._seen += self.training != self._valid
+        if self.training != self._valid and self._seen == self._at:
+            raise Killed
+
+
+class Send(Kill):
+    """Sends a signal to this process, after a batch or before other callbacks see it, and lets the fit go on."""
+
+    def __init__(self, at, signum, valid=False, order=1):
+        super().__init__(at, valid)
+        self._signum, self.order = signum, order
+
+    def after_batch(self):
+        try:
+            super().after_batch()
+        except Killed:
+            signal.raise_signal(self._signum)
+
+
+class Order(Callback):
+    """Notes what is trained on."""
+
+    order = 40
+    only_fit = True
+    run_valid = False
+
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+
+    def after_batch(self):
+        self.batches.append(self.xb[0].tolist())
+
+
+class Noisy(Dataset):
+    """Samples with an augmentation that draws from all three global generators."""
+
+    def __init__(self, n, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(n, 4, generator=generator)
+        self.y = self.x.sum(1, keepdim=True)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        noise = torch.rand(4) + random.random() + float(np.random.rand())
+        return self.x[i] + noise / 10, self.y[i]
+
+
+class Average(Callback):
+    """An average of the weights, with which validation is done: it has a state of its own."""
+
+    order = 30
+    only_fit = True
+
+    def before_fit(self):
+        self.mean = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.kept = None
+
+    def after_step(self):
+        for name, p in self.model.named_parameters():
+            self.mean[name].lerp_(p.detach(), 0.1)
+
+    def before_validate(self):
+        self.kept = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self._put(self.mean)
+
+    def cleanup_validate(self):
+        self._put(self.kept)
+
+    @torch.no_grad()
+    def _put(self, values):
+        for name, p in self.model.named_parameters():
+            p.copy_(values[name])
+
+    def state_dict(self):
+        return {"mean": {name: value.clone() for name, value in self.mean.items()}}
+
+    def load_state_dict(self, state):
+        self.mean = {name: value.clone() for name, value in state["mean"].items()}
+
+
+class Logs(Callback):
+    """Logs a number for each batch, counts, and leaves out some batches and steps."""
+
+    order = 20
+    run_valid = False
+    logs = ("logged",)
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def before_backward(self):
+        self.count += 1
+        if self.count % 5 == 0:
+            raise CancelBatchException
+
+    def before_step(self):
+        self.learn.log_metric("logged", self.loss * self.count)
+        if self.count % 7 == 0:
+            raise CancelStepException
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+class ByHand(Callback):
+    """Accumulates gradients over three batches by leaving steps out."""
+
+    order = 5
+    run_valid = False
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def after_backward(self):
+        self.count += 1
+        if self.count % 3:
+            raise CancelBatchException
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+class Unfreezes(Callback):
+    """Unfreezes the first layer in mid-fit."""
+
+    run_valid = False
+
+    def before_fit(self):
+        self.model[0].requires_grad_(False)
+
+    def before_batch(self):
+        if self.train_iter == 10:
+            self.model[0].requires_grad_(True)
+
+
+class Two(Learner):
+    """Has an optimizer for each half of the model."""
+
+    def create_opt(self):
+        first, last = self.model[0].parameters(), self.model[-1].parameters()
+        return {"first": SGD(first, self.lr, momentum=0.9), "last": Adam(last, self.lr)}
+
+
+def make_model(norm=False, dropout=0.3):
+    """A small network."""
+    return nn.Sequential(OrderedDict(
+        body=nn.Linear(4, 6), norm=nn.BatchNorm1d(6) if norm else nn.Identity(), act=nn.Tanh(),
+        drop=nn.Dropout(dropout), head=nn.Linear(6, 1),
+    ))  # fmt: skip
+
+
+def loaders(data="tensors", **kwargs):
+    """The loaders of a job; a sampler is made anew in each process."""
+    valid = Noisy(8, seed=1)
+    valid = TensorDataset(valid.x, valid.y)
+    train = Noisy(SAMPLES)
+    if data == "tensors":
+        train = TensorDataset(train.x, train.y)
+    if data == "weighted":
+        sampler = WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), SAMPLES)
+        return DataLoaders(DataLoader(train, BATCH, sampler=sampler), DataLoader(valid, 4), device="cpu")
+    if data == "generator":
+        own = torch.Generator().manual_seed(5)
+        return DataLoaders(DataLoader(train, BATCH, shuffle=True, generator=own), DataLoader(valid, 4), device="cpu")
+    return DataLoaders.from_datasets(train, valid, bs=BATCH, device="cpu", **kwargs)
+
+
+def fit(learn):
+    learn.fit(EPOCHS, 0.05)
+
+
+def fine_tune(learn):
+    """Four runs: a search for a rate, two fits, and a third one."""
+    learn.found = learn.lr_find(num_it=12, show_plot=False, suggest_funcs=minimum)
+    learn.fine_tune(2, learn.found.minimum, freeze_epochs=1)
+    learn.between = learn.final_record, float(learn.model[0].weight.detach().sum()), torch.rand(2).tolist()
+    learn.fit(1, 0.01)
+
+
+def halves(model):
+    return [list(model[0].parameters()), list(model[-1].parameters())]
+
+
+def one_cycle(learn):
+    learn.fit_one_cycle(EPOCHS, 0.05)
+
+
+def job(data=None, cbs=list, fit=fit, cls=Learner, model=make_model, **kwargs):
+    """What a job is made of."""
+    return {"data": data or {}, "cbs": cbs, "fit": fit, "cls": cls, "model": model, "learner": kwargs}
+
+
+def sgd(params, lr):
+    return SGD(params, lr, momentum=0.9)
+
+
+JOBS = {
+    "plain": job(opt_func=sgd),
+    "one cycle": job(fit=one_cycle, wd=0.1),
+    "workers": job({"data": "noisy", "num_workers": 2}),
+    "persistent workers": job({"data": "noisy", "num_workers": 2, "persistent_workers": True}),
+    "augmentation": job({"data": "noisy"}, fit=one_cycle),
+    "weighted sampler": job({"data": "weighted"}),
+    "own generator": job({"data": "generator"}),
+    "in order, last dropped": job({"shuffle": False, "drop_last": True}),
+    "accumulation": job(cbs=lambda: [GradientAccumulation(n_batches=3)], fit=one_cycle),
+    "accumulation of samples": job(cbs=lambda: [GradientAccumulation(n_samples=10)], fit=one_cycle),
+    "accumulation by hand": job(cbs=lambda: [ByHand()]),
+    "bf16": job(cbs=lambda: [MixedPrecision("bf16"), GradientClip(0.5)]),
+    "fp16": job(cbs=lambda: [MixedPrecision("fp16", init_scale=2.0**40, growth_interval=4)]),
+    "fine-tuned": job(fit=fine_tune, splitter=halves, opt_func=sgd, cbs=lambda: [EarlyStoppingCallback(patience=5)]),
+    "early stopping": job(cbs=lambda: [EarlyStoppingCallback(patience=1, min_delta=0.5), SaveModelCallback()]),
+    "plateau": job(cbs=lambda: [ReduceLROnPlateau(min_delta=0.5)]),
+    "average": job(cbs=lambda: [Average(), SaveModelCallback()]),
+    "cancels": job(cbs=lambda: [Logs()]),
+    "several optimizers": job(cls=Two, lr=0.05, fit=lambda learn: learn.fit_one_cycle(EPOCHS)),
+    "torch's schedulers": job(cbs=lambda: [
+        TorchScheduler(lambda opt: OneCycleLR(opt, 0.1, total_steps=STEPS), step="batch")
+    ]),
+    "cyclic": job(cbs=lambda: [TorchScheduler(lambda opt: CyclicLR(opt, 0.01, 0.1, step_size_up=3, mode="exp_range",
+                                                                   cycle_momentum=False))]),
+    "torch's steps": job(cbs=lambda: [TorchScheduler(lambda opt: MultiStepLR(opt, [1, 2]), step="epoch")]),
+    "torch's plateau": job(cbs=lambda: [
+        TorchScheduler(lambda opt: TorchPlateau(opt, patience=0, threshold=0.9), step="epoch", monitor="valid_loss")
+    ]),
+    "budget": job(fit=lambda learn: learn.fit_one_cycle(n_steps=17, lr_max=0.05)),
+    "restarts": job(fit=lambda learn: learn.fit_sgdr(2, 1, 0.05)),
+    "validate often": job(cbs=lambda: [ValidateEvery(3), EarlyStoppingCallback(patience=9), SaveModelCallback()]),
+    "batch norm": job(model=lambda: make_model(norm=True)),
+    "unfreezing": job(cbs=lambda: [Unfreezes()]),
+    "metrics in training": job(metrics=lambda: [mae, rmse(), AccumMetric(lambda p, t: (p - t).abs().max(), "worst")],
+                               default_cbs=False, train_metrics=True),
+}  # fmt: skip
+"""What a resumed fit must not disturb."""
+
+
+def make(name, folder=None, *more, resume=False, **checkpoint):
+    """The learner of a job, with its checkpoints in a folder."""
+    spec = JOBS[name]
+    set_seed(3)
+    kwargs = dict(spec["learner"])
+    train_metrics = kwargs.pop("train_metrics", None)
+    metrics = kwargs.pop("metrics", lambda: [mae])()
+    cbs = [Order(), *spec["cbs"](), *more]
+    if train_metrics:
+        cbs = [TrainEvalCallback(), Recorder(train_metrics=True), *cbs]
+    if folder is not None:
+        cbs += [] if any(isinstance(cb, Kill) for cb in cbs) else [Kill()]  # callbacks that come and go are warned of
+        cbs.append(CheckpointCallback(folder, resume=resume, **({"every": 1} | checkpoint)))
+    kwargs = {"opt_func": AdamW, "lr": 0.05, "path": folder or "."} | kwargs
+    return spec["cls"](loaders(**spec["data"]), spec["model"](), nn.MSELoss(), metrics=metrics, cbs=cbs, **kwargs)
+
+
+def run(name, learn):
+    """Train, without the table."""
+    with learn.no_logging():
+        JOBS[name]["fit"](learn)
+    return learn
+
+
+def outcome(learn, batches=None):
+    """All that must be equal, bit by bit."""
+    recorder = learn.recorder
+    return {
+        "weights": learn.model.state_dict(),
+        "optimizer": [opt.state_dict() for opt in learn.opts],
+        "table": recorder.values,
+        "losses": recorder.losses,
+        "rates": recorder.lrs,
+        "schedules": recorder.hps,
+        "rows": recorder.iters,
+        "columns": recorder.metric_names,
+        "earlier fits": [vars(fit) | {"log": fit.log[:-1]} for fit in recorder.history],  # without the time
+        "order": learn.order.batches if batches is None else batches,
+        "modes": [module.training for module in learn.model.modules()],
+        "frozen": [p.requires_grad for p in learn.model.parameters()],
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "steps": learn.train_iter,
+        "done": learn.pct_train,
+        "between fits": [getattr(learn, name, None) for name in ("found", "between")],
+    }
+
+
+def different(a, b, where=""):
+    """The places at which two nested values differ."""
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        return [place for key in a for place in different(a[key], b[key], f"{where}.{key}")]
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        return [place for i, pair in enumerate(zip(a, b, strict=True)) for place in different(*pair, f"{where}.{i}")]
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        equal = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    elif isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        equal = np.array_equal(a, b)
+    else:
+        equal = type(a) is type(b) and (a == b or (a != a and b != b))
+    return [] if equal else [f"{where}: {a!r:.80} / {b!r:.80}"]
