@@ -3,6 +3,7 @@
     python -m learnerkit.launch --nproc 2 examples/train_fashion.py     # two processes of this machine
     torchrun --nproc-per-node 2 examples/train_fashion.py               # the same
     python examples/train_fashion.py                                    # one process
+    python -m learnerkit.launch --nproc 2 --max-restarts 3 examples/train_fashion.py --resume   # survives a killed process
 
 Each batch of `--bs` images is cut into one piece per process, so all of these come to the same numbers, up to rounding.
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from torch import nn
 
-from learnerkit import DataLoaders, Learner, accuracy, set_seed, world
+from learnerkit import CheckpointCallback, DataLoaders, Learner, accuracy, set_seed, world
 from learnerkit.datasets import fashion_mnist, fashion_mnist_sample
 
 
@@ -32,6 +33,7 @@ def parse_args():
     parser.add_argument("--data", choices=["sample", "full"], default="sample", help="7,000 shipped images, or 70,000")
     parser.add_argument("--root", type=Path, default=Path("data"), help="where the full set is, or is downloaded to")
     parser.add_argument("--out", type=Path, default=Path("models"), help="directory of the saved model")
+    parser.add_argument("--resume", action="store_true", help="save the run in OUT/run, and go on from what is there")
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()
 
@@ -42,8 +44,9 @@ def main():
     train_ds, valid_ds = fashion_mnist_sample() if args.data == "sample" else fashion_mnist(args.root)
     dls = DataLoaders.from_datasets(train_ds, valid_ds, bs=args.bs)
     learn = Learner(dls, make_model(), nn.CrossEntropyLoss(), metrics=accuracy, model_dir=args.out)
+    saving = CheckpointCallback(args.out / "run", every=50, resume=True) if args.resume else None
     with learn.distrib_ctx(split_batches=True):
-        learn.fit_one_cycle(args.epochs, args.lr)
+        learn.fit_one_cycle(args.epochs, args.lr, cbs=saving)
     path = learn.save("fashion")  # written once, by rank 0
     if world.is_main():
         print(f"saved {path}")
