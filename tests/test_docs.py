@@ -26,6 +26,7 @@ NOTEBOOKS = {  # with so many pictures and tables
     "02_distributed": (3, 3),
     "03_training": (6, 10),
     "04_writing_callbacks": (4, 3),
+    "05_resume": (1, 2),
 }
 HEADER = ["epoch", "train_loss", "valid_loss", "accuracy", "time"]
 
