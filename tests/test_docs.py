@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from launching import WAYS, environment, run_script
@@ -80,7 +81,7 @@ def test_readme_has_a_complete_example_by_line_30(capsys):
 
 
 def test_readme_callback_has_five_lines_and_runs(capsys):
-    example, _, callback = code_blocks("python")
+    example, *_, callback = code_blocks("python")
     (definition,) = [node for node in ast.parse(callback).body if isinstance(node, ast.ClassDef)]
     assert definition.end_lineno - definition.lineno + 1 == 5
     namespace = {}
@@ -90,7 +91,7 @@ def test_readme_callback_has_five_lines_and_runs(capsys):
 
 
 def test_readme_training_runs(capsys):
-    example, training, _ = code_blocks("python")
+    example, training, *_ = code_blocks("python")
     namespace = {}
     exec(compile(example.replace("one_cycle(3,", "one_cycle(1,"), "README.md", "exec"), namespace)
     capsys.readouterr()
@@ -99,6 +100,16 @@ def test_readme_training_runs(capsys):
     assert "all is well" in printed
     assert len(tables(printed)) == 1
     assert 1e-6 < namespace["lr"] < 1
+
+
+def test_readme_run_goes_on(capsys):
+    example, _, saving, _ = code_blocks("python")
+    for said in ("epoch", "fit 1 was done before: its end is loaded from run"):
+        namespace = {}
+        for code in (example, saving):
+            exec(compile(code.replace("one_cycle(3,", "one_cycle(1,"), "README.md", "exec"), namespace)
+        assert said in capsys.readouterr().out
+        assert len(namespace["learn"].recorder.values) == 1
 
 
 def test_readme_diff_turns_the_example_into_one_for_several_processes(tmp_path):
@@ -156,6 +167,23 @@ def test_train_fashion_says_when_the_full_set_cannot_be_had(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_fashion.py", "--data", "full"])
     with pytest.raises(RuntimeError, match=r"could not be downloaded.*no network.*fashion_mnist_sample\(\)"):
         runpy.run_path(str(EXAMPLES / "train_fashion.py"), run_name="__main__")
+
+
+@pytest.mark.slow
+def test_train_fashion_survives_a_process_that_is_killed():
+    command = [EXAMPLES / "train_fashion.py", "--resume", "--epochs", "2"]
+    run_script(*command, "--out", "whole", nproc=2)
+    restarting = [*WAYS["launch"](2), "--max-restarts", "1", *command, "--out", "broken"]
+    with subprocess.Popen(restarting, env=environment(), stdout=subprocess.PIPE, text=True) as launcher:
+        while not Path("broken/run/latest").exists() and launcher.poll() is None:
+            time.sleep(0.02)
+        children = psutil.Process(launcher.pid).children()
+        children[-1].kill()
+        printed = launcher.communicate(timeout=300)[0]
+    assert launcher.returncode == 0
+    assert "resumed fit 0 in epoch 0, step 50, from broken/run/fit0-epoch0-step50" in printed
+    weights = [torch.load(f"{out}/fashion.pth", weights_only=True)["model"] for out in ("whole", "broken")]
+    assert all(torch.equal(*pair) for pair in zip(*(w.values() for w in weights), strict=True))
 
 
 def rows(printed):
