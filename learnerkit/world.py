@@ -263,8 +263,15 @@ def not_together(text: str) -> PeerError:
 
 
 def tell(key: str, text: str) -> None:
-    """Leave a text for ranks that `hear` it: by the store, so that threads may do it while others use collectives."""
-    store().set(f"learnerkit/told/{key}", text)
+    """Leave a text for ranks that `hear` it: by the store, so that threads may do it while others use collectives.
+
+    Raises:
+        PeerError: rank 0 has ended.
+    """
+    try:
+        store().set(f"learnerkit/told/{key}", text)
+    except dist.DistNetworkError:
+        raise PeerError(f"rank {rank()} had word on {key}, but rank 0 has ended") from None
 
 
 def hear(key: str, timeout: float) -> str:

@@ -66,7 +66,7 @@ class Checkpoint:
             CheckpointError: the file is not what `Storage.save` writes.
         """
         found: Any = self._read(_MODEL, tensor_files.read)
-        found.update(self._decoded(_STATE, "state", "extra"))
+        found.update(self._decoded(_STATE, "extra", [0]))
         return found
 
     def state(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Checkpoint:
         Raises:
             CheckpointError: the files are not what `Storage.save` writes.
         """
-        return self._decoded(_STATE, "state", "state")
+        return self._decoded(_STATE, "state", range(self.n_ranks))
 
     def own(self, rank: int) -> dict[str, Any] | None:
         """What a rank had of its own; `None` if there were not so many ranks.
@@ -83,12 +83,13 @@ class Checkpoint:
         Raises:
             CheckpointError: the files are not what `Storage.save` writes.
         """
-        return self._decoded(f"rank{rank}.json", "own", "own", [rank]) if rank < self.n_ranks else None
+        return self._decoded(f"rank{rank}.json", "own", [rank]) if rank < self.n_ranks else None
 
-    def _decoded(self, file: str, kind: str, part: str, ranks: Iterable[int] | None = None) -> dict[str, Any]:
+    def _decoded(self, file: str, part: str, ranks: Iterable[int]) -> dict[str, Any]:
         tensors: dict[int, Tensor] = {}
-        for rank in range(self.n_ranks) if ranks is None else ranks:
-            found = self._read(f"rank{rank}.safetensors", partial(tensor_files.read, wanted=_is_of(kind)))
+        for rank in ranks:
+            wanted = partial(tensor_files.read, wanted=lambda name: name.startswith(f"{part}."))
+            found = self._read(f"rank{rank}.safetensors", wanted)
             tensors.update((int(name.partition(".")[2]), tensor) for name, tensor in found.items())
         value = self._read(file, lambda path: decode(json.loads(path.read_bytes())[part], tensors))
         if not isinstance(value, dict):
@@ -135,10 +136,6 @@ class Checkpoint:
         """The files that a rank of n verifies, so that all have about as much to do."""
         shares = _shared_out({name: found["size"] for name, found in self._files.items()}, [0] * n)
         return [name for name, owner in shares.items() if owner == rank]
-
-
-def _is_of(kind: str) -> Callable[[str], bool]:
-    return lambda name: name.startswith(f"{kind}.")
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -197,7 +194,8 @@ class Storage:
             _agree(probe)
         finally:
             if world.is_main():
-                remove(folder)
+                with suppress(OSError):
+                    remove(folder)
 
     def save(
         self, name: str, weights: Mapping[str, Any], state: dict[str, Any], own: dict[str, Any], info: dict[str, Any]
@@ -234,7 +232,8 @@ class Storage:
             memory = self._memory if self.background else None
             files.update(content.files(part.rank, part.n if alike else 1, memory))  # else rank 0 writes all
             made = self._make_temporary(name)
-            part.folder = self.path / made
+            if made:
+                part.folder = self.path / made
             return made
 
         try:
@@ -343,20 +342,24 @@ class Storage:
             os.replace(pointer, self.path / _LATEST)
             sync_directory(self.path)
         finally:
-            pointer.unlink(missing_ok=True)
-        self._remove_old()
+            with suppress(OSError):
+                pointer.unlink(missing_ok=True)
+        self._damaged.discard(path.name)
+        try:
+            self._remove_old()
+        except OSError as e:
+            warn(f"old checkpoints stay: {e}")
 
     def _remove_old(self) -> None:
         names = [name for name, _ in self._list()[0]]
-        whole = [name for name in names if name not in self._damaged]
-        last = whole[: self.keep][-1]
+        last = [name for name in names if name not in self._damaged][: self.keep][-1]
         for name in names[names.index(last) + 1 :]:
-            try:
-                left = temporary_name(self.path / name)  # so that a crash does not leave half a checkpoint
-                os.rename(self.path / name, left)
-                remove(left)
-            except OSError as e:
-                warn(f"an old checkpoint stays: {e}")
+            left = temporary_name(self.path / name)  # so that a crash does not leave half a checkpoint
+            os.rename(self.path / name, left)
+            remove(left)
+
+
+_REFUSED = "a checkpoint cannot be saved: "
 
 
 class _Content:
@@ -381,9 +384,10 @@ class _Content:
             if why := tensor_files.why_not(value):
                 raise CheckpointError(f"the weight {key} is {why}; a checkpoint keeps plain tensors")
         self._tensors: list[Tensor] = []
+        self._extra_tensors: list[Tensor] = []
         self._own_tensors: list[Tensor] = []
         extra = {key: value for key, value in weights.items() if not isinstance(value, Tensor)}
-        self._state = {"state": encode(state, self._tensors), "extra": encode(extra, self._tensors, "the model")}
+        self._state = {"state": encode(state, self._tensors), "extra": encode(extra, self._extra_tensors, "the model")}
         self._own = {"own": encode(own, self._own_tensors, "own")}
         plan = repr([(tensor.dtype, tensor.shape) for tensor in self._tensors])
         self.plan = hashlib.sha256(plan.encode()).hexdigest()
@@ -401,6 +405,8 @@ class _Content:
         owners = _shared_out(large, [sum(tensor.nbytes for tensor in self._model.values())] + [0] * (n - 1))
         mine = {name: tensor for name, tensor in shared.items() if owners.get(name, 0) == rank}
         mine |= {f"own.{i}": tensor for i, tensor in enumerate(self._own_tensors)}
+        if rank == 0:
+            mine |= {f"extra.{i}": tensor for i, tensor in enumerate(self._extra_tensors)}
         model = {f"model.{name}": tensor for name, tensor in self._model.items()} if rank == 0 else {}
         if memory is None:
             taken = {name: tensor_files.on_host(tensor) for name, tensor in (mine | model).items()}
@@ -450,6 +456,8 @@ class _Part:
             return
         world.tell(self._key(self.rank), json.dumps([written, _said(error)]))
         failure = world.hear(self._key("end"), 2 * _PATIENCE)
+        if error is not None and not isinstance(error, Exception):
+            raise error
         if failure:
             raise CheckpointError(failure) from error
 
@@ -462,11 +470,14 @@ class _Part:
             if error is not None and not isinstance(error, Exception):
                 raise error
             if failures := _joined([_said(error), *(text for _, text in told)]):
-                raise CheckpointError(failures) from error
+                raise CheckpointError(_REFUSED + failures) from error
             finish(written | {name: size for part, _ in told for name, size in part.items()})
             failure = ""
+        except CheckpointError as e:
+            failure = str(e)
+            raise
         except Exception as e:
-            failure = f"a checkpoint cannot be saved: {_said(e)}"
+            failure = _REFUSED + _said(e)
             raise CheckpointError(failure) from e
         finally:
             self.clear()
@@ -492,6 +503,8 @@ def _agree(call: Callable[[], T]) -> list[T]:
     except Exception as e:
         error = e
     told = world.all_gather((value, _said(error)))
+    if isinstance(error, CheckpointError) and len(told) == 1:
+        raise error
     if failure := _joined([text for _, text in told]):
         raise CheckpointError(failure) from error
     return [value for value, _ in told]

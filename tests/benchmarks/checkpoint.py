@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import torch
+from run import take_turns
 
 from learnerkit.checkpoints.storage import Storage
-from run import take_turns
 
 
 def make_run():

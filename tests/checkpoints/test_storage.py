@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from torch import nn
 from learnerkit import CheckpointError, tensor_files
 from learnerkit.checkpoints import storage
 from learnerkit.checkpoints.storage import Storage, read_checkpoint
+from learnerkit.files import remove
 
 FILES = ["model.safetensors", "state.json", "rank0.json", "rank0.safetensors", "manifest.json"]
 
@@ -92,7 +94,7 @@ class Odd(nn.Module):
         self.register_buffer("flags", torch.tensor([True, False]))
         self.register_buffer("turned", torch.randn(4, 3).t())
         self.register_buffer("tiny", torch.randn(2, 2).to(torch.float8_e5m2))
-        self.extra = {"a": (1, 2)}
+        self.extra = {"a": (1, torch.ones(2))}
 
     def get_extra_state(self):
         return self.extra
@@ -105,7 +107,7 @@ def test_any_weights_are_kept(tmp_path):
     model, other = Odd(), Odd()
     other.extra = None
     found = Storage(tmp_path)
-    found.save("one", model.state_dict(), {}, {}, {})
+    found.save("one", model.state_dict(), {"a": torch.zeros(1)}, {"b": torch.zeros(1)}, {})
     read = found.newest().weights()
     assert read._metadata == {name: {"version": 1} for name, _ in model.named_modules()}
     other.load_state_dict(read)
@@ -113,7 +115,8 @@ def test_any_weights_are_kept(tmp_path):
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, other.state_dict()[name]), name
             assert value.dtype == read[name].dtype
-    assert other.extra == {"a": (1, 2)}
+    assert other.extra["a"][0] == 1
+    assert other.extra["a"][1].tolist() == [1.0, 1.0]
     assert other.head.weight is other.embedding.weight
 
 
@@ -141,6 +144,18 @@ def test_the_hash_is_of_the_bytes_that_were_written(tmp_path):
         tensor_files.write(tmp_path / "a", [b""])
 
 
+def test_what_was_read_is_no_part_of_the_files(tmp_path):
+    found = Storage(tmp_path)
+    save(found, 1)
+    checkpoint = found.newest()
+    read, state = checkpoint.weights(), checkpoint.state()["opt"]["state"][0]
+    for name in ("model.safetensors", "rank0.safetensors"):
+        with open(checkpoint.path / name, "r+b") as file:
+            file.write(bytes((checkpoint.path / name).stat().st_size))
+    assert torch.equal(read["a"], state_of(1)[0]["a"])
+    assert torch.equal(state["exp_avg"], state_of(1)[1]["opt"]["state"][0]["exp_avg"])
+
+
 def test_a_value_that_cannot_be_kept_is_named_and_nothing_is_left(tmp_path):
     found = three(tmp_path)
     before = tree(tmp_path)
@@ -155,6 +170,31 @@ def test_a_value_that_cannot_be_kept_is_named_and_nothing_is_left(tmp_path):
         with pytest.raises(CheckpointError, match=says):
             found.save("bad", *changed)
     assert tree(tmp_path) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for the names of open files")
+def test_all_is_synced_before_it_is_renamed_and_old_ones_go_last(tmp_path, monkeypatch):
+    found = Storage(tmp_path, keep=1)
+    save(found, 1)
+    log = []
+
+    def watch(name, call):
+        def run(*args, **kwargs):
+            what = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else str(args[-1])
+            log.append((name, re.sub(r"\.[0-9a-f]{8}\.tmp", ".tmp", os.path.relpath(what, tmp_path))))
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, run)
+
+    for name in ("fsync", "rename", "replace"):
+        watch(name, getattr(os, name))
+    save(found, 2)
+    files = [("fsync", f".step2.tmp/{name}") for name in FILES]
+    assert sorted(log[:4]) == sorted(files[:4])
+    assert log[4:] == [
+        files[4], ("fsync", ".latest.tmp"), ("fsync", ".step2.tmp"), ("rename", "step2"), ("fsync", "."),
+        ("replace", "latest"), ("fsync", "."), ("rename", ".step1.tmp"),
+    ]  # fmt: skip
 
 
 # In the background
@@ -279,6 +319,16 @@ def test_two_damaged_ones_are_passed_over_and_leave_when_enough_are_whole(tmp_pa
     for number in (4, 5):
         save(found, number)
     assert names(tmp_path) == ["latest", "step3_2", "step4", "step5"]
+
+
+def test_a_damaged_one_that_is_removed_by_hand_may_come_again(tmp_path):
+    found = three(tmp_path, keep=1)
+    spoil(tmp_path / "step3" / "state.json", 5)
+    with pytest.warns(UserWarning, match="passed over"), pytest.raises(CheckpointError):
+        found.newest()
+    remove(tmp_path / "step3")
+    save(found, 3)
+    assert is_state(found.newest(), 3)
 
 
 def test_where_all_are_damaged_there_is_an_error(tmp_path):
@@ -477,7 +527,7 @@ def test_r29_a_full_disk_leaves_what_was_there(tmp_path, limit):
     before = tree(tmp_path)
     with largest_file(limit), pytest.raises(CheckpointError, match="cannot be saved: .*File too large: '.*step4") as e:
         save(found, 4)
-    assert isinstance(e.value.__cause__, CheckpointError)
+    assert isinstance(e.value.__cause__, OSError)
     assert tree(tmp_path) == before
     assert is_state(found.newest(), 3)
 
@@ -567,7 +617,7 @@ def crashes(count, seed, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="files that may not grow, and the exit by their signal")
 def test_r05_r06_r30_a_save_killed_anywhere_leaves_a_whole_checkpoint(monkeypatch):
     found = crashes(10, 0, monkeypatch)
-    assert found["events"]["tried"] > 50  # each place between two files, once in place and once in the background
+    assert found["events"]["tried"] > 30  # each place between two files
     assert found["events"]["ended"] == 2
     assert found["bytes"]["tried"] == 20
     assert found["bytes"]["ended"] < 10
@@ -580,3 +630,12 @@ def test_r05_r06_r30_a_save_killed_anywhere_leaves_a_whole_checkpoint(monkeypatc
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_r05_r06_often(monkeypatch, seed):
     assert crashes(100, seed, monkeypatch)["bytes"]["tried"] == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["launch", "torchrun"])
+def test_the_end_of_all_ranks_waits_for_what_is_written(tmp_path, way):
+    assert run_script("checkpoint_end.py", tmp_path, nproc=2, way=way) == ""
+    checkpoint = Storage(tmp_path).newest()
+    assert checkpoint.n_ranks == 2
+    assert is_state(checkpoint, 1, 3_000_000)

@@ -106,6 +106,19 @@ def test_r29_an_error_on_one_rank_is_raised_on_all(background):
     assert is_state(found.newest(), 3)
 
 
+def test_a_rank_without_memory_for_its_copies_is_an_error_on_all():
+    found = Storage(Path("run"), background=True)
+
+    def fail(*args):
+        raise MemoryError("no more")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank() == 1:
+            patch.setattr(tensor_files.HostMemory, "copies", fail)
+        raises_alike(lambda: save(found, 1), "rank 1: MemoryError: no more")
+    assert names("run") == []
+
+
 def test_damage_in_any_ranks_file_is_seen_by_all():
     found = Storage(Path("run"))
     for number in (1, 2, 3):
@@ -125,6 +138,7 @@ def test_damage_in_any_ranks_file_is_seen_by_all():
             path.write_bytes(content)
         world.barrier()
         assert is_state(found.newest(), 3)
+        world.barrier()
     if world.is_main():
         for number in (1, 2, 3):
             Path("run", f"step{number}", "state.json").write_text("")
@@ -156,42 +170,43 @@ def test_states_that_differ_are_rank_0s():
     assert checkpoint.own(1)["rank"] == 1
 
 
-def test_training_communicates_while_the_ranks_write(monkeypatch):
+def test_training_communicates_while_the_ranks_write():
     held, write = threading.Event(), tensor_files.write
 
     def wait(path, pieces):
         assert held.wait(60)
         return write(path, pieces)
 
-    monkeypatch.setattr(tensor_files, "write", wait)
-    found = Storage(Path("run"), background=True)
-    save(found, 1)
-    for i in range(50):
-        assert world.reduce(i) == i * world.world_size()
-    assert not any(world.all_gather(found._writing.done()))
-    if world.rank() == 0:
-        held.set()  # it writes its part, and waits for the others'
-    for i in range(50):
-        assert world.reduce(i) == i * world.world_size()
-    assert not any(world.all_gather(found._writing.done()))
-    assert names("run") != ["latest", "step1"]
-    held.set()
-    found.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_files, "write", wait)
+        found = Storage(Path("run"), background=True)
+        save(found, 1)
+        for i in range(50):
+            assert world.reduce(i) == i * world.world_size()
+        assert not any(world.all_gather(found._writing.done()))
+        if world.rank() == 0:
+            held.set()  # it writes its part, and waits for the others'
+        for i in range(50):
+            assert world.reduce(i) == i * world.world_size()
+        assert not any(world.all_gather(found._writing.done()))
+        assert "step1" not in names("run")
+        held.set()
+        found.wait()
     assert is_state(found.newest(), 1)
 
 
-def test_a_rank_that_does_not_come_is_an_error_in_time(monkeypatch):
-    monkeypatch.setattr("learnerkit.checkpoints.storage._PATIENCE", 0.2)
+def test_a_rank_that_does_not_come_is_an_error_in_time():
     write = tensor_files.write
 
     def late(path, pieces):
         time.sleep(1.0 if world.rank() == 1 else 0)
         return write(path, pieces)
 
-    monkeypatch.setattr(tensor_files, "write", late)
     found = Storage(Path("run"))
-    with pytest.raises((CheckpointError, world.PeerError), match="rank 0 waited 0 s for word on checkpoint"):
-        save(found, 1)
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("learnerkit.checkpoints.storage._PATIENCE", 0.2)
+        patch.setattr(tensor_files, "write", late)
+        with pytest.raises((CheckpointError, world.PeerError), match="rank 0 waited 0 s for word on checkpoint"):
+            save(found, 1)
     save(found, 2)
     assert is_state(found.newest(), 2)

@@ -42,7 +42,7 @@ def in_child(call) -> int:
 
 
 def save_there(folder, number, background) -> None:
-    save_and_wait(Storage(folder, keep=2, background=background), number, size=SIZE)
+    save_and_wait(Storage(folder, keep=1, background=background), number, size=SIZE)
 
 
 def killed_at_event(k, *args) -> None:
@@ -74,7 +74,7 @@ def crashes(folder: Path, kill, places) -> dict[str, int]:
     for background in (False, True):
         number += 1
         save_there(folder, number, background)
-        for k in places():
+        for k in places(1 + 3 * background):  # most of what is done is the same in the background
             time.sleep(0.005)  # the clock of the file system ticks that seldom
             code = in_child(lambda k=k, b=background: kill(k, folder, number + 1, b))
             assert code in (0, -signal.SIGKILL, -signal.SIGXFSZ), code
@@ -86,7 +86,7 @@ def crashes(folder: Path, kill, places) -> dict[str, int]:
             number = done + 1
             save_there(folder, number, background)
             names = sorted(os.listdir(folder))
-            assert names == sorted(["latest", f"step{number}", f"step{number - 1}"]), names
+            assert names == ["latest", f"step{number}"], names
             tried += 1
             ended += code == 0
             if code == 0 and kill is killed_at_event:
@@ -115,8 +115,8 @@ def main() -> None:
     folder, seed, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     draw = random.Random(seed)
     found = {
-        "events": crashes(folder / "events", killed_at_event, lambda: range(1000)),
-        "bytes": crashes(folder / "bytes", killed_at_byte, lambda: [draw.randrange(5 * SIZE) for _ in range(count)]),
+        "events": crashes(folder / "events", killed_at_event, lambda step: range(0, 1000, step)),
+        "bytes": crashes(folder / "bytes", killed_at_byte, lambda _: [draw.randrange(5 * SIZE) for _ in range(count)]),
     }
     read, write = os.pipe()
     os.environ["TOLD"] = str(write)
