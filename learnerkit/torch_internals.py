@@ -177,7 +177,7 @@ def loader_attributes(loader: DataLoader) -> dict[str, Any]:
 
 def has_iterator(loader: Any) -> bool:
     """Tell whether a DataLoader has persistent workers that run: it draws no seed for them again."""
-    return getattr(loader, "_iterator", None) is not None
+    return getattr(loader, "persistent_workers", False) and loader._iterator is not None
 
 
 def workers_of(iterator: Any) -> Sequence[Any]:

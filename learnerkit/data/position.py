@@ -50,10 +50,12 @@ class Position:
         self._own: dict[str, Any] = {}  # this rank's part of it
         self._ended: Any = None  # the source's state after an epoch, until the next begins
         self._begun = self._resumed = self._quiet = False
+        self._running = False  # the fit goes on where workers ran already, for which the loader draws no seed again
         self._read = 0  # batches that were read before `first_step`
         self._ranks = 1  # that share the data
         self._per_step = 1  # batches of the user's loader in a step of all ranks
         self._total: int | None = None  # batches of the user's loader in an epoch
+        self._length: int | None = None  # of the user's loader, as it says
         self._batch_size: int | None = None
         self._source: Any = None  # what has the state of the data
         self._shared: Any = None  # the rank's loader
@@ -96,26 +98,33 @@ class Position:
         """
         if self._loaded is not None:
             return self._loaded
-        reading = self._begun and not self.over
+        source = None if self._shared is not None else self._source
+        over = self.over or (source is not None and self._source_has_ended())
+        reading = self._begun and not over
         states = self._draws.states if self.states is None and self._draws is not None else self.states
         return {
             "epoch": self.epoch,
             "batches": self.batches,
             "samples": self.samples,
-            "over": self.over,
+            "over": over,
             "order": self.order.start,
             "generators": self._start if reading else [_state(g) for g in self._generators],
             "states": states if reading else None,
             "running": has_iterator(self._loader),
             "batch_size": self._batch_size,
             "ranks": self._ranks if getattr(self._shared, "sharded", False) else None,
-            "source": None if self._source is None or self._shared is not None else self._source.state_dict(),
+            "source": None if source is None else source.state_dict(),
         }
+
+    def _source_has_ended(self) -> bool:
+        "Whether the last batch of an epoch has been read, at which the source may be where the next epoch begins."
+        short = self._batch_size is not None and self.samples < self.batches * self._batch_size
+        return self._begun and (short or self.batches == self._length)
 
     def own_state_dict(self) -> dict[str, Any]:
         """What `load_own_state_dict` takes: the part of the state that is this rank's alone."""
         state = getattr(self._shared, "source_state", None)
-        return {} if state is None else {"source": state}
+        return {} if state is None else {"source": state, "ended": self._shared.ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the epoch of the state begin behind what was read of it; called before it begins."""
@@ -146,13 +155,15 @@ class Position:
         self._clear()
         self._begun, self.epoch, self._ranks = True, epoch, ranks
         drawn = isinstance(dl, DataLoader) and not isinstance(dl.dataset, IterableDataset)  # by an index stream
-        self._total, self._batch_size = loader_len(dl) if drawn else None, getattr(dl, "batch_size", None)
+        self._length, self._batch_size = loader_len(dl), getattr(dl, "batch_size", None)
+        self._total = self._length if drawn else None
         self._generators = generators_of(dl)  # before samplers are lent some
         self._source, self._shared, self._draws = source_of(dl), None, None
         if state is not None and state["epoch"] == epoch:
             self._resume(dl, state)
         else:
             state = None
+        self._quiet = self._resumed or self._running  # else the loader draws as it did before
         if ranks > 1:  # `share` does the rest
             return dl
         if not drawn:
@@ -171,7 +182,7 @@ class Position:
         self._read = self._in_batches(state)
         self.steps = self.first_step = max(self._read, self.over)
         self._resumed = bool(self._read or self.over)
-        self._quiet = self._resumed or state["running"]  # else the loader draws as it did before
+        self._running = state["running"]
         if state["ranks"] not in (None, self._ranks):
             raise ValueError(
                 f"the dataset gave each of {state['ranks']} ranks a part of its own (sharded=True), so the place in it "
@@ -224,8 +235,9 @@ class Position:
             if self._total is not None:  # the last step is the last also if the steps are other ones than before
                 first = len(shared) - -(-max(0, self._total - self._read) // self._per_step)
             self.steps = self.first_step = max(first, self.over)
-        found = None if self.over else self._own.pop("source", None)  # else the next epoch needs it
-        shared.begin(inf if self.over else self._read, self.first_step, found)
+        ended = self.over or (self._resumed and self._own.get("ended", False))
+        found = None if ended else self._own.pop("source", None)  # else the next epoch needs it
+        shared.begin(inf if ended else self._read, self.first_step, found)
         return self.first_step
 
     def _note_start(self, loader: Any) -> None:
@@ -253,6 +265,11 @@ class Resumed:
     def __init__(self, loader: Any, skip: float, source: Any = None, state: Any = None, at_end: bool = False) -> None:
         self.loader, self.skip, self.source, self.state, self.at_end = loader, skip, source, state, at_end
 
+    @property
+    def read_again(self) -> int:
+        """The batches that were trained on before, and are read and dropped."""
+        return 0 if self.skip == inf else int(self.skip)
+
     def __len__(self) -> int:
         return len(self.loader)
 
@@ -264,15 +281,18 @@ class Resumed:
             return
         if self.state is not None:
             self.source.load_state_dict(self.state)
-            empty = True
-            for batch in self.loader:
-                empty = False
+        if self.at_end:
+            before = world.seed_states()
+            for batch in (batches := iter(self.loader)):
                 yield batch
-            if not (empty and self.at_end):
+                yield from batches
                 return
+            world.set_seed_states(before)
+            yield from self.loader
+            return
         with keep_seeds():
             batches = iter(self.loader)
-            for _ in islice(batches, int(self.skip)):
+            for _ in islice(batches, self.read_again):
                 pass
         yield from batches
 
@@ -301,16 +321,15 @@ def reading(learn: "Learner") -> Iterator[None]:
             yield
         return
     training, seed = learn.training, position.seed(learn.training)
-    with _seeded(loader, rank, seed, learn._first_batch, training, training and position._quiet):
+    first = learn._first_batch - getattr(learn.dl, "read_again", 0)
+    with _seeded(loader, rank, seed, first, training, training and position._quiet):
         if training:
             position._note_start(loader)
         yield
 
 
 @contextmanager
-def _seeded(
-    loader: Any, rank: int, seed: int | None, first: int, training: bool, quiet: bool
-) -> Iterator[None]:
+def _seeded(loader: Any, rank: int, seed: int | None, first: int, training: bool, quiet: bool) -> Iterator[None]:
     """Seed what a loader fetches in here; only in copies of the user's loader that `DataLoaders.twin` has made.
 
     Args:

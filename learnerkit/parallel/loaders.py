@@ -363,6 +363,11 @@ class RankStreamLoader(RankLoader):
             return self._source.state_dict()
         return self._before
 
+    @property
+    def read_again(self) -> int:
+        """As in `Resumed`."""
+        return self._from.read_again if isinstance(self._from, Resumed) else 0
+
     def begin(self, skip: float, first: int, state: Any) -> None:
         self._first, self._from = first, self.loader
         if isinstance(self.loader.dataset, RankStream):

@@ -12,10 +12,13 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
 from learnerkit import Callback, CancelFitException, DataLoaders, Learner, set_seed, world
@@ -214,3 +217,139 @@ def check_all_places(make, places=PLACES):
 @pytest.mark.parametrize("sampler", [*SAMPLERS])
 def test_a_resumed_fit_reads_on_where_it_was(sampler, workers):
     check_all_places(lambda: make_dls(sampler, workers))
+
+
+def test_t4_t5_skipped_samples_are_not_loaded_and_what_was_fetched_ahead_is_read_again():
+    stopped = Log((1, 2))
+    fit(make_dls("shuffled", "no workers"), stopped)
+    dls = make_dls("shuffled", "no workers")
+    dls.train_ds.read.clear()
+    again = Log()
+    fit(dls, Resume(stopped.state), again, epochs=2)
+    assert dls.train_ds.read == [int(x[0]) for seen in again.seen if seen[0] for x in seen[4]]
+    assert len(dls.train_ds.read) == N - stopped.state[0]["samples"] == N - 8
+    assert [seen[2:4] for seen in again.seen if seen[0]] == [(2, 6), (3, 6), (4, 6), (5, 6)]
+
+
+def test_t9_a_second_resume_within_an_epoch_and_one_in_the_next():
+    for sampler, workers in (("shuffled", "no workers"), ("own generator", "persistent"), ("global", "workers")):
+        whole = check_all_places(lambda s=sampler, w=workers: make_dls(s, w), places=[])
+        seen, state = [], None
+        for place in ((0, 1), (0, 3), (0, "last"), (1, 2), (1, "trained"), (1, "ended"), (2, 4), None):
+            log = Log((0, 6) if place == (0, "last") else place)
+            cbs = [log] if state is None else [Resume(state), log]
+            fit(make_dls(sampler, workers), *cbs, seed=1 if state is None else 90 + len(seen))
+            seen, state = seen + log.seen, log.state
+        assert seen == whole.seen
+
+
+def test_rows_read_at_once_and_a_second_fit():
+    """In the second fit the order is another one; what came before it does not matter."""
+    data = TensorDataset(torch.arange(4.0 * N, dtype=torch.float64).reshape(N, 4), torch.zeros(N, 1))
+
+    def make():
+        return DataLoaders.from_datasets(data, bs=4, device="cpu")
+
+    whole = check_all_places(make)
+    second = Log()
+    fit(make(), second, seed=5)
+    assert second.seen[0] != whole.seen[0]
+
+
+class Stream(IterableDataset):
+    """Numbers with noise, shared out among the workers."""
+
+    def __init__(self, n=N):
+        self.n = n
+
+    def __iter__(self):
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        for i in range(first, self.n, step):
+            yield sample(i)
+
+
+def sample(i):
+    noise = torch.rand(()).item(), random.random(), np.random.rand()
+    return torch.tensor([float(i), *noise], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+
+
+class Remembering(Stream):
+    """A shuffled stream with a state; `read` has the samples that it has made."""
+
+    def __init__(self, empties):
+        super().__init__()
+        self.order, self.place, self.random, self.read = [], 0, random.Random(3), []
+        self.empties = empties  # at its end, rather than begin anew unless it was loaded
+        self.loaded = False
+
+    def __iter__(self):
+        if not (self.order if self.empties else self.loaded):
+            self.order, self.place = self.random.sample(range(self.n), self.n), 0
+        self.loaded = False
+        while self.place < len(self.order):
+            self.place += 1
+            self.read.append(self.order[self.place - 1])
+            yield sample(self.order[self.place - 1])
+        if self.empties:
+            self.order = []
+
+    def state_dict(self):
+        return {"order": self.order, "place": self.place, "random": self.random.getstate()}
+
+    def load_state_dict(self, state):
+        self.order, self.place = list(state["order"]), state["place"]
+        self.random.setstate(state["random"])
+        self.loaded = True
+
+
+class Batches:
+    """A loader of another kind, with a state; it says how many batches it has."""
+
+    def __init__(self):
+        self.data = Remembering(empties=False)
+
+    def __len__(self):
+        return 6
+
+    def __iter__(self):
+        return iter(DataLoader(self.data, 4))
+
+    def state_dict(self):
+        return self.data.state_dict()
+
+    def load_state_dict(self, state):
+        self.data.load_state_dict(state)
+
+
+class Generator:
+    """An iterable of batches without a length."""
+
+    def __iter__(self):
+        yield from DataLoader(Noisy(), 4)
+
+
+@pytest.mark.parametrize("workers", [*WORKERS])
+def test_a_stream_without_a_state_is_read_forward_and_it_says_so(workers):
+    def make():
+        return DataLoaders(DataLoader(Stream(), 4, **WORKERS[workers]), device="cpu")
+
+    with pytest.warns(UserWarning, match="batches of this epoch are read again and dropped.*Stream has no place"):
+        check_all_places(make)
+
+
+def test_iterables_that_are_no_loaders_are_read_forward():
+    batches = [(torch.full((2, 4), float(i)).double(), torch.zeros(2, 1).double()) for i in range(6)]
+    for make in (lambda: batches, Generator):
+        with pytest.warns(UserWarning, match="read again and dropped.*(list|Generator) has no place"):
+            check_all_places(lambda make=make: DataLoaders(make(), device="cpu"))
+
+
+@pytest.mark.parametrize("empties", [False, True])
+def test_a_dataset_or_a_loader_with_a_state_goes_on_by_it(empties):
+    check_all_places(lambda: DataLoaders(DataLoader(Remembering(empties), 4), device="cpu"))
+    check_all_places(lambda: DataLoaders(Batches(), device="cpu"))
+    stopped, data = Log((1, 3)), Remembering(empties)
+    fit(DataLoaders(DataLoader(Remembering(empties), 4), device="cpu"), stopped)
+    fit(DataLoaders(DataLoader(data, 4), device="cpu"), Resume(stopped.state), epochs=2)
+    assert len(data.read) == N - 12  # nothing was read again

@@ -63,7 +63,9 @@ def test_t8_ranks_go_on_as_they_are_and_in_another_number(sampler, workers, spli
         stopped = fit(made, Log((epoch, steps)), distributed=how)
         of_rank0 = world.broadcast(stopped.state)
         state = of_rank0[0], *stopped.state[1:]  # the random states are this rank's own
-        assert world.same_everywhere(repr(sorted((k, v) for k, v in stopped.state[0].items() if k in "batches samples")))
+        assert world.same_everywhere(
+            repr(sorted((k, v) for k, v in stopped.state[0].items() if k in "batches samples"))
+        )
         again = fit(made, Log(), state, distributed=how)
         assert again.seen == whole.seen[stopped.count :], (epoch, steps)
         by_one = fit(made, Log(), of_rank0)
