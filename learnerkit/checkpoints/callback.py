@@ -19,7 +19,7 @@ from learnerkit.checkpoints.state import Restorer, RunImage
 from learnerkit.checkpoints.storage import Checkpoint, Storage
 from learnerkit.events import CancelFitException, FitDone
 from learnerkit.files import CheckpointError, remove
-from learnerkit.parallel.agreement import END, SAVE, Request
+from learnerkit.parallel.agreement import END, SAVE, Request, end_at_once
 from learnerkit.text import first_few, format_time
 from learnerkit.utils import unwrap, warn
 
@@ -436,9 +436,8 @@ class CheckpointCallback(StepCounter):
 def _note(request: Request, asked: int, signum: int, frame: object) -> None:
     """The handler of a signal, which only notes it; a second SIGTERM ends the process."""
     now = time.monotonic()
-    if asked == END and request.mine == END and now > request.since + _AGAIN:
-        signal.signal(signum, signal.SIG_DFL)
-        os.kill(os.getpid(), signum)
+    if asked == END and (request.failed or (request.mine == END and now > request.since + _AGAIN)):
+        end_at_once()
     if asked > request.mine:
         request.since = now
     request.ask(asked)

@@ -6,6 +6,7 @@ gradients' reduction has reached all (`carrier.py`); in validation it calls the 
 a cancel cannot wait for that: `watch.py` tells the others and frees those that are blocked.
 """
 
+import os
 import signal
 import threading
 import zlib
@@ -48,13 +49,14 @@ class Request:
         agreed: what all ranks know of, at the same place of the loop.
         since: when this rank was asked for `mine`, on the monotonic clock.
         heard: somebody acts on it, so Ctrl-C can wait.
+        failed: a rank has failed, so that nothing can be saved any more: SIGTERM ends this one at once.
         ends_validation: a validation is left by `CancelFitException` rather than read to its end.
     """
 
     def __init__(self) -> None:
         self.mine = self.agreed = 0
         self.since = 0.0
-        self.heard = self.ends_validation = False
+        self.heard = self.failed = self.ends_validation = False
 
     def ask(self, what: int) -> None:
         """Ask for something, unless more is asked for already."""
@@ -63,6 +65,12 @@ class Request:
     def done(self) -> None:
         """Note that it has been done."""
         self.mine = self.agreed = 0
+
+
+def end_at_once() -> None:
+    """End this process as SIGTERM does where nobody handles it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def packed(request: int, ranks: int) -> float:
@@ -175,6 +183,9 @@ class Agreement:
         """Tell the others of an error that is about to end this rank's run, before its cleanups run."""
         if self._failing is not None:
             return
+        self.request.failed = True
+        if self.request.mine == END and may_follow(error):
+            end_at_once()  # the launcher has sent SIGTERM since another rank is dead
         alone = isinstance(error, PeerError) and error.standstill  # no other rank will say more
         if may_follow(error) and self.watch.first_failure(patience=0.0 if alone else 2.0):
             return

@@ -157,7 +157,7 @@ def test_r17_usr1_saves_and_training_goes_on(tmp_path, whole):
 def test_a_second_term_ends_the_process_at_once(tmp_path, monkeypatch):
     sent = []
     monkeypatch.setattr("learnerkit.checkpoints.callback._AGAIN", 0)
-    monkeypatch.setattr("learnerkit.checkpoints.callback.os.kill", lambda pid, signum: sent.append(signum))
+    monkeypatch.setattr("learnerkit.checkpoints.callback.end_at_once", lambda: sent.append(signal.SIGTERM))
     learn = make("plain", tmp_path, Callback(after_pred=lambda cb: signal.raise_signal(signal.SIGTERM)), every=1000)
     learn.add_cb(Callback(before_step=lambda cb: signal.raise_signal(signal.SIGTERM)))
     stopped(learn, "plain")

@@ -176,10 +176,9 @@ def test_r17_usr1_saves_and_the_run_goes_on(tmp_path, whole):
 
 @pytest.mark.slow
 def test_r19_a_peer_that_dies_makes_nobody_save(tmp_path):
-    began = time.monotonic()
     run = Run(tmp_path, "--every=1000", fault="kill:1:17").finish(137)
     assert run.saved() == []
-    assert in_time(time.monotonic() - began, 20)
+    assert "rank 0 was stopped by the launcher" in run.read("err")  # at once, not after its time of grace
 
 
 @pytest.mark.slow
