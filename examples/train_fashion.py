@@ -3,7 +3,7 @@
     python -m learnerkit.launch --nproc 2 examples/train_fashion.py     # two processes of this machine
     torchrun --nproc-per-node 2 examples/train_fashion.py               # the same
     python examples/train_fashion.py                                    # one process
-    python -m learnerkit.launch --nproc 2 --max-restarts 3 examples/train_fashion.py --resume   # survives a killed process
+    python -m learnerkit.launch --nproc 2 --max-restarts 3 examples/train_fashion.py --resume  # restarts
 
 Each batch of `--bs` images is cut into one piece per process, so all of these come to the same numbers, up to rounding.
 """

@@ -181,7 +181,7 @@ def test_train_fashion_survives_a_process_that_is_killed():
         children[-1].kill()
         printed = launcher.communicate(timeout=300)[0]
     assert launcher.returncode == 0
-    assert "resumed fit 0 in epoch 0, step 50, from broken/run/fit0-epoch0-step50" in printed
+    assert re.search(r"resumed fit 0 (in|after) epoch \d, step \d+, from broken/run/fit0-epoch", printed), printed
     weights = [torch.load(f"{out}/fashion.pth", weights_only=True)["model"] for out in ("whole", "broken")]
     assert all(torch.equal(*pair) for pair in zip(*(w.values() for w in weights), strict=True))
 
