@@ -294,9 +294,8 @@ def test_a_notebook_is_committed_with_its_outputs(name):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.usefixtures("ctrl_c")  # nbclient leaves Ctrl-C heard, also where it was ignored
-@pytest.mark.parametrize(
-    "name", [name if name.startswith("01") else pytest.param(name, marks=pytest.mark.slow) for name in NOTEBOOKS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs(name, monkeypatch, tmp_path):
     nbclient = pytest.importorskip("nbclient")
     for variable, value in environment().items():

@@ -213,8 +213,15 @@ def check_all_places(make, places=PLACES):
     return whole
 
 
-@pytest.mark.parametrize("workers", [*WORKERS])
-@pytest.mark.parametrize("sampler", [*SAMPLERS])
+def places():
+    """Parametrize by sampler and workers; quick are those without workers, and one with."""
+    for sampler in SAMPLERS:
+        for workers in WORKERS:
+            quick = workers == "no workers" or (sampler, workers) == ("shuffled", "persistent")
+            yield pytest.param(sampler, workers, marks=[] if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("sampler", "workers"), places())
 def test_a_resumed_fit_reads_on_where_it_was(sampler, workers):
     check_all_places(lambda: make_dls(sampler, workers))
 

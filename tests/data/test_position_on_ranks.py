@@ -47,9 +47,12 @@ def alone(log, epoch):
 
 
 CASES = [
-    ("shuffled", "no workers", True), ("shuffled", "workers", False), ("drop_last", "persistent", False),
-    ("own generator", "workers", True), ("weighted", "no workers", False), ("global", "no workers", True),
-    ("global batches", "workers", False), ("buckets", "persistent", False), ("batches of the dataset", "workers", False),
+    ("shuffled", "no workers", True), ("global", "no workers", True),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("shuffled", "workers", False), ("drop_last", "persistent", False), ("own generator", "workers", True),
+        ("weighted", "no workers", False), ("global batches", "workers", False), ("buckets", "persistent", False),
+        ("batches of the dataset", "workers", False),
+    )),
 ]  # fmt: skip
 
 
