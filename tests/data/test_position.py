@@ -221,7 +221,7 @@ def places():
             yield pytest.param(sampler, workers, marks=[] if quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("sampler", "workers"), places())
+@pytest.mark.parametrize(("sampler", "workers"), list(places()))
 def test_a_resumed_fit_reads_on_where_it_was(sampler, workers):
     check_all_places(lambda: make_dls(sampler, workers))
 
