@@ -61,7 +61,8 @@ class ProgressCallback(Callback):
     def before_train(self) -> None:
         learn = self.learn
         steps = loader_len(learn.dl)
-        self._skipped = (steps or 0) * learn._start_epoch
+        # Batches that this fit has not read: those before `start_epoch`, or of epochs that were cancelled.
+        self._skipped = steps * learn.epoch + learn._first_batch - learn.train_iter if steps else 0
         self._show_bar(self._where(), learn.n_steps or (steps or 0) * (learn.n_epoch or 0) or None)
 
     def before_validate(self) -> None:
@@ -101,7 +102,8 @@ class ProgressCallback(Callback):
             # In a notebook tqdm only measures time and formats the text; NotebookPage displays it.
             output = {"file": io.StringIO()} if self._page else {"dynamic_ncols": True}
             form = _BAR if total else _NO_TOTAL
-            self._bar = tqdm(total=total, initial=self._skipped, leave=False, bar_format=form, **output)
+            done = self._skipped + (self.learn.train_iter if self._task == "fit" else 0)
+            self._bar = tqdm(total=total, initial=done, leave=False, bar_format=form, **output)
         if self._bar is not None:
             self._bar.set_description_str(text, refresh=self._page is None)
 

@@ -57,7 +57,8 @@ class CheckpointCallback(StepCounter):
     restart by the launcher (`--max-restarts`) this happens by itself.
 
     SIGTERM saves after the present step, on all ranks, and ends the process with exit code 143; another one, a second
-    later, ends it at once. SIGUSR1 saves and goes on. On several ranks Ctrl-C, and Stop in a notebook, save before they interrupt.
+    later, ends it at once. SIGUSR1 saves and goes on. On several ranks Ctrl-C, and Stop in a notebook, save before they
+    interrupt.
 
     Args:
         path: a directory for this run alone, which all machines share.

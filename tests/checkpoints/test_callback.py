@@ -59,7 +59,7 @@ ONE_FIT = [name for name in JOBS if name != "fine-tuned"]
 QUICK = ("one cycle", "workers", "accumulation", "average")
 STEPS_OF = [
     *(pytest.param(name, (EPOCH, EPOCH + 5), id=name) for name in QUICK),
-    *(pytest.param(name, (3, EPOCH, EPOCH + 1, STEPS), id=name, marks=pytest.mark.slow) for name in ONE_FIT),
+    *(pytest.param(name, (EPOCH, EPOCH + 1, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in ONE_FIT),
     *(pytest.param(name, range(1, STEPS + 1), id=f"{name}, all", marks=pytest.mark.soak) for name in ONE_FIT),
 ]
 
@@ -273,7 +273,8 @@ def test_r39_callbacks_that_were_removed_added_or_moved_are_named(tmp_path):
 
     with raises(CheckpointError, "strict=True", *expected):
         changed(strict=True)
-    with pytest.warns(UserWarning) as caught:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         changed()
     texts = " ".join(str(w.message) for w in caught)
     assert all(words in texts for words in expected), texts
@@ -317,7 +318,8 @@ def test_a_changed_configuration_is_listed(tmp_path):
     )  # fmt: skip
     with raises(CheckpointError, "strict=True", *expected), learner(True, strict=True, **other).no_logging() as learn:
         learn.fit(2)
-    with pytest.warns(UserWarning) as caught, learner(True, **other).no_logging() as learn:
+    with warnings.catch_warnings(record=True) as caught, learner(True, **other).no_logging() as learn:
+        warnings.simplefilter("always")
         learn.fit(2)
     texts = " ".join(str(w.message) for w in caught)
     assert all(text in texts for text in expected), texts
@@ -328,7 +330,7 @@ def test_a_changed_schedule_is_listed(tmp_path):
         learn = make_learner(cbs=CheckpointCallback(tmp_path, resume=bool(end)))
         with learn.no_logging(), suppress(ZeroDivisionError), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            fails = raising("after_batch", ZeroDivisionError, lambda cb: cb.train_iter == 3 and not end, order=20_000)
+            fails = raising("after_batch", ZeroDivisionError, lambda cb: cb.train_iter == 3 and not cb.checkpoint.resume, order=20_000)
             learn.fit(2, cbs=[ParamScheduler({"lr": SchedLin(0.1, end)}), fails])
     assert any("callbacks.ParamScheduler.lr.0: [0.1, 0.07500000000000001" in str(w.message) for w in caught)
 

@@ -125,7 +125,7 @@ def test_r01_r02_twenty_times(rank, time, tmp_path, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nproc", [2, 1])
+@pytest.mark.parametrize("nproc", [2, pytest.param(1, marks=pytest.mark.soak)])
 def test_r13_term_to_the_launcher_saves_at_the_step_and_the_run_goes_on_exactly(nproc, tmp_path, whole):
     run = Run(tmp_path, fault="await:-1:17", restarts=1, nproc=nproc)
     assert in_time(stop(run, signal.SIGTERM, [f"waits-{rank}" for rank in range(nproc)]), 10)
@@ -172,6 +172,24 @@ def test_r17_usr1_saves_and_the_run_goes_on(tmp_path, whole):
     run.send(signal.SIGUSR1)
     assert run.finish().ends() == whole().ends()
     assert run.saved() == ["fit0-epoch1-step18", "fit0-epoch3-step40-done"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "step"),
+    [
+        ("usr1:1:17", 19),
+        pytest.param("term:0:17", 19, marks=pytest.mark.soak),
+        pytest.param("term:1:19", 20, marks=pytest.mark.soak),
+    ],
+)
+def test_where_flags_are_read_late_it_is_one_step_later_on_all_ranks(fault, step, tmp_path, whole):
+    run = Run(tmp_path, "--late", "--every=1000", fault=fault).finish(0 if "usr1" in fault else 143)
+    names = [f"fit0-epoch1-step{step}" + ("-trained" if step == 20 else "")]
+    assert run.saved() == names + (["fit0-epoch3-step40-done"] if "usr1" in fault else []), run
+    if "term" in fault:
+        run = Run(tmp_path, "--late", "--resume").finish()
+    assert run.ends() == whole().ends()
 
 
 @pytest.mark.slow

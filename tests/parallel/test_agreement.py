@@ -33,6 +33,7 @@ from learnerkit import (
     world,
 )
 from learnerkit.events import INNER_EVENTS
+from learnerkit.parallel.agreement import END, packed, unpacked
 from learnerkit.parallel.loaders import split_evenly
 
 on_ranks = pytest.mark.ranks(2, slow=[3, "gpus"])  # two GPUs: NCCL has not been tried so far
@@ -43,6 +44,15 @@ EVENTS = [str(e) for e in Event if e.startswith(("before_", "after_")) and "canc
 TRAINING_ONLY = ("before_backward", "after_backward", "before_step", "after_step")
 OPTIONS = {"split_batches": True, "timeout": 60, "sync_bn": False}
 SOON = 15  # seconds, where none waits for that timeout; a second on an idle machine
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 64, 1000])
+def test_the_mean_of_requests_tells_the_greatest(ranks):
+    for greatest in range(END + 1):
+        for count in {1, ranks}:  # of the ranks that ask for it; the others ask for less
+            for other in range(greatest + 1):
+                asked = torch.tensor([packed(greatest, ranks)] * count + [packed(other, ranks)] * (ranks - count))
+                assert unpacked(float(asked.mean()), ranks) == greatest
 
 
 def make_data(n):

@@ -35,6 +35,7 @@ parser.add_argument("--every", type=int, default=10)
 parser.add_argument("--resume", action="store_true")
 parser.add_argument("--split", action="store_true")
 parser.add_argument("--async", action="store_true", dest="background")
+parser.add_argument("--late", action="store_true", help="flags are read one step later, as on an accelerator")
 parser.add_argument("--exact", action="store_true", help="float64, no dropout, no augmentation")
 OPTIONS = parser.parse_args()
 
@@ -65,6 +66,11 @@ class Faults(Callback):
     """Lets the fault strike."""
 
     only_fit = True
+    order = 20  # after the model is wrapped
+
+    def before_train(self):
+        if OPTIONS.late:
+            self.learn._gradient.carrier.reads_late = True
 
     def before_batch(self):
         if not (MINE and self.train_iter == DUE) or (KIND == "term-valid") == self.training:
