@@ -283,13 +283,15 @@ class CheckpointCallback(StepCounter):
         if not learn._step_due:
             self._step_open = True
             return
-        self._step_open = False
-        self._steps += 1
-        if self._every_steps and self._steps % self._every_steps == 0:
+        if self._step_open:
+            self._step_open = False
+        vars(self)["_steps"] = steps = self._steps + 1  # at every step: an assignment to a callback takes longer
+        if self._every_steps and steps % self._every_steps == 0:
             self._is_due = True
-        if time.monotonic() > self._deadline and (self._alone or world.is_main()):
+        if self._seconds and time.monotonic() > self._deadline and (self._alone or world.is_main()):
             self._request.ask(SAVE)
-        asked = self._request.mine if self._alone else self._request.agreed
+        request = self._request
+        asked = request.mine if self._alone else request.agreed
         if asked or self._is_due:
             self._save_after_step(asked)
 

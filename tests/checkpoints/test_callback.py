@@ -330,7 +330,12 @@ def test_a_changed_schedule_is_listed(tmp_path):
         learn = make_learner(cbs=CheckpointCallback(tmp_path, resume=bool(end)))
         with learn.no_logging(), suppress(ZeroDivisionError), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            fails = raising("after_batch", ZeroDivisionError, lambda cb: cb.train_iter == 3 and not cb.checkpoint.resume, order=20_000)
+            fails = raising(
+                "after_batch",
+                ZeroDivisionError,
+                lambda cb: cb.train_iter == 3 and not cb.checkpoint.resume,
+                order=20_000,
+            )
             learn.fit(2, cbs=[ParamScheduler({"lr": SchedLin(0.1, end)}), fails])
     assert any("callbacks.ParamScheduler.lr.0: [0.1, 0.07500000000000001" in str(w.message) for w in caught)
 
