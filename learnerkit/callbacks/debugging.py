@@ -9,6 +9,7 @@ import torch
 from learnerkit import arguments, world
 from learnerkit.callback import Callback
 from learnerkit.data.batches import loader_len, map_batch, to_device
+from learnerkit.data.streams import Share
 
 
 class LoaderView:
@@ -46,21 +47,23 @@ class RepeatingLoader(LoaderView):
         device: where to keep them.
         kept: the batches read in an earlier epoch, each with its `share` and `sample` (see `RankLoader`); new ones are
             added to this list.
+        first: the step that the epoch begins with.
     """
 
-    step_size = None  # only the loader's first batches are read
+    step_size = batch_sampler = None  # only the loader's first batches are read, whatever it draws
 
-    def __init__(self, dl: Any, n: int, device: torch.device, kept: list[tuple[Any, dict]]) -> None:
+    def __init__(self, dl: Any, n: int, device: torch.device, kept: list[tuple[Any, dict]], first: int = 0) -> None:
         super().__init__(dl)
-        self.n, self.device, self.kept = n, device, kept
+        self.n, self.device, self.kept, self.first = n, device, kept, first
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator:
-        length, step = loader_len(self.loader), -1
-        if length is None or not self.kept:
-            for step, batch in enumerate(islice(self.loader, None if length is None else self.n)):
+        length, step = loader_len(self.loader), self.first - 1
+        wanted = None if length is None else min(self.n, length) - len(self.kept)
+        if wanted is None or wanted > 0:
+            for step, batch in enumerate(islice(self.loader, wanted), self.first):
                 if len(self.kept) < self.n:
                     facts = {name: getattr(self.loader, name, None) for name in ("share", "sample")}
                     self.kept.append(to_device((batch, facts), self.device))
@@ -159,7 +162,17 @@ class OverfitBatch(_LoaderSwap):
         self._kept: list[tuple[Any, dict]] = []
 
     def before_train(self) -> None:
-        self._swap(RepeatingLoader(self.learn.dl, self.n, self.learn.dls.device, self._kept))
+        learn = self.learn
+        self._swap(RepeatingLoader(learn.dl, self.n, learn.dls.device, self._kept, learn._first_batch))
 
     def cleanup_fit(self) -> None:
         self._kept = []
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = [(batch, facts | {"share": facts["share"] and tuple(facts["share"])}) for batch, facts in self._kept]
+        return {"n": self.n, "own": kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        kept = to_device(state.get("own", []), self.learn.dls.device)  # none for another number of ranks
+        # In place: the loader of the epoch has the list.
+        self._kept[:] = [(batch, facts | {"share": facts["share"] and Share(*facts["share"])}) for batch, facts in kept]

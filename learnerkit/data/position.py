@@ -58,6 +58,7 @@ class Position:
         self._length: int | None = None  # of the user's loader, as it says
         self._batch_size: int | None = None
         self._source: Any = None  # what has the state of the data
+        self._ahead: Ahead | None = None
         self._shared: Any = None  # the rank's loader
         self._loader: Any = None  # the DataLoader that is read
         self._draws: Draws | None = None
@@ -99,7 +100,7 @@ class Position:
         if self._loaded is not None:
             return self._loaded
         source = None if self._shared is not None else self._source
-        over = self.over or (source is not None and self._source_has_ended())
+        found, over = (None, self.over) if source is None else self._source_state()
         reading = self._begun and not over
         states = self._draws.states if self.states is None and self._draws is not None else self.states
         return {
@@ -113,13 +114,19 @@ class Position:
             "running": has_iterator(self._loader),
             "batch_size": self._batch_size,
             "ranks": self._ranks if getattr(self._shared, "sharded", False) else None,
-            "source": None if source is None else source.state_dict(),
+            "source": found,
         }
 
-    def _source_has_ended(self) -> bool:
-        "Whether the last batch of an epoch has been read, at which the source may be where the next epoch begins."
-        short = self._batch_size is not None and self.samples < self.batches * self._batch_size
-        return self._begun and (short or self.batches == self._length)
+    def _source_state(self) -> tuple[Any, bool]:
+        """The state of the source, and whether it has come to the end of the epoch.
+
+        Behind the last batch many sources are already where the next epoch begins.
+        """
+        if self._ahead is not None and self._begun and not self.over:
+            return self._ahead.state(self._source)
+        # Without workers torch's loader gives a short batch only at the end of its dataset, of which it then knows.
+        short = not isinstance(self._source, DataLoader) and self.samples < self.batches * (self._batch_size or 1)
+        return self._source.state_dict(), self.over or (self._begun and (short or self.batches == self._length))
 
     def own_state_dict(self) -> dict[str, Any]:
         """What `load_own_state_dict` takes: the part of the state that is this rank's alone."""
@@ -158,7 +165,7 @@ class Position:
         self._length, self._batch_size = loader_len(dl), getattr(dl, "batch_size", None)
         self._total = self._length if drawn else None
         self._generators = generators_of(dl)  # before samplers are lent some
-        self._source, self._shared, self._draws = source_of(dl), None, None
+        self._source, self._shared, self._draws, self._ahead = source_of(dl), None, None, None
         if state is not None and state["epoch"] == epoch:
             self._resume(dl, state)
         else:
@@ -167,7 +174,10 @@ class Position:
         if ranks > 1:  # `share` does the rest
             return dl
         if not drawn:
-            return self._go_on(dl, state)
+            dl = self._go_on(dl, state)
+            if isinstance(self._source, DataLoader) and self._source.num_workers:
+                dl = self._ahead = Ahead(dl)
+            return dl
         own = draws_globally(dl)
         if own or self._quiet:
             dl = dls.twin(dl, training=True, always=True)
@@ -217,7 +227,7 @@ class Position:
             self._ended = found  # the next epoch needs it
             return Resumed(dl, inf)
         if found is not None:
-            return Resumed(dl, 0, self._source, found, at_end=not self._resumed)
+            return Resumed(dl, 0, self._source, found, at_end=not self._resumed, quiet=self._quiet)
         if not self._read:
             return dl
         say_read_forward(dl, self._read)
@@ -260,10 +270,14 @@ class Resumed:
         source: what has the state of the data.
         state: its state, which makes skipping needless.
         at_end: the state is that after an epoch. Some sources then begin the next one, others first end the last.
+        quiet: nothing is drawn from the global generators when the loader starts.
     """
 
-    def __init__(self, loader: Any, skip: float, source: Any = None, state: Any = None, at_end: bool = False) -> None:
-        self.loader, self.skip, self.source, self.state, self.at_end = loader, skip, source, state, at_end
+    def __init__(
+        self, loader: Any, skip: float, source: Any = None, state: Any = None, at_end: bool = False, quiet: bool = True
+    ) -> None:
+        self.loader, self.skip, self.source, self.state = loader, skip, source, state
+        self.at_end, self.quiet = at_end, quiet
 
     @property
     def read_again(self) -> int:
@@ -281,20 +295,64 @@ class Resumed:
             return
         if self.state is not None:
             self.source.load_state_dict(self.state)
-        if self.at_end:
-            before = world.seed_states()
-            for batch in (batches := iter(self.loader)):
-                yield batch
-                yield from batches
-                return
-            world.set_seed_states(before)
-            yield from self.loader
+        # What workers draw does not count here; without them the first batch is for the generators as they are.
+        ahead = int(getattr(self.loader, "num_workers", 0) > 0)
+        if not self.at_end:
+            with keep_seeds():
+                batches = iter(self.loader)
+                for _ in islice(batches, self.read_again):
+                    pass
+                first = list(islice(batches, ahead))
+            yield from first
+            yield from batches
             return
-        with keep_seeds():
+        before = world.seed_states()
+        batches = iter(self.loader)
+        first = list(islice(batches, ahead))
+        if isinstance(self.loader, DataLoader):  # torchdata's makes two iterators
+            world.set_seed_states(before)
+            if not self.quiet and self.loader.generator is None:
+                draw_seed()
+        first = first or list(islice(batches, 1))
+        if not first:
+            world.set_seed_states(before)
             batches = iter(self.loader)
-            for _ in islice(batches, self.read_again):
-                pass
+        yield from first
         yield from batches
+
+
+class Ahead:
+    """A loader with workers and a state, of which a batch can be read ahead to see whether the epoch has ended.
+
+    Args:
+        loader: the user's, or a `Resumed`.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._batches: Iterator = iter(())
+        self._ahead: list[Any] = []
+        self._state: Any = None
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator:
+        self._batches, self._ahead = iter(self.loader), []
+        while (batch := self._ahead.pop() if self._ahead else next(self._batches, self)) is not self:
+            yield batch
+
+    def state(self, source: Any) -> tuple[Any, bool]:
+        """The state of the source behind the batch that was given out last, and whether that was the last one."""
+        if not self._ahead:
+            self._state = source.state_dict()
+            self._ahead.append(next(self._batches, self))
+            if self._ahead[0] is self:
+                self._state = source.state_dict()
+        return self._state, self._ahead[0] is self
 
 
 def say_read_forward(dl: Any, batches: int) -> None:

@@ -148,6 +148,21 @@ class Lot(NamedTuple):
     items: Any
 
 
+class Share(NamedTuple):
+    """The place of one batch of a rank in the whole.
+
+    Attributes:
+        place: of the batch in the order of all ranks' batches.
+        size: samples of it that count; 0 for a rank that only takes part in the others' collectives; `None` where only
+            the data tell.
+        total: samples of all ranks in this step; `None` where only the data tell.
+    """
+
+    place: int
+    size: int | None
+    total: int | None
+
+
 def starts_workers(dl: DataLoader) -> bool:
     """Tell whether a loader reads in worker processes."""
     return dl.num_workers > 0 and not getattr(dl, "reads_rows", False)

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, chain, islice
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,27 +15,12 @@ from learnerkit import world
 from learnerkit.data.batches import loader_len, map_batch, tensors_in
 from learnerkit.data.order import draws_globally, samplers_of, with_batches
 from learnerkit.data.position import Resumed, has_state, say_read_forward, source_of
-from learnerkit.data.streams import Draws, Numbered, same_stream
+from learnerkit.data.streams import Draws, Numbered, Share, same_stream
 from learnerkit.metrics.combining import same
 from learnerkit.parallel.drift import digests
 from learnerkit.text import first_few
 from learnerkit.torch_internals import as_worker, worker_info
 from learnerkit.utils import library_of, warn
-
-
-class Share(NamedTuple):
-    """The place of one batch of a rank in the whole.
-
-    Attributes:
-        place: of the batch in the order of all ranks' batches.
-        size: samples of it that count; 0 for a rank that only takes part in the others' collectives; `None` where only
-            the data tell.
-        total: samples of all ranks in this step; `None` where only the data tell.
-    """
-
-    place: int
-    size: int | None
-    total: int | None
 
 
 def split_evenly(batch: Any, parts: int, least: int) -> list:

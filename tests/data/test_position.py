@@ -3,6 +3,7 @@
 import json
 import random
 from copy import deepcopy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,7 +22,16 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from learnerkit import Callback, CancelFitException, DataLoaders, Learner, set_seed, world
+from learnerkit import (
+    Callback,
+    CancelFitException,
+    DataLoaders,
+    Learner,
+    OverfitBatch,
+    ShortEpochCallback,
+    set_seed,
+    world,
+)
 from learnerkit.checkpoints import encoding
 
 N = 22
@@ -120,6 +130,8 @@ class Log(Callback):
 
     order = 2000
 
+    numbers_only = False  # of the samples, not what was drawn for them
+
     def __init__(self, stop=None):
         super().__init__()
         self.stop, self.seen, self.state = stop, [], None
@@ -127,12 +139,14 @@ class Log(Callback):
     def before_batch(self):
         learn = self.learn
         noise = (torch.rand(()).item(), random.random(), np.random.rand()) if learn.training else ()  # as dropout would
-        self.seen.append((learn.training, learn.epoch, learn.iter, learn.n_iter, learn.xb[0].tolist(), noise))
+        x = learn.xb[0][:, :1] if self.numbers_only else learn.xb[0]
+        self.seen.append((learn.training, learn.epoch, learn.iter, learn.n_iter, x.tolist(), noise))
 
     def _look(self, *place):
         learn = self.learn
         if place == self.stop:
-            self.state = learn._position.state_dict(), world.seed_states(), (learn.train_iter, learn.pct_train)
+            states = [cb.state_dict() for cb in learn.cbs if isinstance(cb, OverfitBatch)]
+            self.state = learn._position.state_dict(), world.seed_states(), (learn.train_iter, learn.pct_train), states
             self.state = through_a_file(self.state)
             self.count = len(self.seen)
             raise CancelFitException
@@ -155,7 +169,7 @@ class Resume(Callback):
 
     def __init__(self, state, own=None):
         super().__init__()
-        self.state, self.seeds, self.counters = deepcopy(state)
+        self.state, self.seeds, self.counters, self.states = deepcopy(state)
         self.own = own
         self.waits = self.state["batches"] > 0 or self.state["over"]
 
@@ -178,9 +192,12 @@ class Resume(Callback):
     def _restore(self):
         world.set_seed_states(self.seeds)
         self.learn.train_iter, self.learn.pct_train = self.counters
+        for cb, state in zip([cb for cb in self.learn.cbs if isinstance(cb, OverfitBatch)], self.states, strict=True):
+            cb.load_state_dict(state)
 
 
 def fit(dls, *cbs, epochs=3, seed=1):
+    """A fit of a learner of its own."""
     set_seed(seed)
     torch.set_default_dtype(torch.float64)
     try:
@@ -197,18 +214,26 @@ def fit(dls, *cbs, epochs=3, seed=1):
 PLACES = [(0, 1), (1, 1), (1, 3), (1, "last"), (1, "trained"), (0, "ended"), (2, 2)]
 
 
-def check_all_places(make, places=PLACES):
+def check_all_places(make, places=PLACES, cbs=tuple, Log=Log):
+    """Compare fits that stop and go on with one that does not; return what that one has seen.
+
+    Args:
+        make: the loaders, anew for each fit.
+        places: where to stop.
+        cbs: makes further callbacks.
+        Log: notes what is seen.
+    """
     whole = Log()
-    fit(make(), whole)
+    fit(make(), whole, *cbs())
     n_iter = whole.seen[0][3] or 1 + max(seen[2] for seen in whole.seen if seen[0])
     for epoch, where in places:
         first = Log((epoch, n_iter if where == "last" else where))
-        fit(make(), first)
+        fit(make(), first, *cbs())
         assert first.state is not None
         assert first.seen == whole.seen[: first.count]
         second = Log()
         dls = make()
-        fit(dls, Resume(first.state), second, seed=99)
+        fit(dls, Resume(first.state), second, *cbs(), seed=99)
         assert second.seen == whole.seen[first.count :], (epoch, where)
     return whole
 
@@ -360,3 +385,39 @@ def test_a_dataset_or_a_loader_with_a_state_goes_on_by_it(empties):
     fit(DataLoaders(DataLoader(Remembering(empties), 4), device="cpu"), stopped)
     fit(DataLoaders(DataLoader(data, 4), device="cpu"), Resume(stopped.state), epochs=2)
     assert len(data.read) == N - 12  # nothing was read again
+
+
+class Restorable(DataLoader):
+    """A loader with workers and a state, as torchdata's StatefulDataLoader."""
+
+    count = skip = 0
+
+    def __iter__(self):
+        skip, self.skip = self.skip, 0
+        for i, batch in enumerate(super().__iter__(), 1):
+            if i > skip:
+                self.count = i  # not of what the workers have fetched
+                yield batch
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = self.skip = state["count"]
+
+
+def test_t4_a_loader_with_workers_and_a_state_of_its_own():
+    class Numbers(Log):
+        numbers_only = True
+
+    check_all_places(lambda: DataLoaders(Restorable(Stream(), 4, num_workers=2), device="cpu"), Log=Numbers)
+
+
+def test_shortened_epochs_go_on():
+    for cb in (partial(ShortEpochCallback, n=4), partial(ShortEpochCallback, 0.7), partial(OverfitBatch, 2)):
+        places = [(0, 1), (1, 1), (1, 3), (1, 4), (1, "trained"), (0, "ended")]
+        for sampler, workers in (("shuffled", "no workers"), ("buckets", "workers")):
+            check_all_places(lambda s=sampler, w=workers: make_dls(s, w), places, lambda cb=cb: [cb()])
+
+
