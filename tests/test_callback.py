@@ -796,4 +796,4 @@ def test_the_shown_loop_has_every_callback_at_its_events_in_order(capsys):
     ]
     assert [names for event, names in found if event == "before_batch"] == [["TrainOnly"], []]
     (cleanup,) = [names for event, names in found if event == "cleanup_fit"]
-    assert {name.rstrip(",") for name in cleanup} == {"Early", "TrainEvalCallback", "ProgressCallback"}
+    assert {name.rstrip(",") for name in cleanup} == {"Early", "ProgressCallback"}

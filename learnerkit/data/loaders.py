@@ -180,15 +180,18 @@ class DataLoaders:
             return dl
         self._twins = {k: v for k, v in self._twins.items() if any(v[0] is known for known in self.loaders)}
         key = (id(dl), training, per_sample)
-        if key not in self._twins:
-            name = "sampler" if dl.batch_sampler is None else "batch_sampler"
-            replaced: dict[str, Any] = {name: Draws(getattr(dl, name), counts)}
-            if per_sample:
-                replaced["dataset"] = PerSample(dl.dataset)
-            if per_sample or starts_workers(dl):
-                replaced["worker_init_fn"] = InitWorker(dl.worker_init_fn, per_sample)
-            self._twins[key] = dl, with_batches(dl, **replaced)
-        return self._twins[key][1]
+        if key in self._twins:
+            return self._twins[key][1]
+        name = "sampler" if dl.batch_sampler is None else "batch_sampler"
+        replaced: dict[str, Any] = {name: Draws(getattr(dl, name), counts)}
+        if per_sample:
+            replaced["dataset"] = PerSample(dl.dataset)
+        if per_sample or starts_workers(dl):
+            replaced["worker_init_fn"] = InitWorker(dl.worker_init_fn, per_sample)
+        found = with_batches(dl, **replaced)
+        if any(dl is known for known in self.loaders):
+            self._twins[key] = dl, found
+        return found
 
     def keeps(self, dl: Any) -> bool:
         """Tell whether `dl` is one of these loaders, or a copy that is kept for one."""

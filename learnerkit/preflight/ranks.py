@@ -249,8 +249,8 @@ def _run(
             owner[key] = value
     learn.dls._device = torch.device("cpu")
     for i, dl in enumerate(learn.dls.loaders):
-        if isinstance(dl, DataLoader):  # the copy keeps the loader, because its end would end the parent's workers
-            learn.dls.loaders[i] = with_batches(dl, pin_memory=False, copied_from=dl)
+        if isinstance(dl, DataLoader):  # the copy keeps what has workers, because its end would end the parent's
+            learn.dls.loaders[i] = with_batches(dl, pin_memory=False, copied_from=(dl, learn.dls._twins))
     few = learn.dls.loaders[1] = _first_batches(learn.dls.train if learn.dls.valid is None else learn.dls.valid, steps)
     learn.path, learn.logger = folder / ("ranks" if join else "one"), lambda row: None
     learn.path.mkdir(exist_ok=True)
