@@ -459,7 +459,7 @@ def test_the_learners_loader_workers_live_on(capsys):
     with learn.no_bar(), learn.no_logging():
         learn.fit(1)
     assert set(psutil.Process().children()) - others == {worker}
-    learn.dls.train._iterator = None
+    learn.dls._twins.clear()
 
 
 @pytest.mark.slow

@@ -425,7 +425,7 @@ def test_the_fit_after_it_equals_the_fit_without(kind):
             learn.fit(2)
         found.append((weights(learn.model), learn.recorder.values, learn.opt.state_dict()["state"]))
         if kind == "workers":
-            dls.train._iterator = None
+            dls._twins.clear()
     (a, values, state), (b, values_b, state_b) = found
     assert same_weights(a, b)
     assert values == values_b
