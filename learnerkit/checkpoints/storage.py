@@ -172,6 +172,7 @@ class Storage:
         self._since = time.time()
         self._memory = tensor_files.HostMemory()
         self._writing: Future | None = None
+        self._removing: Future | None = None
         self._damaged: set[str] = set()
 
     def check_writable(self) -> None:
@@ -248,15 +249,16 @@ class Storage:
             part.write(files, finish)
 
     def wait(self) -> None:
-        """Wait until what is written in the background is on disk; communicates with no other rank.
+        """Wait until what is written in the background is on disk, and old ones are gone; no other rank need come.
 
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._writing is None:
-            return
-        error = self._writing.exception()
+        error = None if self._writing is None else self._writing.exception()
         self._writing = None
+        if self._removing is not None and (stays := self._removing.exception()):
+            warn(f"old checkpoints stay: {stays}")
+        self._removing = None
         if error is not None:
             raise error
 
@@ -334,8 +336,8 @@ class Storage:
         }
         pointer = temporary_name(self.path / _LATEST)
         try:
-            tensor_files.write(folder / _MANIFEST, [_signed(manifest)])
-            tensor_files.write(pointer, [f"{path.name}\n".encode()])
+            last: dict[Path, bytes] = {folder / _MANIFEST: _signed(manifest), pointer: f"{path.name}\n".encode()}
+            tensor_files.in_threads([partial(tensor_files.write, file, [text]) for file, text in last.items()])
             sync_directory(folder)
             os.rename(folder, path)
             sync_directory(self.path)
@@ -353,10 +355,12 @@ class Storage:
     def _remove_old(self) -> None:
         names = [name for name, _ in self._list()[0]]
         last = [name for name in names if name not in self._damaged][: self.keep][-1]
+        old = []
         for name in names[names.index(last) + 1 :]:
-            left = temporary_name(self.path / name)  # so that a crash does not leave half a checkpoint
-            os.rename(self.path / name, left)
-            remove(left)
+            old.append(temporary_name(self.path / name))  # so that a crash does not leave half a checkpoint
+            os.rename(self.path / name, old[-1])
+        # The kernel needs about a third of the time that writing takes: training need not wait for it.
+        self._removing = tensor_files.in_thread(partial(_remove_all, old))
 
 
 _REFUSED = "a checkpoint cannot be saved: "
@@ -525,6 +529,11 @@ def _joined(texts: Sequence[str]) -> str:
     if len(texts) == 1:
         return texts[0]
     return "; ".join(f"rank {first_few(found)}: {text}" for text, found in ranks.items())
+
+
+def _remove_all(paths: Iterable[Path]) -> None:
+    for path in paths:
+        remove(path)
 
 
 def _check_name(name: str) -> None:

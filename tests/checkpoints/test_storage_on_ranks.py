@@ -66,7 +66,7 @@ def test_the_ranks_share_the_work_and_any_number_reads_it(background):
     for number in (1, 2, 3):
         save(found, number)
     checkpoint = found.newest()
-    assert is_state(checkpoint, 3)
+    assert is_state(checkpoint, 3)  # newest has waited until old ones were gone
     assert names("run") == ["latest", "step2", "step3"]
     n = world.world_size()
     assert checkpoint.n_ranks == n

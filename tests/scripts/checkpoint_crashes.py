@@ -76,7 +76,7 @@ def crashes(folder: Path, kill, places) -> dict[str, int]:
         save_there(folder, number, background)
         for k in places(1 + 3 * background):  # most of what is done is the same in the background
             time.sleep(0.005)  # the clock of the file system ticks that seldom
-            code = in_child(lambda k=k, b=background: kill(k, folder, number + 1, b))
+            code = in_child(lambda args=(k, folder, number + 1, background): kill(*args))
             assert code in (0, -signal.SIGKILL, -signal.SIGXFSZ), code
             newest = Storage(folder).newest()
             done = newest.info["number"]
