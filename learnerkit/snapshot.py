@@ -41,6 +41,7 @@ def unchanged(learn: "Learner") -> Iterator[None]:
             for sampler in samplers_of(dl):
                 _put_back_sampler(sampler, stack)
         stack.callback(loaders.__setitem__, slice(None), list(loaders))
+        stack.callback(setattr, learn.dls, "_twins", learn.dls._twins)  # workers of copies made in here end
         for i, dl in enumerate(loaders):
             if isinstance(dl, DataLoader) and dl.persistent_workers:
                 loaders[i] = with_batches(dl)  # a copy, with other workers: theirs have random states out of reach
