@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from run import take_turns
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from learnerkit import DataLoaders, Learner, world
-from run import take_turns
 
 BATCH, STEPS, EPOCHS = 16, 500, 2  # enough steps for the start of a fit, some tens of ms, to weigh little
 LOSS = nn.CrossEntropyLoss()

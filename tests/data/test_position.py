@@ -419,5 +419,3 @@ def test_shortened_epochs_go_on():
         places = [(0, 1), (1, 1), (1, 3), (1, 4), (1, "trained"), (0, "ended")]
         for sampler, workers in (("shuffled", "no workers"), ("buckets", "workers")):
             check_all_places(lambda s=sampler, w=workers: make_dls(s, w), places, lambda cb=cb: [cb()])
-
-
