@@ -57,6 +57,7 @@ class Position:
         self._total: int | None = None  # batches of the user's loader in an epoch
         self._length: int | None = None  # of the user's loader, as it says
         self._batch_size: int | None = None
+        self._parts: tuple[int, int] | None = None  # of an iterable dataset: how many parts, and workers of each
         self._source: Any = None  # what has the state of the data
         self._ahead: Ahead | None = None
         self._shared: Any = None  # the rank's loader
@@ -113,7 +114,7 @@ class Position:
             "states": states if reading else None,
             "running": has_iterator(self._loader),
             "batch_size": self._batch_size,
-            "ranks": self._ranks if getattr(self._shared, "sharded", False) else None,
+            "parts": self._parts,
             "source": found,
         }
 
@@ -130,8 +131,7 @@ class Position:
 
     def own_state_dict(self) -> dict[str, Any]:
         """What `load_own_state_dict` takes: the part of the state that is this rank's alone."""
-        state = getattr(self._shared, "source_state", None)
-        return {} if state is None else {"source": state, "ended": self._shared.ended}
+        return getattr(self._shared, "own_state", {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the epoch of the state begin behind what was read of it; called before it begins."""
@@ -192,12 +192,7 @@ class Position:
         self._read = self._in_batches(state)
         self.steps = self.first_step = max(self._read, self.over)
         self._resumed = bool(self._read or self.over)
-        self._running = state["running"]
-        if state["ranks"] not in (None, self._ranks):
-            raise ValueError(
-                f"the dataset gave each of {state['ranks']} ranks a part of its own (sharded=True), so the place in it "
-                f"cannot be found again on {self._ranks}; go on with as many ranks"
-            )
+        self._running, self._parts = state["running"], state["parts"]
         if len(state["generators"]) != len(self._generators):
             raise ValueError(
                 f"the training loader and its samplers have {len(self._generators)} random generators of their own and "
@@ -205,6 +200,17 @@ class Position:
             )
         for generator, found in zip(self._generators, state["generators"], strict=True):
             _set_state(generator, found)
+
+    def _note_parts(self, now: tuple[int, int] | None) -> None:
+        """Note in how many parts an iterable dataset is read; refuse other ones than when the state was saved."""
+        then, self._parts = self._parts, now
+        if self._resumed and not self.over and None is not then != now is not None:
+            before, after = (f"{r} part{'s' * (r > 1)} by {w} worker{'s' * (w > 1)} each" for r, w in (then, now))
+            raise ValueError(
+                f"the iterable dataset was read in {before} and is read in {after} now, so the place in it cannot be "
+                "found again: some samples would come twice and others not at all. Go on with as many ranks and loader "
+                "workers, or from the end of an epoch"
+            )
 
     def _in_batches(self, state: dict[str, Any]) -> int:
         """The batches of now that hold the samples which were read."""
@@ -221,6 +227,7 @@ class Position:
 
     def _go_on(self, dl: Any, state: dict[str, Any] | None) -> Any:
         """Return `dl`, whose batches no index stream decides, from the place on."""
+        self._note_parts((1, max(1, dl.num_workers)) if isinstance(dl, DataLoader) else None)
         found, self._ended = self._ended, None
         found = found if state is None else state["source"]
         if self.over:
@@ -240,14 +247,17 @@ class Position:
             shared: the `RankLoader`.
         """
         self._shared, self._per_step = shared, shared.per_step
+        self._note_parts(shared.parts)
         if self._resumed:
             first = -(-self._read // self._per_step)
             if self._total is not None:  # the last step is the last also if the steps are other ones than before
                 first = len(shared) - -(-max(0, self._total - self._read) // self._per_step)
             self.steps = self.first_step = max(first, self.over)
+        own: dict[str, Any] = {}
         ended = self.over or (self._resumed and self._own.get("ended", False))
-        found = None if ended else self._own.pop("source", None)  # else the next epoch needs it
-        shared.begin(inf if ended else self._read, self.first_step, found)
+        if not ended:  # else the next epoch needs it
+            own, self._own = self._own if self._resumed else {"source": self._own.get("source")}, {}
+        shared.begin(inf if ended else self._read, self.first_step, own, self._quiet)
         return self.first_step
 
     def _note_start(self, loader: Any) -> None:
@@ -355,14 +365,23 @@ class Ahead:
         return self._state, self._ahead[0] is self
 
 
-def say_read_forward(dl: Any, batches: int) -> None:
-    """Warn that the data have to be read again up to their place."""
+def say_read_forward(dl: Any, batches: int, advice: str = "") -> None:
+    """Warn that the data have to be read again up to their place.
+
+    Args:
+        dl: the loader.
+        batches: how many.
+        advice: what to do; by default to give it a state.
+    """
     if batches and world.is_main():
         dataset = getattr(dl, "dataset", dl)
+        advice = advice or (
+            f"give the {type(dataset).__name__} (with num_workers=0) or its loader state_dict and load_state_dict, as "
+            "torchdata's StatefulDataLoader has"
+        )
         warn(
             f"{batches} batches of this epoch are read again and dropped, up to the place where training goes on: the "
-            f"{type(dataset).__name__} has no place that it could begin at. Give it (with num_workers=0) or its loader "
-            "state_dict and load_state_dict, as torchdata's StatefulDataLoader has"
+            f"data cannot be begun at a place. To avoid it, {advice}"
         )
 
 

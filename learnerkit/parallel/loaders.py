@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len, map_batch, tensors_in
-from learnerkit.data.order import draws_globally, samplers_of, with_batches
+from learnerkit.data.order import draws_globally, keep_seeds, samplers_of, with_batches
 from learnerkit.data.position import Resumed, has_state, say_read_forward, source_of
 from learnerkit.data.streams import Draws, Numbered, Share, same_stream
 from learnerkit.metrics.combining import same
@@ -153,6 +153,7 @@ class RankLoader:
 
     ended = is_last = False
     usual_total: int | None = None
+    parts: tuple[int, int] | None = None  # of an iterable dataset: how many, and by how many workers each is read
 
     def __init__(self, loader: DataLoader, batches: Any) -> None:
         self.loader, self.batches = loader, batches
@@ -190,13 +191,14 @@ class RankLoader:
         if draws.own:
             draws.states, draws.since = seed, since
 
-    def begin(self, skip: float, first: int, state: Any) -> None:
+    def begin(self, skip: float, first: int, own: dict[str, Any], quiet: bool) -> None:
         """Have the next epoch begin at a place.
 
         Args:
             skip: batches of the user's loader before it; infinite at the end of an epoch.
             first: the number of the first step.
-            state: of this rank's part of the data, if it has a state of its own.
+            own: the `own_state` of a part of the data that is this rank's alone.
+            quiet: as in `Resumed`.
         """
         self.batches.draws.skip = skip
 
@@ -374,8 +376,11 @@ class RankStreamLoader(RankLoader):
         super().__init__(loader, None)
         self.steps, self.training, self.join, self.usual_total = steps, training, join, usual_total
         self.sharded, self.split, self._over = sharded, split, False
+        self.parts = (world.world_size(), max(1, loader.num_workers)) if sharded else (1, 1)
         self._source = source_of(loader) if sharded and training else None
-        self._before: Any = None  # the state of the source before the batch that is read ahead
+        # Before the batch that is read ahead: the state of the source, and the random states that the batch draws from.
+        self._before: Any = None
+        self._random: tuple | None = None
         self._first = 0
         self._from: Any = loader
 
@@ -384,27 +389,30 @@ class RankStreamLoader(RankLoader):
         return 1 if self.split else world.world_size()
 
     @property
-    def source_state(self) -> Any:
-        """The state of this rank's own part of the data as training has read it; `None` where there is none."""
-        if self._before is None and self._source is not None:
-            return self._source.state_dict()
-        return self._before
+    def own_state(self) -> dict[str, Any]:
+        """The state of this rank's own part of the data as training has read it."""
+        if not self.sharded:
+            return {}
+        source = self._source.state_dict() if self._before is None and self._source is not None else self._before
+        return {"source": source, "ended": self.ended, "random": self._random}
 
     @property
     def read_again(self) -> int:
         """As in `Resumed`."""
         return self._from.read_again if isinstance(self._from, Resumed) else 0
 
-    def begin(self, skip: float, first: int, state: Any) -> None:
-        self._first, self._from = first, self.loader
-        if isinstance(self.loader.dataset, RankStream):
-            self.loader.dataset.skip = skip
+    def begin(self, skip: float, first: int, own: dict[str, Any], quiet: bool) -> None:
+        self._first, self._from, self._random = first, self.loader, own.get("random")
+        state = own.get("source")
+        if not self.sharded:
+            self.loader.dataset.skip = skip  # type: ignore[attr-defined]  # of a `RankStream`
         elif state is not None:
-            self._from = Resumed(self.loader, 0, self._source, state, at_end=not first)
+            self._from = Resumed(self.loader, 0, self._source, state, not first, quiet)
         elif skip:
             self._from = Resumed(self.loader, skip if skip == inf else first)
         if first and skip != inf and state is None:
-            say_read_forward(self.loader.dataset, first)
+            advice = "" if self.sharded else "let each rank have a part with a state of its own (sharded=True)"
+            say_read_forward(self.loader, first, advice)
 
     def __len__(self) -> int:
         if self.steps is None:
@@ -431,9 +439,18 @@ class RankStreamLoader(RankLoader):
             yield from ((None, batch) for batch in self._from)
 
     def _read(self, batches: Iterator) -> tuple[int | None, Any]:
-        "The next batch and its number of samples; a source with a state is asked for it at each step."
+        "The next batch and its number of samples; what they depend on is noted, as a checkpoint may need it."
         self._before = None if self._source is None else self._source.state_dict()
+        self._random = world.seed_states() if self.sharded and not self.loader.num_workers else None
         return next(batches, (0, None))
+
+    def _read_first(self, batches: Iterator) -> tuple[int | None, Any]:
+        "The first batch, which had been read ahead already if the fit goes on here."
+        if self._random is None:
+            return next(batches, (0, None))
+        with keep_seeds():
+            world.set_seed_states(self._random)
+            return next(batches, (0, None))
 
     def _compare(self, first: Any) -> list[bool]:
         "Tell for each rank whether it has data, and warn if some have the same; every rank must reach this."
@@ -454,7 +471,7 @@ class RankStreamLoader(RankLoader):
 
     def _together(self) -> Iterator:
         batches = self._counted()
-        size, batch = next(batches, (0, None))
+        size, batch = self._read_first(batches)
         self.sample = batch
         has_begun = self._compare(batch)
         if not any(has_begun):

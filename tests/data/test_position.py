@@ -148,6 +148,7 @@ class Log(Callback):
             states = [cb.state_dict() for cb in learn.cbs if isinstance(cb, OverfitBatch)]
             self.state = learn._position.state_dict(), world.seed_states(), (learn.train_iter, learn.pct_train), states
             self.state = through_a_file(self.state)
+            self.own = through_a_file(learn._position.own_state_dict())
             self.count = len(self.seen)
             raise CancelFitException
 
@@ -366,14 +367,14 @@ def test_a_stream_without_a_state_is_read_forward_and_it_says_so(workers):
     def make():
         return DataLoaders(DataLoader(Stream(), 4, **WORKERS[workers]), device="cpu")
 
-    with pytest.warns(UserWarning, match="batches of this epoch are read again and dropped.*Stream has no place"):
+    with pytest.warns(UserWarning, match="batches of this epoch are read again and dropped.*give the Stream"):
         check_all_places(make)
 
 
 def test_iterables_that_are_no_loaders_are_read_forward():
     batches = [(torch.full((2, 4), float(i)).double(), torch.zeros(2, 1).double()) for i in range(6)]
     for make in (lambda: batches, Generator):
-        with pytest.warns(UserWarning, match="read again and dropped.*(list|Generator) has no place"):
+        with pytest.warns(UserWarning, match="read again and dropped.*give the (list|Generator)"):
             check_all_places(lambda make=make: DataLoaders(make(), device="cpu"))
 
 

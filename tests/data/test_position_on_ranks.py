@@ -4,10 +4,11 @@ import warnings
 
 import pytest
 import torch
-from data.test_position import Log, Resume, make_dls
+from data.test_position import WORKERS, Log, N, Remembering, Resume, Stream, make_dls
 from torch import nn
+from torch.utils.data import DataLoader
 
-from learnerkit import Learner, set_seed, world
+from learnerkit import DataLoaders, Learner, set_seed, world
 
 pytestmark = pytest.mark.ranks(2, slow=[3])
 
@@ -49,9 +50,11 @@ def alone(log, epoch):
 CASES = [
     ("shuffled", "no workers", True), ("global", "no workers", True),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("shuffled", "workers", False), ("drop_last", "persistent", False), ("own generator", "workers", True),
-        ("weighted", "no workers", False), ("global batches", "workers", False), ("buckets", "persistent", False),
+        ("shuffled", "workers", False), ("own generator", "workers", True), ("buckets", "persistent", False),
         ("batches of the dataset", "workers", False),
+    )),
+    *(pytest.param(*case, marks=pytest.mark.soak) for case in (
+        ("drop_last", "persistent", False), ("weighted", "no workers", False), ("global batches", "workers", False),
     )),
 ]  # fmt: skip
 
@@ -85,3 +88,72 @@ def test_t8_ranks_go_on_as_they_are_and_in_another_number(sampler, workers, spli
         assert alone(stopped, epoch) + samples(again, epoch) == alone(one, epoch), (epoch, steps)
         for last in range(epoch + 1, EPOCHS if same_later else 0):
             assert samples(again, last) == alone(one, last)
+
+
+def stream(workers, n=22):
+    return lambda: DataLoaders(DataLoader(Stream(n), 4, **WORKERS[workers]), device="cpu")
+
+
+@pytest.mark.parametrize(("workers", "split"), [("no workers", True), ("workers", False)])
+@pytest.mark.filterwarnings("ignore:.*batches of this epoch are read again")
+def test_t8_a_stream_goes_on_in_another_number_of_ranks(workers, split):
+    made, how = stream(workers, 24), {"split_batches": split}
+    one, whole = fit(made, Log()), fit(made, Log(), distributed=how)
+    for epoch, steps in ((0, 1), (1, 2), (1, "trained"), (0, "ended")):
+        stopped = fit(made, Log((epoch, steps)), distributed=how)
+        again = fit(made, Log(), stopped.state, distributed=how)
+        assert again.seen == whole.seen[stopped.count :], (epoch, steps)
+    stopped = fit(made, Log((1, 1)), distributed=how)
+    del stopped.seen[stopped.count :]  # the ranks leave together, one step later
+    before = fit(made, Log((1, 2)))
+    if workers != "no workers":  # one process reads what each worker makes of its share
+        with pytest.raises(ValueError, match="1 part by 2 workers each and is read in 1 part by 1 worker each"):
+            fit(made, Log(), before.state, distributed=how)
+        with pytest.raises(ValueError, match="some samples would come twice"):
+            fit(made, Log(), stopped.state)
+        return
+    assert alone(before, 1) + samples(fit(made, Log(), before.state, distributed=how), 1) == alone(one, 1)
+    assert samples(stopped, 1) + alone(fit(made, Log(), stopped.state), 1) == alone(one, 1)
+
+
+class Part(Remembering):
+    """A part of its own for each rank, of different lengths."""
+
+    def __init__(self):
+        super().__init__(empties=False)
+        self.n = 20 + 4 * world.rank()
+        self.random.seed(world.rank())
+
+
+class Numbered(Stream):
+    def __init__(self):
+        self.n = 20 + world.rank()
+
+
+@pytest.mark.parametrize("uneven", ["stop", "join"])
+@pytest.mark.filterwarnings("ignore:the data of rank", "ignore:.*batches of this epoch are read again")
+def test_parts_of_ranks_go_on_each_by_its_own_state(uneven):
+    how = {"sharded": True, "uneven": uneven}
+    for kind in (Part, Numbered):
+        made = lambda kind=kind: DataLoaders(DataLoader(kind(), 4), device="cpu")  # noqa: E731
+        whole = fit(made, Log(), distributed=how)
+        for place in ((0, 1), (1, 3), (1, 5), (1, "trained"), (0, "ended")):
+            stopped = fit(made, Log(place), distributed=how)
+            again = fit(made, Log(), stopped.state, stopped.own, distributed=how)
+            assert again.seen == whole.seen[stopped.count :], place
+    stopped = fit(made, Log((1, 2)), distributed=how)
+    with pytest.raises(ValueError, match=f"was read in {RANKS} parts by 1 worker each"):
+        fit(made, Log(), stopped.state)
+
+
+def test_augmentation_differs_by_rank_unless_it_is_reproducible():
+    made = lambda: make_dls("shuffled", "workers", valid=False)  # noqa: E731
+    drawn = {x[1] for mine in world.all_gather(fit(made, Log(), distributed={}).seen) for seen in mine for x in seen[4]}
+    assert len(drawn) == 2 * N  # of two epochs: no random number comes twice
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        one = {tuple(x) for seen in fit(made, Log()).seen for x in seen[4]}
+        ranks = world.all_gather(fit(made, Log(), distributed={"split_batches": True}).seen)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert {tuple(x) for mine in ranks for seen in mine for x in seen[4]} == one
