@@ -2,12 +2,14 @@
 
 import json
 import random
+import subprocess
 from copy import deepcopy
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from helpers import ROOT, python
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -212,6 +214,7 @@ def fit(dls, *cbs, epochs=3, seed=1):
     return learn
 
 
+FEW = [(1, 2), (1, "trained")]
 PLACES = [(0, 1), (1, 1), (1, 3), (1, "last"), (1, "trained"), (0, "ended"), (2, 2)]
 
 
@@ -239,17 +242,22 @@ def check_all_places(make, places=PLACES, cbs=tuple, Log=Log):
     return whole
 
 
-def places():
-    """Parametrize by sampler and workers; quick are those without workers, and one with."""
-    for sampler in SAMPLERS:
-        for workers in WORKERS:
-            quick = workers == "no workers" or (sampler, workers) == ("shuffled", "persistent")
-            yield pytest.param(sampler, workers, marks=[] if quick else pytest.mark.slow)
+QUICK = {"shuffled": WORKERS, "own generator": ["persistent"], "global": ["workers"]}
 
 
-@pytest.mark.parametrize(("sampler", "workers"), list(places()))
-def test_a_resumed_fit_reads_on_where_it_was(sampler, workers):
-    check_all_places(lambda: make_dls(sampler, workers))
+@pytest.mark.parametrize(("sampler", "workers"), [
+    pytest.param(s, w, marks=() if w in QUICK.get(s, ["no workers"]) else pytest.mark.slow)
+    for s in SAMPLERS for w in WORKERS
+])  # fmt: skip
+def test_t1_a_resumed_fit_reads_on_where_it_was(sampler, workers):
+    check_all_places(lambda: make_dls(sampler, workers), PLACES if workers == "no workers" else FEW)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("workers", ["workers", "persistent"])
+@pytest.mark.parametrize("sampler", [*SAMPLERS])
+def test_t1_with_workers_it_may_stop_anywhere(sampler, workers):
+    check_all_places(lambda: make_dls(sampler, workers), [place for place in PLACES if place not in FEW])
 
 
 def test_t4_t5_skipped_samples_are_not_loaded_and_what_was_fetched_ahead_is_read_again():
@@ -262,6 +270,60 @@ def test_t4_t5_skipped_samples_are_not_loaded_and_what_was_fetched_ahead_is_read
     assert dls.train_ds.read == [int(x[0]) for seen in again.seen if seen[0] for x in seen[4]]
     assert len(dls.train_ds.read) == N - stopped.state[0]["samples"] == N - 8
     assert [seen[2:4] for seen in again.seen if seen[0]] == [(2, 6), (3, 6), (4, 6), (5, 6)]
+
+
+def test_t7_the_resumed_loader_has_all_that_the_users_had():
+    stopped = Log((0, 2))
+    kwargs = {"batch_size": 4, "shuffle": True, "drop_last": True, "num_workers": 1, "prefetch_factor": 3}
+    kwargs |= {
+        "timeout": 60,
+        "worker_init_fn": print_nothing,
+        "collate_fn": together,
+        "multiprocessing_context": "fork",
+    }
+    fit(DataLoaders(DataLoader(Noisy(), **kwargs), device="cpu"), stopped)
+    dl = DataLoader(Noisy(), **kwargs)
+    dl.pin_memory = "only a mark"  # which torch's loader takes for no without an accelerator
+    found = []
+    look = Callback(before_batch=lambda cb: found.append((cb.dl, cb.n_iter, len(cb.xb[0]))))
+    with pytest.warns(UserWarning, match="pin_memory"):
+        fit(DataLoaders(dl, device="cpu"), Resume(stopped.state), look, epochs=1)
+    assert [size for _, _, size in found] == [4] * 3  # the last two samples are dropped
+    assert {n_iter for _, n_iter, _ in found} == {5}
+    names = [*kwargs, "pin_memory", "dataset", "sampler", "persistent_workers", "in_order", "generator"]
+    for name in {*names} - {"shuffle"}:
+        assert getattr(found[0][0], name) is getattr(dl, name), name
+
+
+def print_nothing(worker):
+    pass
+
+
+def together(samples):
+    return [torch.stack(column) for column in zip(*samples, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", ["shuffled", "own generator", "global", "weighted"])
+def test_t3_the_order_goes_on_in_a_new_process(sampler, tmp_path, script_env):
+    whole, stopped = Log(), Log((1, 2))
+    fit(make_dls(sampler, "workers"), whole)
+    fit(make_dls(sampler, "workers"), stopped)
+    tensors = []
+    text = json.dumps(encoding.encode(stopped.state, tensors))
+    torch.save((text, tensors), tmp_path / "state")
+    code = f"""
+import json, sys, torch
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from data.test_position import Log, Resume, encoding, fit, make_dls
+text, tensors = torch.load({str(tmp_path / "state")!r}, weights_only=True)
+log = Log()
+fit(make_dls({sampler!r}, "workers"), Resume(encoding.decode(json.loads(text), tensors)), log, seed=99)
+print(json.dumps(log.seen))
+"""
+    done = subprocess.run([python(), "-c", code], capture_output=True, text=True, env=script_env, timeout=120)
+    assert not done.returncode, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == json.loads(json.dumps(whole.seen[stopped.count :]))
 
 
 def test_t9_a_second_resume_within_an_epoch_and_one_in_the_next():
@@ -368,7 +430,7 @@ def test_a_stream_without_a_state_is_read_forward_and_it_says_so(workers):
         return DataLoaders(DataLoader(Stream(), 4, **WORKERS[workers]), device="cpu")
 
     with pytest.warns(UserWarning, match="batches of this epoch are read again and dropped.*give the Stream"):
-        check_all_places(make)
+        check_all_places(make, PLACES if workers == "no workers" else [(1, 1), (1, "last")])
 
 
 def test_iterables_that_are_no_loaders_are_read_forward():
@@ -412,11 +474,12 @@ def test_t4_a_loader_with_workers_and_a_state_of_its_own():
     class Numbers(Log):
         numbers_only = True
 
-    check_all_places(lambda: DataLoaders(Restorable(Stream(), 4, num_workers=2), device="cpu"), Log=Numbers)
+    places = [(0, 1), (1, "last"), (0, "ended")]
+    check_all_places(lambda: DataLoaders(Restorable(Stream(), 4, num_workers=2), device="cpu"), places, Log=Numbers)
 
 
 def test_shortened_epochs_go_on():
     for cb in (partial(ShortEpochCallback, n=4), partial(ShortEpochCallback, 0.7), partial(OverfitBatch, 2)):
         places = [(0, 1), (1, 1), (1, 3), (1, 4), (1, "trained"), (0, "ended")]
-        for sampler, workers in (("shuffled", "no workers"), ("buckets", "workers")):
-            check_all_places(lambda s=sampler, w=workers: make_dls(s, w), places, lambda cb=cb: [cb()])
+        check_all_places(lambda: make_dls("shuffled", "no workers"), places, lambda cb=cb: [cb()])
+        check_all_places(lambda: make_dls("buckets", "workers", valid=False), [(1, 1)], lambda cb=cb: [cb()])
