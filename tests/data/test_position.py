@@ -291,8 +291,9 @@ def test_t7_the_resumed_loader_has_all_that_the_users_had():
     assert [size for _, _, size in found] == [4] * 3  # the last two samples are dropped
     assert {n_iter for _, n_iter, _ in found} == {5}
     names = [*kwargs, "pin_memory", "dataset", "sampler", "persistent_workers", "in_order", "generator"]
-    for name in {*names} - {"shuffle"}:
+    for name in {*names} - {"shuffle", "worker_init_fn"}:
         assert getattr(found[0][0], name) is getattr(dl, name), name
+    assert found[0][0].worker_init_fn.worker_init_fn is print_nothing
 
 
 def print_nothing(worker):
