@@ -1053,11 +1053,9 @@ class Learner(RunState):
         if not isinstance(file, str):
             return files.path_or_file(file)
         name = plain_name(file)
-        return (
-            self.path
-            / self.model_dir
-            / (name if name.endswith(files.SAFETENSORS) else f"{name.removesuffix('.pth')}.pth")
-        )
+        if not name.endswith(files.SAFETENSORS):
+            name = f"{name.removesuffix('.pth')}.pth"
+        return self.path / self.model_dir / name
 
     # Several devices and processes (learnerkit.parallel)
 
