@@ -471,6 +471,7 @@ class Restorable(DataLoader):
         self.count = self.skip = state["count"]
 
 
+@pytest.mark.slow
 def test_t4_a_loader_with_workers_and_a_state_of_its_own():
     class Numbers(Log):
         numbers_only = True

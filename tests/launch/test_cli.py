@@ -429,6 +429,7 @@ def test_the_cause_is_shown_first_even_if_it_ends_last(launched, tmp_path, how, 
     assert follower == f"learnerkit.launch: rank 0 then failed: {echo}"
 
 
+@pytest.mark.slow
 def test_a_cause_that_does_not_end_is_stopped(launched, tmp_path):
     began = time.monotonic()
     code, out, err = launched("--nproc", 2, "--grace", 0.5, SCRIPTS / "launch_echo.py", "stuck", cwd=tmp_path).finish()

@@ -410,6 +410,7 @@ def test_r18_launcher_kill9(looked_at):
 # Ports and variables
 
 
+@pytest.mark.slow
 def test_r20_port_busy(launch):
     """A port that was asked for and is taken is refused; that 29500 is taken does not matter where none was."""
     with socket.create_server(("127.0.0.1", 0)) as busy:

@@ -569,6 +569,7 @@ with learn.distrib_ctx(nproc=2):
     assert pressed
 
 
+@pytest.mark.slow
 def test_stop_saves_a_checkpoint_from_which_the_cell_goes_on(kernel, tmp_path):
     pressed = []
 
@@ -686,6 +687,7 @@ with learn.distrib_ctx(nproc=2, timeout=20):
     assert "last words" in shown.text
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sent_is_named(kernel):
     shown = kernel.run("""
 learn = make_learner()

@@ -497,8 +497,8 @@ def pieces_of_ranks(loader, ranks, split, skip=0):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than the machine has cores
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("drop_last", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("kind", "init"), [(Range, None), (Strided, None), (Late, None), (Uneven, None), (Parted, take_a_part)]

@@ -341,6 +341,7 @@ def run_case(*case, cwd=None):
     return run("learnerkit.launch", "--nproc", 2, SCRIPTS / "doctor_cases.py", *case, cwd=cwd)
 
 
+@pytest.mark.slow
 def test_two_machines_that_differ(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
