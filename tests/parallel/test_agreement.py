@@ -337,12 +337,13 @@ def test_a_cancelled_fit_has_made_its_whole_steps(kind, event, order):
 
 
 @on_ranks
-@kinds(CancelFitException, CancelBatchException, slow=[CancelEpochException, CancelTrainException])
+@kinds(CancelFitException, CancelBatchException)
 @pytest.mark.parametrize("event", [event for event in EVENTS if event in INNER_EVENTS])
 @pytest.mark.parametrize("order", [0, pytest.param(70, marks=pytest.mark.soak)], ids="order {}".format)
 @pytest.mark.parametrize(
-    "batches", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))], ids="{} in a step".format
-)
+    "batches", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.soak)],
+    ids="{} in a step".format,
+)  # fmt: skip
 def test_what_all_ranks_cancel_is_as_on_one_process(kind, event, order, batches):
     def cancelled():
         do = Do(event, throw(exception(kind)()), ranks=tuple(range(N)), order=order)
