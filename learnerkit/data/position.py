@@ -256,7 +256,7 @@ class Position:
         own: dict[str, Any] = {}
         ended = self.over or (self._resumed and self._own.get("ended", False))
         if not ended:  # else the next epoch needs it
-            own, self._own = self._own if self._resumed else {"source": self._own.get("source")}, {}
+            own, self._own = self._own if self._resumed else {k: self._own.get(k) for k in ("source", "left")}, {}
         shared.begin(inf if ended else self._read, self.first_step, own, self._quiet)
         return self.first_step
 

@@ -118,6 +118,7 @@ class DistributedCallback(Callback):
         self._step: Any = None  # its `RankStep`
         self._loaders: dict[tuple, tuple[Any, RankLoader]] = {}
         self._undo: list[Callable[[], object]] = []
+        self._heard: list[Optimizer] = []  # whose steps are heard of
         self._outside: list[tuple] = []
 
     def _warn_once(self, message: str) -> None:
@@ -197,6 +198,7 @@ class DistributedCallback(Callback):
             self._start()
         elif learn.model is not self._plain:  # a callback has put another one there
             self._plain, self._wrapped = self._step.replace_model(learn.model), None
+        self._hear_of_steps()
         beside = self._beside()
         trainable = [*(p.requires_grad for p in self._plain.parameters()), *map(id, beside)]
         # Of several networks some may be frozen just for the moment.
@@ -220,9 +222,16 @@ class DistributedCallback(Callback):
         hook = _BatchHook(agreement.company)
         learn.add_cb(hook)
         self._undo += [partial(learn.remove_cb, hook), partial(wrapping.unwrap_all, step), step.ignore_later_passes]
-        self._undo += [opt.register_step_post_hook(step.note_optimizer_step).remove for opt in learn.opts]
-        if learn._overrides("_step"):
-            self._undo += [opt.register_step_pre_hook(step.share_closure).remove for opt in learn.opts]
+
+    def _hear_of_steps(self) -> None:
+        """Hear of the steps of each optimizer, also of one that a callback has put there since the last epoch."""
+        for opt in self.learn.opts:
+            if any(opt is known for known in self._heard):
+                continue
+            self._heard.append(opt)
+            self._undo.append(opt.register_step_post_hook(self._step.note_optimizer_step).remove)
+            if self.learn._overrides("_step"):
+                self._undo.append(opt.register_step_pre_hook(self._step.share_closure).remove)
 
     def after_train(self) -> None:
         self._send_buffers()

@@ -378,6 +378,7 @@ class RankStreamLoader(RankLoader):
         self.sharded, self.split, self._over = sharded, split, False
         self.parts = (world.world_size(), max(1, loader.num_workers)) if sharded else (1, 1)
         self._source = source_of(loader) if sharded and training else None
+        self._left = False  # whether all have stopped before this rank's data ended
         # Before the batch that is read ahead: the state of the source, and the random states that the batch draws from.
         self._before: Any = None
         self._random: tuple | None = None
@@ -394,7 +395,7 @@ class RankStreamLoader(RankLoader):
         if not self.sharded:
             return {}
         source = self._source.state_dict() if self._before is None and self._source is not None else self._before
-        return {"source": source, "ended": self.ended, "random": self._random}
+        return {"source": source, "ended": self.ended, "random": self._random, "left": self._left}
 
     @property
     def read_again(self) -> int:
@@ -404,6 +405,12 @@ class RankStreamLoader(RankLoader):
     def begin(self, skip: float, first: int, own: dict[str, Any], quiet: bool) -> None:
         self._first, self._from, self._random = first, self.loader, own.get("random")
         state = own.get("source")
+        if state is not None and not first and own.get("left"):
+            warn(
+                f"the data of rank {world.rank()} had not been read to their end when all stopped with the first "
+                "(uneven='stop'), so this rank goes on with the rest of them, which a run without a break leaves out; "
+                "uneven='join' uses all data"
+            )
         if not self.sharded:
             self.loader.dataset.skip = skip  # type: ignore[attr-defined]  # of a `RankStream`
         elif state is not None:
@@ -478,7 +485,7 @@ class RankStreamLoader(RankLoader):
             if self._first:
                 return  # the epoch had ended
             raise ValueError("the training loader gave no batches on any rank; its iterable dataset is empty")
-        self._over = not (all(has_begun) or self.join)
+        self._over, self._left = not (all(has_begun) or self.join), False
         if not (all(has_begun) or self._over):  # those without data need to know what a batch looks like
             found = world.all_gather(None if batch is None else map_batch(lambda t: t[:1] if t.ndim else t, batch))
             self.sample = next(b for b in (batch, *found) if b is not None)
@@ -489,7 +496,7 @@ class RankStreamLoader(RankLoader):
             self.sample = self.sample if batch is None else batch
             yield self._given(batch, size, step)
             size, batch, step = next_size, following, step + 1
-        self.ended, self._before = False, None
+        self.ended, self._before, self._left = False, None, batch is not None
         self._tell(step, batch is not None)
 
     def note_ended(self, ended: float) -> None:

@@ -448,8 +448,10 @@ class RankStep:
 
     def _passed(self) -> int:
         """The number of the last point that this rank has come to; the watch reads it in a thread of its own."""
-        at_last_event = self._dispatch is not None and self._dispatch.last == "after_batch"
-        return max(self._point, self._number_of("after_batch")) if at_last_event else self._point
+        if self._dispatch is None or self._dispatch.last != "after_batch":
+            return self._point
+        has_stepped = self.stepped or self.skipped or not self.learn._step_due
+        return max(self._point, self._number_of("after_batch")) if has_stepped else self._point
 
 
 class Wrapper(Transparent, DistributedDataParallel):

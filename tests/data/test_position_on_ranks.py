@@ -1,6 +1,7 @@
 """A fit that goes on in mid-epoch on several ranks, or on another number of them than before."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from learnerkit import DataLoaders, Learner, set_seed, world
 pytestmark = pytest.mark.ranks(2, slow=[3])
 
 RANKS = world.world_size()
+LAST = world.rank() == RANKS - 1
 EPOCHS = 2
 
 
@@ -47,26 +49,25 @@ def alone(log, epoch):
     return [int(x[0]) for seen in log.seen if seen[0] and seen[1] == epoch for x in seen[4]]
 
 
-CASES = [
-    ("shuffled", "no workers", True), ("global", "no workers", True),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("shuffled", "workers", False), ("own generator", "workers", True), ("buckets", "persistent", False),
-        ("batches of the dataset", "workers", False),
-    )),
-    *(pytest.param(*case, marks=pytest.mark.soak) for case in (
-        ("drop_last", "persistent", False), ("weighted", "no workers", False), ("global batches", "workers", False),
-    )),
+QUICK = [("shuffled", "no workers", True), ("global", "no workers", True)]
+SLOW = [
+    ("shuffled", "workers", False), ("own generator", "workers", True), ("buckets", "persistent", False),
+    ("batches of the dataset", "workers", False),
 ]  # fmt: skip
+SOAK = [("drop_last", "persistent", False), ("weighted", "no workers", False), ("global batches", "workers", False)]
+CASES = [
+    *QUICK,
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    *(pytest.param(*case, marks=pytest.mark.soak) for case in SOAK),
+]
 
 
-@pytest.mark.parametrize(
-    ("sampler", "workers", "split"), [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:])]
-)
+@pytest.mark.parametrize(("sampler", "workers", "split"), CASES)
 def test_t8_ranks_go_on_as_they_are_and_in_another_number(sampler, workers, split):
     made, how = lambda: make_dls(sampler, workers), {"split_batches": split}
     same_later = "global" not in sampler  # what else is drawn there differs with the number of ranks
     one, whole = fit(made, Log()), fit(made, Log(), distributed=how)
-    quick = (sampler, workers, split) in CASES[:2]
+    quick = (sampler, workers, split) in QUICK
     for epoch, steps in [(1, 2)] if quick else [(0, 1), (1, 2), (1, "trained"), (0, "ended")]:
         stopped = fit(made, Log((epoch, steps)), distributed=how)
         of_rank0 = world.broadcast(stopped.state)
@@ -142,8 +143,11 @@ def test_parts_of_ranks_go_on_each_by_its_own_state(uneven):
         whole = fit(made, Log(), distributed=how)
         for place in ((0, 1), (1, 3), (1, 5), (1, "trained"), (0, "ended")):
             stopped = fit(made, Log(place), distributed=how)
-            again = fit(made, Log(), stopped.state, stopped.own, distributed=how)
-            assert again.seen == whole.seen[stopped.count :], place
+            rest = kind is Part and uneven == "stop" and RANKS > 2 and place == (0, "ended")  # of the last rank's data
+            told = pytest.warns(UserWarning, match="had not been read to their end") if rest and LAST else nullcontext()
+            with told:
+                again = fit(made, Log(), stopped.state, stopped.own, distributed=how)
+            assert rest or again.seen == whole.seen[stopped.count :], place
     stopped = fit(made, Log((1, 2)), distributed=how)
     with pytest.raises(ValueError, match=f"was read in {RANKS} parts by 1 worker each"):
         fit(made, Log(), stopped.state)
