@@ -50,11 +50,11 @@ def alone(log, epoch):
 
 
 QUICK = [("shuffled", "no workers", True), ("global", "no workers", True)]
-SLOW = [
-    ("shuffled", "workers", False), ("own generator", "workers", True), ("buckets", "persistent", False),
-    ("batches of the dataset", "workers", False),
+SLOW = [("own generator", "workers", True), ("buckets", "persistent", False)]
+SOAK = [
+    ("shuffled", "workers", False), ("drop_last", "persistent", False), ("weighted", "no workers", False),
+    ("global batches", "workers", False), ("batches of the dataset", "workers", False),
 ]  # fmt: skip
-SOAK = [("drop_last", "persistent", False), ("weighted", "no workers", False), ("global batches", "workers", False)]
 CASES = [
     *QUICK,
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),

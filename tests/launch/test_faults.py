@@ -154,7 +154,7 @@ def free_port() -> int:
 # Restarts
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # tests/checkpoints has the same with checkpoints
 def test_r01_r02_kill9_restart(faulty, uninterrupted):
     """Rank 1 is killed, then rank 0, which writes the files and hosts the store; also with a port that was chosen."""
     faults = "kill:1:37,kill:0:62"
@@ -438,7 +438,7 @@ WHOLE = f"import runpy; runpy.run_path(r'{SCRIPTS / 'faulty.py'}', {{}}, '__main
 @pytest.mark.parametrize("agent_store", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "program",
-    ["from learnerkit import world; world.JOIN_SECONDS = 2; world.join()", pytest.param(WHOLE, marks=pytest.mark.slow)],
+    ["from learnerkit import world; world.JOIN_SECONDS = 2; world.join()", pytest.param(WHOLE, marks=pytest.mark.soak)],
     ids=["short", "whole"],
 )
 def test_r21_stale_env(launch, program, agent_store):

@@ -436,7 +436,7 @@ for i, (one, other) in enumerate(zip(in_workers, here, strict=True)):
     assert shown.error == "", shown.traceback
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_settings_of_the_kernels_process_count_in_workers(kernel):
     shown = kernel.run("""
 import sys
