@@ -425,7 +425,9 @@ class Generator:
         yield from DataLoader(Noisy(), 4)
 
 
-@pytest.mark.parametrize("workers", [*WORKERS])
+@pytest.mark.parametrize(
+    "workers", [w if w == "no workers" else pytest.param(w, marks=pytest.mark.slow) for w in WORKERS]
+)
 def test_a_stream_without_a_state_is_read_forward_and_it_says_so(workers):
     def make():
         return DataLoaders(DataLoader(Stream(), 4, **WORKERS[workers]), device="cpu")
@@ -480,6 +482,7 @@ def test_t4_a_loader_with_workers_and_a_state_of_its_own():
     check_all_places(lambda: DataLoaders(Restorable(Stream(), 4, num_workers=2), device="cpu"), places, Log=Numbers)
 
 
+@pytest.mark.slow
 def test_shortened_epochs_go_on():
     for cb in (partial(ShortEpochCallback, n=4), partial(ShortEpochCallback, 0.7), partial(OverfitBatch, 2)):
         places = [(0, 1), (1, 1), (1, 3), (1, 4), (1, "trained"), (0, "ended")]

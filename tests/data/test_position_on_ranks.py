@@ -98,7 +98,9 @@ def stream(workers, n=22):
     return lambda: DataLoaders(DataLoader(Stream(n), 4, **WORKERS[workers]), device="cpu")
 
 
-@pytest.mark.parametrize(("workers", "split"), [("no workers", True), ("workers", False)])
+@pytest.mark.parametrize(
+    ("workers", "split"), [("no workers", True), pytest.param("workers", False, marks=pytest.mark.slow)]
+)
 @pytest.mark.filterwarnings("ignore:.*batches of this epoch are read again")
 def test_t8_a_stream_goes_on_in_another_number_of_ranks(workers, split):
     made, how = stream(workers, 24), {"split_batches": split}
@@ -134,7 +136,7 @@ class Numbered(Stream):
         self.n = 20 + world.rank()
 
 
-@pytest.mark.parametrize("uneven", ["stop", "join"])
+@pytest.mark.parametrize("uneven", ["stop", pytest.param("join", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:the data of rank", "ignore:.*batches of this epoch are read again")
 def test_parts_of_ranks_go_on_each_by_its_own_state(uneven):
     how = {"sharded": True, "uneven": uneven}
