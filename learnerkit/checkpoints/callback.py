@@ -16,7 +16,7 @@ from learnerkit import arguments, world
 from learnerkit.callbacks.training import StepCounter
 from learnerkit.checkpoints import state
 from learnerkit.checkpoints.state import Restorer, RunImage
-from learnerkit.checkpoints.storage import Checkpoint, Storage
+from learnerkit.checkpoints.storage import Checkpoint, Storage, candidates
 from learnerkit.events import CancelFitException, FitDone
 from learnerkit.files import CheckpointError, remove
 from learnerkit.parallel.agreement import END, SAVE, Request, end_at_once
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _ENDS = "ends"  # the directory of the states at the end of each fit
 _FITS = 10  # so many of them are kept
 _AGAIN = 1.0  # seconds: a scheduler may send a signal to the launcher, which passes it on, and to the ranks
+
+_ends_here: set[Path] = set()
+"""The directories of the ends of fits that this process has saved."""
 
 TRAIN, TRAINED, EPOCH, FIT = "train", "trained", "epoch", "fit"
 """Where in a fit a checkpoint was taken: after a step, after an epoch's training, after an epoch, at the end."""
@@ -93,6 +96,7 @@ class CheckpointCallback(StepCounter):
         self._found: Checkpoint | None = None  # where the run is to go on
         self._looked = False  # for it
         self._done = False  # the fit
+        self._fit = -1  # its number
         self._forget()
 
     def _forget(self) -> None:
@@ -115,6 +119,8 @@ class CheckpointCallback(StepCounter):
         if sum(isinstance(cb, CheckpointCallback) for cb in learn.cbs) > 1:
             raise ValueError("two callbacks CheckpointCallback: a run is saved in one directory, by one of them")
         self._done = False
+        self._looked = self._looked and learn._fits > self._fit  # else this is another learner
+        self._fit = learn._fits
         self._alone = learn._agreement is None
         if learn._agreement is not None:
             self._request = learn._agreement.request
@@ -153,15 +159,22 @@ class CheckpointCallback(StepCounter):
             return self._found
         used, launchers = world.broadcast(_is_used(self.path)), world.all_gather(_launcher())
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-        if not used:
+        goes_on = (self.path / _ENDS / str(self.learn._fits - 1)).resolve() in _ends_here  # after a fit of this script
+        if not used or (goes_on and not self.resume):
             self._looked = True
             return None
         if not self.resume and not restarted:
             raise self._used()
-        found = self._main().newest()
-        last = world.broadcast(max(_numbers(self.path / _ENDS), default=-1))
-        if last >= 0 and (found is None or found.info["fit"] <= last):
-            found = self._end_of(last) or found
+        try:
+            found, damage = self._main().newest(), None
+        except CheckpointError as e:  # all of them are damaged; the end of a fit may be whole
+            found, damage = None, e
+        for fit in world.broadcast(sorted(_numbers(self.path / _ENDS), reverse=True)):
+            if found is not None and (found.info["place"] == FIT or found.info["fit"] > fit):
+                break
+            found = self._end_of(fit) or found
+        if found is None and damage is not None:
+            raise damage
         if found is not None and not self.resume and not {*launchers} & {*found.info["launchers"]}:
             raise self._used()
         self._looked, self._found = True, found
@@ -213,7 +226,10 @@ class CheckpointCallback(StepCounter):
         if info["place"] == FIT:
             learn.epoch = info["epoch"]
             self._restorer = None
-            learn.say(f"fit {info['fit']} was done before: its end is loaded from {found.path}")
+            by = ""
+            if found.path.parent.resolve() in _ends_here:
+                by = ", by another Learner of this process (one that is to train needs a directory of its own)"
+            learn.say(f"fit {info['fit']} was done before{by}: its end is loaded from {found.path}")
             return False
         if info["place"] != EPOCH and learn._position is None:
             warn(f"without TrainEvalCallback the place in the data is not known: epoch {info['epoch']} is read anew")
@@ -297,7 +313,9 @@ class CheckpointCallback(StepCounter):
 
     def _save_after_step(self, asked: int) -> None:
         learn = self.learn
-        kept = any(p.grad is not None for p in unwrap(learn.model).parameters())
+        groups = (group for opt in learn.opts for group in opt.param_groups)
+        # Gradients may also be kept as zeros, and those of parameters beside the optimizer are never cleared.
+        kept = any(p.grad is not None and bool(p.grad.to_dense().any()) for group in groups for p in group["params"])
         if world.reduce(int(kept), "max") if learn._sharded else kept:
             return  # a callback accumulates gradients over several batches: at the end of that step
         if self._saved_at < self._steps - (asked == SAVE and not self._alone and not self._is_due):
@@ -383,6 +401,7 @@ class CheckpointCallback(StepCounter):
         if info["place"] == FIT:
             storage.wait()
             storage = self._storage = Storage(self.path / _ENDS / str(info["fit"]), 1, self.async_save)
+            _ends_here.add(storage.path.resolve())
         storage.save(name, state.weights(learn), image.state, image.own, info)
         self._saved_at = self._steps
         self._start_clock()
@@ -465,7 +484,8 @@ def _interval(every: Any) -> tuple[int, float]:
 
 
 def _is_used(path: Path) -> bool:
-    return any(True for pattern in ("*", f"{_ENDS}/*/*") for _ in path.glob(f"{pattern}/manifest.json"))
+    """Tell whether there are checkpoints, perhaps damaged ones."""
+    return any(candidates(folder) for folder in (path, *(path / _ENDS).glob("*")))
 
 
 def _numbers(path: Path) -> list[int]:

@@ -13,7 +13,7 @@ from learnerkit import optim, world
 from learnerkit.callback import Callback
 from learnerkit.checkpoints.storage import Checkpoint
 from learnerkit.data.batches import loader_len, map_batch
-from learnerkit.files import Saved, fitted
+from learnerkit.files import CheckpointError, Saved, fitted
 from learnerkit.losses import loss_name
 from learnerkit.text import first_few
 from learnerkit.utils import unbound, unwrap
@@ -46,9 +46,9 @@ def image(learn: "Learner") -> RunImage:
         learn: in a fit.
     """
     model = unwrap(learn.model)
-    states = {key: dict(cb.state_dict()) for key, cb in keys(learn.cbs) if cb.run and not cb.rank0_only}
+    states = {key: _state_of(cb) for key, cb in keys(learn.cbs) if cb.run and not cb.rank0_only}
     own = {key: state.pop("own") for key, state in states.items() if "own" in state}
-    alone = {key: dict(cb.state_dict()) for key, cb in keys(learn.cbs) if cb.run and cb.rank0_only and world.is_main()}
+    alone = {key: _state_of(cb) for key, cb in keys(learn.cbs) if cb.run and cb.rank0_only and world.is_main()}
     opt, position = learn.opt, learn._position
     state = {
         "opt": opt.state_dict() if isinstance(opt, Optimizer) else {k: o.state_dict() for k, o in opt.items()},
@@ -69,6 +69,13 @@ def image(learn: "Learner") -> RunImage:
     }
     counters = {"epoch": learn.epoch, "train_iter": learn.train_iter, "pct_train": learn.pct_train}
     return RunImage(state, mine, counters)
+
+
+def _state_of(cb: Callback) -> dict[str, Any]:
+    state = cb.state_dict()
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{cb!r}.state_dict() returned a {type(state).__name__}; it returns a dict")
+    return dict(state)
 
 
 def weights(learn: "Learner") -> dict[str, Any]:

@@ -148,7 +148,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise FileNotFoundError(f"there is no checkpoint {path}")
     if not os.path.lexists(path / _MANIFEST):
-        names = sorted(p.name for p in _candidates(path))
+        names = sorted(p.name for p in candidates(path))
         there = f"; the checkpoints in it are {first_few(names)}" if names else ""
         raise CheckpointError(f"{path} is no whole checkpoint: it has no {_MANIFEST}{there}")
     checkpoint = Checkpoint(path, _manifest(path))
@@ -312,7 +312,7 @@ class Storage:
     def _list(self) -> tuple[list[tuple[str, dict]], list[str]]:
         """Names and manifests of the checkpoints, the newest first, and what is wrong with others."""
         found, problems = [], []
-        for path in _candidates(self.path):
+        for path in candidates(self.path):
             try:
                 manifest = _manifest(path)
                 Checkpoint(path, manifest).check_sizes()
@@ -558,7 +558,7 @@ def _shared_out(sizes: Mapping[str, int], loads: list[int]) -> dict[str, int]:
 # Reading
 
 
-def _candidates(folder: Path) -> list[Path]:
+def candidates(folder: Path) -> list[Path]:
     """The directories in one that look like checkpoints; what else is there is of no concern."""
     if not folder.is_dir():
         return []

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len
-from learnerkit.data.order import SampleOrder, draw_seed, draws_globally, keep_seeds, samplers_of
+from learnerkit.data.order import SampleOrder, draw_seed, draws_globally, keep_seeds, samplers_of, states_at_start
 from learnerkit.data.streams import Draws, Numbered, PerSample, starts_workers
 from learnerkit.torch_internals import has_iterator
 from learnerkit.utils import warn
@@ -38,7 +38,8 @@ class Position:
         samples: samples of this epoch that it has read, on all ranks together.
         over: training of this epoch has ended, perhaps by a cancel.
         first_step: the first of this epoch's steps in this process.
-        states: of the global generators when samplers that draw from them began this epoch, on all ranks alike.
+        states: of the global generators when samplers that draw from them, or what is read forward, began this epoch;
+            on all ranks alike.
     """
 
     def __init__(self) -> None:
@@ -50,6 +51,7 @@ class Position:
         self._own: dict[str, Any] = {}  # this rank's part of it
         self._ended: Any = None  # the source's state after an epoch, until the next begins
         self._begun = self._resumed = self._quiet = False
+        self._forward = False  # to go on, the data are read again up to the place, on one process
         self._running = False  # the fit goes on where workers ran already, for which the loader draws no seed again
         self._read = 0  # batches that were read before `first_step`
         self._ranks = 1  # that share the data
@@ -170,6 +172,7 @@ class Position:
             self._resume(dl, state)
         else:
             state = None
+        self._forward = not drawn and self._source is None and ranks == 1
         self._quiet = self._resumed or self._running  # else the loader draws as it did before
         if ranks > 1:  # `share` does the rest
             return dl
@@ -238,7 +241,7 @@ class Position:
         if not self._read:
             return dl
         say_read_forward(dl, self._read)
-        return Resumed(dl, self._read)
+        return Resumed(dl, self._read, states=self.states)
 
     def share(self, shared: Any) -> int:
         """Have a rank's loader begin at the place; return the first step.
@@ -263,6 +266,8 @@ class Position:
     def _note_start(self, loader: Any) -> None:
         """Note the states of the user's generators as they are when the index stream of `loader` begins."""
         self._loader = loader
+        if self._forward and self.states is None:
+            self.states = states_at_start(loader) if isinstance(loader, DataLoader) else world.seed_states()
         generator = getattr(loader, "generator", None)
         pending = any(generator is g for g in self._generators) and not has_iterator(loader)
         with keep_seeds(loader) if pending else nullcontext():
@@ -281,13 +286,15 @@ class Resumed:
         state: its state, which makes skipping needless.
         at_end: the state is that after an epoch. Some sources then begin the next one, others first end the last.
         quiet: nothing is drawn from the global generators when the loader starts.
+        states: of the global generators when the epoch began, with which what is dropped is read.
     """
 
     def __init__(
-        self, loader: Any, skip: float, source: Any = None, state: Any = None, at_end: bool = False, quiet: bool = True
-    ) -> None:
+        self, loader: Any, skip: float, source: Any = None, state: Any = None, at_end: bool = False, quiet: bool = True,
+        states: Any = None,
+    ) -> None:  # fmt: skip
         self.loader, self.skip, self.source, self.state = loader, skip, source, state
-        self.at_end, self.quiet = at_end, quiet
+        self.at_end, self.quiet, self.states = at_end, quiet, states
 
     @property
     def read_again(self) -> int:
@@ -309,7 +316,7 @@ class Resumed:
         ahead = int(getattr(self.loader, "num_workers", 0) > 0)
         if not self.at_end:
             with keep_seeds():
-                batches = iter(self.loader)
+                batches = self._begun()
                 for _ in islice(batches, self.read_again):
                     pass
                 first = list(islice(batches, ahead))
@@ -329,6 +336,18 @@ class Resumed:
             batches = iter(self.loader)
         yield from first
         yield from batches
+
+    def _begun(self) -> Iterator:
+        if self.states is None:
+            return iter(self.loader)
+        world.set_seed_states(self.states)
+        if not isinstance(self.loader, DataLoader) or self.loader.generator is not None:
+            return iter(self.loader)
+        self.loader.generator = torch.Generator()  # the states are those after its draw for workers
+        try:
+            return iter(self.loader)
+        finally:
+            self.loader.generator = None
 
 
 class Ahead:

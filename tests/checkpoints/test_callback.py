@@ -15,6 +15,7 @@ from learnerkit import (
     CheckpointCallback,
     CheckpointError,
     GradientClip,
+    Learner,
     ParamScheduler,
     SchedLin,
     TerminateOnNaNCallback,
@@ -373,6 +374,27 @@ def test_a_used_directory_is_refused_unless_it_is_to_be_resumed(tmp_path):
                 learn.fit(1)
 
 
+def test_a_second_learner_does_not_silently_take_the_weights_of_the_first(tmp_path, capsys):
+    callback = CheckpointCallback(tmp_path)
+    first, second, third = make_learner(), make_learner(), make_learner()
+    with first.no_logging():
+        first.fit(1, cbs=callback)
+    with second.no_logging(), raises(CheckpointError, "has checkpoints of another run"):
+        second.fit(1, cbs=callback)
+    with third.no_logging():
+        third.fit(1, cbs=CheckpointCallback(tmp_path, resume=True))
+    assert "was done before, by another Learner of this process" in capsys.readouterr().out
+
+
+def test_each_fit_may_have_a_callback_of_its_own(tmp_path):
+    learn = make_learner()
+    with learn.no_logging():
+        for _ in range(2):
+            learn.fit(1, cbs=CheckpointCallback(tmp_path))
+    assert learn.train_iter == 2
+    assert {p.name for p in (tmp_path / "ends").iterdir()} == {"0", "1"}
+
+
 def test_a_restart_by_the_launcher_resumes_its_own_run_alone(tmp_path, monkeypatch):
     learn = make_learner(cbs=[CheckpointCallback(tmp_path, every=1), raising("after_fit", ZeroDivisionError)])
     with learn.no_logging(), pytest.raises(ZeroDivisionError):
@@ -458,6 +480,87 @@ def test_a_state_that_cannot_be_written_is_named(tmp_path):
     learn = make_learner(cbs=[Holds(), CheckpointCallback(tmp_path)])
     with learn.no_logging(), raises(CheckpointError, "callbacks.Holds.inner.1 is a set"):
         learn.fit(1)
+
+
+def test_a_state_that_is_no_dict_is_named(tmp_path):
+    class Forgets(Callback):
+        def state_dict(self):
+            self.kept = 1
+
+    learn = make_learner(cbs=[Forgets(), CheckpointCallback(tmp_path)])
+    with learn.no_logging(), raises(CheckpointError, "Forgets.state_dict() returned a NoneType"):
+        learn.fit(1)
+
+
+class Zeros(Learner):
+    """Keeps gradients as zeros."""
+
+    def _zero_grad(self):
+        self.opt.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "splitter"), [(Zeros, None), (Learner, lambda model: [list(model.parameters())[-1:]])]
+)
+def test_gradients_that_no_step_waits_for_do_not_keep_it_from_saving(kind, splitter, tmp_path):
+    learn = make_learner(cls=kind, splitter=splitter, cbs=CheckpointCallback(tmp_path, every=1))
+    with learn.no_logging():
+        learn.fit(1)
+    assert {p.name for p in tmp_path.glob("fit0-epoch0-step*")} == {
+        "fit0-epoch0-step1", "fit0-epoch0-step2", "fit0-epoch0-step2-done"
+    }  # fmt: skip
+
+
+def harm(checkpoint, file):
+    """Damage a checkpoint: remove its manifest, or change a byte of another file."""
+    path = checkpoint / file
+    if file == "manifest.json":
+        path.unlink(missing_ok=True)
+    else:
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "model.safetensors"])
+def test_where_all_checkpoints_of_a_fit_are_damaged_it_goes_on_from_the_end_of_the_one_before(file, tmp_path):
+    def train(resume=False, at=0):
+        learn = make_learner(cbs=CheckpointCallback(tmp_path / "run", every=1, keep=1, resume=resume))
+        with learn.no_logging(), suppress(ZeroDivisionError):
+            learn.fit(1)
+            learn.fit(1, cbs=raising("after_batch", ZeroDivisionError, lambda cb: cb.train_iter == at))
+        return learn
+
+    whole = make_learner()
+    with whole.no_logging():
+        whole.fit(1)
+        whole.fit(1)
+    train(at=2)
+    [newest] = (tmp_path / "run").glob("fit1-*")
+    harm(newest, file)
+    with pytest.warns(UserWarning, match=f"passed over.*{file}"):
+        again = train(resume=True)
+    assert different(weights(whole.model), weights(again.model)) == []
+    for checkpoint in (tmp_path / "run").glob("**/fit1-*"):
+        harm(checkpoint, file)
+    with pytest.warns(UserWarning, match=f"passed over.*{file}"):
+        again = train(resume=True)  # from the end of the fit before
+    assert different(weights(whole.model), weights(again.model)) == []
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "model.safetensors"])
+def test_where_nothing_is_whole_it_does_not_begin_anew(file, tmp_path):
+    learn = make_learner(cbs=CheckpointCallback(tmp_path))
+    with learn.no_logging():
+        learn.fit(1)
+    for manifest in [*tmp_path.glob("**/manifest.json")]:
+        harm(manifest.parent, file)
+    for resume in (True, False):
+        again = make_learner(cbs=CheckpointCallback(tmp_path, resume=resume))
+        with (
+            again.no_logging(),
+            warnings.catch_warnings(action="ignore"),
+            raises(CheckpointError, "is whole" if resume else "another run"),
+        ):
+            again.fit(1)
 
 
 def test_start_epoch_fills_the_recorder_rightly(tmp_path):

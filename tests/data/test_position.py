@@ -370,6 +370,13 @@ def sample(i):
     return torch.tensor([float(i), *noise], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
 
 
+class Shuffled(Stream):
+    """Draws its order from a global generator."""
+
+    def __iter__(self):
+        return map(sample, torch.randperm(self.n).tolist())
+
+
 class Remembering(Stream):
     """A shuffled stream with a state; `read` has the samples that it has made."""
 
@@ -434,6 +441,11 @@ def test_a_stream_without_a_state_is_read_forward_and_it_says_so(workers):
 
     with pytest.warns(UserWarning, match="batches of this epoch are read again and dropped.*give the Stream"):
         check_all_places(make, PLACES if workers == "no workers" else [(1, 1), (1, "last")])
+
+
+def test_a_shuffled_stream_without_a_state_is_read_forward_in_the_same_order():
+    with pytest.warns(UserWarning, match="batches of this epoch are read again and dropped.*give the Shuffled"):
+        check_all_places(lambda: DataLoaders(DataLoader(Shuffled(), 4), device="cpu"), PLACES)
 
 
 def test_iterables_that_are_no_loaders_are_read_forward():
