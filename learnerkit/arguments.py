@@ -252,14 +252,15 @@ def lone_last_batch(dl: Any, model: nn.Module) -> str | None:
     size = getattr(dl, "step_size", getattr(dl, "batch_size", None))
     if not size or not samples or batches != -(-samples // size) or getattr(dl, "drop_last", False):
         return None
-    # 1 % size instead of 1: with batches of one sample the remainder is 0.
-    if samples % size != 1 % size or not any(isinstance(m, BatchNorm) and m.training for m in model.modules()):
+    norm = next((name for name, m in model.named_modules() if isinstance(m, BatchNorm) and m.training), None)
+    if samples % size != 1 % size or norm is None:  # 1 % size, as the remainder is 0 with batches of one sample
         return None
     if size == 1:
         which, advice = "each of its batches has 1 sample", "choose a larger batch size"
     else:
         which, advice = f"its last batch has 1 of its {samples} samples (batches of {size})", _NOT_ALONE
-    return f"the training loader: {which}, which is too few for the statistics of BatchNorm; {advice}"
+    norm = norm or "the model"
+    return f"the training loader: {which}, which is too few for the statistics of {norm} (BatchNorm); {advice}"
 
 
 @contextmanager

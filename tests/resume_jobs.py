@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CyclicLR, MultiStepLR, OneCycleLR
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchPlateau
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from learnerkit import (
     AccumMetric,
@@ -217,6 +217,55 @@ def make_model(norm=False, dropout=0.3):
     ))  # fmt: skip
 
 
+class Counting:
+    """A sampler that counts its epochs by itself, as many do."""
+
+    def __init__(self, n):
+        self.n, self.epoch = n, 0
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter(torch.randperm(self.n, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class Shuffling(Counting):
+    """Shuffles its lists and arrays in place, each epoch from the order of the one before."""
+
+    def __init__(self, n):
+        self.n, self.random, self.array = n, random.Random(1), np.arange(n)
+        self.buckets = [[*range(n // 2)], [*range(n // 2, n)]]
+
+    def __iter__(self):
+        for bucket in self.buckets:
+            self.random.shuffle(bucket)
+        self.random.shuffle(self.buckets)
+        self.array[:] = self.array[[*self.buckets[0], *self.buckets[1]]]
+        return iter(self.array.tolist())
+
+
+class Stream(IterableDataset):
+    """Samples that are others in each epoch, with a state."""
+
+    def __init__(self, data):
+        self.data, self.epoch, self.place = data, 0, 0
+
+    def __iter__(self):
+        while self.place < len(self.data):
+            self.place += 1
+            x, y = self.data[self.place - 1]
+            yield x + self.epoch, y
+        self.epoch, self.place = self.epoch + 1, 0
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state):
+        self.epoch, self.place = state["epoch"], state["place"]
+
+
 def loaders(data="tensors", **kwargs):
     """The loaders of a job; a sampler is made anew in each process."""
     valid = Noisy(8, seed=1)
@@ -227,14 +276,29 @@ def loaders(data="tensors", **kwargs):
     if data == "weighted":
         sampler = WeightedRandomSampler(torch.arange(1.0, SAMPLES + 1), SAMPLES)
         return DataLoaders(DataLoader(train, BATCH, sampler=sampler), DataLoader(valid, 4), device="cpu")
+    if data in SOURCES:
+        return DataLoaders(SOURCES[data](train), DataLoader(valid, 4), device="cpu")
     if data == "generator":
         own = torch.Generator().manual_seed(5)
         return DataLoaders(DataLoader(train, BATCH, shuffle=True, generator=own), DataLoader(valid, 4), device="cpu")
     return DataLoaders.from_datasets(train, valid, bs=BATCH, device="cpu", **kwargs)
 
 
+SOURCES = {
+    "counting": lambda train: DataLoader(train, BATCH, sampler=Counting(SAMPLES)),
+    "shuffling": lambda train: DataLoader(train, BATCH, sampler=Shuffling(SAMPLES)),
+    "stream": lambda train: DataLoader(Stream(train), BATCH),
+}
+
+
 def fit(learn):
     learn.fit(EPOCHS, 0.05)
+
+
+def fit_twice(learn):
+    learn.fit(2, 0.05)
+    learn.between = torch.rand(2).tolist()
+    learn.fit(1, 0.05)
 
 
 def fine_tune(learn):
@@ -270,6 +334,8 @@ JOBS = {
     "augmentation": job({"data": "noisy"}, fit=one_cycle),
     "weighted sampler": job({"data": "weighted"}),
     "own generator": job({"data": "generator"}),
+    "counting sampler": job({"data": "counting"}),
+    "shuffling sampler": job({"data": "shuffling"}),
     "in order, last dropped": job({"shuffle": False, "drop_last": True}),
     "accumulation": job(cbs=lambda: [GradientAccumulation(n_batches=3)], fit=one_cycle),
     "accumulation of samples": job(cbs=lambda: [GradientAccumulation(n_samples=10)], fit=one_cycle),
@@ -300,6 +366,18 @@ JOBS = {
                                default_cbs=False, train_metrics=True),
 }  # fmt: skip
 """What a resumed fit must not disturb."""
+
+ONE_FIT = [name for name in JOBS if name != "fine-tuned"]
+
+CARRIED = {
+    "own generator": {"data": "generator"},
+    "counting sampler": {"data": "counting"},
+    "shuffling sampler": {"data": "shuffling"},
+    "stream with a state": {"data": "stream"},
+    "persistent workers": {"data": "noisy", "num_workers": 2, "persistent_workers": True},
+}
+JOBS |= {f"{name}, twice": job(data, fit=fit_twice) for name, data in CARRIED.items()}
+"""Two fits, of which the second begins with loaders as the first one has left them."""
 
 
 def make(name, folder=None, *more, resume=False, **checkpoint):

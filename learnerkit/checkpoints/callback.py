@@ -87,16 +87,18 @@ class CheckpointCallback(StepCounter):
         save_on_signal: bool = True, async_save: bool = False, strict: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        if not isinstance(path, str | Path):
+        if not isinstance(path, str | Path) or "\0" in str(path):
             raise TypeError(f"got path={path!r}; it is the directory for the checkpoints of this run, such as 'runs/1'")
         arguments.check_count("keep", keep, "a number of checkpoints")
-        self.path, self.keep, self.resume, self.strict = Path(path), keep, resume, strict
+        # Absolute, as the script may change its directory between two checkpoints.
+        self.path, self.keep, self.resume, self.strict = Path(path).expanduser().absolute(), keep, resume, strict
         self.every, self.save_on_signal, self.async_save = every, save_on_signal, async_save
         self._every_steps, self._seconds = _interval(every)
         self._found: Checkpoint | None = None  # where the run is to go on
         self._looked = False  # for it
         self._done = False  # the fit
         self._fit = -1  # its number
+        self._carried: tuple[dict, dict] | None = None  # the place after the fit before, if its data are unread here
         self._forget()
 
     def _forget(self) -> None:
@@ -120,16 +122,21 @@ class CheckpointCallback(StepCounter):
             raise ValueError("two callbacks CheckpointCallback: a run is saved in one directory, by one of them")
         self._done = False
         self._looked = self._looked and learn._fits > self._fit  # else this is another learner
-        self._fit = learn._fits
+        follows, self._fit = learn._fits == self._fit + 1, learn._fits
         self._alone = learn._agreement is None
         if learn._agreement is not None:
             self._request = learn._agreement.request
         with world.grouped_collectives():
             found = self._look()
             self._config = state.configuration(learn)
+            carried, self._carried = self._carried, None
+            if found is None and follows and carried is not None and learn._position is not None:
+                learn._position.follow(*carried)
             if found is not None and not self._take_up(found):
                 self._end()
-            self._main().check_writable()
+            image, storage = state.image(learn), self._main()
+            storage.check_values(state.weights(learn), image.state, image.own)
+            storage.check_writable()
         self._start_clock()
         self._listen()
 
@@ -202,9 +209,10 @@ class CheckpointCallback(StepCounter):
 
     def _is_longer(self, end: Checkpoint) -> bool:
         """Tell whether this fit is to train for longer than it did."""
-        learn = self.learn
-        then, now = end.info["length"], learn.n_steps if learn.n_epoch is None else learn.n_epoch
-        return now > then
+        learn, info = self.learn, end.info
+        if learn.n_epoch is None:
+            return learn.n_steps > (info["step"] if info["n_steps"] is None else info["n_steps"])
+        return learn.n_epoch > (info["epoch"] + 1 if info["n_epoch"] is None else info["n_epoch"])
 
     def _last_of_epochs(self, found: Checkpoint) -> Checkpoint:
         """The newest from before the end of the fit, where others change things; every rank must reach this."""
@@ -225,6 +233,7 @@ class CheckpointCallback(StepCounter):
         restorer.put_rest(learn)
         if info["place"] == FIT:
             learn.epoch = info["epoch"]
+            self._carried = restorer.put_samplers(learn)
             self._restorer = None
             by = ""
             if found.path.parent.resolve() in _ends_here:
@@ -270,7 +279,7 @@ class CheckpointCallback(StepCounter):
         ago = format_time(max(0.0, time.time() - info["time"]))
         other = ""
         if found.n_ranks != ranks:
-            other = f"; it had {found.n_ranks} ranks and has {ranks}"
+            other = f"; it had {found.n_ranks} rank{'s' * (found.n_ranks > 1)} and has {ranks}"
             other += ", of which the new ones have fresh random streams" if ranks > found.n_ranks else ""
         self.learn.say(f"resumed fit {info['fit']} {where}, step {info['step']}, from {found.path} ({ago} old{other})")
 
@@ -367,8 +376,10 @@ class CheckpointCallback(StepCounter):
 
     def after_fit(self) -> None:
         learn = self.learn
-        self._done = True
+        self._done, position = True, learn._position
         self._save(FIT)
+        if position is not None and position.is_unread:
+            self._carried = position.state_dict(), position.own_state_dict()
         gone = [n for n in _numbers(self.path / _ENDS) if n <= learn._fits - _FITS] if world.is_main() else []
         for number in gone:
             remove(self.path / _ENDS / str(number))
@@ -382,7 +393,7 @@ class CheckpointCallback(StepCounter):
         return {
             "fit": learn._fits, "place": place, "step": self._steps, "time": time.time(),
             "epoch": learn.epoch, "train_iter": learn.train_iter, "pct_train": learn.pct_train,
-            "length": learn.n_steps if learn.n_epoch is None else learn.n_epoch, "lr_finds": list(learn._lr_finds),
+            "n_epoch": learn.n_epoch, "n_steps": learn.n_steps, "lr_finds": list(learn._lr_finds),
         }  # fmt: skip
 
     def _write(self, info: dict[str, Any], image: RunImage) -> None:
@@ -505,8 +516,9 @@ def _launcher() -> str:
 
 @torch.no_grad()
 def _not_finite(learn: "Learner") -> list[str]:
-    """The names of parameters with a NaN or an infinite value. A host-device sync."""
-    named = [(name, p) for name, p in unwrap(learn.model).named_parameters() if p.is_floating_point() and p.numel()]
+    """The names of trained parameters with a NaN or an infinite value. A host-device sync."""
+    trained = [(name, p) for name, p in unwrap(learn.model).named_parameters() if p.requires_grad]
+    named = [(name, p) for name, p in trained if p.is_floating_point() and p.numel()]
     sums = [p.sum(dtype=torch.float32 if p.dtype != torch.float64 else None).double() for _, p in named]
     if not sums or bool(torch.stack(sums).isfinite().all()):
         return []

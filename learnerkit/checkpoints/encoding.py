@@ -15,7 +15,7 @@ from learnerkit.tensor_files import why_not
 # What JSON has no word for is an object with one of these marks among its keys:
 #   {"!tensor": number}, with "order": its dimensions as they lie in memory, if not the usual way
 #   {"!array": number, "type": ..., "shape": [...]}, {"!scalar": bytes in hex, "type": ...}: numpy's
-#   {"!float": "nan"}, {"!floats": number}: a long list of them
+#   {"!float": "nan"}, {"!list": number}: a long one of floats or of integers
 #   {"!tuple": [...]}, {"!dict": [[key, value], ...], "kind": ...}
 
 _DICTS = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -27,7 +27,7 @@ def encode(value: Any, tensors: list[Tensor], place: str = "") -> Any:
     """A value as JSON, with the numbers of tensors, which are appended to a list.
 
     They are those of the value, without a copy; one that comes twice is there once, and comes twice again when it is
-    decoded. A long list of floats becomes a tensor, too.
+    decoded. A long list of numbers becomes a tensor, too.
 
     Args:
         value: of None, bool, int, float, str, lists, tuples, dicts (keys are strings, numbers, tuples), tensors,
@@ -57,8 +57,8 @@ class _Encoder:
             return x if math.isfinite(x) else {"!float": str(x)}
         if isinstance(x, Tensor) and not why_not(x):
             return self._tensor(x)
-        if kind is list and len(x) >= _LONG and set(map(type, x)) == {float}:
-            return {"!floats": self._add(torch.tensor(x, dtype=torch.float64))}
+        if kind is list and len(x) >= _LONG and (numbers := _in_a_row(x)) is not None:
+            return {"!list": self._add(numbers)}
         if kind in (list, tuple, torch.Size):
             items = [self.encode(item, f"{place}.{i}") for i, item in enumerate(x)]
             return items if kind is list else {"!tuple": items}
@@ -105,6 +105,17 @@ class _Encoder:
         return {"!dict": items} | ({} if type(x) is dict else {"kind": type(x).__name__})
 
 
+def _in_a_row(x: list) -> Tensor | None:
+    """A list of floats, or of integers, as a tensor; `None` if it is not one."""
+    kinds = set(map(type, x))
+    if kinds not in ({float}, {int}):
+        return None
+    try:
+        return torch.tensor(x, dtype=torch.float64 if kinds == {float} else torch.int64)
+    except (OverflowError, RuntimeError):  # an integer of more than 64 bits
+        return None
+
+
 def decode(found: Any, tensors: Mapping[int, Tensor] | Sequence[Tensor]) -> Any:
     """The value of which `encode` made this.
 
@@ -130,7 +141,7 @@ def decode(found: Any, tensors: Mapping[int, Tensor] | Sequence[Tensor]) -> Any:
             return np.frombuffer(bytes.fromhex(value), _ARRAYS[found["type"]])[0]
         case "!float":
             return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[value]
-        case "!floats":
+        case "!list":
             return tensors[value].tolist()
         case "!tuple":
             return tuple(decode(item, tensors) for item in value)

@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 
 from learnerkit import optim, world
 from learnerkit.callback import Callback
+from learnerkit.callbacks.training import StepBudget
 from learnerkit.checkpoints.storage import Checkpoint
 from learnerkit.data.batches import loader_len, map_batch
 from learnerkit.files import CheckpointError, Saved, fitted
 from learnerkit.losses import loss_name
-from learnerkit.text import first_few
+from learnerkit.text import first_few, in_one_line
 from learnerkit.utils import unbound, unwrap
 
 if TYPE_CHECKING:
@@ -101,8 +102,8 @@ def keys(cbs: list[Callback]) -> Iterator[tuple[str, Callback]]:
         yield name if seen[name] == 1 else f"{name}_{seen[name]}", cb
 
 
-_APART = ("CheckpointCallback", "DistributedCallback", "ParallelCallback", "ProgressCallback")
-"""Callbacks with which, and without which, the same run goes on."""
+_APART = ("CheckpointCallback", "DistributedCallback", "ParallelCallback", "ProgressCallback", "StepBudget")
+"""Callbacks with which, and without which, the same run goes on; `StepBudget` counts what the checkpoint counts."""
 
 
 # Putting it back
@@ -151,6 +152,14 @@ class Restorer:
             learn._position.load_state_dict(self.state["position"])
             learn._position.load_own_state_dict(self.own.get("position"))
 
+    def put_samplers(self, learn: "Learner") -> tuple[dict, dict] | None:
+        """Leave the training loader's samplers as they were; return what the next fit's `Position.follow` takes."""
+        position = self.state["position"]
+        if position is None or position["samplers"] is None:
+            return None
+        learn.dls.sampler_states(learn.dls.train).load(position["samplers"])
+        return position, self.own.get("position") or {}
+
     def put_modes(self, learn: "Learner") -> None:
         """Put the modules into the modes that they had."""
         evaluating = set(self.state["eval"])
@@ -160,7 +169,12 @@ class Restorer:
     def put_rest(self, learn: "Learner") -> None:
         """Give callbacks and random generators what they had."""
         info = self.checkpoint.info
-        learn.train_iter, learn.pct_train = info["train_iter"], info["pct_train"]
+        learn.train_iter = info["train_iter"]
+        if learn.n_epoch and info["n_epoch"]:  # a budget of steps counts for itself
+            learn.pct_train = info["pct_train"] * info["n_epoch"] / learn.n_epoch
+        for cb in learn.cbs:
+            if isinstance(cb, StepBudget):
+                cb.load_state_dict({"steps": info["step"], "open": False})
         for key, cb in keys(learn.cbs):
             if cb.rank0_only:
                 state = self.own.get("alone", {}).get(key)
@@ -168,7 +182,13 @@ class Restorer:
                 state = self.state["callbacks"].get(key)
                 state = state and state | self._own_of(key)
             if state and cb.run:
-                cb.load_state_dict(map_batch(_itself, state))  # a copy, as torch's own methods take things out
+                try:
+                    cb.load_state_dict(map_batch(_itself, state))  # a copy, as torch's own methods take things out
+                except Exception as e:
+                    raise CheckpointError(
+                        f"{cb!r}.load_state_dict() did not take what its state_dict() had returned, from "
+                        f"{self.checkpoint.path}: {in_one_line(e)}"
+                    ) from e
         self._put_random(learn)
 
     def _own_of(self, key: str) -> dict[str, Any]:

@@ -175,6 +175,17 @@ class Storage:
         self._removing: Future | None = None
         self._damaged: set[str] = set()
 
+    def check_values(self, weights: Mapping[str, Any], state: dict[str, Any], own: dict[str, Any]) -> None:
+        """Find out whether such values can be saved; every rank must reach this.
+
+        Args:
+            weights, state, own: as for `save`.
+
+        Raises:
+            CheckpointError: on all ranks: one has a value that cannot be kept.
+        """
+        _agree(lambda: _Content(weights, state, own, {}).plan)
+
     def check_writable(self) -> None:
         """Find out whether all ranks can write here, by writing; every rank must reach this.
 

@@ -12,6 +12,7 @@ from learnerkit import world
 from learnerkit.data.batches import lengths_in, likely_sizes, loader_len, to_device
 from learnerkit.data.order import keep_seeds, samplers_of, with_batches
 from learnerkit.data.rows import IndexBatches, RowsLoader
+from learnerkit.data.samplers import SamplerStates
 from learnerkit.data.streams import Draws, InitWorker, Numbered, PerSample, starts_workers
 from learnerkit.utils import describe, warn
 
@@ -64,6 +65,7 @@ class DataLoaders:
         self._pins = False  # whether to use pinned memory on a CUDA device
         self._said = False  # whether a doubtful number of samples was warned of
         self._twins: dict[tuple, tuple[Any, DataLoader]] = {}  # loaders with their copies, by id and use
+        self._samplers: dict[int, tuple[Any, dict[str, Any]]] = {}  # by id, with the attributes that they had at first
 
     @classmethod
     def from_datasets(
@@ -192,6 +194,12 @@ class DataLoaders:
         if any(dl is known for known in self.loaders):
             self._twins[key] = dl, found
         return found
+
+    def sampler_states(self, dl: Any) -> SamplerStates:
+        """What a loader and its samplers carry from one epoch to the next."""
+        known = {id(sampler) for each in (*self.loaders, dl) for sampler in samplers_of(each)}
+        self._samplers = {k: v for k, v in self._samplers.items() if k in known}
+        return SamplerStates(dl, self._samplers)
 
     def keeps(self, dl: Any) -> bool:
         """Tell whether `dl` is one of these loaders, or a copy that is kept for one."""

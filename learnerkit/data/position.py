@@ -1,13 +1,11 @@
 """The place in the training data that a fit has come to, and reading on from it."""
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -65,8 +63,8 @@ class Position:
         self._shared: Any = None  # the rank's loader
         self._loader: Any = None  # the DataLoader that is read
         self._draws: Draws | None = None
-        self._generators: list[Any] = []  # of the user's loader and samplers
-        self._start: list[Any] = []  # their states when the index stream of this epoch began
+        self._samplers: Any = None  # the `SamplerStates` of the user's loader
+        self._start: dict[str, list] = {}  # their states when the index stream of this epoch began
 
     @property
     def batches(self) -> int:
@@ -112,7 +110,7 @@ class Position:
             "samples": self.samples,
             "over": over,
             "order": self.order.start,
-            "generators": self._start if reading else [_state(g) for g in self._generators],
+            "samplers": self._start if reading else self._samplers and self._samplers.state(),
             "states": states if reading else None,
             "running": has_iterator(self._loader),
             "batch_size": self._batch_size,
@@ -125,6 +123,8 @@ class Position:
 
         Behind the last batch many sources are already where the next epoch begins.
         """
+        if self._ended is not None:
+            return self._ended, True
         if self._ahead is not None and self._begun and not self.over:
             return self._ahead.state(self._source)
         # Without workers torch's loader gives a short batch only at the end of its dataset, of which it then knows.
@@ -133,7 +133,7 @@ class Position:
 
     def own_state_dict(self) -> dict[str, Any]:
         """What `load_own_state_dict` takes: the part of the state that is this rank's alone."""
-        return getattr(self._shared, "own_state", {})
+        return self._own or getattr(self._shared, "own_state", {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the epoch of the state begin behind what was read of it; called before it begins."""
@@ -141,6 +141,20 @@ class Position:
         self._clear()
         self.order.start = state["order"]
         self.epoch, self._read, self.samples, self.over = (state[k] for k in ("epoch", "batches", "samples", "over"))
+
+    @property
+    def is_unread(self) -> bool:
+        """The data of the epoch were read in another process, so what has their state is not at their end."""
+        return self._ended is not None or bool(self._own)
+
+    def follow(self, state: dict[str, Any], own: dict[str, Any]) -> None:
+        """Go on behind an earlier fit.
+
+        Args:
+            state: what `state_dict` returned at its end.
+            own: what `own_state_dict` returned then on this rank.
+        """
+        self._ended, self._own, self._running = state["source"], own, state["running"]
 
     def load_own_state_dict(self, state: dict[str, Any] | None) -> None:
         """Take what `own_state_dict` returned on this rank."""
@@ -154,7 +168,7 @@ class Position:
         Args:
             dl: the user's loader, or a copy of it.
             epoch: which one.
-            dls: keep copies of loaders.
+            dls: keep copies of loaders, and know the samplers.
             ranks: how many share the data.
 
         Raises:
@@ -166,7 +180,7 @@ class Position:
         drawn = isinstance(dl, DataLoader) and not isinstance(dl.dataset, IterableDataset)  # by an index stream
         self._length, self._batch_size = loader_len(dl), getattr(dl, "batch_size", None)
         self._total = self._length if drawn else None
-        self._generators = generators_of(dl)  # before samplers are lent some
+        self._samplers = dls.sampler_states(dl)  # before they are lent generators
         self._source, self._shared, self._draws, self._ahead = source_of(dl), None, None, None
         if state is not None and state["epoch"] == epoch:
             self._resume(dl, state)
@@ -196,13 +210,12 @@ class Position:
         self.steps = self.first_step = max(self._read, self.over)
         self._resumed = bool(self._read or self.over)
         self._running, self._parts = state["running"], state["parts"]
-        if len(state["generators"]) != len(self._generators):
-            raise ValueError(
-                f"the training loader and its samplers have {len(self._generators)} random generators of their own and "
-                f"had {len(state['generators'])} when the state was saved; give them the same generators"
+        self._samplers.load(state["samplers"])
+        if self._read and not getattr(dl, "in_order", True) and starts_workers(dl):
+            world.warn_once(
+                "the training loader has in_order=False, so it is not known which batches of this epoch training has "
+                f"seen: the first {self._read} are left out"
             )
-        for generator, found in zip(self._generators, state["generators"], strict=True):
-            _set_state(generator, found)
 
     def _note_parts(self, now: tuple[int, int] | None) -> None:
         """Note in how many parts an iterable dataset is read; refuse other ones than when the state was saved."""
@@ -221,6 +234,7 @@ class Position:
         if not then or not now or then == now:
             return state["batches"]
         batches, rest = divmod(state["samples"], now)
+        self.samples = batches * now
         if rest:
             world.warn_once(
                 f"the place in the data is {state['samples']} samples, which is no whole number of the present batches "
@@ -269,11 +283,11 @@ class Position:
         if self._forward and self.states is None:
             self.states = states_at_start(loader) if isinstance(loader, DataLoader) else world.seed_states()
         generator = getattr(loader, "generator", None)
-        pending = any(generator is g for g in self._generators) and not has_iterator(loader)
+        pending = any(generator is g for g in self._samplers.generators) and not has_iterator(loader)
         with keep_seeds(loader) if pending else nullcontext():
             if pending:
                 draw_seed(generator)  # as the loader is about to do
-            self._start = [_state(g) for g in self._generators]
+            self._start = self._samplers.state()
 
 
 class Resumed:
@@ -469,32 +483,3 @@ def source_of(dl: Any) -> Any:
 def has_state(x: Any) -> bool:
     """Tell whether an object has `state_dict` and `load_state_dict`."""
     return all(callable(getattr(x, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-# Random generators that samplers may have of their own
-
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-
-
-def generators_of(dl: Any) -> list[Any]:
-    """The random generators that a loader and its samplers have of their own, each once."""
-    samplers = [s for s in samplers_of(dl) if not isinstance(s, Numbered)]
-    attributes = [getattr(dl, "generator", None), *(x for s in samplers for x in getattr(s, "__dict__", {}).values())]
-    return list({id(x): x for x in attributes if isinstance(x, _GENERATORS)}.values())
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state()  # torch's and numpy's old one
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)

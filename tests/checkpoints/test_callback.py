@@ -3,12 +3,27 @@
 import signal
 import threading
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 from helpers import make_dls, make_learner, make_model, raises, raising, weights
-from resume_jobs import EPOCHS, JOBS, STEPS, Average, Kill, Killed, Logs, Order, Send, different, make, outcome, run
+from resume_jobs import (
+    CARRIED,
+    EPOCHS,
+    ONE_FIT,
+    STEPS,
+    Average,
+    Kill,
+    Killed,
+    Logs,
+    Order,
+    Send,
+    different,
+    make,
+    outcome,
+    run,
+)
 
 from learnerkit import (
     Callback,
@@ -56,7 +71,6 @@ def whole():
     return of
 
 
-ONE_FIT = [name for name in JOBS if name != "fine-tuned"]
 QUICK = ("one cycle", "workers", "accumulation", "average")
 STEPS_OF = [
     *(pytest.param(name, (EPOCH, EPOCH + 5), id=name) for name in QUICK),
@@ -207,6 +221,25 @@ def test_the_fits_before_return_at_once_with_what_they_were(at, tmp_path, whole,
     assert capsys.readouterr().out.count("was done before") == done
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "workers" in name else ()) for name in CARRIED]
+)
+@pytest.mark.parametrize("at", [0, EPOCH + 2, 2 * EPOCH, 2 * EPOCH + 1, STEPS - 1])
+def test_a_second_fit_finds_the_loader_as_the_first_one_has_left_it(name, at, tmp_path, whole):
+    name = f"{name}, twice"
+    learn = make(name, tmp_path, Kill(at))
+    if at:
+        died = finished(learn, name)["order"]
+    else:  # the process ends between the fits
+        with learn.no_logging():
+            learn.fit(2, 0.05)
+        died = learn.order.batches
+        vars(learn).clear()
+    ended = finished(make(name, tmp_path, resume=True), name)
+    assert [*died, *ended["order"]] == whole(name)["order"]
+    assert different(whole(name) | {"order": ended["order"]}, ended) == []
+
+
 def test_a_finished_run_returns_at_once(tmp_path, whole):
     finished(make("fine-tuned", tmp_path), "fine-tuned")
     again = make("fine-tuned", tmp_path, resume=True)
@@ -228,6 +261,38 @@ def test_more_epochs_go_on_from_the_last_one(tmp_path, capsys):
     assert "resumed fit 0 after epoch 1, step 4" in said
     assert different(weights(whole.model), weights(again.model)) == []
     assert again.recorder.values == whole.recorder.values
+
+
+def test_a_length_in_another_unit_goes_on_from_what_was_done(tmp_path):
+    """Two epochs of two steps, then 7 steps, then 5 epochs: each is more than there was."""
+    found = []
+    for length in ({"n_epoch": 2}, {"n_steps": 7}, {"n_steps": 5}, {"n_epoch": 5}):
+        learn = make_learner(cbs=[CheckpointCallback(tmp_path, resume=bool(found)), Steps()])
+        with learn.no_logging():
+            learn.fit(**length)
+        found.append((learn.steps.taken, learn.pct_train))
+    assert found == [(4, 1.0), (3, 1.0), (0, 1.0), (2, 1.0)]
+
+
+class Steps(Callback):
+    """Counts the steps of this process."""
+
+    run_valid = False
+    taken = 0
+
+    def after_step(self):
+        self.taken += 1
+
+
+def test_a_longer_schedule_has_its_own_rates_from_the_first_batch_on(tmp_path):
+    for n, resume in ((2, False), (4, True)):
+        fails = raising(
+            "after_batch", ZeroDivisionError, lambda cb: cb.train_iter == 3 and cb.n_epoch == 2, order=20_000
+        )
+        learn = make_learner(cbs=[CheckpointCallback(tmp_path, every=1, resume=resume), fails])
+        with learn.no_logging(), suppress(ZeroDivisionError), warnings.catch_warnings(action="ignore"):
+            learn.fit(n, cbs=ParamScheduler({"lr": SchedLin(0.1, 0.0)}))
+    assert learn.recorder.lrs[3:] == pytest.approx([0.1 * (1 - k / 8) for k in range(3, 8)])
 
 
 def test_ends_of_many_fits_are_not_all_kept(tmp_path):
@@ -455,6 +520,29 @@ def test_r12_weights_that_are_not_finite_are_not_saved(ends, tmp_path):
     assert max(int(p.name.split("step")[1].split("-")[0]) for p in tmp_path.glob("fit*")) == 3
 
 
+def test_a_frozen_parameter_may_be_infinite(tmp_path):
+    model = make_model()
+    model.mask = torch.nn.Parameter(torch.full((3,), -torch.inf), requires_grad=False)
+    learn = make_learner(model=model, cbs=CheckpointCallback(tmp_path))
+    with learn.no_logging():
+        learn.fit(1)
+    assert [p.name for p in tmp_path.glob("fit*")] == ["fit0-epoch0-step2-done"]
+
+
+def test_all_checkpoints_are_in_one_place_wherever_the_script_goes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "elsewhere").mkdir()
+    for path in ("run", "~/run"):
+        leaves = Callback(after_batch=lambda cb: monkeypatch.chdir(tmp_path / "elsewhere"))
+        learn = make_learner(cbs=[leaves, CheckpointCallback(path, every=1)])
+        with learn.no_logging():
+            learn.fit(1)
+        monkeypatch.chdir(tmp_path)
+    found = {str(p.parent.relative_to(tmp_path)) for p in tmp_path.glob("**/fit0-epoch0-step*")}
+    assert found == {"run", "run/ends/0", "home/run", "home/run/ends/0"}
+
+
 class Spoils(Callback):
     """Makes the fourth loss a NaN."""
 
@@ -480,6 +568,25 @@ def test_a_state_that_cannot_be_written_is_named(tmp_path):
     learn = make_learner(cbs=[Holds(), CheckpointCallback(tmp_path)])
     with learn.no_logging(), raises(CheckpointError, "callbacks.Holds.inner.1 is a set"):
         learn.fit(1)
+
+    assert learn.train_iter == 0  # before anything was trained
+
+
+def test_a_state_that_is_not_taken_is_named(tmp_path):
+    class Strict(Callback):
+        def state_dict(self):
+            return {"a": 1}
+
+        def load_state_dict(self, state):
+            raise KeyError("b")
+
+    for resume in (False, True):
+        learn = make_learner(cbs=[Strict(), CheckpointCallback(tmp_path, resume=resume)])
+        with (
+            learn.no_logging(),
+            raises(CheckpointError, "Strict", "KeyError: 'b'", "fit0") if resume else nullcontext(),
+        ):
+            learn.fit(1 + resume)
 
 
 def test_a_state_that_is_no_dict_is_named(tmp_path):

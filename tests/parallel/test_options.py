@@ -161,7 +161,7 @@ def test_accumulation_outside_the_context_takes_means_too():
 # Parameters that take no part
 
 
-def test_unused_parameters_are_found_and_named():
+def test_r37_unused_parameters_are_found_and_named():
     alone, _ = trained(Branches(), alone=True)
     expected = weights(alone)
 
@@ -215,7 +215,7 @@ def test_torchs_own_warning_of_unused_parameters_is_not_printed(tmp_path):
     assert "find_unused_parameters=True was specified in DDP constructor" not in file.read_text()
 
 
-def test_parameters_unused_in_a_later_batch_are_named():
+def test_r37_parameters_unused_in_a_later_batch_are_named():
     """Used in the first batch, unused in a later one: DDP's error comes with the names."""
 
     class Drop(Callback):

@@ -167,6 +167,13 @@ def test_a_dataset_that_shares_itself_out_is_left_alone(sizes):
     assert len(told) == (RANK == 0)
 
 
+def test_r35_parts_of_40_and_24_samples_stop_together_at_the_shorter():
+    seen = Seen()
+    told = fit(make_learner(OwnPart([40, 24, 40]), cbs=seen), epochs=2, sharded=True)
+    assert [len(step) for step in together(seen)] == [4 * N] * 6 * 2
+    assert [text.partition(",")[0] for text in told] == ["the data of rank 1 ended after step 6"] * 2 * (RANK == 0)
+
+
 @pytest.mark.parametrize(("n", "size"), [(40, 2), (23, 2), (23, 4), (21, 4)])
 def test_groups_of_batches_are_the_steps_of_one_process(n, size):
     """Also where ranks end in the middle of one."""
