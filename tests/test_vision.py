@@ -94,7 +94,9 @@ FAMILIES = {
 
 
 @pytest.mark.filterwarnings("ignore:The default weight initialization of GoogleNet")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [name if i < 4 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(FAMILIES)]
+)
 def test_families_of_torchvision(name):
     last, n_maps = FAMILIES[name]
     model = check_model(image_learner(name).model, size=64)

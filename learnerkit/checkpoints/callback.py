@@ -238,7 +238,7 @@ class CheckpointCallback(StepCounter):
             by = ""
             if found.path.parent.resolve() in _ends_here:
                 by = ", by another Learner of this process (one that is to train needs a directory of its own)"
-            learn.say(f"fit {info['fit']} was done before{by}: its end is loaded from {found.path}")
+            learn.say(f"fit {info['fit']} was done before{by}: its end is loaded from {_shown(found.path)}")
             return False
         if info["place"] != EPOCH and learn._position is None:
             warn(f"without TrainEvalCallback the place in the data is not known: epoch {info['epoch']} is read anew")
@@ -274,14 +274,15 @@ class CheckpointCallback(StepCounter):
 
     def _tell(self, found: Checkpoint) -> None:
         info, ranks = found.info, world.world_size()
-        place = {TRAIN: f"in epoch {info['epoch']}", TRAINED: f"at the validation of epoch {info['epoch']}"}
-        where = place.get(info["place"], f"after epoch {info['epoch']}")
+        places = {TRAIN: f"in epoch {info['epoch']}", TRAINED: f"at the validation of epoch {info['epoch']}"}
+        place = places.get(info["place"], f"after epoch {info['epoch']}")
         ago = format_time(max(0.0, time.time() - info["time"]))
         other = ""
         if found.n_ranks != ranks:
             other = f"; it had {found.n_ranks} rank{'s' * (found.n_ranks > 1)} and has {ranks}"
             other += ", of which the new ones have fresh random streams" if ranks > found.n_ranks else ""
-        self.learn.say(f"resumed fit {info['fit']} {where}, step {info['step']}, from {found.path} ({ago} old{other})")
+        where = f"{place}, step {info['step']}, from {_shown(found.path)}"
+        self.learn.say(f"resumed fit {info['fit']} {where} ({ago} old{other})")
 
     # The hooks in which the state is loaded again: other callbacks have begun an epoch
 
@@ -497,6 +498,12 @@ def _interval(every: Any) -> tuple[int, float]:
 def _is_used(path: Path) -> bool:
     """Tell whether there are checkpoints, perhaps damaged ones."""
     return any(candidates(folder) for folder in (path, *(path / _ENDS).glob("*")))
+
+
+def _shown(path: Path) -> Path:
+    """A path as seen from the present directory, where it lies below that."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def _numbers(path: Path) -> list[int]:

@@ -110,6 +110,7 @@ def screen(text):
     return ["".join(line).rstrip() for line in lines]
 
 
+@pytest.mark.slow
 def test_in_a_terminal_the_bar_shows_loss_and_remaining_time_and_rows_stay_whole(script_env):
     text = run_in_terminal(SCRIPT, script_env)
     bars = [part for part in re.split(r"[\r\n]", text) if "|" in part]

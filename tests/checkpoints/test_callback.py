@@ -224,7 +224,9 @@ def test_the_fits_before_return_at_once_with_what_they_were(at, tmp_path, whole,
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if "workers" in name else ()) for name in CARRIED]
 )
-@pytest.mark.parametrize("at", [0, EPOCH + 2, 2 * EPOCH, 2 * EPOCH + 1, STEPS - 1])
+@pytest.mark.parametrize(
+    "at", [0, 2 * EPOCH, *(pytest.param(at, marks=pytest.mark.slow) for at in (EPOCH + 2, 2 * EPOCH + 1, STEPS - 1))]
+)
 def test_a_second_fit_finds_the_loader_as_the_first_one_has_left_it(name, at, tmp_path, whole):
     name = f"{name}, twice"
     learn = make(name, tmp_path, Kill(at))

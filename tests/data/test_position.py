@@ -242,7 +242,7 @@ def check_all_places(make, places=PLACES, cbs=tuple, Log=Log):
     return whole
 
 
-QUICK = {"shuffled": WORKERS, "own generator": ["persistent"], "global": ["workers"]}
+QUICK = {"shuffled": ["workers"], "own generator": ["persistent"]}
 
 
 @pytest.mark.parametrize(("sampler", "workers"), [

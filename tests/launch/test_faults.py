@@ -395,6 +395,7 @@ def answers(host: str, port: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_r32_listen(looked_at):
     own = {ip_address(s.laddr.ip) for s in looked_at.sockets}
     assert [ip for ip in own if not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback] == []
@@ -435,6 +436,7 @@ def test_r20_port_busy(launch):
 WHOLE = f"import runpy; runpy.run_path(r'{SCRIPTS / 'faulty.py'}', {{}}, '__main__')"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agent_store", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "program",

@@ -129,7 +129,13 @@ def other_than_a_launcher(spec, port):
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-@pytest.mark.parametrize("spec", [partial(Static, 1, 2), partial(Elastic, 2, 2)], ids=["static", "elastic"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(partial(Static, 1, 2), id="static"),
+        pytest.param(partial(Elastic, 2, 2), id="elastic", marks=pytest.mark.slow),
+    ],
+)
 def test_something_else_at_the_port_is_one_error_in_time(monkeypatch, capfd, spec, name):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # put back at the end
     serve, answer = FOREIGN[name]

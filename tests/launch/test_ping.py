@@ -117,6 +117,7 @@ def test_which_torch_need_not_be_asked(monkeypatch, release, tested):
     assert torch_is_tested() is tested
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOREIGN)
 def test_if_the_protocol_has_changed_nothing_counts_as_something_else(own_store, monkeypatch, name):
     monkeypatch.setattr(ping, "TESTED", (2, 9))

@@ -718,6 +718,7 @@ def facts(printed):
     return [(tuple(task[:4]) if isinstance(task, list) else task, advised) for task, advised, _ in lines]
 
 
+@pytest.mark.slow
 @needs_slurm
 def test_real_environments(cluster):
     def tasks(count, one_gpu):

@@ -114,6 +114,7 @@ def no_process_stays(request):
         assert ask(request.getfixturevalue("kernel"), "children()") == []
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_launcher(kernel, tmp_path):
     launched = run_script("notebook_job.py", "launched.json", nproc=2)
     assert "Traceback" not in launched
@@ -638,6 +639,7 @@ with learn.distrib_ctx(nproc=2):
     assert shown.error == "", shown.traceback
 
 
+@pytest.mark.slow
 def test_an_error_is_the_users_own(kernel):
     shown = kernel.run("""
 class Broken(Exception): ...

@@ -153,11 +153,11 @@ def action_of(kind):
 
 
 def anywhere():
-    """Parametrize by every cancel at every event; quick are CancelFit at all of them, and all of them at some."""
+    """Parametrize by every cancel at every event; quick are some of them."""
     found = []
     for kind in CANCELS:
         for event, training in WHEN:
-            quick = kind is CancelFitException or (training and event in QUICK)
+            quick = training and event in (QUICK if kind is CancelFitException else QUICK[1:3])
             name = f"{kind.__name__}-{event}{'' if training else ' of validation'}"
             found.append(
                 pytest.param(kind.__name__, event, training, id=name, marks=[] if quick else [pytest.mark.slow])
@@ -208,7 +208,7 @@ class Late(Callback):
 
 
 @on_ranks
-@kinds(CancelFitException, CancelBatchException, slow=[CancelEpochException, CancelTrainException, KeyboardInterrupt])
+@kinds(CancelFitException, slow=[CancelBatchException, CancelEpochException, CancelTrainException, KeyboardInterrupt])
 @pytest.mark.parametrize("event", [event for event in EVENTS if event in INNER_EVENTS])
 def test_where_the_host_must_not_wait_for_the_device_all_leave_a_step_later(kind, event):
     learn = make_learner([Do(event, action_of(exception(kind))), Late()])
@@ -232,7 +232,7 @@ class Meets(Callback):
 
 
 @on_ranks
-@kinds(CancelFitException, CancelTrainException, CancelBatchException, KeyboardInterrupt)
+@kinds(CancelFitException, CancelBatchException, slow=[CancelTrainException, KeyboardInterrupt])
 @pytest.mark.parametrize("event", ["after_batch", "after_step", "before_step"])
 @pytest.mark.parametrize("late", [False, True], ids=["read at once", "read late"])
 def test_a_cancel_before_a_collective_of_the_users_own(kind, event, late):
@@ -460,7 +460,7 @@ def ends_in_boom(event, learn):
 
 
 @on_ranks
-@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("event", [e if e in QUICK else pytest.param(e, marks=pytest.mark.slow) for e in EVENTS])
 def test_an_error_at_any_event_ends_all_ranks(event):
     ends_in_boom(event, make_learner(Do(event, throw(ValueError("boom")))))
 
@@ -575,9 +575,7 @@ STANDSTILLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "how", ["slow", pytest.param("stop", marks=pytest.mark.slow), pytest.param("wait", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.slow) for how in STANDSTILLS])
 def test_a_standstill_is_explained_and_ends_the_run(how):
     state, error = STANDSTILLS[how]
     text = standstill(how, 1)

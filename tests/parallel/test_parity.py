@@ -12,6 +12,7 @@ TRAINING = [
 LOSSES = ["mean", "sum", "class weights", "ignore_index", "tokens", "own tokens", "own shifted"]
 WAYS = ["whole", "micro-batches", "batches per rank", "samples"]
 GANS = ["Both", "BothByInputs", "OneByOne", "InTurn"]
+SLOW_ON_TWO = [f"{loss}: {way}" for loss in LOSSES[2:] for way in WAYS[2:]]
 OTHERS = ["lengths", "predictions", "batch_norm"]
 
 ALL = [
@@ -39,7 +40,7 @@ def on_ranks(jobs, alone=False):
     for n, done in JOBS.items():
         for job in done:
             if job in jobs and (n > 1 or alone):
-                slow = n == 4 or (n == 3 and job not in QUICK_ON_THREE)
+                slow = n == 4 or (n == 3 and job not in QUICK_ON_THREE) or job in SLOW_ON_TWO
                 found.append(pytest.param(n, job, marks=[pytest.mark.slow] if slow else [], id=f"{n}-ranks-{job}"))
     return pytest.mark.parametrize(("n", "job"), found)
 

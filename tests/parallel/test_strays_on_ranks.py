@@ -241,6 +241,7 @@ def test_nothing_of_a_run_is_left_to_the_garbage_collector(how):
     check_nothing_is_left(how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ENDINGS)
 def test_nothing_of_a_run_on_one_process_is_left_to_the_garbage_collector(how):
     check_nothing_is_left(how)
