@@ -223,7 +223,7 @@ def test_r22_another_number_of_ranks_sees_each_sample_once(tmp_path, whole):
     ends = [json.loads(run.read(f"end-{rank}"))["weights"] for rank in range(3)]
     assert ends[1:] == ends[:1] * 2
     assert close(ends[0], json.loads(whole("--split", "--exact", nproc=1).read("end-0"))["weights"])
-    assert "it had 1 ranks and has 3, of which the new ones have fresh random streams" in run.read("out")
+    assert "it had 1 rank and has 3, of which the new ones have fresh random streams" in run.read("out")
 
 
 def close(a, b):
