@@ -46,9 +46,9 @@ def leave_a_variable():
     ("function", "seconds", "said"),
     [
         (fail_on_rank_1, 60, ["rank 1 of 2: Traceback", "Error: rank 1 cannot", "rank 0 of 2: is still running"]),
-        (die_on_rank_1, 60, ["rank 1 of 2: the process has ended"]),
+        pytest.param(die_on_rank_1, 60, ["rank 1 of 2: the process has ended"], marks=pytest.mark.soak),
         (hang, 1, ["rank 0 of 2: took over 1 s", "in hang"]),
-        (leave_a_variable, 60, ["the test left these changed", "$LEFT"]),
+        pytest.param(leave_a_variable, 60, ["the test left these changed", "$LEFT"], marks=pytest.mark.soak),
     ],
 )
 def test_a_failure_is_shown_and_the_next_test_gets_fresh_processes(pools, function, seconds, said):

@@ -74,7 +74,7 @@ def whole():
 QUICK = ("one cycle", "workers", "accumulation", "average")
 STEPS_OF = [
     *(pytest.param(name, (EPOCH, EPOCH + 5), id=name) for name in QUICK),
-    *(pytest.param(name, (EPOCH, EPOCH + 1, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in ONE_FIT),
+    *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in ONE_FIT if name not in QUICK),
     *(pytest.param(name, range(1, STEPS + 1), id=f"{name}, all", marks=pytest.mark.soak) for name in ONE_FIT),
 ]
 

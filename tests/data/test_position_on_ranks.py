@@ -50,8 +50,9 @@ def alone(log, epoch):
 
 
 QUICK = [("shuffled", "no workers", True), ("global", "no workers", True)]
-SLOW = [("own generator", "workers", True), ("buckets", "persistent", False)]
+SLOW = [("buckets", "persistent", False)]
 SOAK = [
+    ("own generator", "workers", True),
     ("shuffled", "workers", False), ("drop_last", "persistent", False), ("weighted", "no workers", False),
     ("global batches", "workers", False), ("batches of the dataset", "workers", False),
 ]  # fmt: skip

@@ -246,7 +246,10 @@ def test_r40_log_escape(raised):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "code", "how"), [("exit3", 3, "exit code 3"), ("segv", 139, "signal 11")])
+@pytest.mark.parametrize(
+    ("kind", "code", "how"),
+    [("exit3", 3, "exit code 3"), pytest.param("segv", 139, "signal 11", marks=pytest.mark.soak)],
+)
 def test_r08_exit_code(faulty, kind, code, how):
     run = faulty(fault=f"{kind}:1:37")
     assert run.finish() == code, run
@@ -255,7 +258,7 @@ def test_r08_exit_code(faulty, kind, code, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["exit0", "quit"])
+@pytest.mark.parametrize("kind", ["exit0", pytest.param("quit", marks=pytest.mark.soak)])
 def test_r09_early_exit0(faulty, kind):
     run = faulty(fault=f"{kind}:1:37")
     assert run.finish() not in (0, None), run

@@ -416,7 +416,7 @@ def test_a_host_that_is_killed_ends_the_run_of_the_others(launcher, hosts):
         assert pair[killed].finish()[0] == -signal.SIGKILL
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_autoencoder_runs_on_two_hosts(launcher, hosts, tmp_path):
     at = ["--nnodes", 2, "--rdzv-endpoint", f"{hosts[0][1]}:29557", "--nproc", 1]
     script = SCRIPTS.parents[1] / "examples" / "train_autoencoder.py"
@@ -427,7 +427,7 @@ def test_the_autoencoder_runs_on_two_hosts(launcher, hosts, tmp_path):
     assert sorted(os.listdir(tmp_path / "models")) == ["autoencoder-1.pth", "autoencoder.pth", "reconstructions.png"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_hosts_come_and_go(launcher, hosts, tmp_path):
     "Two begin, a third joins, one is lost: the others go on, each time anew."

@@ -815,7 +815,7 @@ def test_a_real_job_has_the_environment_on_all_nodes(cluster):
 
 
 @needs_slurm
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_the_example_goes_on_after_its_time_limit(cluster):
     folder = cluster.folder

@@ -806,7 +806,7 @@ kept = [before - torch.cuda.mem_get_info(i)[0] for i, before in zip(devices, fre
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", [["-i", "-q"], pytest.param(["-m", "IPython", "--simple-prompt", "--no-banner"], marks=pytest.mark.slow)]
+    "command", [["-i", "-q"], pytest.param(["-m", "IPython", "--simple-prompt", "--no-banner"], marks=pytest.mark.soak)]
 )
 def test_from_a_prompt(command, tmp_path):
     "Lines are typed at a real terminal; rank 0 shows its table and bar in it."

@@ -158,10 +158,10 @@ def anywhere():
     for kind in CANCELS:
         for event, training in WHEN:
             quick = training and event in (QUICK if kind is CancelFitException else QUICK[1:3])
+            seldom = kind in (CancelEpochException, CancelTrainException) and event not in QUICK
             name = f"{kind.__name__}-{event}{'' if training else ' of validation'}"
-            found.append(
-                pytest.param(kind.__name__, event, training, id=name, marks=[] if quick else [pytest.mark.slow])
-            )
+            marks = () if quick else pytest.mark.soak if seldom else pytest.mark.slow
+            found.append(pytest.param(kind.__name__, event, training, id=name, marks=marks))
     return pytest.mark.parametrize(("kind", "event", "training"), found)
 
 
@@ -208,7 +208,7 @@ class Late(Callback):
 
 
 @on_ranks
-@kinds(CancelFitException, slow=[CancelBatchException, CancelEpochException, CancelTrainException, KeyboardInterrupt])
+@kinds(CancelFitException, slow=[CancelBatchException, KeyboardInterrupt])
 @pytest.mark.parametrize("event", [event for event in EVENTS if event in INNER_EVENTS])
 def test_where_the_host_must_not_wait_for_the_device_all_leave_a_step_later(kind, event):
     learn = make_learner([Do(event, action_of(exception(kind))), Late()])

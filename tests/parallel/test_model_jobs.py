@@ -42,11 +42,11 @@ def found(rank_pools):
 
 def on_ranks(*numbers):
     """Parametrize by the number of processes and the job."""
-    found = [
-        pytest.param(n, job, marks=[] if n == 2 and job in QUICK else [pytest.mark.slow], id=f"{n}-ranks-{job}")
-        for n in numbers
-        for job in JOBS
-    ]
+    found = []
+    for n in numbers:
+        for i, job in enumerate(JOBS):
+            marks = pytest.mark.slow if n == 2 or i % 2 else pytest.mark.soak
+            found.append(pytest.param(n, job, marks=() if n == 2 and job in QUICK else marks, id=f"{n}-ranks-{job}"))
     return pytest.mark.parametrize(("n", "job"), found)
 
 

@@ -8,7 +8,7 @@ import pytest
 from launching import SCRIPTS, WAYS, environment, in_time
 
 SAME = "every rank must make the same calls of fit, validate, get_preds and the like, in the same order"
-SLOW = pytest.mark.slow
+SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 
 ENDS = {
     # The exit code, and what is said.
@@ -42,9 +42,15 @@ def end_of(case, way):
 
 @pytest.mark.parametrize(
     ("case", "way"),
-    [(case, "launch") if case == "shapes" else pytest.param(case, "launch", marks=SLOW) for case in ENDS]
+    [
+        pytest.param(case, "launch", marks=() if i == 0 else SLOW if i % 2 else SOAK)
+        for i, case in enumerate(["shapes", *(case for case in ENDS if case != "shapes")])
+    ]
     # torchrun's own agent stops the other ranks with the first that fails.
-    + [pytest.param(case, "torchrun", marks=SLOW) for case in ("alone-0-sleep", "own-group", "shapes", "second-0")],
+    + [
+        pytest.param(case, "torchrun", marks=SLOW if case == "alone-0-sleep" else SOAK)
+        for case in ("alone-0-sleep", "own-group", "shapes", "second-0")
+    ],
 )
 def test_ranks_that_make_different_calls_end_by_themselves(case, way):
     code, seconds, printed = end_of(case, way)
