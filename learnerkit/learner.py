@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from learnerkit import arguments, files, optim, parallel, world
 from learnerkit.callback import Callback, Dispatch, describe_loop, kept_flags
+from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.lr_find import SUGGESTIONS, LRFinder
 from learnerkit.callbacks.precision import MixedPrecision
 from learnerkit.callbacks.prediction import Augment, GatherPredictions, averaged
@@ -53,11 +54,18 @@ _EVENTS = {
     for level in ("fit", "epoch", "train", "validate", "batch", "backward", "step")
 }
 
-Rates = float | slice | Iterable[float] | dict
+Rates = float | slice | Iterable[float] | dict | optim.Later | Schedule
 """Learning rates, as `fit` takes them."""
 
 Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | None
 """Callbacks, as `fit` takes them."""
+
+
+def scaling_rate() -> Any:
+    """The module `learnerkit.scaling.rate`, imported when somebody asks."""
+    from learnerkit.scaling import rate
+
+    return rate
 
 
 def on_workers(method: Callable) -> Callable:
@@ -143,6 +151,7 @@ class Learner(RunState):
         self._parting: list[Callback] = []
         self._scaler_state: dict[str, Any] = {}  # of the gradient scaler (MixedPrecision), between fits
         self._told_outside = False
+        self._said_step = ""  # what a step sees, as it was said last
         self._fits, self._lr_finds = 0, list[dict[str, float]]()  # those that have ended: how many; the suggestions
         self._agreement: parallel.Agreement | None = None
         self._workers: Workers | None = None
@@ -280,7 +289,7 @@ class Learner(RunState):
 
     def create_opt(self) -> Any:
         """Set `opt`: by default one optimizer of the splitter's groups; a subclass may make a dict of them."""
-        first = float(max(self.lr if optim.is_row(self.lr) else optim.rates(self.lr, 2)))
+        first = max(optim.rates(self.lr, len(self.lr) if isinstance(self.lr, list) else 2))
         groups = optim.make_groups(self.model, self.splitter)
         self.opt = optim.make_optimizer(self.opt_func, groups, first, self.model)
 
@@ -310,7 +319,8 @@ class Learner(RunState):
         Args:
             n_epoch: epochs in all.
             lr: one rate; `slice(hi)` or `slice(lo, hi)` over the parameter groups; or a list; default the Learner's. Of
-                several optimizers it may be a dict of these by name.
+                several optimizers it may be a dict of these by name. A schedule, such as `linear_warmup(0.1, 1e-2)`,
+                also for each group, is that of the rate in this fit.
             wd: weight decay; default the Learner's.
             cbs: callbacks for this fit alone.
             reset_opt: start with a new optimizer instead of the last fit's.
@@ -322,8 +332,13 @@ class Learner(RunState):
         """
         arguments.check_fit(self, n_epoch, start_epoch, n_steps)
         parallel.warn_outside_context(self)
+        cbs, lr = listify(cbs), optim.listed(lr)
+        if optim.has_schedule(lr):
+            scheds: Any = {"lr": lr}
+            cbs, lr = [ParamScheduler(scheds), *cbs], None
         budget = [] if n_steps is None else [StepBudget(n_steps)]
-        with self._running("fit", [*budget, *listify(cbs)]):
+        with self._running("fit", [*budget, *cbs]):
+            self._say_step()
             self._prepare_opt(lr, wd, reset_opt)
             self.n_epoch, self.n_steps, self._start_epoch = n_epoch, n_steps, start_epoch
             with suppress(FitDone):
@@ -442,15 +457,15 @@ class Learner(RunState):
     ) -> None:
         "`fit` with a schedule for each group's rate, and one of the momentum for optimizers that have it."
         arguments.check_fit(self, n_epoch, run["start_epoch"], run["n_steps"])
-        lr = optim.listed(lr)
+        run["cbs"] = listify(run["cbs"])
         self._make_opt(run.pop("reset_opt"))
-        peaks = optim.group_rates(self.opt, lr, self.lr)
+        peaks = optim.group_rates(self.opt, lr, self.lr, functools.partial(self._settled, cbs=run["cbs"]))
         scheds = {"lr": optim.named(self.opt, [list(map(schedule, each)) for each in peaks])}
         if momentum is not None and any(map(optim.has_momentum, self.opts)):
             momenta = [momentum if optim.has_momentum(opt) else None for opt in self.opts]
             scheds["momentum"] = optim.named(self.opt, momenta)
-        run["cbs"] = [ParamScheduler(scheds), *listify(run["cbs"])]
-        self.fit(n_epoch, lr, **run)
+        run["cbs"] = [ParamScheduler(scheds), *run["cbs"]]
+        self.fit(n_epoch, optim.named(self.opt, peaks), **run)
 
     def fine_tune(
         self,
@@ -537,6 +552,7 @@ class Learner(RunState):
             self.n_epoch, self.n_steps, self._start_epoch = None, num_it, 0
             self._level("fit", self._fit, CancelFitException)
         suggested: Any = finder.suggest(show_plot)
+        scaling_rate().say_held(self)
         self._lr_finds.append(suggested._asdict())
         return suggested
 
@@ -732,10 +748,31 @@ class Learner(RunState):
         self._make_opt(reset)
         arguments.check_closure(self.opts, own_step=self._overrides("_step"))
         wd = self.wd if wd is None else wd
-        for opt, rates in zip(self.opts, optim.group_rates(self.opt, lr, self.lr), strict=True):
+        for opt, rates in zip(self.opts, optim.group_rates(self.opt, lr, self.lr, self._settled), strict=True):
             optim.set_hyper(opt, "lr", rates)
             if wd is not None:
                 optim.set_decay(opt, self.model, wd, self.wd_bn_bias)
+
+    def _settled(self, rates: list, cbs: Callbacks = None) -> list:
+        "Rates or schedules of each optimizer, with scaled ones as they are for this fit; `cbs`: those to be added."
+        if not any(isinstance(each, optim.Later) for each in optim.leaves(rates)):
+            return rates
+        return scaling_rate().settled(self, rates, cbs)
+
+    def _say_step(self) -> None:
+        "Say once what a step of several batches sees."
+        if self._sharded or any(isinstance(cb, GradientAccumulation) for cb in self.cbs):
+            scaling_rate().say_step(self)
+
+    @property
+    def effective_batch_size(self) -> int | None:
+        """The samples of a full optimizer step: of all ranks that train together, and of all accumulated batches.
+
+        `None` if the training loader does not tell how many a batch has; it does by an attribute `batch_size`, its own
+        or its batch sampler's. Ranks and accumulation count while the learner has them: inside `distrib_ctx`, and if
+        `GradientAccumulation` is one of its callbacks, or of the fit that runs.
+        """
+        return scaling_rate().step_of(self).samples
 
     @property
     def opts(self) -> list[Optimizer]:

@@ -142,6 +142,44 @@ def bound_rate(opt_func: Callable[..., Any]) -> float:
     return 1e-3 if bound is None else bound
 
 
+class Later:
+    """A learning rate, or a schedule of one, that is known when a fit begins, as `scaled_lr` returns it.
+
+    Attributes:
+        lr: what it is made of; it stands in for the rate where no fit begins.
+        is_schedule: whether it will be one.
+    """
+
+    lr: Any
+    is_schedule: bool
+
+    def into(self, function: Callable[[Any], Any]) -> "Later":
+        """Return what makes `function(rate)` of the rate."""
+        raise NotImplementedError
+
+
+def map_rates(f: Callable[[Any], Any], lr: Any) -> Any:
+    """Apply `f` to each of the rates, or schedules, in slices, lists and mappings of them."""
+    if isinstance(lr, slice):
+        start, stop = (end if end is None else map_rates(f, end) for end in (lr.start, lr.stop))
+        return slice(start, stop, lr.step)
+    if isinstance(lr, Mapping):
+        return {name: map_rates(f, each) for name, each in lr.items()}
+    return [map_rates(f, each) for each in lr] if is_row(lr) else f(lr)
+
+
+def leaves(lr: Any) -> list[Any]:
+    """Return the rates, or schedules, in slices, lists and mappings of them."""
+    found: list[Any] = []
+    map_rates(found.append, lr)
+    return found
+
+
+def has_schedule(lr: Any) -> bool:
+    """Tell whether there are schedules among the rates."""
+    return any(each.is_schedule if isinstance(each, Later) else callable(each) for each in leaves(lr))
+
+
 class Optimizers(dict):
     """Several optimizers by name, with `step` and `zero_grad` for all of them."""
 
@@ -337,25 +375,30 @@ def listed(lr: Any) -> Any:
 
 
 def _rate(lr: Any) -> float:
+    lr = lr.lr if isinstance(lr, Later) else lr
     if isinstance(lr, Real) or getattr(lr, "ndim", None) == 0:
         return float(lr)
-    unordered = " (a set has no order)" if isinstance(lr, Set) else ""
+    hint = " (a set has no order)" if isinstance(lr, Set) else " (fit alone takes a schedule)" if callable(lr) else ""
     raise TypeError(
-        f"got lr={lr!r}; a learning rate is a number, a slice, or a list with one number per group{unordered}; for "
+        f"got lr={lr!r}; a learning rate is a number, a slice, or a list with one number per group{hint}; for "
         "several optimizers it may be a dict of these by their names"
     )
 
 
-def group_rates(made: Optimizer | Optimizers, lr: Any, default: Any) -> list[list[float]]:
+def group_rates(
+    made: Optimizer | Optimizers, lr: Any, default: Any, settle: Callable[[list], list]
+) -> list[list[float]]:
     """Return, for each optimizer, the learning rates of its groups.
 
     Args:
         lr: as in `rates`; for several optimizers maybe a mapping by name.
         default: the same, used if `lr` is `None`, or does not have the optimizer.
+        settle: is given the rates of each optimizer, and returns them without any `Later`.
     """
     opts = made.values() if isinstance(made, dict) else [made]
-    given = zip(opts, for_each(made, listed(lr)), for_each(made, listed(default)), strict=True)
-    return [rates(default if lr is None else lr, n_groups(opt)) for opt, lr, default in given]
+    pairs = zip(for_each(made, listed(lr)), for_each(made, listed(default)), strict=True)
+    given = settle([default if lr is None else lr for lr, default in pairs])
+    return [rates(lr, n_groups(opt)) for opt, lr in zip(opts, given, strict=True)]
 
 
 def set_decay(opt: Optimizer, model: nn.Module, wd: float, wd_bn_bias: bool) -> None:

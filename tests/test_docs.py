@@ -28,6 +28,7 @@ NOTEBOOKS = {  # with so many pictures and tables
     "03_training": (6, 10),
     "04_writing_callbacks": (4, 3),
     "05_resume": (1, 2),
+    "07_batch_and_rate": (1, 2),
 }
 HEADER = ["epoch", "train_loss", "valid_loss", "accuracy", "time"]
 
@@ -274,6 +275,20 @@ def test_custom_callback_logs_and_stops(monkeypatch, capsys):
     assert 1 < len(losses) < 12
     assert losses[-1] >= losses[-2]
     assert losses[:-1] == sorted(losses[:-1], reverse=True)
+
+
+@pytest.mark.slow
+def test_batch_and_rate_prints_both_halves_of_its_table():
+    printed = run_script(EXAMPLES / "batch_and_rate.py", "--quick")
+    (lines,) = [printed.splitlines()[-3:]]
+    rows = {int(batch): list(map(float, cells)) for batch, *cells in (line.replace("s", "").split() for line in lines)}
+    assert printed.splitlines()[-4].split() == ["batch", *["rate", "accuracy", "time"] * 2]
+    assert list(rows) == [8, 64, 512]
+    assert [row[0] for row in rows.values()] == [rows[64][0]] * 3
+    assert [row[3] for row in rows.values()] == pytest.approx([rows[64][0] * bs / 64 for bs in rows], abs=1e-4)
+    assert rows[64][1] == rows[64][4]  # the same run twice
+    assert rows[512][4] > rows[512][1] + 0.05
+    assert "512 samples a step, rather than 64 (linear rule, SGD)" in printed
 
 
 # Notebook

@@ -137,17 +137,26 @@ def combined_cos(pct: float, start: float, middle: float, end: float) -> Schedul
     return _in_two_parts(pct, SchedCos(start, middle), SchedCos(middle, end))
 
 
-def linear_warmup(pct: float, then: Schedule | float, start: float = 0.0) -> Schedule:
+def linear_warmup(pct: float, then: Schedule | float | optim.Later, start: float = 0.0) -> Any:
     """A schedule with a linear warm-up before another schedule (Goyal et al., https://arxiv.org/abs/1706.02677).
+
+    `learn.fit(5, linear_warmup(0.1, scaled_lr(0.1, at=64)))` trains with it.
 
     Args:
         pct: share of training for the warm-up, between 0 and 1.
-        then: the schedule, or the constant, for the rest of training; the warm-up ends at its first value.
+        then: the schedule, or the constant, for the rest of training; the warm-up ends at its first value. Of
+            `scaled_lr(...)` it is made when the fit begins.
         start: the value at 0.
 
     Raises:
         ValueError: `pct` outside 0 to 1.
     """
+    if isinstance(then, optim.Later):
+        return then.into(partial(_warmed_up, pct, start))
+    return _warmed_up(pct, start, then)
+
+
+def _warmed_up(pct: float, start: float, then: Schedule | float) -> Schedule:
     rest = then if callable(then) else SchedNo(then, then)
     return _in_two_parts(pct, SchedLin(start, rest(0.0)), rest)
 
@@ -190,6 +199,7 @@ class ParamScheduler(Callback):
         if learn.n_steps is None:
             arguments.check_length(learn.dls.train, "a schedule")
         by_name = {name: optim.for_each(learn.opt, sched) for name, sched in self.scheds.items()}
+        by_name |= {name: learn._settled(scheds) for name, scheds in by_name.items() if name == "lr"}
         self._by_opt = [
             {name: scheds[i] for name, scheds in by_name.items() if scheds[i] is not None}
             for i in range(len(learn.opts))

@@ -253,6 +253,7 @@ def _run(
             learn.dls.loaders[i] = with_batches(dl, pin_memory=False, copied_from=(dl, learn.dls._twins))
     few = learn.dls.loaders[1] = _first_batches(learn.dls.train if learn.dls.valid is None else learn.dls.valid, steps)
     learn.path, learn.logger = folder / ("ranks" if join else "one"), lambda row: None
+    learn.say = lambda text: None  # type: ignore[method-assign]
     learn.path.mkdir(exist_ok=True)
     learn.remove_cbs([ProgressCallback, ParallelCallback, DistributedCallback, CheckpointCallback])
     notes, left_out = _Notes(steps), _make_deterministic(learn.model)
