@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.parallel import DriftCheck as DriftCheck
     from learnerkit.parallel import ParallelCallback as ParallelCallback
     from learnerkit.parallel import PeerError as PeerError
+    from learnerkit.scaling.noise import GradientNoiseScale as GradientNoiseScale
     from learnerkit.utils import unwrap as unwrap
     from learnerkit.vision import vision_learner as vision_learner
     from learnerkit.world import on_rank0 as on_rank0
@@ -104,6 +105,7 @@ _HOMES = {
         "AccumMetric", "Metric", "accuracy", "error_rate", "mae", "mse", "perplexity", "rmse", "top_k_accuracy",
     ],
     "parallel": ["DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError"],
+    "scaling.noise": ["GradientNoiseScale"],
     "utils": ["unwrap"],
     "vision": ["vision_learner"],
     "world": ["on_rank0", "rank0_first", "set_seed"],
