@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.parallel import DriftCheck as DriftCheck
     from learnerkit.parallel import ParallelCallback as ParallelCallback
     from learnerkit.parallel import PeerError as PeerError
+    from learnerkit.scaling.noise import GradientNoiseScale as GradientNoiseScale
     from learnerkit.scaling.rate import scaled_lr as scaled_lr
     from learnerkit.utils import unwrap as unwrap
     from learnerkit.vision import vision_learner as vision_learner
@@ -106,6 +107,7 @@ _HOMES = {
     ],
     "parallel": ["DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError"],
     "scaling.rate": ["scaled_lr"],
+    "scaling.noise": ["GradientNoiseScale"],
     "utils": ["unwrap"],
     "vision": ["vision_learner"],
     "world": ["on_rank0", "rank0_first", "set_seed"],

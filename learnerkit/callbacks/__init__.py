@@ -1,10 +1,11 @@
 """Callbacks: each file is one subject, and none imports the learner.
 
 At every event callbacks run in ascending `order`, and at cleanups in descending order; those with the same order run as
-they were added. The orders of all callbacks of the package, with those of `parallel` and `preflight`:
+they were added. The orders of all callbacks of the package, with those of other rooms:
 
      -10  TrainEvalCallback: sets modes, counters and the sample order, which all others need
       -9  TerminateOnNaNCallback: checks the loss before it is scaled
+      -5  GradientNoiseScale: sees gradients before others change them, and leaves a batch before others do
       -1  ChannelsLast: before the model is wrapped or compiled
        0  Augment, BnFreeze, ParallelCallback: the default, also for callbacks of your own
        1  Compile: after ParallelCallback has wrapped the model, before DistributedCallback does
@@ -13,6 +14,7 @@ they were added. The orders of all callbacks of the package, with those of `para
       11  GradientClip: clips unscaled gradients
       11  DistributedCallback, _BatchHook: replace the model and the loader before callbacks use them
       12  OverfitBatch, ShortEpochCallback: shorten the loader that DistributedCallback has set
+      49  _Watch: sees batches and losses as they come to the model
       50  EvaluationCallback, GatherPredictions, Recorder: record a batch after others may have changed it
       60  ParamScheduler, TorchScheduler: change rates after the recorder has recorded them
       60  ProgressCallback, TrackerCallback: read what the recorder has recorded

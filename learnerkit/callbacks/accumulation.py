@@ -83,6 +83,16 @@ class GradientAccumulation(Callback):
         learn._backward()
         self._correct_if_due(mean)
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether the step has batches already; with several ranks RankStep knows."""
+        return self._mean is not None and self._mean.begun
+
+    def factor_to_sum(self, count: float | Tensor) -> float | Tensor:
+        """What a batch's gradients are to be multiplied by to be those of the sum over what it counts."""
+        mean = cast(GradientMean, self._mean)
+        return 1.0 if mean.sums else mean.expected
+
     def _correct_if_due(self, mean: GradientMean) -> None:
         "Correct the gradients after the step's last backward pass, or after its cancel."
         if self.learn._step_due and mean.begun:

@@ -260,6 +260,18 @@ class RankStep:
         """Whether the gradients are this batch's alone, so that they can be weighed rather than its loss."""
         return self.late and self.learn._step_due and self.learn._step_batches == 1 and not self.kept
 
+    @property
+    def is_begun(self) -> bool:
+        """Whether the step has batches already."""
+        return self.mean.begun
+
+    def factor_to_sum(self, count: float | Tensor) -> float | Tensor:
+        """Return what this rank's own gradients of a batch, as they are in the backward pass, are to be multiplied by
+        to be those of the sum over what the batch counts; after the pass, too."""
+        if self._weighs_gradients():
+            return 1.0 if self.mean.sums else count
+        return 1 / self.ranks if self.mean.sums else self.mean.expected
+
     def leave_out(self) -> None:
         """Leave this rank's gradients of the batch out, but not those of earlier batches of the step."""
         self.factor = 0.0 if self._weighs_gradients() else 1.0

@@ -1,0 +1,438 @@
+"""The gradient noise scale: the batch size beyond which further samples bring little."""
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from learnerkit import arguments, world
+from learnerkit.callback import Callback
+from learnerkit.callbacks.accumulation import GradientAccumulation
+from learnerkit.callbacks.precision import MixedPrecision
+from learnerkit.data.batches import in_float32, likely_sizes, map_batch
+from learnerkit.events import CancelException
+from learnerkit.gradient_mean import host_count
+from learnerkit.host_scalars import HostScalars
+from learnerkit.parallel import DistributedCallback
+from learnerkit.snapshot import restorer, trial
+from learnerkit.torch_internals import BatchNorm
+from learnerkit.utils import add_note_once, unbound, unwrap
+
+_LEAST = 20  # measured steps behind a value of the table, where there have been so many
+_OTHERWISE = "accumulate (GradientAccumulation(n_batches=2)), or train on several ranks, where no batch is cut"
+
+
+class Measured(NamedTuple):
+    """What one optimizer step has shown of the gradients of its parts; on one rank, or added up over several.
+
+    Args:
+        step: which one, from 0.
+        squares: the sum over the parts of what each counts times the squared norm of its mean gradient.
+        parts: how many parts have counted something.
+        taken: what these count, if the step's gradient is their mean; 0 if `squares` are those of differences from
+            their own mean already.
+        counted: what the step counts.
+        samples: its number of samples.
+        whole: the squared norm of its mean gradient.
+    """
+
+    step: int
+    squares: float
+    parts: float
+    taken: float
+    counted: float
+    samples: float
+    whole: float
+
+    @property
+    def spread(self) -> float:
+        """The sum over the parts of what each counts times its squared distance from their mean gradient."""
+        return self.squares - self.taken * self.whole
+
+    def is_known(self) -> bool:
+        """Tell whether the step says something: it had two parts or more, and no gradient overflowed."""
+        return self.parts > 1 and all(map(math.isfinite, self))
+
+
+def together(rows: Iterable[Measured]) -> list[Measured]:
+    """Add up what several ranks have measured of the same steps, of whose gradients they have the same mean."""
+    steps: dict[int, Measured] = {}
+    for row in rows:
+        if (other := steps.get(row.step)) is not None:
+            whole = other.whole if row.whole != row.whole else row.whole  # NaN on a rank that has left the step
+            row = Measured._make([row.step, *(a + b for a, b in zip(row[1:-1], other[1:-1], strict=True)), whole])
+        steps[row.step] = row
+    return list(steps.values())
+
+
+def estimate(rows: Sequence[Measured]) -> tuple[float, float]:
+    """Return the simple noise scale tr(S) / |G|^2 in samples, and its standard error.
+
+    S is the covariance of the gradients of single samples, G their mean (McCandlish et al. 2018,
+    https://arxiv.org/abs/1812.06162, appendix A.1). tr(S) is estimated from the spread of the gradients of parts of a
+    step around their mean, which does not need parts of one size; |G|^2 from the norm of the step's gradient, less what
+    the noise adds to it. Both are averaged over the steps before the quotient is taken. The error is the jackknife's.
+
+    Args:
+        rows: of steps that are known.
+
+    Returns:
+        NaN without steps; infinity where the mean gradient cannot be told from the noise.
+    """
+    table = [(r.spread, r.parts - 1, 1 / r.counted, r.whole, r.counted, r.samples, 1.0) for r in rows]
+    sums = [math.fsum(column) for column in zip(*table, strict=True)]
+    value = _quotient(sums)
+    if len(rows) < 2 or not math.isfinite(value):
+        return value, math.nan
+    others = [_quotient([total - x for total, x in zip(sums, row, strict=True)]) for row in table]
+    mean = sum(others) / len(others)
+    return value, math.sqrt((len(others) - 1) / len(others) * sum((other - mean) ** 2 for other in others))
+
+
+def _quotient(sums: Sequence[float]) -> float:
+    if not sums:
+        return math.nan
+    spread, free, inverse, whole, count, samples, steps = sums
+    noise = spread / free
+    signal = (whole - noise * inverse) / steps
+    return noise / signal * samples / count if signal > 0 else math.inf
+
+
+class GradientNoiseScale(Callback):
+    """Estimates the gradient noise scale: about the batch size beyond which a larger batch brings little.
+
+    With steps of that many samples a fit needs twice as many samples as with very small steps, and twice as many steps
+    as with very large ones (McCandlish et al. 2018, https://arxiv.org/abs/1812.06162). It is the simple noise scale
+    tr(S) / |G|^2, in samples, over the parameters that the optimizers train. It depends on the rate, and grows as the
+    loss falls, so it is a column of the table, `noise_scale`: of the epoch's measured steps, or of the last 20 if the
+    epoch has fewer. After the fit a sentence sums it up.
+
+    It compares the gradients of parts of a step with the step's own:
+
+    - Several ranks, accumulation, or both: the parts are the batches of the ranks. Their gradients are seen on their
+      way, in the backward pass; nothing is computed twice, nothing is sent until the epoch ends, and the host does not
+      wait for the device.
+    - One process without accumulation has one gradient a step, and from one gradient nothing can be told. There two
+      quarters of the batch are run forward and backward once more in measured steps, before the batch itself; random
+      states, buffers and modes are put back, so training goes on as without. It costs about half a step each time.
+
+    Noise of dropout counts as noise, and BatchNorm has the statistics of a part. Hooks of the model's own modules hear
+    of the further passes, and a compiled model runs them without its compiler.
+
+    Args:
+        every: optimizer steps between two measured ones; by default 10, or 100 where batches must be cut.
+
+    Attributes:
+        value: the newest estimate, in samples; infinity: the mean gradient is lost in the noise; NaN: not measured.
+        error: its standard error.
+
+    Raises:
+        ValueError: `every` below 1; at the start of a fit, a learner of which it cannot see the gradients of one loss
+            (a `_backward` of its own, `wrap=`), or comm_hook='powersgd', after which the step's gradient is not the
+            mean; in its first step, a batch that cannot be cut.
+        RuntimeError: in the first step, a parameter that gets its gradient in several pieces.
+    """
+
+    order = -5  # sees gradients before others change them, and leaves a batch before others do
+    run_valid = False
+    only_fit = True
+    logs = ("noise_scale",)
+
+    def __init__(self, every: int | None = None) -> None:
+        super().__init__()
+        if every is not None:
+            arguments.check_count("every", every, "a number of optimizer steps")
+        self.every = every
+        self.value = self.error = math.nan
+        self._watch: _Watch | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps = 0
+        self._rows: list[Measured] = []  # of all ranks, in the order of their steps
+        self._own = HostScalars()  # those of this rank since then, one number after the other
+        self._row: dict[str, Any] | None = None  # of the step that is being measured
+        self._norms: dict[int, Tensor] = {}  # of the parameters' gradients in the present backward pass
+        self._hooks: list[Any] = []
+
+    def before_fit(self) -> None:
+        learn = self.learn
+        self._check()
+        self._forget()
+        self.value = self.error = math.nan
+        accumulation = [cb for cb in learn.cbs if isinstance(cb, GradientAccumulation) and cb.n_batches != 1]
+        self._cuts = not (learn._sharded or accumulation)
+        self._period = self.every or (100 if self._cuts else 10)
+        self._watch = _Watch(self)
+        learn.add_cb(self._watch)
+
+    def _check(self) -> None:
+        learn = self.learn
+        ranks = next((cb for cb in learn.cbs if isinstance(cb, DistributedCallback) and learn._sharded), None)
+        several = "a _backward of its own" if learn._overrides("_backward") else ""
+        if ranks is not None and ranks.wrap_names:
+            several = f"wrap={ranks.wrap_names}"
+        if several:
+            raise ValueError(
+                f"GradientNoiseScale compares the gradients of one loss, and this learner has {several}: leave it out, "
+                "or train the whole model by one loss"
+            )
+        if ranks is not None and ranks.comm_hook == "powersgd":
+            raise ValueError(
+                "GradientNoiseScale compares the ranks' gradients with their mean, which comm_hook='powersgd' does not "
+                "give: take 'bf16' or no comm_hook"
+            )
+
+    # A step
+
+    def before_batch(self) -> None:
+        gradient = self.learn._gradient
+        if gradient is not None and gradient.is_begun:
+            return
+        self._close()
+        if self._steps % self._period == 0:
+            self._row = {"step": self._steps, "squares": 0.0, "parts": 0, "taken": 0.0, "counted": 0.0, "samples": 0}
+        self._steps += 1
+
+    def _listen(self) -> None:
+        """Hear of the gradients of the backward pass that follows."""
+        learn = self.learn
+        if self._row is None:
+            return
+        params = self._params()
+        if learn._gradient is None or not learn._gradient.is_begun:
+            left = [p.grad for p in params if p.grad is not None]  # of steps that a callback has left out
+            if left:
+                self._row["left"] = _square(left)
+        if learn.batch_size and not self._cuts:
+            self._norms = {}
+            self._hooks = [p.register_hook(partial(self._note, i)) for i, p in enumerate(params)]
+
+    def _note(self, number: int, grad: Tensor) -> None:
+        if number in self._norms:
+            raise RuntimeError(
+                "GradientNoiseScale needs the whole gradient of a parameter at once, and one came in several pieces: "
+                "give torch.utils.checkpoint use_reentrant=False, or leave GradientNoiseScale out"
+            )
+        self._norms[number] = torch.linalg.vector_norm(_readable(grad))
+
+    def after_backward(self) -> None:
+        if self._row is None:
+            return
+        self._take_part()
+        if self.learn._step_due:
+            self._take_whole()
+
+    def _take_part(self) -> None:
+        """Add what the backward pass of this rank's batch has shown."""
+        learn, row, norms, ran = self.learn, self._row, list(self._norms.values()), bool(self._hooks)
+        self._stop_listening()
+        if row is None or not ran:
+            return
+        row["samples"] += learn.batch_size
+        count = host_count(learn._loss_count)
+        if not norms or (not isinstance(count, Tensor) and not count):
+            return
+        first = norms[0].device
+        factor = learn._gradient.factor_to_sum(count)
+        square = torch.stack([norm.to(first) for norm in norms]).square().sum() * (factor / self._scale()) ** 2
+        if isinstance(count, Tensor):  # on the device; where it counts nothing the loss may have been a NaN
+            square = torch.where(count > 0, square, 0.0)
+            row["squares"] = row["squares"] + square / count.clamp(min=1e-30)
+        else:
+            row["squares"] = row["squares"] + square / count
+        row["parts"] = row["parts"] + (count > 0)
+        row["taken"] = row["counted"] = row["counted"] + count
+
+    def _take_whole(self) -> None:
+        """Add what the gradient of the whole step shows, and end its row."""
+        learn, row = self.learn, self._row
+        grads = [p.grad for p in self._params() if p.grad is not None]
+        if row is None or not grads:
+            return
+        whole = _square(grads) / self._scale() ** 2
+        if self._cuts:
+            count = host_count(learn._loss_count)
+            row |= {"counted": count, "samples": learn.batch_size}
+        row["whole"] = torch.where(row["left"] > 0, math.nan, whole) if "left" in row else whole
+        self._close()
+
+    def _close(self) -> None:
+        """Keep what has been measured of a step."""
+        row, self._row = self._row, None
+        if row is not None:
+            for name in Measured._fields:
+                self._own.append(row.get(name, math.nan))
+            self._own.poll()
+
+    def _stop_listening(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._norms = [], {}
+
+    # The pass that is left out counts nothing, and its rank may go on with gradients of zero.
+    after_cancel_backward = after_cancel_batch = cleanup_train = _stop_listening
+
+    # One process without accumulation
+
+    def _cut_batch(self) -> None:
+        """Measure the spread of the gradients of two quarters of the batch, and leave no other trace."""
+        learn, row = self.learn, self._row
+        if row is None or not self._cuts:
+            return
+        model, loss = unwrap(learn.model), unbound(learn.loss_func)[0]
+        batch, whole = (learn.xb, learn.yb), learn.batch_size
+        size = max(whole // 4, 1 + any(isinstance(m, BatchNorm) for m in model.modules()))
+        if 2 * size > whole:
+            self._row = None
+            return
+        put_back = restorer(list(loss.buffers()) if isinstance(loss, nn.Module) else [])
+        try:
+            with trial(learn, model):
+                (first, one), (second, other) = (self._gradient_of(batch, i * size, size, whole) for i in range(2))
+        except CancelException:  # of a hook of the model, which will raise it in the batch itself
+            self._row = None
+            return
+        finally:
+            learn.yb, learn.batch_size = batch[1], whole
+            put_back()
+        apart = [a if b is None else b if a is None else a - b for a, b in zip(first, second, strict=True)]
+        square = _square([t for t in apart if t is not None]) / self._scale() ** 2
+        row |= {"squares": square * (one * other / (one + other)), "parts": 2}
+
+    def _gradient_of(self, batch: tuple, start: int, size: int, whole: int) -> tuple[list, Any]:
+        """The gradient of the mean loss of some samples of a batch, and what they count; inside a `trial`."""
+        learn = self.learn
+        try:
+            learn.xb, learn.yb = map_batch(
+                lambda t: t[start : start + size] if t.ndim and len(t) == whole else t, batch
+            )
+            learn.batch_size = size
+            if likely_sizes([*learn.xb, *learn.yb]) != {size}:
+                raise ValueError(f"GradientNoiseScale cannot cut a batch whose parts are not {whole} rows each")
+            learn._forward()
+            if torch.is_autocast_enabled(learn.dls.device.type):
+                learn.pred = map_batch(in_float32, learn.pred)  # as MixedPrecision does
+            learn._loss()
+            weighting = copy.copy(learn._loss_weighting)  # which may learn by what it counts
+            count = host_count(weighting.count(learn.yb, size, learn.pred, learn.loss, learn.xb))
+            loss = learn.loss_grad * self._scale() / (count if weighting.sums else 1)
+            return list(torch.autograd.grad(loss, self._params(), allow_unused=True)), count
+        except CancelException:
+            raise
+        except Exception as e:
+            add_note_once(
+                e, f"GradientNoiseScale ran the model on {size} of the {whole} samples of a batch; instead {_OTHERWISE}"
+            )
+            raise
+
+    # Gradients
+
+    def _params(self) -> list[nn.Parameter]:
+        """The parameters that are trained."""
+        held = (p for opt in self.learn.opts for group in opt.param_groups for p in group["params"])
+        return [p for p in dict.fromkeys(held) if p.requires_grad]
+
+    def _scale(self) -> float | Tensor:
+        """What the loss is multiplied by in mixed precision; it stays on the device."""
+        for cb in self.learn.cbs:
+            if isinstance(cb, MixedPrecision) and cb.scaler is not None:
+                return cb.scaler.scale(torch.ones((), device=self.learn.dls.device))
+        return 1.0
+
+    # Summing up
+
+    def after_epoch(self) -> None:
+        self._estimate()
+        self.learn.log_metric("noise_scale", self.value)
+
+    def _estimate(self) -> None:
+        """Estimate from what all ranks have measured; every rank must reach this. A host-device sync."""
+        self._close()
+        own = [Measured(*row) for row in _rows_of(self._own)]
+        ranks = world.all_gather(own) if self.learn._sharded else [own]
+        self._own = HostScalars()
+        found = together(row for rank in ranks for row in rank)
+        if self.learn._loss_weighting.sums:  # the step's gradient is a sum, too
+            found = [row._replace(whole=row.whole / max(row.counted, 1) ** 2) for row in found]
+        known = [row for row in found if row.is_known()]
+        if known:
+            self._rows += known
+            self.value, self.error = estimate(self._rows[-max(len(known), _LEAST) :])
+
+    def after_fit(self) -> None:
+        self._estimate()  # of an epoch that was cancelled, too
+        self.learn.say(self._sentence())
+
+    def _sentence(self) -> str:
+        rows = self._rows
+        if not rows:
+            more = " (without accumulation a batch of one sample cannot be cut)" if self._cuts else ""
+            return f"gradient noise scale: not measured, as no step had two parts{more}"
+        step = f"a step has {sum(row.samples for row in rows) / len(rows):.0f} samples, {len(rows)} were measured"
+        if not math.isfinite(self.value):
+            return f"gradient noise scale: too large to be told from these steps, so batches may grow; {step}"
+        about = f"{float(f'{self.value:.2g}'):.0f}" if self.value >= 1 else "1"
+        error = f" (give or take {self.error:.2g})" if math.isfinite(self.error) else ""
+        return f"gradient noise scale: batches beyond about {about} samples{error} bring little; {step}"
+
+    def cleanup_fit(self) -> None:
+        if self._watch is not None:
+            self.learn.remove_cb(self._watch)
+            self._watch = None
+        self._stop_listening()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been measured; what this rank has since the epoch began is its own. A host-device sync."""
+        self._close()
+        own = [list(row) for row in _rows_of(self._own)]
+        rows = [list(row) for row in self._rows]
+        return {"steps": self._steps, "value": self.value, "error": self.error, "rows": rows, "own": own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on measuring. With another number of ranks, rank 0 has what all had measured."""
+        self._steps, self.value, self.error = state["steps"], state["value"], state["error"]
+        self._rows, self._own, self._row = [Measured(*row) for row in state["rows"]], HostScalars(), None
+        ranks = [state["own"]] if "own" in state else state["ranks"] if world.is_main() else []
+        for value in (value for rank in ranks for row in rank for value in row):
+            self._own.append(value)
+
+
+class _Watch(Callback):
+    """The part of `GradientNoiseScale` that sees batches and losses as they come to the model.
+
+    Args:
+        scale: whose.
+    """
+
+    order = 49
+    run_valid = False
+    only_fit = True
+
+    def __init__(self, scale: GradientNoiseScale) -> None:
+        super().__init__()
+        self.before_batch, self.before_backward = scale._cut_batch, scale._listen
+
+    def __repr__(self) -> str:
+        return "GradientNoiseScale"
+
+
+def _rows_of(numbers: HostScalars) -> list[tuple]:
+    width = len(Measured._fields)
+    found = numbers.all()
+    return [tuple(found[i : i + width]) for i in range(0, len(found), width)]
+
+
+def _readable(grad: Tensor) -> Tensor:
+    """The values of a gradient, in float32 or better: a norm in half precision would have three digits."""
+    return in_float32(grad.coalesce().values() if grad.layout is torch.sparse_coo else grad)
+
+
+@torch.no_grad()
+def _square(grads: Iterable[Tensor]) -> Tensor:
+    """The squared norm of several tensors together."""
+    return torch.nn.utils.get_total_norm([_readable(grad) for grad in grads]).square()
