@@ -1,0 +1,116 @@
+"""Forks of this process that act as ranks, for a look before a run: what a cell defines need not be pickled."""
+
+import gc
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from learnerkit.files import save_whole
+from learnerkit.launch.environment import LOOPBACK, LOOPBACK_INTERFACE
+from learnerkit.launch.rank_main import user_traceback
+from learnerkit.launch.supervise import kill_group
+
+
+def run_in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[dict]:
+    """Run each job in a fork of this process; return their results, or the 'error' of a job and 'when' it came.
+
+    A job gets a temporary directory for all of them, and returns what `torch.load` takes with `weights_only=True`. At
+    `end`, on the monotonic clock, the processes that still run are killed.
+    """
+    processes: list[BaseProcess] = []
+    running: dict[Any, BaseProcess] = {}
+    with tempfile.TemporaryDirectory(prefix="learnerkit-") as name:
+        folder = Path(name)
+        try:
+            for number, job in enumerate(jobs):
+                process = multiprocessing.get_context("fork").Process(target=_child, args=(job, folder, number))
+                with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+                    process.start()  # Python 3.12 warns of this process's threads; the children need none of them
+                processes.append(process)
+                running[process.sentinel] = process
+            while running and (left := end - time.monotonic()) > 0:
+                for sentinel in connection.wait(list(running), left):
+                    ended = running.pop(sentinel)
+                    _kill(ended)
+                    if ended.exitcode:  # the others should notice soon
+                        end = min(end, time.monotonic() + 10)
+        finally:
+            for late in running.values():
+                _kill(late)
+        return [_read_result(folder, number, p, p.sentinel in running) for number, p in enumerate(processes)]
+
+
+def _kill(process: BaseProcess) -> None:
+    if process.pid is None or not kill_group(process.pid):  # with its loader workers
+        process.kill()  # it is too young to lead a group
+    process.join()
+
+
+_ENDED, _RAISED, _FOLLOWED, LATE = range(4)
+"""How a process failed: the lower, the nearer to the cause. One that ends without an exception fails the others."""
+
+
+def _read_result(folder: Path, number: int, process: BaseProcess, late: bool) -> dict:
+    file, log = folder / f"{number}.pt", folder / f"{number}.log"
+    if file.exists():
+        return torch.load(file, weights_only=True)
+    said = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
+    how = "it had not finished when time was up" if late else f"it ended with code {process.exitcode}"
+    return {"error": "\n".join([*said, how]), "when": (LATE if late else _ENDED, 0.0)}
+
+
+def _child(job: Callable[[Path], dict], folder: Path, number: int) -> NoReturn:
+    os.setsid()  # Ctrl-C is for the parent, which ends this group as a whole
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    gc.freeze()  # the parent's garbage may be a loader's iterator, whose end would end the parent's workers
+    torch.set_num_threads(1)  # the parent's threads do not exist here
+    with open(folder / f"{number}.log", "w", buffering=1) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        sys.stdout = sys.stderr = log
+        if len(str(folder)) <= 70:  # it holds sockets of loader workers, whose paths may have 103 characters
+            tempfile.tempdir = str(folder)  # what a killed process leaves behind is removed with it
+        try:
+            found = job(folder)
+        except BaseException as e:
+            kind = _FOLLOWED if getattr(e, "follows_another", False) else _RAISED
+            found = {"error": user_traceback(e), "when": (kind, time.monotonic())}
+        save_whole(found, folder / f"{number}.pt")
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        os._exit("error" in found)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    kill_group(0)  # its own
+
+
+def join_forks(folder: Path, rank: int, n: int, wait: timedelta) -> None:
+    """Make a fork one of `n` ranks on the CPU; every fork that is to be one must reach this.
+
+    Args:
+        folder: of the job.
+        rank: which one.
+        n: how many.
+        wait: for the others in a collective.
+    """
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+    os.environ |= {"MASTER_ADDR": LOOPBACK, "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
+    store = dist.FileStore(str(folder / "store"), n)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=wait)
