@@ -69,6 +69,8 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.parallel import DriftCheck as DriftCheck
     from learnerkit.parallel import ParallelCallback as ParallelCallback
     from learnerkit.parallel import PeerError as PeerError
+    from learnerkit.scaling.monitor import ScalingMonitor as ScalingMonitor
+    from learnerkit.scaling.report import ScalingReport as ScalingReport
     from learnerkit.utils import unwrap as unwrap
     from learnerkit.vision import vision_learner as vision_learner
     from learnerkit.world import on_rank0 as on_rank0
@@ -104,6 +106,8 @@ _HOMES = {
         "AccumMetric", "Metric", "accuracy", "error_rate", "mae", "mse", "perplexity", "rmse", "top_k_accuracy",
     ],
     "parallel": ["DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError"],
+    "scaling.monitor": ["ScalingMonitor"],
+    "scaling.report": ["ScalingReport"],
     "utils": ["unwrap"],
     "vision": ["vision_learner"],
     "world": ["on_rank0", "rank0_first", "set_seed"],

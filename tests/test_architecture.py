@@ -32,6 +32,7 @@ FLOORS = [
     ["arguments", "metrics"],
     ["callbacks", "parallel"],
     ["checkpoints"],
+    ["scaling"],
     ["notebook", "preflight"],
     ["learner", "doctor"],
     ["vision", "__init__"],
