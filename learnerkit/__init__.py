@@ -69,8 +69,10 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.parallel import DriftCheck as DriftCheck
     from learnerkit.parallel import ParallelCallback as ParallelCallback
     from learnerkit.parallel import PeerError as PeerError
+    from learnerkit.scaling.monitor import ScalingMonitor as ScalingMonitor
     from learnerkit.scaling.noise import GradientNoiseScale as GradientNoiseScale
     from learnerkit.scaling.rate import scaled_lr as scaled_lr
+    from learnerkit.scaling.report import ScalingReport as ScalingReport
     from learnerkit.utils import unwrap as unwrap
     from learnerkit.vision import vision_learner as vision_learner
     from learnerkit.world import on_rank0 as on_rank0
@@ -108,6 +110,8 @@ _HOMES = {
     "parallel": ["DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError"],
     "scaling.rate": ["scaled_lr"],
     "scaling.noise": ["GradientNoiseScale"],
+    "scaling.monitor": ["ScalingMonitor"],
+    "scaling.report": ["ScalingReport"],
     "utils": ["unwrap"],
     "vision": ["vision_learner"],
     "world": ["on_rank0", "rank0_first", "set_seed"],

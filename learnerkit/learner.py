@@ -1,12 +1,13 @@
 """The Learner: the training loop, and the verbs its users call."""
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from inspect import signature
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,9 @@ from learnerkit.preflight.step import check
 from learnerkit.snapshot import give_shapes, restorer, unchanged
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
 from learnerkit.utils import count_parameters, listify, training_modes, unwrap, warn
+
+if TYPE_CHECKING:
+    from learnerkit.scaling.report import ScalingReport
 
 _EVENTS = {
     level: (f"before_{level}", f"after_cancel_{level}", f"after_{level}")
@@ -332,6 +336,10 @@ class Learner(RunState):
         """
         arguments.check_fit(self, n_epoch, start_epoch, n_steps)
         parallel.warn_outside_context(self)
+        if "LEARNERKIT_REPORT" in os.environ:  # set by `python -m learnerkit.launch --report`
+            with self.added_cbs(cbs):
+                self.scaling_report()
+            raise SystemExit(0)
         cbs, lr = listify(cbs), optim.listed(lr)
         if optim.has_schedule(lr):
             scheds: Any = {"lr": lr}
@@ -980,6 +988,33 @@ class Learner(RunState):
             Whether nothing is wrong, on any rank.
         """
         return check(self)
+
+    @on_workers
+    def scaling_report(
+        self, n_steps: int = 20, *, advice: bool = True, seconds: float = 120.0, show: bool = True
+    ) -> "ScalingReport":
+        """Run some training steps, and say where their time goes on each rank and what would make them faster.
+
+        The parts of a step are measured; then steps are run without the network, without input, and in one process
+        alone, and with what may help: only what does is reported, with its gain. Afterwards everything is exactly what
+        it was, also after an error. Callbacks that are `only_fit` take no part. Under DDP every rank must reach this.
+
+        Args:
+            n_steps: the steps of each trial, after a few that do not count.
+            advice: try what may help.
+            seconds: after which nothing new is tried.
+            show: print the report on rank 0.
+
+        Returns:
+            The report, the same on every rank.
+
+        Raises:
+            RuntimeError: called while something runs.
+            ValueError: `n_steps` below 2, or a loader that can be read only once.
+        """
+        from learnerkit.scaling.report import scaling_report  # here, as most fits never need it
+
+        return scaling_report(self, n_steps, advice=advice, seconds=seconds, show=show)
 
     def show_training_loop(self) -> None:
         """Print the loop, and at each event the callbacks that run there, in order."""

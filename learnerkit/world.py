@@ -61,7 +61,22 @@ def rank() -> int:
 
 def world_size() -> int:
     """The number of processes of the run."""
+    if _alone.get():
+        return 1
     return dist.get_world_size() if is_joined() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+_alone: ContextVar[bool] = ContextVar("alone", default=False)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let this process be the only one in here: collectives of this module do nothing, and no other rank need come."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
 
 
 def local_rank() -> int:

@@ -1,7 +1,7 @@
 """Callbacks: each file is one subject, and none imports the learner.
 
 At every event callbacks run in ascending `order`, and at cleanups in descending order; those with the same order run as
-they were added. The orders of all callbacks of the package, with those of other rooms:
+they were added. The orders of all callbacks of the package, with those of `parallel`, `preflight` and `scaling`:
 
      -10  TrainEvalCallback: sets modes, counters and the sample order, which all others need
       -9  TerminateOnNaNCallback: checks the loss before it is scaled
@@ -14,6 +14,7 @@ they were added. The orders of all callbacks of the package, with those of other
       11  GradientClip: clips unscaled gradients
       11  DistributedCallback, _BatchHook: replace the model and the loader before callbacks use them
       12  OverfitBatch, ShortEpochCallback: shorten the loader that DistributedCallback has set
+      13  ScalingMonitor: waits for the loader that all the above have set
       49  _Watch: sees batches and losses as they come to the model
       50  EvaluationCallback, GatherPredictions, Recorder: record a batch after others may have changed it
       60  ParamScheduler, TorchScheduler: change rates after the recorder has recorded them
@@ -22,7 +23,7 @@ they were added. The orders of all callbacks of the package, with those of other
       62  ReduceLROnPlateau: changes the rate before the next may end the fit
       63  EarlyStoppingCallback: ends the fit after the other trackers have seen the row
       70  DriftCheck: compares the ranks after all the above
-     100  LRFinder, StepBudget: end training after the others have seen the last step
+     100  LRFinder, StepBudget, TrialSteps: end training after the others have seen the last step
      101  ValidateEvery: not called at the last step of a budget, after which the epoch's validation follows
     1000  StepCheck, _Notes: look at what all others have done
    10000  CheckpointCallback: saves what all others have come to, and loads it after they have begun

@@ -105,7 +105,8 @@ def make_parser() -> Parser:
         "  python -m learnerkit.launch --gpus 0,2 train.py        two of them\n"
         "  python -m learnerkit.launch --nproc 2 -m pkg.train     two processes, also without a GPU\n"
         "  srun python -m learnerkit.launch train.py              every GPU of a SLURM job\n"
-        "  python -m learnerkit.launch --check                    look at the machine first\n\n"
+        "  python -m learnerkit.launch --check                    look at the machine first\n"
+        "  python -m learnerkit.launch --report train.py          where would its time go?\n\n"
         "The exit code is the script's, or 128 + n if signal n ended it.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -120,6 +121,7 @@ def make_parser() -> Parser:
     add("--log-dir", type=Path, metavar="D", help="write output and whole tracebacks to D/attempt-0/rank-0.log ...")
     add("--tee", action="store_true", help="show the output line by line with the number of its rank, logged or not")
     add("--check", action="store_true", help="run the preflight check in place of the script")
+    add("--report", action="store_true", help="print a scaling report in place of the script's first fit, and end")
     add("-u", dest="unbuffered", action="store_true", help="do not buffer the output of the processes")
     add("-m", dest="as_module", action="store_true", help="run a module, as python -m does")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -185,6 +187,8 @@ def parse(argv: Sequence[str] | None) -> Plan | int:
         command = choose_command(options.as_module, own) if own or not options.check else []
         command = DOCTOR if options.check else command
         check_numbers(options)
+        if options.check and options.report:
+            raise ValueError("--check does not go with --report, which runs the script; leave one of them out")
         if options.write_sbatch is not None:
             return write_sbatch(options, command)
         if unused := [name for name in SBATCH if getattr(options, name) is not None]:
@@ -197,7 +201,7 @@ def parse(argv: Sequence[str] | None) -> Plan | int:
         parser.error(str(error))
     job = Job(
         command, nproc, gpus, options.grace, options.unbuffered, options.timeout, options.log_dir, options.tee,
-        explains_failure=options.check,
+        explains_failure=options.check, reports=options.report,
     )  # fmt: skip
     return Plan(job, options.max_restarts, nodes, port)
 
@@ -303,7 +307,7 @@ def write_sbatch(options: argparse.Namespace, command: list[str]) -> int:
 def launcher_options(options: argparse.Namespace) -> list[str]:
     """Return the options of the launcher that a batch script needs, too."""
     words, default = ["-u"] if options.unbuffered else [], make_parser().get_default
-    for name in ("nproc", "gpus", "max_restarts", "timeout", "grace", "log_dir", "tee", "check"):
+    for name in ("nproc", "gpus", "max_restarts", "timeout", "grace", "log_dir", "tee", "check", "report"):
         value = getattr(options, name)
         if value != default(name):  # a grace of 0 is one, too
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]

@@ -70,6 +70,7 @@ class Job:
         timeout: seconds after which a rank that waits for others counts as stuck.
         log_dir: a folder for one file per rank and attempt.
         tee: show the output of all ranks line by line, each with the rank's number.
+        reports: the script's first fit gives a scaling report, and ends the script.
         explains_failure: the ranks print why they end with exit code 1, so the launcher does not report it.
     """
 
@@ -82,6 +83,7 @@ class Job:
     log_dir: Path | None = None
     tee: bool = False
     explains_failure: bool = False
+    reports: bool = False
 
 
 class Attempt:
@@ -215,6 +217,8 @@ def start(job: Job, attempt: Attempt, output: Output, ranks: list[Rank]) -> None
         env["LEARNERKIT_RANK_SETUP"] = json.dumps(setup)
         if job.timeout is not None:
             env["LEARNERKIT_TIMEOUT"] = str(job.timeout)
+        if job.reports:
+            env["LEARNERKIT_REPORT"] = "1"
         command = [*interpreter, str(RANK_MAIN), *job.command]
         shared = [fd for fd in (report_fd, store_fd) if fd is not None]
         process = output.start(rank_number, command, env=env, pass_fds=shared)

@@ -112,6 +112,7 @@ class Agreement:
         self.between_events = True
         self.votes = self.dispatches = 0
         self.company: Any = None  # this rank's `Company` once it trains, with its `RankStep`
+        self.timed: Any = None  # makes of a communication hook of DDP's one whose time a scaling report notes
         self.place = b"before_fit/"  # where the run is: 'event/callback'
         self._failing: BaseException | None = None
         self._stack = ExitStack()

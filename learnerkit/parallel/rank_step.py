@@ -488,6 +488,11 @@ class Wrapper(Transparent, DistributedDataParallel):
         step.prepared = step.prepared or (self.require_backward_grad_sync and torch.is_grad_enabled())
         return output
 
+    def register_comm_hook(self, state: object, hook: Callable) -> None:
+        """Register a communication hook, which a scaling report may time."""
+        timed = self._rank_step.agreement.timed
+        super().register_comm_hook(state, hook if timed is None else timed(hook))
+
     def will_sync_module_buffers(self) -> bool:
         """Tell that no buffers are sent in a forward pass: a rank may leave it early, or run it twice."""
         return False

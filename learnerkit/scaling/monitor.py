@@ -1,0 +1,136 @@
+"""The lasting form of the scaling report: how fast all ranks are, how much they wait, and which is the slowest."""
+
+from collections.abc import Iterator
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learnerkit import arguments, world
+from learnerkit.callback import Callback
+from learnerkit.callbacks.debugging import LoaderView
+from learnerkit.torch_internals import call_after_backward
+
+
+class ScalingMonitor(Callback):
+    """Logs samples per second, the share of waiting and the slowest rank, as columns of the table.
+
+    `waiting` is the share of an epoch's steps in which a rank waits for input or for the gradients of others, as a mean
+    over the ranks; `slowest_rank` the one that is busy the longest before its gradients are ready: where few wait, that
+    is chance. Use `learn.scaling_report()` to find the cause. It never waits for the device: on an accelerator waiting
+    for input is the host's.
+
+    Args:
+        every: steps between the exchanges of these numbers among the ranks.
+
+    Raises:
+        ValueError: `every` below 1.
+    """
+
+    order = 13
+    only_fit = True
+    run_valid = False
+    logs = ("samples_per_second", "waiting", "slowest_rank")
+
+    def __init__(self, every: int = 50) -> None:
+        super().__init__()
+        arguments.check_count("every", every, "a number of steps")
+        self.every = every
+        self._since = self._input = self._exposed = 0.0
+        self._samples = self._steps = 0
+        self._ready: Any = None
+        self._pairs: list[tuple[Any, Any]] = []
+        self._busy = torch.zeros(1, dtype=torch.float64)
+
+    def before_train(self) -> None:
+        learn = self.learn
+        learn.dl = _WaitedFor(learn.dl, self)
+        self._busy = torch.zeros(world.world_size() if learn._sharded else 1, dtype=torch.float64)
+        self._clear()
+
+    def before_backward(self) -> None:
+        learn, loss = self.learn, self.learn.loss_grad
+        self._ready = None
+        if learn._sharded and learn._step_due:
+            if not learn.batch_size:  # it has nothing to compute
+                self._note_ready()
+            elif isinstance(loss, Tensor) and loss.requires_grad:
+                loss.register_hook(self._note_pass)
+
+    def _note_pass(self, _: Tensor) -> None:
+        call_after_backward(self._note_ready)  # before DDP's own wait, which is asked for later
+
+    def _note_ready(self) -> None:
+        self._ready = self._stamp()
+
+    def _stamp(self) -> Any:
+        "The time on the host, or an event on the device, which is read later."
+        if self.learn._device.type == "cpu":
+            return perf_counter()
+        event = torch.Event(device=self.learn._device, enable_timing=True)
+        event.record()
+        return event
+
+    def after_backward(self) -> None:
+        ready, self._ready = self._ready, None
+        if isinstance(ready, float):
+            self._exposed += perf_counter() - ready
+        elif ready is not None:
+            self._pairs.append((ready, self._stamp()))
+
+    def after_batch(self) -> None:
+        learn = self.learn
+        self._samples += learn.batch_size
+        self._steps += learn._step_due
+        if self._steps >= self.every:
+            self._exchange()
+
+    def after_train(self) -> None:
+        if self._steps:
+            self._exchange()
+        self.learn.log_metric("slowest_rank", float(self._busy.argmax()))
+
+    def _exchange(self) -> None:
+        """Log what all ranks have measured; every rank must reach this."""
+        seconds = perf_counter() - self._since
+        for start, end in self._pairs:
+            if end.query():  # else the device has not come there, and the host does not wait for it
+                self._exposed += start.elapsed_time(end) / 1e3
+        rank = world.rank() if self.learn._sharded else 0
+        found = torch.zeros(len(self._busy) + 3, dtype=torch.float64)
+        found[rank] = seconds - self._exposed
+        found[-3:] = torch.tensor([self._samples, seconds, self._input + self._exposed])
+        if self.learn._sharded:
+            found = world.reduce(found, among="votes")
+        self._busy += found[:-3]
+        samples, total, waited = found[-3:].tolist()
+        self.learn.log_metric("samples_per_second", samples / (total / len(self._busy)))
+        self.learn.log_metric("waiting", waited / total)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._since, self._input, self._exposed = perf_counter(), 0.0, 0.0
+        self._samples = self._steps = 0
+        self._pairs = []
+
+
+class _WaitedFor(LoaderView):
+    """A loader whose batches are waited for under a monitor."""
+
+    def __init__(self, dl: Any, monitor: ScalingMonitor) -> None:
+        super().__init__(dl)
+        self.monitor = monitor
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator:
+        batches, monitor, end = iter(self.loader), self.monitor, object()
+        while True:
+            start = perf_counter()
+            batch = next(batches, end)
+            monitor._input += perf_counter() - start
+            if batch is end:
+                return
+            yield batch

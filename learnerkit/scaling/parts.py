@@ -1,0 +1,306 @@
+"""The parts of a training step on this rank, and which rank the others wait for.
+
+All ranks leave a reduction of gradients together, so that no clocks need to agree: a step lasts from the end of one
+reduction to the end of the next, on every rank alike. What a rank does before its last bucket is ready, a slow backward
+pass too, is its own time; the longest over the ranks less one's own is waiting for a slow rank, and what is left is
+communication.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
+from statistics import mean, median, stdev
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from learnerkit.callback import Callback
+from learnerkit.callbacks.debugging import LoaderView
+from learnerkit.callbacks.training import StepBudget
+from learnerkit.events import INNER_EVENTS
+from learnerkit.torch_internals import call_after_backward
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+INPUT, COPY, FORWARD, BACKWARD = "waiting for input", "copying to the device", "forward", "backward"
+REDUCE, OPTIMIZER, REST = "exposed all-reduce", "optimizer", "the rest"
+
+PARTS = (INPUT, COPY, FORWARD, BACKWARD, REDUCE, OPTIMIZER, REST)
+"""The parts of a step but for the callbacks, each of which is one by its name."""
+
+SKIPPED = 3
+"""Steps at the start that do not count: the first batch is tried out, DDP arranges its buckets, buffers are filled."""
+
+_EDGE = 1_000_000  # the orders of what runs before and after all callbacks
+
+
+def waiter(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits until the device has done what it was given: a host-device sync."""
+    if device.type == "cpu":
+        return lambda: None
+    if device.type == "mps":
+        return torch.accelerator.synchronize
+    # One stream: collectives have streams of their own, and their time is not that of what came before them.
+    return lambda: torch.accelerator.current_stream(device).synchronize()
+
+
+class Clock:
+    """Notes the seconds and the samples of each step of a trial, and waits for the device only where it must.
+
+    Args:
+        learn: the learner.
+        n_steps: steps to note, after `SKIPPED`. The first of an epoch is left out, with the start of the loader.
+
+    Attributes:
+        seconds, samples: of each step, on this rank.
+        due: steps that the trial has to take in all.
+    """
+
+    def __init__(self, learn: "Learner", n_steps: int) -> None:
+        self.learn, self.due = learn, n_steps + SKIPPED + 1
+        self.seconds: list[float] = []
+        self.samples: list[int] = []
+        self.wait = waiter(learn.dls.device)
+        self._since: float | None = None
+        self._count = self._samples = 0
+
+    def callbacks(self) -> list[Callback]:
+        """What takes part in the trial."""
+        return [Callback(order=-_EDGE, before_train=lambda cb: self.begin(), after_backward=lambda cb: self.reduced())]
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        self._since, self._samples = None, 0
+
+    def reduced(self) -> None:
+        """End a step, if the backward pass that is over was its last."""
+        learn = self.learn
+        self._samples += learn.batch_size
+        if not learn._step_due:
+            return
+        self._count += 1
+        if self._since is None or self._count in (SKIPPED + 1, self.due) or learn.iter + 1 == learn.n_iter:
+            self.wait()
+        now, counts = self._now(), self._since is not None and self._count > SKIPPED + 1
+        if counts and self._since is not None:
+            self.seconds.append(now - self._since)
+            self.samples.append(self._samples)
+        self._end_step(counts)
+        self._since, self._samples = now, 0
+
+    def _now(self) -> float:
+        return perf_counter()
+
+    def _end_step(self, counts: bool) -> None:
+        "A step is over, and counts or not."
+
+
+class Stopwatch(Clock):
+    """Divides each step into its parts, which add up to its seconds: at each time one of them is running.
+
+    It waits for the device at the end of each part, so that a step may take longer than it does without.
+
+    Attributes:
+        parts: the seconds of each part, for each step.
+    """
+
+    def __init__(self, learn: "Learner", n_steps: int) -> None:
+        super().__init__(learn, n_steps)
+        self.parts: list[dict[str, float]] = []
+        self._running, self._start = REST, perf_counter()
+        self._found: dict[str, float] = {}
+
+    def enter(self, part: str) -> str:
+        """Begin a part, and return the one that was running."""
+        self.wait()
+        now, before = perf_counter(), self._running
+        self._found[before] = self._found.get(before, 0.0) + now - self._start
+        self._running, self._start = part, now
+        return before
+
+    def timed(self, part: str, call: Callable) -> Callable:
+        """Return a function that is a part of its own inside the one that is running."""
+
+        @wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = self.enter(part)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.enter(before)
+
+        return run
+
+    def callbacks(self) -> list[Callback]:
+        first: dict[str, Callable] = {
+            event: lambda cb: self.enter(REST) for event in INNER_EVENTS if event != "cleanup_batch"
+        }
+        first |= {"before_train": lambda cb: self.begin(), "after_backward": lambda cb: self.reduced()}
+        last: dict[str, Callable] = {
+            "before_train": lambda cb: self._attach(),
+            "before_batch": lambda cb: self.enter(FORWARD),
+            "after_pred": lambda cb: self.enter(FORWARD),  # the loss
+            "before_backward": lambda cb: self._begin_backward(),
+            "before_step": lambda cb: self.enter(OPTIMIZER),
+            "after_step": lambda cb: self.enter(OPTIMIZER),  # the gradients are cleared
+        }
+        return [Callback(order=-_EDGE, **first), Callback(order=_EDGE, **last)]
+
+    def reduced(self) -> None:
+        self.enter(REST)
+        super().reduced()
+
+    def _now(self) -> float:
+        return self._start
+
+    def _end_step(self, counts: bool) -> None:
+        if counts:
+            self.parts.append(self._found)
+        self._found = {}
+
+    def watch_hooks(self) -> Callable[[], None]:
+        """Have each hook of a callback, in a batch, be a part by its name; return what undoes it."""
+        learn = self.learn
+        dispatch: Any = learn._dispatch
+        make = dispatch._hook
+
+        def hook(cb: Callback, event: str) -> Callable[[], None]:
+            made = make(cb, event)
+            if event not in INNER_EVENTS or abs(cb.order) == _EDGE or isinstance(cb, StepBudget):  # the trial's own
+                return made
+            # What DistributedCallback does there is to send buffers, in which ranks wait for rank 0.
+            sends = event == "before_batch" and repr(cb) == "DistributedCallback"
+            return self.timed(REDUCE if sends else f"callback {name_of(cb, event)}", made)
+
+        dispatch._hook = hook
+        dispatch.changed()
+        return partial(delattr, dispatch, "_hook")
+
+    def _attach(self) -> None:
+        learn = self.learn
+        learn.dl = _TimedLoader(learn.dl, self)
+        step = learn._gradient
+        if learn._sharded:  # a learner with a backward pass of its own exchanges counts before it
+            step.reduce_counts = self.timed(REDUCE, step.reduce_counts)
+
+    def _begin_backward(self) -> None:
+        learn = self.learn
+        self.enter(BACKWARD)
+        if not learn._sharded or not learn._step_due:
+            return
+        if not learn.batch_size:  # it has nothing to compute, only to wait for
+            self.enter(REDUCE)
+        elif isinstance(learn.loss_grad, Tensor) and learn.loss_grad.requires_grad:
+            learn.loss_grad.register_hook(self._note_pass)
+
+    def _note_pass(self, _: Tensor) -> None:
+        "A backward pass begins. What is called at its end in the order of asking is first this, then DDP's waiting."
+        self.enter(BACKWARD)
+        call_after_backward(self._end_pass)
+
+    def _end_pass(self) -> None:
+        self.enter(REDUCE)
+
+
+class _TimedLoader(LoaderView):
+    """A loader whose batches are waited for under a stopwatch."""
+
+    def __init__(self, dl: Any, watch: Stopwatch) -> None:
+        super().__init__(dl)
+        self.watch = watch
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator:
+        batches = iter(self.loader)
+        while True:
+            self.watch.enter(INPUT)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self.watch.enter(COPY)
+            yield batch
+
+
+def name_of(cb: Callback, event: str) -> str:
+    """The name of a callback in the report; of one that is made of functions, with that of the function."""
+    hook = vars(cb).get(event) if type(cb) is Callback else None
+    inner = getattr(hook, "func", hook)
+    return f"{cb!r}({getattr(inner, '__name__', inner)})" if hook is not None else repr(cb)
+
+
+# What the parts of all ranks say
+
+Steps = Sequence[dict[str, float]]
+
+
+def own_time(parts: dict[str, float]) -> float:
+    """The seconds of a step in which a rank does not wait for others, nor sends anything."""
+    return sum(seconds for part, seconds in parts.items() if part != REDUCE)
+
+
+def mean_parts(steps: Steps) -> dict[str, float]:
+    """The mean of each part over the steps, the usual parts first."""
+    names = dict.fromkeys([*PARTS[:-1], *(name for step in steps for name in step if name not in PARTS), REST])
+    return {name: mean(step.get(name, 0.0) for step in steps) for name in names}
+
+
+class Slowest(NamedTuple):
+    """The rank that the others wait for.
+
+    Attributes:
+        rank: its number.
+        part: in which of its parts the time is spent; '' if it is in most of what it computes.
+        seconds: by how much this part (or all its own time) is longer than on the other ranks, in a step.
+        cost: seconds of a step that would be saved if it were as fast as the next slowest.
+    """
+
+    rank: int
+    part: str
+    seconds: float
+    cost: float
+
+
+ALARM = 0.1
+"""The share of a step above which waiting for a rank is reported."""
+
+
+def slowest(ranks: Sequence[Steps]) -> Slowest | None:
+    """Find the rank that the others wait for; `None` if there is none, or chance explains it.
+
+    Args:
+        ranks: for each rank the parts of the same steps.
+    """
+    n = min(map(len, ranks))
+    if len(ranks) < 2 or n < 2:
+        return None
+    own = [[own_time(step) for step in steps[:n]] for steps in ranks]
+    rank = max(range(len(ranks)), key=lambda r: sum(own[r]))
+    behind = [own[rank][k] - max(own[r][k] for r in range(len(ranks)) if r != rank) for k in range(n)]
+    whole, cost = mean(sum(step.values()) for step in ranks[rank][:n]), mean(behind)
+    if cost < ALARM * whole or cost < 4 * stdev(behind) / math.sqrt(n):
+        return None
+    parts = [mean_parts(steps[:n]) for steps in ranks]
+    excess = {
+        name: seconds - median(other.get(name, 0.0) for r, other in enumerate(parts) if r != rank)
+        for name, seconds in parts[rank].items()
+        if name != REDUCE
+    }
+    part = max(excess, key=lambda name: excess[name])
+    total = sum(x for x in excess.values() if x > 0)
+    if excess[part] < 0.75 * total:  # a slower device is slower in all that it computes
+        part = ""
+    return Slowest(rank, part, excess[part] if part else total, cost)
+
+
+def waiting(ranks: Sequence[Steps]) -> tuple[list[float], float]:
+    """Divide the exposed all-reduce: the seconds that each rank waits for the slowest, and those of communication."""
+    exposed = [mean_parts(steps).get(REDUCE, 0.0) for steps in ranks]
+    alone = min(exposed)
+    return [seconds - alone for seconds in exposed], alone

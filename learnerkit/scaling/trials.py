@@ -1,0 +1,242 @@
+"""Steps that are run for a report and leave no trace: as they are, without something that costs time, or alone."""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from copy import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from learnerkit import world
+from learnerkit.callback import Callback
+from learnerkit.callbacks.debugging import OverfitBatch
+from learnerkit.callbacks.training import StepBudget
+from learnerkit.data.order import with_batches
+from learnerkit.events import CancelEpochException, CancelFitException
+from learnerkit.parallel.distributed import DistributedCallback
+from learnerkit.scaling.parts import REDUCE, Clock, Stopwatch
+from learnerkit.snapshot import unchanged
+from learnerkit.text import in_one_line
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+
+class Pace(NamedTuple):
+    """How fast steps were taken.
+
+    Attributes:
+        seconds: of a step, on the slowest rank.
+        samples: of a step, on all ranks together.
+    """
+
+    seconds: float
+    samples: float
+
+    @property
+    def rate(self) -> float:
+        """Samples per second."""
+        return self.samples / self.seconds
+
+
+class TrialSteps(StepBudget):
+    """Ends a trial after its steps, without validation."""
+
+    def after_train(self) -> None:
+        super().after_train()
+        raise CancelEpochException
+
+
+def run_trial(
+    learn: "Learner",
+    clock: Clock,
+    *,
+    network: bool = True,
+    loader: bool = True,
+    cbs: Sequence[Callback] = (),
+    quiet: bool = True,
+) -> None:
+    """Take steps of training, and put everything back; every rank must reach this.
+
+    Callbacks that are `only_fit` take no part, as they record, log and save.
+
+    Args:
+        learn: the learner.
+        clock: notes the steps.
+        network: whether gradients and buffers travel between ranks; if not, each rank trains by itself.
+        loader: whether batches are read; if not, the first is repeated.
+        cbs: callbacks for the trial alone.
+        quiet: give no warnings.
+    """
+    cbs = [TrialSteps(clock.due), *cbs, *([] if loader else [_one_batch()]), *([] if network else [_offline()])]
+    with ExitStack() as stack:
+        if quiet:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+        stack.enter_context(_kept_attributes(learn.cbs))
+        stack.enter_context(learn.no_bar())
+        stack.enter_context(replaced(learn.dls, _said=True))  # the views of loaders here do not tell sizes
+        stack.enter_context(learn._running("scaling", [*cbs, *clock.callbacks()]))
+        stack.enter_context(unchanged(learn))
+        if isinstance(clock, Stopwatch):
+            stack.callback(clock.watch_hooks())
+            if learn._agreement is not None:
+                learn._agreement.timed = partial(clock.timed, REDUCE)
+        if not network and learn._agreement is not None:
+            stack.enter_context(_alone_in_batches(learn))
+        learn._prepare_opt()
+        learn.n_epoch, learn.n_steps, learn._start_epoch = None, clock.due, 0
+        learn._level("fit", learn._fit, CancelFitException)
+    if not clock.seconds:
+        raise ValueError(
+            "no step could be timed, as the first of each epoch is left out with the start of the loader: an epoch "
+            "must have 2 steps or more"
+        )
+
+
+def pace(learn: "Learner", n_steps: int, **kwargs: Any) -> Pace:
+    """Run a trial and return how fast all ranks were; every rank must reach this."""
+    clock = Clock(learn, n_steps)
+    run_trial(learn, clock, **kwargs)
+    found = world.all_gather((sum(clock.seconds), sum(clock.samples), len(clock.seconds)))
+    return Pace(max(s / n for s, _, n in found), sum(samples / n for _, samples, n in found))
+
+
+def pace_alone(learn: "Learner", n_steps: int, seconds: float) -> Pace | str:
+    """Run a trial in rank 0's process alone, without DDP; the others wait.
+
+    Args:
+        seconds: for which they wait.
+
+    Returns:
+        How fast it was; or on every rank why it could not be run.
+    """
+    key = f"scaling/{world._count_call('scaling')}"
+    if not world.is_main():
+        found = json.loads(world.hear(key, seconds))
+        return found if isinstance(found, str) else Pace(*found)
+    answer: Any = "rank 0 was interrupted"
+    try:
+        with world.alone(), learn.removed_cbs(DistributedCallback):
+            first = Clock(learn, 1)
+            with world.no_collectives("a step in one process"):  # else it would wait for ranks that do not come
+                run_trial(learn, first)
+            answer = pace(learn, n_steps)
+    except Exception as error:
+        answer = in_one_line(error)
+    finally:
+        world.tell(key, json.dumps(answer))
+    return answer
+
+
+def attempt(run: Callable[[], Pace]) -> tuple[Pace | None, str]:
+    """Return the pace of a trial, or why it could not be run on some rank; every rank must reach this."""
+    found: Pace | None = None
+    reason = ""
+    try:
+        found = run()
+    except Exception as error:
+        reason = in_one_line(error)
+    reasons = world.all_gather(reason)
+    reason = next(filter(None, reasons), "")
+    return (None, reason) if reason else (found, "")
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Give an object other attributes for a while."""
+    before = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def _kept_attributes(cbs: Sequence[Callback]) -> Iterator[None]:
+    """Give callbacks their attributes back at the end, and what is in their lists, dicts and sets."""
+    before = [
+        (cb, dict(vars(cb)), [(x, copy(x)) for x in vars(cb).values() if type(x) in (list, dict, set)])
+        for cb in list(cbs)
+    ]
+    try:
+        yield
+    finally:
+        for cb, attributes, contents in before:
+            vars(cb).clear()
+            vars(cb).update(attributes)
+            for x, content in contents:
+                x.clear()
+                (x.extend if isinstance(x, list) else x.update)(content)
+
+
+def _one_batch() -> Callback:
+    """A callback that repeats the first batch, from the device's memory."""
+    cb = OverfitBatch()
+    cb.only_fit = False
+    return cb
+
+
+# Without the network
+
+
+def _offline() -> Callback:
+    """A callback that keeps DDP from reducing gradients and sending buffers, from the second batch on.
+
+    In the first one DDP and this package find out about the model, all ranks together.
+    """
+
+    def before_batch(cb: Callback) -> None:
+        step = cb.learn._gradient
+        if cb.learn._sharded and cb.learn.train_iter:
+            step._switch(False)
+            step.sends_buffers, step.prepared = False, True  # prepared: nothing is to wait for
+
+    return Callback(order=1000, before_batch=before_batch)
+
+
+@contextmanager
+def _alone_in_batches(learn: "Learner") -> Iterator[None]:
+    """Let each rank be alone in each batch, from the second one on: outside them ranks vote as ever."""
+    agreement: Any = learn._agreement
+    run = agreement.run_batch
+
+    def run_alone(one_batch: Any) -> None:
+        with world.alone() if learn.train_iter else nullcontext():
+            run(one_batch)
+
+    agreement.run_batch = run_alone
+    try:
+        yield
+    finally:
+        del agreement.run_batch
+
+
+# Other loaders
+
+
+def with_workers(dl: Any, workers: int) -> Any:
+    """A copy of a loader with so many workers; `None` if that cannot help."""
+    if not isinstance(dl, DataLoader) or getattr(dl, "reads_rows", False):
+        return None
+    return with_batches(dl, num_workers=workers, prefetch_factor=dl.prefetch_factor or 2, persistent_workers=False)
+
+
+def with_larger_batches(dl: Any, factor: int) -> Any:
+    """A copy of a loader with batches of so many times the samples; `None` if its batches are not known to be plain."""
+    batches: Any = getattr(dl, "batch_sampler", None)
+    if (
+        not isinstance(dl, DataLoader)
+        or isinstance(dl.dataset, IterableDataset)
+        or not isinstance(batches, BatchSampler)
+    ):
+        return None
+    size = factor * batches.batch_size
+    made = type(batches)(batches.sampler, size, batches.drop_last)
+    return with_batches(dl, batch_sampler=made, batch_size=size)

@@ -1,0 +1,35 @@
+"""`python -m learnerkit.launch --report script.py`: the report of the first fit, in its place."""
+
+import subprocess
+
+import pytest
+from helpers import ROOT, python
+
+from learnerkit.launch import cli
+
+
+@pytest.mark.slow
+def test_the_first_fit_is_reported_and_the_script_ends(script_env):
+    command = [
+        python(),
+        "-m",
+        "learnerkit.launch",
+        "--nproc",
+        "2",
+        "--report",
+        str(ROOT / "tests/scripts/report_job.py"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=script_env, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 processes on cpu") == 1, done.stdout
+    assert "rank 1 is the slowest" in done.stdout
+    assert "trained" not in done.stdout
+
+
+def test_the_ranks_are_told(capsys):
+    plan = cli.parse(["--nproc", "2", "--report", __file__])
+    assert plan.job.reports
+    assert not cli.parse(["--nproc", "2", __file__]).job.reports
+    with pytest.raises(SystemExit):
+        cli.parse(["--check", "--report", __file__])
+    assert "--check does not go with --report" in capsys.readouterr().err

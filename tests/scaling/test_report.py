@@ -1,0 +1,122 @@
+"""The scaling report on one process: what it says, what it leaves, and what it refuses."""
+
+import json
+import time
+
+import pytest
+import torch
+from helpers import assert_same_state, make_dls, make_learner, raises, state_of
+from scaling_jobs import make_learner as job
+
+from learnerkit import Callback, DataLoaders, ScalingReport
+from learnerkit.data.batches import tensors_in
+from learnerkit.scaling.parts import Slowest
+
+
+def everything(learn):
+    """What a report may not change, as copies."""
+    tensors = [t.clone() for t in tensors_in([learn.model.state_dict(), *(opt.state_dict() for opt in learn.opts)])]
+    return [*tensors, torch.get_rng_state(), torch.tensor([len(learn.recorder.losses)])]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_everything_is_as_it_was(fails, capsys):
+    class Counts(Callback):
+        def __init__(self):
+            super().__init__()
+            self.batches, self.seen, self.limit = 0, [], 10**9
+
+        def after_batch(self):
+            self.batches += 1
+            self.seen.append(self.batches)
+            if self.batches > self.limit:
+                raise OSError("the disk is full")
+
+    learn = make_learner(dls=make_dls(train=40), model=None, cbs=Counts(), opt_func=torch.optim.AdamW)
+    with learn.no_logging():
+        learn.fit(1)
+    learn.counts.limit = 13 if fails else 10**9
+    before, state, count = everything(learn), state_of(learn), learn.counts.batches
+    if fails:
+        with raises(OSError, "the disk is full"):
+            learn.scaling_report(4)
+    else:
+        learn.scaling_report(4)
+    assert_same_state(learn, state)
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(learn), strict=True))
+    assert (learn.counts.batches, len(learn.counts.seen)) == (count, count)
+
+
+def test_it_says_where_the_time_goes_and_can_be_read_again(capsys):
+    report = job(work=2).scaling_report(4, advice=False)
+    said = capsys.readouterr().out
+    assert said.strip() == str(report).strip()
+    assert "1 process on cpu: a step of 8 samples takes" in said
+    assert "free input would save" in said
+    assert [row["part"] for row in report.table][-2:] == ["the rest", "a step"]
+    assert sum(row["rank 0"] for row in report.table[:-1]) == pytest.approx(report.table[-1]["rank 0"], rel=1e-6)
+    assert ScalingReport.from_json(report.to_json()) == report
+    assert list(json.loads(report.to_json())["parts"]) == list(report.parts)
+    assert "+0%" in report.compare(report)
+
+
+def test_slow_input_is_seen_and_workers_help(capsys):
+    report = job("dataset", rank=0).scaling_report(6)
+    assert max(report.parts, key=lambda name: report.parts[name]) == "waiting for input"
+    assert report.without["input"] < 0.5 * report.seconds
+    assert "every rank waits for input" in str(report)
+    assert [what for what, gain in report.helps if what.startswith("num_workers") and gain > 0.3], report.helps
+
+
+def test_a_slow_callback_is_named():
+    report = job("callback", rank=0).scaling_report(4, advice=False, show=False)
+    assert report.parts["callback SleepyCallback"][0] == pytest.approx(0.03, rel=0.2)
+    assert "callback SleepyCallback takes 3" in str(report)
+
+
+def made(**kwargs):
+    facts = {
+        "ranks": 2, "device": "cpu", "seconds": 0.1, "samples": 16.0, "walls": [0.1, 0.1], "slowest": None,
+        "parts": {"forward": [0.01, 0.06], "exposed all-reduce": [0.09, 0.04]}, "waits": [0.05, 0.0],
+        "communication": 0.04, "gradient_bytes": 4_000_000,
+    }  # fmt: skip
+    return ScalingReport(**facts | kwargs)
+
+
+def test_words():
+    slow, without = Slowest(1, "forward", 0.05, 0.05), {"network": 0.039, "both": 0.1}
+    text = str(made(slowest=slow, alone=(0.06, 8.0), without=without))
+    assert "2 are 1.20 times as fast (efficiency 60%)" in text
+    assert "rank 1 is the slowest: the other waits for it, which costs 50 ms of each step (50%)" in text
+    assert "its 'forward' takes 50 ms longer than elsewhere" in text
+    assert "a free network would save 61%, both would save 0% of each step" in text
+    assert "gradients travel for 40 ms of each step while all ranks wait (40%), 4 MB of them" in text
+    assert "a step is too short" in str(made(alone=(0.05, 8.0)))
+    assert "tried: num_workers=4 gives 25% more" in str(made(helps=[("num_workers=4", 0.25)], tried=["num_workers=4"]))
+    assert "nothing that was tried helps by 5% or more (batches of 16)" in str(made(tried=["batches of 16"]))
+
+
+def test_the_plot_has_a_bar_for_each_rank_and_part(plt):
+    ax = made().plot()
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["forward", "exposed all-reduce"]
+    assert [p.get_width() for p in ax.patches] == pytest.approx([10, 60, 90, 40])
+
+
+def test_what_cannot_be_reported_is_refused():
+    with raises(ValueError, "n_steps=1", "2 or more"):
+        make_learner().scaling_report(1)
+    batches = iter([(torch.ones(2, 4), torch.ones(2, 1))] * 9)
+    with raises(ValueError, "is an iterator", "can be read only once"):
+        make_learner(dls=DataLoaders(batches, device="cpu")).scaling_report()
+    with raises(RuntimeError, "scaling_report was called during 'fit'"):
+        make_learner(cbs=Callback(before_epoch=lambda cb: cb.learn.scaling_report())).fit(1)
+    with raises(ValueError, "an epoch must have 2 steps or more"):
+        make_learner(dls=make_dls(train=4)).scaling_report(2)
+
+
+def test_trying_ends_in_time(capsys):
+    start = time.monotonic()
+    report = job("dataset", rank=0).scaling_report(3, seconds=0.01)
+    assert report.tried == []
+    assert any("not tried any more after 0.01 s: num_workers=2" in note for note in report.notes)
+    assert time.monotonic() - start < 60

@@ -1,0 +1,102 @@
+"""The scaling report on two ranks: faults that are put in on purpose are found, and nothing else is."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from scaling_jobs import BYTES_PER_SECOND, PART_OF, SECONDS, make_learner
+
+from learnerkit import Callback, world
+from learnerkit.scaling.parts import REDUCE
+from learnerkit.scaling.report import _Making
+
+pytestmark = pytest.mark.ranks(2)
+SLOW = pytest.mark.slow
+
+
+def parts_of(learn, n=8, **kwargs):
+    with learn.distrib_ctx(**kwargs):
+        return _Making(learn, n, 60.0).measure_parts()
+
+
+def report_of(learn, n=5, **kwargs):
+    with contextlib.redirect_stdout(io.StringIO()) as text, learn.distrib_ctx():
+        report = learn.scaling_report(n, **kwargs)
+    assert text.getvalue().strip() == (str(report).strip() if world.is_main() else "")
+    return report
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 1])
+@pytest.mark.parametrize(
+    "fault", ["dataset", "backward", *(pytest.param(f, marks=SLOW) for f in ("forward", "optimizer", "callback"))]
+)
+def test_the_slow_rank_and_its_cause_are_named(fault, rank):
+    report = parts_of(make_learner(fault, rank))
+    found = report.slowest
+    assert (found.rank, found.part) == (rank, PART_OF[fault])
+    assert found.seconds == pytest.approx(SECONDS, rel=0.2)  # other tests run meanwhile
+    assert found.cost == pytest.approx(SECONDS, rel=0.3)
+    assert report.waits[1 - rank] == pytest.approx(SECONDS, rel=0.3)
+    assert f"rank {rank} is the slowest" in str(report)
+    for r in range(2):  # they leave the reduction together
+        assert report.walls[r] == pytest.approx(report.walls[0], rel=0.02)
+        assert sum(found[r] for found in report.parts.values()) == pytest.approx(report.walls[r], rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_rank_twice_as_slow_is_named():
+    found = parts_of(make_learner("twice", work=20)).slowest
+    assert (found.rank, found.part) == (1, "")
+
+
+def test_slow_links_are_no_slow_rank_and_what_helps_is_found():
+    learn = make_learner("links")
+    report = report_of(learn)
+    sent = report.gradient_bytes / BYTES_PER_SECOND
+    assert report.slowest is None
+    assert report.communication == pytest.approx(sent, rel=0.2)
+    assert max(report.parts, key=lambda name: report.parts[name]) == REDUCE
+    assert report.without["network"] < 0.3 * report.seconds
+    assert report.alone[1] == 8
+    assert report.efficiency < 0.5
+    helps = dict(report.helps)
+    assert helps["GradientAccumulation(n_batches=4)"] > helps["GradientAccumulation(n_batches=2)"] > 0.5
+    assert "a free network would save" in str(report)
+    assert world.same_everywhere(report.to_json())
+
+
+def test_everything_is_as_it_was_on_each_rank():
+    learn = make_learner()
+    with learn.distrib_ctx():
+        state = torch.get_rng_state()
+        before = {k: v.clone() for k, v in learn.model.state_dict().items()}
+        member = learn.distributed
+        attributes = dict(vars(member))
+        with contextlib.redirect_stdout(io.StringIO()):
+            learn.scaling_report(3)
+        assert all(torch.equal(before[k], v) for k, v in learn.model.state_dict().items())
+        assert torch.equal(state, torch.get_rng_state())
+        assert learn.distributed is member
+        assert vars(member) == attributes
+        assert learn.opt is None
+        assert learn.task is None
+        assert learn._agreement is None
+        with learn.no_logging():
+            learn.fit(1)
+    flat = torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()])
+    assert world.same_everywhere(flat.tolist())
+
+
+def test_a_callback_that_talks_to_the_other_ranks_is_not_run_alone():
+    def talk(cb):
+        dist.all_reduce(torch.ones(1))
+
+    report = report_of(make_learner(), 2, advice=False)
+    assert report.alone is not None
+    learn = make_learner()
+    learn.add_cb(Callback(after_batch=talk))
+    report = report_of(learn, 2, advice=False)
+    assert report.alone is None
+    assert any("in one process alone could not be run" in note for note in report.notes)
