@@ -68,7 +68,7 @@ class CheckpointCallback(StepCounter):
         every: 'epoch', a number of optimizer steps, or minutes such as '10min'. The last epoch's end is always saved.
         keep: how many checkpoints stay, the newest. The states at the end of fits are kept beside them.
         resume: go on from the newest whole checkpoint, if there is one.
-        save_on_signal: whether signals save. They are seen only where the fit runs in the main thread; between two fits,
+        save_on_signal: whether signals save. They are seen only where the fit runs in the main thread; between fits,
             when the last one is saved, they do what they do without this callback.
         async_save: copy what is saved to the host's memory, and write it while training goes on.
         strict: refuse to resume where the configuration or the callbacks have changed, rather than warn.
