@@ -1,5 +1,6 @@
 """What a step sees, and the rates that go with it, on one process."""
 
+import pickle
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 import learnerkit.learner
 from learnerkit import DataLoaders, GradientAccumulation, Learner, ParamScheduler, SchedCos, linear_warmup, scaled_lr
 from learnerkit.callbacks.lr_find import SuggestionMethod
+from learnerkit.notebook.kernel import Workers
 
 DATA = make_data(100)
 
@@ -278,3 +280,12 @@ def test_the_model_learns_as_with_the_rate_itself():
             learn.fit_one_cycle(2, lr)
         found.append(learn.model.weight)
     assert torch.equal(*found)
+
+
+def test_the_processes_of_a_notebook_count():
+    learn = learner(DataLoader(DATA, 16), cbs=GradientAccumulation(n_batches=2))
+    for options, expected in (({}, 96), ({"split_batches": True}, 32), ({"sharded": True}, 96)):
+        learn._workers = Workers(learn, 3, options, "prompt")  # which start with the first call
+        assert learn.effective_batch_size == expected
+    lr = pickle.loads(pickle.dumps(linear_warmup(0.5, scaled_lr(0.01, at=16), start=0.01)))  # as they travel there
+    assert [lr.scaled(2.0)(position) for position in (0, 0.25, 1)] == pytest.approx([0.01, 0.015, 0.02])
