@@ -118,13 +118,14 @@ class GradientNoiseScale(Callback):
       wait for the device.
     - One process without accumulation has one gradient a step, and from one gradient nothing can be told. There two
       quarters of the batch are run forward and backward once more in measured steps, before the batch itself; random
-      states, buffers and modes are put back, so training goes on as without. It costs about half a step each time.
+      states, buffers and modes are put back, so training goes on as without. It costs a step or two each time.
 
     Noise of dropout counts as noise, and BatchNorm has the statistics of a part. Hooks of the model's own modules hear
     of the further passes, and a compiled model runs them without its compiler.
 
     Args:
-        every: optimizer steps between two measured ones; by default 10, or 100 where batches must be cut.
+        every: optimizer steps between two measured ones; by default 20, or 200 where batches must be cut: about
+            a hundredth of the time or less. For a short fit take fewer, as an estimate needs some 20 measured steps.
 
     Attributes:
         value: the newest estimate, in samples; infinity: the mean gradient is lost in the noise; NaN: not measured.
@@ -166,7 +167,7 @@ class GradientNoiseScale(Callback):
         self.value = self.error = math.nan
         accumulation = [cb for cb in learn.cbs if isinstance(cb, GradientAccumulation) and cb.n_batches != 1]
         self._cuts = not (learn._sharded or accumulation)
-        self._period = self.every or (100 if self._cuts else 10)
+        self._period = self.every or (200 if self._cuts else 20)
         self._watch = _Watch(self)
         learn.add_cb(self._watch)
 

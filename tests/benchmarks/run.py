@@ -140,6 +140,20 @@ def checkpoint(rounds: int) -> list[tuple[str, str, str]]:
     ]
 
 
+def noise(rounds: int) -> list[tuple[str, str, str]]:
+    """What GradientNoiseScale costs of a step, by what a measured step takes longer, spread over those between."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        for command in ([sys.executable], LAUNCH):
+            output_of([*command, HERE / "noise.py", rounds, file])
+            for name, found in json.loads(file.read_text()).items():
+                share = median(extra / step for step, extra in found)
+                what = f"noise scale, {name}: share of a step ({1000 * median(step for step, _ in found):.0f} ms)"
+                rows.append((what, f"{100 * share:.2f} %", "1 %"))
+    return rows
+
+
 BENCHMARKS: dict[str, Callable[[int], list[tuple[str, str, str]]]] = {
     "step": step,
     "import": imports,
@@ -148,6 +162,7 @@ BENCHMARKS: dict[str, Callable[[int], list[tuple[str, str, str]]]] = {
     "data": data,
     "notebook": notebook,
     "checkpoint": checkpoint,
+    "noise": noise,
 }
 
 
