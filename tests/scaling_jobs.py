@@ -28,10 +28,25 @@ class Rows(Dataset):
         return self.x[i], self.x[i, :1]
 
 
-class Net(nn.Module):
-    """Three layers, repeated to take some milliseconds; `forward` may sleep."""
+class Device(torch.autograd.Function):
+    """Takes a time in the forward pass, and twice that in the backward pass, whatever else runs on this machine."""
 
-    def __init__(self, seconds=0.0, work=1):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+
+class Net(nn.Module):
+    """Three layers on a device that takes `work` seconds for them; `forward` may sleep besides."""
+
+    def __init__(self, seconds=0.0, work=0.0):
         super().__init__()
         self.seconds, self.work = seconds, work
         self.layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
@@ -39,7 +54,8 @@ class Net(nn.Module):
     def forward(self, x):
         if self.seconds:
             time.sleep(self.seconds)
-        return sum(self.layers(x) for _ in range(self.work)) / self.work
+        x = self.layers(x)
+        return Device.apply(x, self.work) if self.work else x
 
 
 class SleepyCallback(Callback):
@@ -53,10 +69,12 @@ class SlowLinks(Callback):
     """Has DDP use a hook that sleeps by the bytes it reduces."""
 
     order = 12
+    known = None
 
     def before_train(self):
-        if world.world_size() == 1:
+        if world.world_size() == 1 or self.model is self.known:
             return
+        self.known = self.model
 
         def hook(state, bucket):
             time.sleep(bucket.buffer().nbytes / BYTES_PER_SECOND)
@@ -71,11 +89,11 @@ PART_OF = {
 }  # fmt: skip
 
 
-def make_learner(fault="none", rank=1, workers=0, work=1, **kwargs):
+def make_learner(fault="none", rank=1, workers=0, work=0.0, n=512, **kwargs):
     """A learner with a fault of `PART_OF` on one rank; 'links' is one of all ranks."""
     mine = fault if world.rank() == rank or fault == "links" else "none"
     torch.manual_seed(0)
-    data = Rows(SECONDS if mine == "dataset" else 0.0)
+    data = Rows(SECONDS if mine == "dataset" else 0.0, n)
     dls = DataLoaders(DataLoader(data, 8, shuffle=True, num_workers=workers), DataLoader(data, 8), device="cpu")
     model = Net(SECONDS if mine == "forward" else 0.0, work * (2 if mine == "twice" else 1))
     if mine == "backward":

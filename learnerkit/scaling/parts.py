@@ -294,7 +294,7 @@ def slowest(ranks: Sequence[Steps]) -> Slowest | None:
     }
     part = max(excess, key=lambda name: excess[name])
     total = sum(x for x in excess.values() if x > 0)
-    if excess[part] < 0.75 * total:  # a slower device is slower in all that it computes
+    if excess[part] < 0.8 * total:  # a slower device is slower in all that it computes
         part = ""
     return Slowest(rank, part, excess[part] if part else total, cost)
 

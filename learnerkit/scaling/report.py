@@ -140,7 +140,7 @@ class ScalingReport:
             f"one process alone takes {_ms(seconds)} for {samples:g} samples, so {self.ranks} are {times:.2f} times as "
             f"fast (efficiency {self.efficiency:.0%})"
         )
-        if times < 1.05:
+        if times < 1 + GAIN and self.slowest is None:
             yield "so one process does as well: a step is too short for what its gradients cost to exchange"
 
     def _slowest_rank(self) -> Iterator[str]:
@@ -407,8 +407,9 @@ class _Making:
         saves = {name: 1 - seconds / report.seconds for name, seconds in report.without.items()}
         if saves.get("input", 0.0) > GAIN:
             cores = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-            for n in sorted({2, 4, 8, cores} - {getattr(dls.train, "num_workers", 0)}):
-                if n <= max(2, cores) and (dl := with_workers(dls.train, n)) is not None:
+            for n in (2, 4, 8):
+                new = n != getattr(dls.train, "num_workers", n) and n <= max(2, cores)
+                if new and (dl := with_workers(dls.train, n)) is not None:
                     yield f"num_workers={n}", lambda dl=dl: (_training_on(dls, dl), 1)
         if self.ranks > 1 and saves.get("network", 0.0) > GAIN:
             yield from self._network_advice(report)

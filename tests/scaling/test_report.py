@@ -48,7 +48,7 @@ def test_everything_is_as_it_was(fails, capsys):
 
 
 def test_it_says_where_the_time_goes_and_can_be_read_again(capsys):
-    report = job(work=2).scaling_report(4, advice=False)
+    report = job().scaling_report(4, advice=False)
     said = capsys.readouterr().out
     assert said.strip() == str(report).strip()
     assert "1 process on cpu: a step of 8 samples takes" in said
@@ -60,6 +60,7 @@ def test_it_says_where_the_time_goes_and_can_be_read_again(capsys):
     assert "+0%" in report.compare(report)
 
 
+@pytest.mark.slow
 def test_slow_input_is_seen_and_workers_help(capsys):
     report = job("dataset", rank=0).scaling_report(6)
     assert max(report.parts, key=lambda name: report.parts[name]) == "waiting for input"
