@@ -2,7 +2,7 @@
 
 import warnings
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -1278,7 +1278,7 @@ def train(learn: Learner, options: dict) -> dict:
     model = type(learn.model)
     with learn.no_logging(), learn.no_bar(), learn.distrib_ctx(split_batches=True, timeout=30, **options):
         learn.fit(2)
-        preds = learn.get_preds()
+        preds = [asdict(each) if isinstance(each, Output) else each for each in learn.get_preds()]
     assert type(learn.model) is model, learn.model
     state = dict(learn.model.state_dict())
     if isinstance(learn.loss_func, nn.Module):

@@ -343,7 +343,7 @@ def test_t9_a_second_resume_within_an_epoch_and_one_in_the_next():
 
 def test_rows_read_at_once_and_a_second_fit():
     """In the second fit the order is another one; what came before it does not matter."""
-    data = TensorDataset(torch.arange(4.0 * N, dtype=torch.float64).reshape(N, 4), torch.zeros(N, 1))
+    data = TensorDataset(torch.arange(4.0 * N, dtype=torch.float64).reshape(N, 4), torch.zeros(N, 1).double())
 
     def make():
         return DataLoaders.from_datasets(data, bs=4, device="cpu")
