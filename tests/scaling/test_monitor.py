@@ -45,6 +45,7 @@ def test_the_slowest_rank_is_a_column():
     assert world.same_everywhere(row)
 
 
+@pytest.mark.soak
 @pytest.mark.ranks(2)
 def test_it_costs_less_than_a_hundredth_of_a_step():
     """Of 10 ms: the time on the processor of everything that it does, exchanges too."""
