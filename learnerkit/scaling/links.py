@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from learnerkit import world
 from learnerkit.parallel.forks import join_forks, run_in_forks
@@ -133,13 +134,30 @@ def all_reduce_seconds(
     return near * link.latency + far * inter.latency + carried / slowest
 
 
+def ddp_buckets(gradients: Iterable[int], cap_mb: float | None = None) -> list[int]:
+    """Bytes of the buckets in which DDP averages gradients, in the order in which they leave.
+
+    Args:
+        gradients: bytes of each, in the order of the parameters; backward comes to the last ones first.
+        cap_mb: DDP's `bucket_cap_mb`; `None`: 1 MB for the first bucket, and 25 for the others.
+    """
+    found, cap = [0], cap_mb or 1.0
+    for size in reversed(list(gradients)):
+        if found[-1] >= cap * 2**20:
+            found.append(0)
+            cap = cap_mb or 25.0
+        found[-1] += size
+    return found
+
+
 # The measurement
 
 
 def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Link:
-    """Measure the link of this group, with the all-reduce that gradients take; every rank must reach this.
+    """Measure the link of this group, as DDP averages the gradients; every rank must reach this.
 
-    On a group of several machines this is the slowest link in it.
+    That is an all-reduce, and to copy its bytes into a bucket and back. On a group of several machines this is the
+    slowest link in it. On an accelerator a short wait for it is in the latency.
 
     Args:
         device: of the gradients.
@@ -199,8 +217,13 @@ def _measure(device: torch.device, sizes: Sequence[int], load: Callable[[], obje
     All ranks leave an all-reduce together. So of each turn the largest load over the ranks counts, and the smallest
     all-reduce: that of the last rank to come, in which there is no waiting for others.
     """
-    group = world.group("gradients", device.type)
-    tensors = [torch.zeros(max(1, size // 4), device=device) for size in sizes]
+    group, n = world.group("gradients", device.type), world.world_size()
+    pairs = [torch.zeros(2, max(1, size // 4), device=device) for size in sizes]
+
+    def average(gradients: Tensor, bucket: Tensor) -> None:  # what DDP does
+        bucket.copy_(gradients).div_(n)
+        dist.all_reduce(bucket, group=group)
+        gradients.copy_(bucket)
 
     def timed(call: Callable[[], object]) -> float:
         start = time.perf_counter()
@@ -210,7 +233,7 @@ def _measure(device: torch.device, sizes: Sequence[int], load: Callable[[], obje
         return time.perf_counter() - start
 
     def turn() -> list[tuple[float, float]]:
-        return [(timed(load), timed(partial(dist.all_reduce, x, group=group))) for x in tensors]
+        return [(timed(load), timed(partial(average, *pair))) for pair in pairs]
 
     turns = [turn() for _ in range(int(world.reduce(_repetitions(turn), "min")))]
     found = torch.tensor(world.all_gather(turns), dtype=torch.float64)  # ranks, turns, sizes, (load, all-reduce)

@@ -1,17 +1,24 @@
 """The measurement of a link: by collectives that take a known time, and by real ones."""
 
 import fcntl
+import itertools
 import math
 import os
 import time
+from statistics import median
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import Ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 from learnerkit import world
 from learnerkit.scaling import links
-from learnerkit.scaling.links import Link, all_reduce_seconds, measure_link, measure_pair
+from learnerkit.scaling.forecast import forecast
+from learnerkit.scaling.links import Link, all_reduce_seconds, ddp_buckets, measure_link, measure_pair
 
 CPU = torch.device("cpu")
 
@@ -85,3 +92,77 @@ def test_what_fails_in_one_of_them_is_told():
 def test_on_several_ranks_the_other_measurement_is_named():
     with pytest.raises(RuntimeError, match="measure_link"):
         measure_pair(lambda: None)
+
+
+# The forecast against what happens
+
+
+WIDTHS = {"small": (32, 64, 10), "million": (784, 800, 512, 40)}
+
+
+def training_step(widths, **options):
+    """One step of a hand-written loop, with DDP if there are options for it; and the model inside."""
+    torch.manual_seed(0)
+    layers = [layer for i, o in itertools.pairwise(widths) for layer in (nn.Linear(i, o), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1])
+    outer = DistributedDataParallel(model, **options) if options else model
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    x, y = torch.randn(32, widths[0]), torch.randint(widths[-1], (32,))
+
+    def step():
+        nn.functional.cross_entropy(outer(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+
+    return step, outer
+
+
+def buckets(model, **options):
+    return ddp_buckets((p.numel() * p.element_size() for p in model.parameters()), **options)
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_cut_into_buckets_as_ddp_cuts_them():
+    for widths, cap in (((784, 800, 512, 40), None), ((784, 800, 512, 40), 2), ((600,) * 9, 3), ((32, 64, 10), None)):
+        step, ddp = training_step(widths, bucket_cap_mb=cap, process_group=world.group("gradients"))
+        seen = []
+
+        def hook(state, bucket, seen=seen):
+            seen.append(4 * bucket.buffer().numel())
+            return default_hooks.allreduce_hook(None, bucket)
+
+        ddp.register_comm_hook(None, hook)
+        step()  # DDP makes the buckets again after the first step
+        seen.clear()
+        step()
+        # Of a layer's weight and bias either may be ready first.
+        assert seen == pytest.approx(buckets(ddp.module, cap_mb=cap), abs=4 * max(widths))
+
+
+def seconds_of_a_step(widths):
+    step, _ = training_step(widths, process_group=world.group("gradients"))
+    for _ in range(10):
+        step()
+    world.barrier()
+    end, took = time.perf_counter() + 1, []
+    while world.reduce(time.perf_counter(), "max") < end:
+        for _ in range(10):
+            start = time.perf_counter()
+            step()
+            took.append(time.perf_counter() - start)
+    return median(took)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", WIDTHS)
+def test_the_step_of_two_ranks_is_forecast_from_one(rank_pools, name):
+    ratios = []
+    for _ in range(9):  # for an idle machine; a busy one differs between the two
+        step, model = training_step(WIDTHS[name])
+        sent = buckets(model)
+        link, shared = measure_pair(step, (1024, sum(sent) // 4, sum(sent)))
+        expected = forecast(shared.seconds, sent, link, ranks=[2]).rows[1].step
+        found = rank_pools.run(Ranks(2), seconds_of_a_step, widths=WIDTHS[name])
+        ratios.append(expected / max(found))
+    print(f"forecast over measured, {name}: {sorted(round(ratio, 2) for ratio in ratios)}")
+    assert median(ratios) == pytest.approx(1, abs=0.15)
