@@ -139,30 +139,28 @@ def test_gradients_are_cut_into_buckets_as_ddp_cuts_them():
         assert seen == pytest.approx(buckets(ddp.module, cap_mb=cap), abs=4 * max(widths))
 
 
-def seconds_of_a_step(widths):
+def seconds_of_a_step(widths, n):
     step, _ = training_step(widths, process_group=world.group("gradients"))
-    for _ in range(10):
+    took = []
+    for _ in range(10 + n):
+        start = time.perf_counter()
         step()
-    world.barrier()
-    end, took = time.perf_counter() + 1, []
-    while world.reduce(time.perf_counter(), "max") < end:
-        for _ in range(10):
-            start = time.perf_counter()
-            step()
-            took.append(time.perf_counter() - start)
-    return median(took)
+        took.append(time.perf_counter() - start)
+    return median(took[10:])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", WIDTHS)
 def test_the_step_of_two_ranks_is_forecast_from_one(rank_pools, name):
+    if os.getloadavg()[0] > 1.5:
+        pytest.skip("times of two moments are compared, for which the machine must be idle")
     ratios = []
-    for _ in range(9):  # for an idle machine; a busy one differs between the two
+    for _ in range(9):
         step, model = training_step(WIDTHS[name])
         sent = buckets(model)
         link, shared = measure_pair(step, (1024, sum(sent) // 4, sum(sent)))
         expected = forecast(shared.seconds, sent, link, ranks=[2]).rows[1].step
-        found = rank_pools.run(Ranks(2), seconds_of_a_step, widths=WIDTHS[name])
+        found = rank_pools.run(Ranks(2), seconds_of_a_step, widths=WIDTHS[name], n=100)
         ratios.append(expected / max(found))
     print(f"forecast over measured, {name}: {sorted(round(ratio, 2) for ratio in ratios)}")
     assert median(ratios) == pytest.approx(1, abs=0.15)
