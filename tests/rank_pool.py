@@ -288,6 +288,9 @@ def run(file: str, module: str, name: str, kwargs: dict, folder: str, filters: S
         shown = error.with_traceback(error.__traceback__.tb_next)
         return "".join(traceback.format_exception(shown)), None
     finally:
+        for value in kwargs.values():
+            if hasattr(value, "undo"):  # a MonkeyPatch, which is here a copy of the fixture's
+                value.undo()
         sys.stdout.flush()
         sys.stderr.flush()
 

