@@ -124,9 +124,12 @@ def _start_momenta_late(opt: SGD) -> None:
             return
         waiting = False
         for group in opt.param_groups:
+            if not group["momentum"]:
+                waiting = True  # it may get one later
+                continue
             old = [p for p in group["params"] if opt.state[p].get("momentum_buffer") is not None]
             waiting |= len(old) < len(group["params"])
-            if group["momentum"] and len(old) < len(group["params"]):
+            if len(old) < len(group["params"]):
                 known = {id(p) for p in old}
                 new = [p for p in group["params"] if p.grad is not None and id(p) not in known]
                 if new and any(p.grad is not None for p in old):

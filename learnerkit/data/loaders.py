@@ -261,9 +261,9 @@ class Unpacker:
         # This runs at every step, so the usual batch, a pair of tensors on the device already, gets a fast path.
         if self._pairs and type(batch) in (tuple, list) and len(batch) == 2:
             x, y = batch
-            if type(x) is type(y) is Tensor and x.device == self.device == y.device and x.ndim and y.ndim:
+            if type(x) is type(y) is Tensor and x.device == self.device == y.device and x.ndim:
                 rows = len(x)
-                if rows == len(y) and drawn in (None, rows):
+                if rows == drawn or (drawn is None and y.ndim and rows == len(y)):
                     return batch, (x,), (y,), rows
         batch, inputs, targets = self.split(batch)
         return batch, inputs, targets, self._count(batch, drawn)

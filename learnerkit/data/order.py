@@ -13,6 +13,8 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from learnerkit import world
@@ -94,14 +96,20 @@ def seeded_samplers(dl: Any, seed: int) -> Iterator[None]:
 
 # Samplers that never draw from the global generators once `seeded_samplers` has given them a generator.
 _SEEDED = (BatchSampler, IndexBatches, SequentialSampler, DistributedSampler)
+_LENT = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # which `seeded_samplers` gives one
 
 
-def draws_globally(dl: Any) -> bool:
-    """Tell whether a sampler behind a map-style loader may draw from the global generators."""
+def draws_globally(dl: Any, seeded: bool = False) -> bool:
+    """Tell whether a sampler behind a map-style loader may draw from the global generators.
+
+    Args:
+        seeded: when it is read, it will be inside `seeded_samplers`.
+    """
     if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset):
         return False
+    own = (*_SEEDED, *_LENT) if seeded else _SEEDED
     samplers = (s for s in samplers_of(dl) if not isinstance(s, Numbered))
-    return any(type(s) not in _SEEDED and getattr(s, "generator", None) is None for s in samplers)
+    return any(type(s) not in own and getattr(s, "generator", None) is None for s in samplers)
 
 
 def states_at_start(dl: Any) -> tuple:

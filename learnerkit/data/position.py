@@ -195,7 +195,7 @@ class Position:
             if isinstance(self._source, DataLoader) and self._source.num_workers:
                 dl = self._ahead = Ahead(dl)
             return dl
-        own = draws_globally(dl)
+        own = draws_globally(dl, seeded=True)
         if own or self._quiet:
             dl = dls.twin(dl, training=True, always=True)
         self._draws = next((s for s in samplers_of(dl) if isinstance(s, Draws)), None)
