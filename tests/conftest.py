@@ -35,16 +35,33 @@ def pytest_xdist_make_scheduler(config, log):
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            return "ranks" if re.search(r"-ranks|_on_ranks\.py", nodeid) else super()._split_scope(nodeid)
+            return "ranks" if runs_on_ranks(nodeid) else super()._split_scope(nodeid)
 
+    config.option.loadscopereorder = False  # in the order of the tests, rather than by how many a file has
     return Scheduling(config, log)
+
+
+LONG = ("checkpoints/test_faults.py", "test_docs.py", "notebook/test_kernel.py", "launch/test_*.py", "test_strays.py")
+
+
+def place_of(item):
+    """Where a test stands: with several processes of tests, what takes long must not begin last."""
+    if item.path.match("preflight/test_ranks.py"):
+        return 0  # a process in which torch's compiler has trained cannot be forked, as check_distributed does
+    if runs_on_ranks(item.nodeid):
+        return 1
+    return 2 if any(item.path.match(name) for name in LONG) else 3
+
+
+def runs_on_ranks(nodeid):
+    """Tell whether a test runs on ranks, by its name."""
+    return re.search(r"-ranks|_on_ranks\.py", nodeid) is not None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Order the tests; what is marked `soak` is not for `pytest -m slow`, even if one of its parameters is slow."""
-    # A process in which torch's compiler has trained cannot be forked any more, as check_distributed does.
-    items.sort(key=lambda item: item.path.match("preflight/test_ranks.py"), reverse=True)
+    items.sort(key=place_of)
     for item in items:
         if item.get_closest_marker("soak"):
             item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
