@@ -37,7 +37,8 @@ def pytest_xdist_make_scheduler(config, log):
         def _split_scope(self, nodeid):
             return "ranks" if runs_on_ranks(nodeid) else super()._split_scope(nodeid)
 
-    config.option.loadscopereorder = False  # in the order of the tests, rather than by how many a file has
+    if config.option.markexpr == "slow":
+        config.option.loadscopereorder = False  # in the order of the tests, rather than by how many a file has
     return Scheduling(config, log)
 
 
