@@ -93,7 +93,7 @@ def reduction_check(wrapper: DistributedDataParallel) -> Callable[[], None]:
     return wrapper.reducer._check_reducer_finalized
 
 
-def call_after_backward(call: Callable[[], None]) -> None:
+def call_after_backward(call: Callable[[], Any]) -> None:
     """Have the autograd engine call this at the end of the backward pass that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 

@@ -29,12 +29,10 @@ class RunImage(NamedTuple):
     Attributes:
         state: alike on all ranks.
         own: this rank's.
-        counters: how far the fit has come.
     """
 
     state: dict[str, Any]
     own: dict[str, Any]
-    counters: dict[str, Any]
 
 
 # Taking it
@@ -68,8 +66,7 @@ def image(learn: "Learner") -> RunImage:
         "callbacks": own,
         "alone": alone,
     }
-    counters = {"epoch": learn.epoch, "train_iter": learn.train_iter, "pct_train": learn.pct_train}
-    return RunImage(state, mine, counters)
+    return RunImage(state, mine)
 
 
 def _state_of(cb: Callback) -> dict[str, Any]:
@@ -171,7 +168,8 @@ class Restorer:
         info = self.checkpoint.info
         learn.train_iter = info["train_iter"]
         if learn.n_epoch and info["n_epoch"]:  # a budget of steps counts for itself
-            learn.pct_train = info["pct_train"] * info["n_epoch"] / learn.n_epoch
+            same = learn.n_epoch == info["n_epoch"]  # then exactly what it was, without a rounding
+            learn.pct_train = info["pct_train"] * (1 if same else info["n_epoch"] / learn.n_epoch)
         for cb in learn.cbs:
             if isinstance(cb, StepBudget):
                 cb.load_state_dict({"steps": info["step"], "open": False})

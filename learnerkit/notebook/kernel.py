@@ -31,7 +31,7 @@ from learnerkit.launch.environment import LOOPBACK, Topology, rank_environment
 from learnerkit.launch.supervise import kill_group
 from learnerkit.notebook import settings, transfer
 from learnerkit.notebook.pickling import load_error
-from learnerkit.parallel.distributed import OWN_DEVICE, DistributedCallback
+from learnerkit.parallel.distributed import OWN_DEVICE, DistributedCallback, member_of
 from learnerkit.text import killed_by
 from learnerkit.utils import front_end, ipython_shell, warn
 
@@ -60,7 +60,7 @@ def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> An
         ValueError: the learner is distributed already; or `nproc` is not a number of processes, is more than there are
             accelerators, or is given in a script, whose processes a launcher starts.
     """
-    if learn._workers is not None or any(isinstance(cb, DistributedCallback) for cb in learn.cbs):
+    if learn._workers is not None or member_of(learn.cbs) is not None:
         raise ValueError("the learner is distributed already (to_distributed or an outer distrib_ctx)")
     callback = DistributedCallback(**kwargs)
     if nproc is not None and (not isinstance(nproc, int) or nproc < 1):

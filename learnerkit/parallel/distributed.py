@@ -1,7 +1,7 @@
 """DistributedDataParallel for as long as a fit lasts: what it compares, wraps and shares out, and puts back."""
 
 import os
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -433,9 +433,14 @@ class _BatchHook(Callback):
         return "DistributedCallback"
 
 
+def member_of(cbs: Iterable[Callback]) -> DistributedCallback | None:
+    """Return the callback by which a learner is one of several ranks, if there is one."""
+    return next((cb for cb in cbs if isinstance(cb, DistributedCallback)), None)
+
+
 def warn_outside_context(learn: "Learner") -> None:
     """Warn, once for a learner, that several processes are about to train the same thing, each for itself."""
-    distributed = any(isinstance(cb, DistributedCallback) for cb in learn.cbs)
+    distributed = member_of(learn.cbs) is not None
     if world.world_size() > 1 and world.is_main() and not distributed and not learn._told_outside:
         learn._told_outside = True
         warn(
@@ -447,7 +452,7 @@ def warn_outside_context(learn: "Learner") -> None:
 @contextmanager
 def agreement_for(learn: "Learner", what: str) -> Iterator[None]:
     """Enter an `Agreement` for the call `what`, where a run is one of several ranks and not inside another."""
-    member = next((cb for cb in learn.cbs if isinstance(cb, DistributedCallback)), None)
+    member = member_of(learn.cbs)
     if member is None or world.world_size() == 1 or learn._agreement is not None:
         yield
         return

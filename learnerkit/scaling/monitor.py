@@ -1,16 +1,13 @@
 """The lasting form of the scaling report: how fast all ranks are, how much they wait, and which is the slowest."""
 
-from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from learnerkit import arguments, world
 from learnerkit.callback import Callback
-from learnerkit.callbacks.debugging import LoaderView
-from learnerkit.torch_internals import call_after_backward
+from learnerkit.scaling.parts import WatchedLoader, call_when_ready
 
 
 class ScalingMonitor(Callback):
@@ -37,7 +34,7 @@ class ScalingMonitor(Callback):
         super().__init__()
         arguments.check_count("every", every, "a number of steps")
         self.every = every
-        self._since = self._input = self._exposed = 0.0
+        self._since = self._asked = self._input = self._exposed = 0.0
         self._samples = self._steps = 0
         self._ready: Any = None
         self._pairs: list[tuple[Any, Any]] = []
@@ -45,21 +42,13 @@ class ScalingMonitor(Callback):
 
     def before_train(self) -> None:
         learn = self.learn
-        learn.dl = _WaitedFor(learn.dl, self)
+        learn.dl = WatchedLoader(learn.dl, self._ask, self._get)
         self._busy = torch.zeros(world.world_size() if learn._sharded else 1, dtype=torch.float64)
         self._clear()
 
     def before_backward(self) -> None:
-        learn, loss = self.learn, self.learn.loss_grad
         self._ready = None
-        if learn._sharded and learn._step_due:
-            if not learn.batch_size:  # it has nothing to compute
-                self._note_ready()
-            elif isinstance(loss, Tensor) and loss.requires_grad:
-                loss.register_hook(self._note_pass)
-
-    def _note_pass(self, _: Tensor) -> None:
-        call_after_backward(self._note_ready)  # before DDP's own wait, which is asked for later
+        call_when_ready(self.learn, self._note_ready)
 
     def _note_ready(self) -> None:
         self._ready = self._stamp()
@@ -114,23 +103,8 @@ class ScalingMonitor(Callback):
         self._samples = self._steps = 0
         self._pairs = []
 
+    def _ask(self) -> None:
+        self._asked = perf_counter()
 
-class _WaitedFor(LoaderView):
-    """A loader whose batches are waited for under a monitor."""
-
-    def __init__(self, dl: Any, monitor: ScalingMonitor) -> None:
-        super().__init__(dl)
-        self.monitor = monitor
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator:
-        batches, monitor, end = iter(self.loader), self.monitor, object()
-        while True:
-            start = perf_counter()
-            batch = next(batches, end)
-            monitor._input += perf_counter() - start
-            if batch is end:
-                return
-            yield batch
+    def _get(self) -> None:
+        self._input += perf_counter() - self._asked

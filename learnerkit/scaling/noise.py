@@ -17,7 +17,7 @@ from learnerkit.data.batches import in_float32, likely_sizes, map_batch
 from learnerkit.events import CancelException
 from learnerkit.gradient_mean import host_count
 from learnerkit.host_scalars import HostScalars
-from learnerkit.parallel import DistributedCallback
+from learnerkit.parallel.distributed import member_of
 from learnerkit.snapshot import restorer, trial
 from learnerkit.torch_internals import BatchNorm
 from learnerkit.utils import add_note_once, unbound, unwrap
@@ -173,7 +173,7 @@ class GradientNoiseScale(Callback):
 
     def _check(self) -> None:
         learn = self.learn
-        ranks = next((cb for cb in learn.cbs if isinstance(cb, DistributedCallback) and learn._sharded), None)
+        ranks = member_of(learn.cbs) if learn._sharded else None
         several = "a _backward of its own" if learn._overrides("_backward") else ""
         if ranks is not None and ranks.wrap_names:
             several = f"wrap={ranks.wrap_names}"

@@ -181,36 +181,27 @@ class Stopwatch(Clock):
 
     def _attach(self) -> None:
         learn = self.learn
-        learn.dl = _TimedLoader(learn.dl, self)
+        learn.dl = WatchedLoader(learn.dl, partial(self.enter, INPUT), partial(self.enter, COPY))
         step = learn._gradient
         if learn._sharded:  # a learner with a backward pass of its own exchanges counts before it
             step.reduce_counts = self.timed(REDUCE, step.reduce_counts)
 
     def _begin_backward(self) -> None:
-        learn = self.learn
         self.enter(BACKWARD)
-        if not learn._sharded or not learn._step_due:
-            return
-        if not learn.batch_size:  # it has nothing to compute, only to wait for
-            self.enter(REDUCE)
-        elif isinstance(learn.loss_grad, Tensor) and learn.loss_grad.requires_grad:
-            learn.loss_grad.register_hook(self._note_pass)
-
-    def _note_pass(self, _: Tensor) -> None:
-        "A backward pass begins. What is called at its end in the order of asking is first this, then DDP's waiting."
-        self.enter(BACKWARD)
-        call_after_backward(self._end_pass)
-
-    def _end_pass(self) -> None:
-        self.enter(REDUCE)
+        call_when_ready(self.learn, partial(self.enter, REDUCE), begins=partial(self.enter, BACKWARD))
 
 
-class _TimedLoader(LoaderView):
-    """A loader whose batches are waited for under a stopwatch."""
+class WatchedLoader(LoaderView):
+    """A loader that says when its batches are waited for.
 
-    def __init__(self, dl: Any, watch: Stopwatch) -> None:
+    Args:
+        dl: the loader.
+        before, after: called when the wait for a batch, or for the end, begins and when it is over.
+    """
+
+    def __init__(self, dl: Any, before: Callable[[], object], after: Callable[[], object]) -> None:
         super().__init__(dl)
-        self.watch = watch
+        self.before, self.after = before, after
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -218,14 +209,36 @@ class _TimedLoader(LoaderView):
     def __iter__(self) -> Iterator:
         batches = iter(self.loader)
         while True:
-            self.watch.enter(INPUT)
+            self.before()
             try:
                 batch = next(batches)
             except StopIteration:
                 return
             finally:
-                self.watch.enter(COPY)
+                self.after()
             yield batch
+
+
+def call_when_ready(learn: "Learner", ready: Callable[[], Any], begins: Callable[[], Any] = lambda: None) -> None:
+    """Have `ready` called when this rank's last bucket of a step is, before it waits for the others; before a pass.
+
+    Args:
+        learn: the learner; alone, or before the last batch of a step, nothing is called.
+        ready: called at the end of each backward pass.
+        begins: called when one begins.
+    """
+
+    def begin(_: Tensor) -> None:
+        begins()
+        call_after_backward(ready)  # what is called at the end, in the order of asking: first this, then DDP's waiting
+
+    loss = learn.loss_grad
+    if not learn._sharded or not learn._step_due:
+        return
+    if not learn.batch_size:  # it has nothing to compute, only to wait for
+        ready()
+    elif isinstance(loss, Tensor) and loss.requires_grad:
+        loss.register_hook(begin)
 
 
 def name_of(cb: Callback, event: str) -> str:

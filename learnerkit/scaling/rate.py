@@ -12,7 +12,7 @@ from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.data.batches import likely_sizes, loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import samplers_of
-from learnerkit.parallel.distributed import DistributedCallback
+from learnerkit.parallel.distributed import member_of
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.utils import listify
 
@@ -70,7 +70,7 @@ def _ranks(learn: "Learner", cbs: list) -> tuple[int, bool, bool]:
     if learn._workers is not None:  # of a notebook
         options = learn._workers.options
         return learn._workers.nproc, options.get("split_batches", False), options.get("sharded", False)
-    member = next((cb for cb in cbs if isinstance(cb, DistributedCallback)), None)
+    member = member_of(cbs)
     if member is None or world.world_size() == 1:
         return 1, False, False
     return world.world_size(), member.split_batches, member.dataset_is_sharded

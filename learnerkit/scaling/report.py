@@ -12,6 +12,7 @@ from learnerkit import arguments, parallel, world
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.recorder import pyplot
 from learnerkit.data.loaders import DataLoaders
+from learnerkit.parallel.distributed import member_of
 from learnerkit.scaling.parts import (
     ALARM,
     BACKWARD,
@@ -297,16 +298,12 @@ def scaling_report(
             "that the report would take its batches from the fit; pass a DataLoader or a class with __iter__"
         )
     parallel.warn_outside_context(learn)
-    together = world.world_size() > 1 and _member(learn) is not None
+    together = world.world_size() > 1 and member_of(learn.cbs) is not None
     with nullcontext() if together else world.alone():
         report = _Making(learn, n_steps, seconds).run(advice)
     if show and world.is_main():
         print(report, flush=True)
     return report
-
-
-def _member(learn: "Learner") -> parallel.DistributedCallback | None:
-    return next((cb for cb in learn.cbs if isinstance(cb, parallel.DistributedCallback)), None)
 
 
 class _Making:
@@ -425,7 +422,7 @@ class _Making:
             yield f"batches of {dl.batch_size}", lambda dl=dl: (_training_on(dls, dl), 1)
 
     def _network_advice(self, report: ScalingReport) -> Iterator[tuple[str, Callable]]:
-        learn, member = self.learn, cast(parallel.DistributedCallback, _member(self.learn))
+        learn, member = self.learn, cast(parallel.DistributedCallback, member_of(self.learn.cbs))
         if not hasattr(learn, "gradient_accumulation"):
             for n in (2, 4):
                 added = GradientAccumulation(n_batches=n)

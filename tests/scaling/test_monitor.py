@@ -61,7 +61,7 @@ def test_it_costs_less_than_a_hundredth_of_a_step():
         return run
 
     monitor, learn = ScalingMonitor(every=10), job()
-    for name in ("before_backward", "_note_pass", "_note_ready", "after_backward", "after_batch", "after_train"):
+    for name in ("_ask", "_get", "before_backward", "_note_ready", "after_backward", "after_batch", "after_train"):
         setattr(monitor, name, timed(getattr(monitor, name)))
     with learn.no_logging(), learn.distrib_ctx():
         learn.fit(2, cbs=monitor)
