@@ -991,8 +991,9 @@ class Learner(RunState):
 
     @on_workers
     def scaling_report(
-        self, n_steps: int = 20, *, advice: bool = True, seconds: float = 120.0, show: bool = True
-    ) -> "ScalingReport":
+        self, n_steps: int = 20, *, advice: bool = True, forecast: bool = True, seconds: float = 120.0,
+        show: bool = True,
+    ) -> "ScalingReport":  # fmt: skip
         """Run some training steps, and say where their time goes on each rank and what would make them faster.
 
         The parts of a step are measured; then steps are run without the network, without input, and in one process
@@ -1002,6 +1003,8 @@ class Learner(RunState):
         Args:
             n_steps: the steps of each trial, after a few that do not count.
             advice: try what may help.
+            forecast: measure the link between ranks, and forecast a step on other numbers of them. One process on the
+                CPU starts two for it, which are forks of it.
             seconds: after which nothing new is tried.
             show: print the report on rank 0.
 
@@ -1012,9 +1015,9 @@ class Learner(RunState):
             RuntimeError: called while something runs.
             ValueError: `n_steps` below 2, or a loader that can be read only once.
         """
-        from learnerkit.scaling.report import scaling_report  # here, as most fits never need it
+        from learnerkit.scaling.making import scaling_report  # here, as most fits never need it
 
-        return scaling_report(self, n_steps, advice=advice, seconds=seconds, show=show)
+        return scaling_report(self, n_steps, advice=advice, forecast=forecast, seconds=seconds, show=show)
 
     def show_training_loop(self) -> None:
         """Print the loop, and at each event the callbacks that run there, in order."""

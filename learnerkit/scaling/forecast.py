@@ -4,9 +4,10 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from learnerkit.arguments import check_count, check_positive
+from learnerkit.callbacks.recorder import pyplot
 from learnerkit.scaling.links import Link, all_reduce_seconds
 
 WORTH = 0.5
@@ -20,10 +21,10 @@ class Row(NamedTuple):
         ranks: how many.
         machines: that they are on.
         step: seconds of a step.
-        waiting: seconds of it in which a rank waits for gradients to be averaged.
+        waiting: seconds of it that the averaging of gradients takes longer than the backward pass.
         efficiency: how much of its time a rank uses as one rank alone does: the step of one rank over this one.
         samples: a second, on all ranks; `None` if the batch is not known.
-        time: to the same loss, as a share of what one rank takes; without a noise scale, through the same samples.
+        time: to the same loss, as a share of what one rank takes; without a noise scale, for the same samples.
     """
 
     ranks: int
@@ -66,8 +67,8 @@ class Forecast:
         return f"{self.in_words()}\n\n{self.table()}"
 
     def in_words(self) -> str:
-        """Return what it comes to in a few sentences."""
-        goal = "to the same loss" if self.noise is not None else "through the same samples"
+        """Return what it comes to in a few sentences, each on a line."""
+        goal = self._goal
         best = next(row for row in self.rows if row.ranks == self.best)
         more = next((row for row in self.rows if row.ranks > self.best), None)
         rule = f"each added rank would bring less than {self.worth:.0%} of what one rank does alone"
@@ -86,7 +87,7 @@ class Forecast:
             said.append(f"With {more.ranks} {rule}: {more.speed:.1f} times as fast as one.")
         if more is not None and more.waiting > more.step / 2:
             said.append(f"Of a step on {more.ranks} ranks {more.waiting / more.step:.0%} is waiting for the network.")
-        return " ".join(said)
+        return "\n".join(said)
 
     def table(self) -> str:
         """Return the rows as text."""
@@ -104,15 +105,39 @@ class Forecast:
     def to_json(self) -> str:
         """Return all of it as JSON; the keys are the attributes' names, what is unlimited is null."""
 
-        def finite(x: float | None) -> float | None:
-            return None if x is None or math.isinf(x) else x
+        links = {"link": self.link.as_json(), "inter": self.inter and self.inter.as_json()}
+        noise = None if self.noise is None or math.isinf(self.noise) else self.noise
+        return json.dumps(vars(self) | links | {"rows": [row._asdict() for row in self.rows], "noise": noise})
 
-        rows = [row._asdict() for row in self.rows]
-        links = {
-            name: None if link is None else link._asdict() | {"bandwidth": finite(link.bandwidth)}
-            for name, link in (("link", self.link), ("inter", self.inter))
-        }
-        return json.dumps(vars(self) | links | {"rows": rows, "noise": finite(self.noise)})
+    def plot(self, ax: Any = None) -> Any:
+        """Draw how many times as fast as one rank each number of ranks is, and which number is worth it.
+
+        Args:
+            ax: where to draw; by default a new figure.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        if ax is None:
+            ax = pyplot("plot").subplots(figsize=(5, 3.2), layout="constrained")[1]
+        ranks = [row.ranks for row in self.rows]
+        ax.plot(ranks, ranks, color="0.7", linestyle=":", label="each rank counts as one")
+        ax.plot(ranks, [row.speed for row in self.rows], "o-", label="forecast")
+        ax.axvline(self.best, color="C2", linestyle="--", linewidth=0.8, label=f"worth it: {self.best}")
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log", base=2)
+        ax.set_xticks(ranks, map(str, ranks))
+        ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        ax.set(xlabel="ranks", ylabel=f"times as fast {self._goal}")
+        ax.legend(frameon=False)
+        return ax
+
+    @property
+    def _goal(self) -> str:
+        return "to the same loss" if self.noise is not None else "for the same samples"
 
 
 def forecast(
@@ -122,6 +147,7 @@ def forecast(
     *,
     ranks: Sequence[int] = (1, 2, 4, 8, 16),
     hidden: float = 0.0,
+    fixed: float = 0.0,
     batch: float | None = None,
     noise: float | None = None,
     per_machine: int | None = None,
@@ -138,11 +164,12 @@ def forecast(
 
     Args:
         compute: seconds of a rank's step without communication; or a function of the number of ranks on its machine,
-            such as `Shared.seconds`.
+            such as `StepCost.compute`.
         size: bytes that are averaged in a step, or those of each bucket in the order in which they leave.
         link: between the ranks of a machine.
         ranks: the numbers of ranks; 1 is always among them.
         hidden: seconds of the backward pass in which buckets are on their way already.
+        fixed: seconds that a step takes longer on two ranks or more, whatever they send.
         batch: samples of a rank's step.
         noise: the noise scale, in samples.
         per_machine: ranks on each machine; `None`: all are on one.
@@ -156,13 +183,13 @@ def forecast(
     counts = sorted({1, *ranks})
     sizes = list(size) if isinstance(size, Sequence) else [size]
     first = compute(1) if callable(compute) else compute
-    _check(counts, first, sizes, hidden, batch, noise, per_machine, topology)
+    _check(counts, first, sizes, {"hidden": hidden, "fixed": fixed}, batch, noise, per_machine, topology)
 
     def row(n: int) -> Row:
         machines = math.ceil(n / (per_machine or n))
         here = min(n, per_machine or n)
         took = [all_reduce_seconds(s, n, link, topology=topology, machines=machines, inter=inter) for s in sizes]
-        waiting = max(took[-1], sum(took) - hidden)
+        waiting = max(took[-1], sum(took) - hidden) + (fixed if n > 1 else 0.0)
         step = (compute(here) if callable(compute) else compute) + waiting
         samples = None if batch is None else n * batch / step
         fewer = float(n)  # steps, by this factor
@@ -179,8 +206,8 @@ def forecast(
 
 
 def _check(
-    ranks: Sequence[int], compute: float, sizes: Sequence[float], hidden: float, batch: float | None,
-    noise: float | None, per_machine: int | None, topology: str,
+    ranks: Sequence[int], compute: float, sizes: Sequence[float], seconds: dict[str, float],
+    batch: float | None, noise: float | None, per_machine: int | None, topology: str,
 ) -> None:  # fmt: skip
     """Refuse what cannot be."""
     for n in ranks:
@@ -190,8 +217,9 @@ def _check(
         check_count("per_machine", per_machine, "the number of ranks on a machine")
     if not sizes or not all(size >= 0 for size in sizes):
         raise ValueError(f"got size={sizes}; it is the bytes that are averaged in a step, or those of each bucket")
-    if not hidden >= 0:
-        raise ValueError(f"got hidden={hidden!r}; it is seconds, 0 or more")
+    for name, value in seconds.items():
+        if not value >= 0:
+            raise ValueError(f"got {name}={value!r}; it is seconds, 0 or more")
     if batch is not None:
         check_positive("batch", batch)
     if noise is not None and (batch is None or not noise >= 0):

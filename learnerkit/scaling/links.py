@@ -1,19 +1,12 @@
-"""The link between ranks, and what they take from each other on one machine: measured, and as a model of a few numbers.
+"""The link between ranks: measured, and as a model of two numbers.
 
 It knows no learner. An all-reduce takes the time of the ring (Patarasuk and Yuan 2009): 2 (N - 1) messages one after
 the other, and 2 (N - 1) / N of the bytes through the slowest part.
 """
 
 import math
-import multiprocessing
-import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
-from functools import partial
-from pathlib import Path
-from statistics import median
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learnerkit import world
-from learnerkit.parallel.forks import join_forks, run_in_forks
 
 SIZES = (1 << 10, 1 << 18, 1 << 23)
 """Bytes of the all-reduces that are timed, unless others are asked for."""
@@ -43,31 +35,15 @@ class Link(NamedTuple):
     bandwidth: float
     error: float = 0.0
 
+    def as_json(self) -> dict[str, float | None]:
+        """Return it as plain data; a bandwidth without limit is `None`."""
+        return self._asdict() | {"bandwidth": self.bandwidth if math.isfinite(self.bandwidth) else None}
 
-class Shared(NamedTuple):
-    """What a rank's own work takes if several ranks share the cores of one machine.
-
-    Attributes:
-        single: seconds in a process without other ranks, with all its threads.
-        alone: seconds on a rank, which has one thread, while the others wait.
-        together: seconds on each of two ranks at the same time.
-        cores: of this machine.
-    """
-
-    single: float
-    alone: float
-    together: float
-    cores: int
-
-    def seconds(self, ranks: int) -> float:
-        """Seconds on each of so many ranks of one machine.
-
-        Each other rank is taken to slow it by what one does; and no more ranks than cores compute at a time.
-        """
-        if ranks == 1:
-            return self.single
-        slowed = self.alone + (self.together - self.alone) * (ranks - 1)
-        return max(slowed, self.alone, self.alone * ranks / self.cores)
+    @classmethod
+    def from_json(cls, facts: dict[str, float | None]) -> "Link":
+        """Read what `as_json` has returned."""
+        known = {name: x for name, x in facts.items() if x is not None}
+        return cls(**{"bandwidth": math.inf} | known)
 
 
 # The model
@@ -166,90 +142,27 @@ def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Link:
     Raises:
         ValueError: this is the only process of the run.
     """
-    if world.world_size() == 1:
-        raise ValueError("one process has no link to measure; measure_pair starts two, or give one as Link(...)")
+    n = world.world_size()
+    if n == 1:
+        raise ValueError("one process has no link to measure: start several, or give one as Link(latency, bandwidth)")
     world.join(what="measure_link")
-    seconds, _ = _measure(device, sizes, lambda: None)
-    return fitted(sizes, seconds, world.world_size())
-
-
-def measure_pair(
-    load: Callable[[], object], sizes: Sequence[int] = SIZES, timeout: float = 120.0
-) -> tuple[Link, Shared]:
-    """Measure on one process what two would find here: on the CPU, by two forks of this process.
-
-    The forks do their work and reduce, in turns, so that each finds the machine as a training step leaves it.
-
-    Args:
-        load: the work of a step without communication. It is called here, so what it changes is to be put back
-            (`snapshot.unchanged`), and in the forks.
-        sizes: as in `measure_link`.
-        timeout: seconds for all of it.
-
-    Raises:
-        RuntimeError: this process is one of several already or cannot be forked, or the measurement failed.
-    """
-    if world.world_size() > 1:
-        raise RuntimeError("measure_pair was called on one of several ranks; call measure_link on each of them")
-    if "fork" not in multiprocessing.get_all_start_methods():
-        raise RuntimeError(f"measure_pair forks processes, which {sys.platform} cannot; give a link as Link(...)")
-    end = time.monotonic() + timeout
-    single = median(_repeated(load, _repetitions(load)))
-    found = run_in_forks([partial(_as_one_of_two, load, sizes, timeout, rank) for rank in range(2)], end)
-    if failed := sorted((each["when"], each["error"]) for each in found if "error" in each):
-        raise RuntimeError(f"measure_pair: one of its two processes failed:\n{failed[0][1].rstrip()}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shared = Shared(single, found[0]["alone"], found[0]["together"], cores)
-    return fitted(sizes, found[0]["seconds"], 2), shared
-
-
-def _as_one_of_two(load: Callable[[], object], sizes: Sequence[int], timeout: float, rank: int, folder: Path) -> dict:
-    join_forks(folder, rank, 2, timedelta(seconds=timeout))
-    n = world.reduce(_repetitions(load), "min")
-    alone = world.broadcast(median(_repeated(load, n)) if rank == 0 else 0.0)  # rank 1 waits, and uses no core
-    seconds, together = _measure(torch.device("cpu"), sizes, load)
-    return {"alone": alone, "together": together, "seconds": seconds}
-
-
-def _measure(device: torch.device, sizes: Sequence[int], load: Callable[[], object]) -> tuple[list[float], float]:
-    """Seconds of an all-reduce of each size, and of the load that comes before each; every rank must reach this.
-
-    All ranks leave an all-reduce together. So of each turn the largest load over the ranks counts, and the smallest
-    all-reduce: that of the last rank to come, in which there is no waiting for others.
-    """
-    group, n = world.group("gradients", device.type), world.world_size()
+    group = world.group("gradients", device.type)
     pairs = [torch.zeros(2, max(1, size // 4), device=device) for size in sizes]
 
-    def average(gradients: Tensor, bucket: Tensor) -> None:  # what DDP does
+    def seconds_of(gradients: Tensor, bucket: Tensor) -> float:  # as DDP averages them
+        start = time.perf_counter()
         bucket.copy_(gradients).div_(n)
         dist.all_reduce(bucket, group=group)
         gradients.copy_(bucket)
-
-    def timed(call: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        call()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)  # a host-device sync, without which this is the time of a launch
         return time.perf_counter() - start
 
-    def turn() -> list[tuple[float, float]]:
-        return [(timed(load), timed(partial(average, *pair))) for pair in pairs]
+    def measure() -> list[float]:
+        return [seconds_of(*pair) for pair in pairs]
 
-    turns = [turn() for _ in range(int(world.reduce(_repetitions(turn), "min")))]
-    found = torch.tensor(world.all_gather(turns), dtype=torch.float64)  # ranks, turns, sizes, (load, all-reduce)
-    return found[..., 1].amin(0).quantile(0.5, 0).tolist(), float(found[..., 0].amax(0).quantile(0.5))
-
-
-def _repetitions(call: Callable[[], object]) -> int:
-    """How often to repeat a measurement; the calls that tell warm it up."""
-    return max(LEAST, min(MOST, int(SECONDS / min(_repeated(call, WARM)))))
-
-
-def _repeated(call: Callable[[], object], n: int) -> list[float]:
-    """Seconds of each of `n` calls."""
-    found = []
-    for _ in range(n):
-        start = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - start)
-    return found
+    shortest = min(sum(measure()) for _ in range(WARM))
+    times = int(world.reduce(max(LEAST, min(MOST, SECONDS / shortest)), "min"))
+    found = torch.tensor(world.all_gather([measure() for _ in range(times)]), dtype=torch.float64)
+    # Of ranks, times, sizes. All ranks leave an all-reduce together: the last to come has waited for nobody.
+    return fitted(sizes, found.amin(0).quantile(0.5, 0).tolist(), n)

@@ -8,6 +8,7 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from learnerkit import world
@@ -105,11 +106,14 @@ def pace(learn: "Learner", n_steps: int, **kwargs: Any) -> Pace:
     return Pace(max(s / n for s, _, n in found), sum(samples / n for _, samples, n in found))
 
 
-def pace_alone(learn: "Learner", n_steps: int, seconds: float) -> Pace | str:
+def pace_alone(learn: "Learner", n_steps: int, seconds: float, threads: int | None = None) -> Pace | str:
     """Run a trial in rank 0's process alone, without DDP; the others wait.
 
     Args:
-        seconds: for which they wait.
+        learn: the learner.
+        n_steps: to time.
+        seconds: for which the others wait.
+        threads: of the trial; `None`: as many as it has.
 
     Returns:
         How fast it was; or on every rank why it could not be run.
@@ -119,7 +123,9 @@ def pace_alone(learn: "Learner", n_steps: int, seconds: float) -> Pace | str:
         found = json.loads(world.hear(key, seconds))
         return found if isinstance(found, str) else Pace(*found)
     answer: Any = "rank 0 was interrupted"
+    before = torch.get_num_threads()
     try:
+        torch.set_num_threads(threads or before)
         with world.alone(), learn.removed_cbs(DistributedCallback):
             first = Clock(learn, 1)
             with world.no_collectives("a step in one process"):  # else it would wait for ranks that do not come
@@ -128,6 +134,7 @@ def pace_alone(learn: "Learner", n_steps: int, seconds: float) -> Pace | str:
     except Exception as error:
         answer = in_one_line(error)
     finally:
+        torch.set_num_threads(before)
         world.tell(key, json.dumps(answer))
     return answer
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from learnerkit.scaling.forecast import forecast
-from learnerkit.scaling.links import Link, Shared, all_reduce_seconds, fitted
+from learnerkit.scaling.links import Link, all_reduce_seconds, fitted
 
 LINK = Link(1.0, 10.0)  # a second, ten bytes a second
 SLOW, FAST = Link(1e-3, 1e8), Link(5e-6, 1e11)
@@ -71,17 +71,16 @@ def test_a_step_is_what_is_computed_and_what_is_not_hidden():
     assert steps(5, [20, 10], LINK, ranks=[2]) == {1: 5, 2: 5 + 4 + 3}
     assert steps(5, [20, 10], LINK, ranks=[2], hidden=3) == {1: 5, 2: 5 + 4 + 3 - 3}
     assert steps(5, [20, 10], LINK, ranks=[2], hidden=60) == {1: 5, 2: 5 + 3}  # nothing hides the last bucket
+    assert steps(5, [20, 10], LINK, ranks=[2, 3], fixed=2)[2] == 5 + 4 + 3 + 2
     row = forecast(5, [20, 10], LINK, ranks=[2], batch=30).rows[1]
     assert (row.waiting, row.efficiency, row.samples, row.machines) == (7, 5 / 12, 60 / 12, 1)
 
 
-def test_ranks_of_a_machine_share_its_cores():
-    shared = Shared(single=3, alone=4, together=5, cores=2)
-    assert [shared.seconds(n) for n in (1, 2, 3, 4, 8)] == [3, 5, 6, 8, 16]
-    assert Shared(3, 4, 3.9, 64).seconds(8) == 4  # what was measured to be quicker together was noise
-    assert steps(shared.seconds, 0, Link(0, 1), ranks=(1, 2, 4)) == {1: 3, 2: 5, 4: 8}
-    assert steps(shared.seconds, 0, Link(0, 1), ranks=(1, 2, 4), per_machine=2) == {1: 3, 2: 5, 4: 5}
-    assert steps(shared.seconds, 0, Link(0, 1), ranks=(4,), per_machine=1) == {1: 3, 4: 3}
+def test_what_a_rank_computes_may_depend_on_the_ranks_of_its_machine():
+    compute = {1: 3, 2: 5, 4: 8}.get
+    assert steps(compute, 0, Link(0, 1), ranks=(1, 2, 4)) == {1: 3, 2: 5, 4: 8}
+    assert steps(compute, 0, Link(0, 1), ranks=(1, 2, 4), per_machine=2) == {1: 3, 2: 5, 4: 5}
+    assert steps(compute, 0, Link(0, 1), ranks=(4,), per_machine=1) == {1: 3, 4: 3}
 
 
 def test_ranks_fill_machines_one_after_the_other():
@@ -147,12 +146,12 @@ def test_a_tree_is_quicker_where_latency_and_ranks_are_many_and_a_ring_where_byt
     [
         (
             {"link": Link(1, 1)},
-            "More than one rank is not worth it. 2 would take 1.5 times as long through the same samples as one.",
+            "More than one rank is not worth it.\n2 would take 1.5 times as long for the same samples as one.",
         ),
-        ({"link": Link(0, 1e9)}, "16 ranks are worth it: 16.0 times as fast through the same samples as one, at an"),
+        ({"link": Link(0, 1e9)}, "16 ranks are worth it: 16.0 times as fast for the same samples as one, at an"),
         (
             {"link": Link(0, 1e9), "batch": 8, "noise": 20},
-            "2 ranks are worth it: 1.6 times as fast to the same loss as one, at an efficiency of 100%. With 4 each "
+            "2 ranks are worth it: 1.6 times as fast to the same loss as one, at an efficiency of 100%.\nWith 4 each "
             "added rank would bring less than 50% of what one rank does alone: 2.2 times as fast as one.",
         ),
     ],
@@ -188,6 +187,7 @@ def test_json_has_all_of_it():
         ({"size": []}, r"size=\[\]"),
         ({"size": -1}, r"size=\[-1\]"),
         ({"hidden": -1}, "hidden=-1"),
+        ({"fixed": -1}, "fixed=-1"),
         ({"batch": 0}, "batch=0"),
         ({"noise": 5}, "batch=None"),
         ({"noise": -5, "batch": 3}, "noise=-5"),
@@ -198,3 +198,11 @@ def test_json_has_all_of_it():
 def test_what_cannot_be_is_refused(wrong, match):
     with pytest.raises(ValueError, match=match):
         forecast(**{"compute": 1, "size": 8, "link": LINK} | wrong)
+
+
+def test_the_plot_marks_the_number_that_is_worth_it(plt):
+    found = forecast(5, 20, LINK)
+    ax = found.plot()
+    assert [list(line.get_ydata()) for line in ax.lines[:2]] == [[1, 2, 4, 8, 16], [row.speed for row in found.rows]]
+    assert ax.lines[2].get_xdata()[0] == found.best
+    assert ax.get_ylabel() == "times as fast for the same samples"

@@ -1,24 +1,19 @@
 """The measurement of a link: by collectives that take a known time, and by real ones."""
 
-import fcntl
 import itertools
 import math
-import os
 import time
-from statistics import median
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import Ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from learnerkit import world
 from learnerkit.scaling import links
-from learnerkit.scaling.forecast import forecast
-from learnerkit.scaling.links import Link, all_reduce_seconds, ddp_buckets, measure_link, measure_pair
+from learnerkit.scaling.links import Link, all_reduce_seconds, ddp_buckets, measure_link
 
 CPU = torch.device("cpu")
 
@@ -54,50 +49,8 @@ def test_the_real_link_is_measured_in_a_second_or_two():
 
 
 def test_one_process_alone_has_no_link():
-    with pytest.raises(ValueError, match="measure_pair"):
+    with pytest.raises(ValueError, match="no link to measure"):
         measure_link(CPU)
-
-
-def held(path, seconds):
-    """Work that one process can do at a time."""
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        time.sleep(seconds)
-
-
-def test_two_processes_are_started_to_measure_what_they_share(tmp_path, monkeypatch):
-    monkeypatch.setattr(links, "SECONDS", 0.1)
-    found, shared = measure_pair(lambda: held(tmp_path / "lock", 0.004))
-    assert shared.single == pytest.approx(0.004, rel=0.5)
-    assert shared.alone == pytest.approx(0.004, rel=0.5)
-    assert shared.together > 1.7 * shared.alone
-    assert shared.cores == len(os.sched_getaffinity(0))
-    assert 1e-6 < found.latency < 0.5 * shared.alone  # the wait for the other is not in it
-    assert not dist.is_initialized()
-
-
-def test_what_fails_in_one_of_them_is_told():
-    here = os.getpid()
-
-    def fails():
-        time.sleep(1e-3)
-        if os.getpid() != here:
-            raise KeyError("no such thing")
-
-    with pytest.raises(RuntimeError, match=r"(?s)one of its two processes failed.*no such thing"):
-        measure_pair(fails)
-
-
-@pytest.mark.ranks(2)
-def test_on_several_ranks_the_other_measurement_is_named():
-    with pytest.raises(RuntimeError, match="measure_link"):
-        measure_pair(lambda: None)
-
-
-# The forecast against what happens
-
-
-WIDTHS = {"small": (32, 64, 10), "million": (784, 800, 512, 40)}
 
 
 def training_step(widths, **options):
@@ -137,30 +90,3 @@ def test_gradients_are_cut_into_buckets_as_ddp_cuts_them():
         step()
         # Of a layer's weight and bias either may be ready first.
         assert seen == pytest.approx(buckets(ddp.module, cap_mb=cap), abs=4 * max(widths))
-
-
-def seconds_of_a_step(widths, n):
-    step, _ = training_step(widths, process_group=world.group("gradients"))
-    took = []
-    for _ in range(10 + n):
-        start = time.perf_counter()
-        step()
-        took.append(time.perf_counter() - start)
-    return median(took[10:])
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", WIDTHS)
-def test_the_step_of_two_ranks_is_forecast_from_one(rank_pools, name):
-    if os.getloadavg()[0] > 1.5:
-        pytest.skip("times of two moments are compared, for which the machine must be idle")
-    ratios = []
-    for _ in range(9):
-        step, model = training_step(WIDTHS[name])
-        sent = buckets(model)
-        link, shared = measure_pair(step, (1024, sum(sent) // 4, sum(sent)))
-        expected = forecast(shared.seconds, sent, link, ranks=[2]).rows[1].step
-        found = rank_pools.run(Ranks(2), seconds_of_a_step, widths=WIDTHS[name], n=100)
-        ratios.append(expected / max(found))
-    print(f"forecast over measured, {name}: {sorted(round(ratio, 2) for ratio in ratios)}")
-    assert median(ratios) == pytest.approx(1, abs=0.15)

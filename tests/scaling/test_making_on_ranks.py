@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import warnings
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ import torch.distributed as dist
 from scaling_jobs import BYTES_PER_SECOND, PART_OF, SECONDS, make_learner
 
 from learnerkit import Callback, PeerError, world
+from learnerkit.scaling.making import Making
 from learnerkit.scaling.parts import REDUCE
-from learnerkit.scaling.report import _Making
 
 pytestmark = pytest.mark.ranks(2)
 SLOW = pytest.mark.slow
@@ -18,7 +19,7 @@ SLOW = pytest.mark.slow
 
 def parts_of(learn, n=8, **kwargs):
     with learn.distrib_ctx(**kwargs):
-        return _Making(learn, n, 60.0).measure_parts()
+        return Making(learn, n, 60.0).measure_parts()
 
 
 def report_of(learn, n=5, **kwargs):
@@ -120,3 +121,12 @@ def test_a_callback_that_talks_to_the_other_ranks_is_not_run_alone():
     report = report_of(learn, 2, advice=False)
     assert report.alone is None
     assert any("in one process alone could not be run" in note for note in report.notes)
+
+
+@SLOW
+def test_ranks_that_do_not_train_together_are_told_of_one_process():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*distrib_ctx")  # on rank 0, by its own test
+        report = make_learner().scaling_report(2, advice=False, show=False)
+    assert (report.ranks, report.cost) == (1, None)
+    assert any("no forecast" in note for note in report.notes)

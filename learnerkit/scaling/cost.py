@@ -1,0 +1,155 @@
+"""What a training step costs on several ranks of a machine: measured, as the forecast needs it."""
+
+import os
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from learnerkit import world
+from learnerkit.parallel.data_parallel import ParallelCallback
+from learnerkit.parallel.distributed import DistributedCallback, member_of
+from learnerkit.parallel.forks import join_forks, run_in_forks
+from learnerkit.scaling.forecast import Forecast, forecast
+from learnerkit.scaling.links import Link, all_reduce_seconds, ddp_buckets, measure_link
+from learnerkit.scaling.trials import Pace, pace, pace_alone
+from learnerkit.utils import unwrap, usable_cores
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+
+class StepCost(NamedTuple):
+    """What a step costs, and what it sends.
+
+    Attributes:
+        ranks: of a machine, on which this was measured.
+        machines: how many machines there were.
+        single: seconds of a step in a process that is the only one, with the threads that it has or could have.
+        alone: seconds on one rank, with a rank's threads, while the others wait.
+        together: seconds on all ranks at the same time, while no gradients travel.
+        at_once: how many ranks can compute at a time: the machine's cores by a rank's threads; `None`: each rank has a
+            device of its own.
+        batch: samples of a rank's step.
+        sent: bytes of the buckets of gradients, in the order in which they leave.
+        link: between ranks; `None`: there was one process only, and no second could be started.
+        beyond: seconds of a step that this does not explain; negative: of the all-reduce, hidden behind the backward
+            pass.
+    """
+
+    ranks: int
+    machines: int
+    single: float
+    alone: float
+    together: float
+    at_once: float | None
+    batch: float
+    sent: list[int]
+    link: Link | None
+    beyond: float
+
+    def compute(self, ranks: int) -> float:
+        """Seconds of a step on so many ranks of one machine, while no gradients travel.
+
+        Each other rank is taken to slow a rank by what one does; and no more compute at a time than can.
+        """
+        if ranks == 1:
+            return self.single
+        slowed = (self.together - self.alone) / max(1, self.ranks - 1)
+        waits = 1.0 if self.at_once is None else ranks / self.at_once
+        return max(self.alone + slowed * (ranks - 1), self.alone * max(1.0, waits))
+
+    def forecast(self, **options: Any) -> Forecast:
+        """Forecast other numbers of ranks; the options are those of `learnerkit.scaling.forecast.forecast`.
+
+        Raises:
+            ValueError: no link was measured, and none is given.
+        """
+        measured = {"link": self.link, "batch": self.batch, "per_machine": self.ranks if self.machines > 1 else None}
+        given = measured | {"hidden": max(0.0, -self.beyond), "fixed": max(0.0, self.beyond)} | options
+        if given["link"] is None:
+            raise ValueError(
+                "one process has measured no link to others; give one, such as forecast(link=Link(latency=10e-6, "
+                "bandwidth=200e9)) in seconds and bytes a second, from learnerkit.scaling.links"
+            )
+        return forecast(self.compute, self.sent, **given)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain data, which `from_json` reads."""
+        return self._asdict() | {"link": self.link and self.link.as_json()}
+
+    @classmethod
+    def from_json(cls, facts: dict[str, Any]) -> "StepCost":
+        """Read what `as_json` has returned."""
+        return cls(**facts | {"link": facts["link"] and Link.from_json(facts["link"])})
+
+
+def cost_of_one(learn: "Learner", step: Pace, backward: float) -> StepCost:
+    """What can be told of one process on a device of its own: gradients can travel during `backward` seconds."""
+    seconds = step.seconds
+    return StepCost(1, 1, seconds, seconds, seconds, None, step.samples, _sent(learn), None, -backward)
+
+
+def cost_on_ranks(learn: "Learner", step: Pace, offline: float, alone: Pace | None, single: Pace | None) -> StepCost:
+    """Measure the link of these ranks, and see what a step takes beyond what is known; every rank must reach this.
+
+    Args:
+        learn: a learner that these ranks train together.
+        step: how fast they do.
+        offline: seconds of a step in which gradients do not travel.
+        alone: a step in rank 0's process alone; `None`: not known.
+        single: the same with as many threads as are best for it; `None`: not known.
+    """
+    sent, n, device = _sent(learn), world.world_size(), learn.dls.device
+    total = sum(sent)
+    link = measure_link(device, sizes=(1 << 10, max(1 << 14, total // 4), max(1 << 16, total)))
+    batch = step.samples / n
+    if alone is None or abs(alone.samples - batch) > 0.1 * batch:  # a batch that ranks share is not theirs
+        alone, single = Pace(offline, batch), None
+    here = min(n, int(os.environ.get("LOCAL_WORLD_SIZE", n)))
+    beyond = step.seconds - offline - sum(all_reduce_seconds(size, n, link) for size in sent)
+    at_once = max(1.0, usable_cores() / torch.get_num_threads()) if device.type == "cpu" else None
+    return StepCost(
+        here, n // here, (single or alone).seconds, alone.seconds, offline, at_once, batch, sent, link, beyond
+    )
+
+
+def cost_in_forks(learn: "Learner", n_steps: int, step: Pace, timeout: float = 120.0) -> StepCost:
+    """Measure what two processes would find here, by two forks of this one that train together on the CPU.
+
+    Args:
+        learn: the learner; the forks have copies.
+        n_steps: of each trial, at least: short steps take more.
+        step: how fast it is in this process.
+        timeout: seconds for all of it.
+
+    Raises:
+        RuntimeError: it failed in a fork; with the last line of its traceback.
+    """
+    n = max(n_steps, min(200, int(0.5 / step.seconds)))
+    jobs = [partial(_measure_as_rank, learn, n, timeout, rank) for rank in range(2)]
+    found = run_in_forks(jobs, time.monotonic() + timeout)
+    if failed := sorted((each["when"], each["error"]) for each in found if "error" in each):
+        raise RuntimeError(failed[0][1].rstrip().splitlines()[-1])
+    return StepCost.from_json(found[0])._replace(single=step.seconds)
+
+
+def _measure_as_rank(learn: "Learner", n_steps: int, timeout: float, rank: int, folder: Path) -> dict[str, Any]:
+    join_forks(folder, rank, 2, timedelta(seconds=timeout))
+    learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, ParallelCallback)])
+    with learn.added_cbs([] if member_of(learn.cbs) else DistributedCallback()):
+        step, offline = pace(learn, n_steps), pace(learn, n_steps, network=False)
+        alone = pace_alone(learn, n_steps, timeout)
+        return cost_on_ranks(learn, step, offline.seconds, None if isinstance(alone, str) else alone, None).as_json()
+
+
+def _sent(learn: "Learner") -> list[int]:
+    """Bytes of the buckets that DDP sends in a step."""
+    member = member_of(learn.cbs)
+    halved = member is not None and member.comm_hook in ("bf16", "fp16")
+    cap = None if member is None else member.ddp_kwargs.get("bucket_cap_mb")
+    sizes = (p.numel() * p.itemsize for p in unwrap(learn.model).parameters() if p.requires_grad)
+    return [size // 2 if halved else size for size in ddp_buckets(sizes, cap)]

@@ -1,0 +1,230 @@
+"""How a scaling report is made: what is run, in which order, and what is tried."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from learnerkit import arguments, parallel, world
+from learnerkit.callbacks.accumulation import GradientAccumulation
+from learnerkit.data.loaders import DataLoaders
+from learnerkit.parallel.distributed import member_of
+from learnerkit.scaling.cost import cost_in_forks, cost_of_one, cost_on_ranks
+from learnerkit.scaling.noise import GradientNoiseScale
+from learnerkit.scaling.parts import BACKWARD, Stopwatch, mean_parts, slowest, waiting
+from learnerkit.scaling.report import GAIN, ScalingReport
+from learnerkit.scaling.trials import (
+    Pace,
+    attempt,
+    pace,
+    pace_alone,
+    replaced,
+    run_trial,
+    with_larger_batches,
+    with_workers,
+)
+from learnerkit.text import first_few
+from learnerkit.utils import unwrap, usable_cores
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+
+def scaling_report(
+    learn: "Learner", n_steps: int = 20, *, advice: bool = True, forecast: bool = True, seconds: float = 120.0,
+    show: bool = True,
+) -> ScalingReport:  # fmt: skip
+    """Do what `Learner.scaling_report` says; every rank must reach this.
+
+    Raises:
+        RuntimeError: called while something runs.
+        ValueError: `n_steps` below 2, or a loader that can be read only once.
+    """
+    arguments.check_fit(learn, n_epoch=None, n_steps=n_steps, who="scaling_report")
+    arguments.check_count("n_steps", n_steps, "a number of steps", least=2)
+    arguments.check_positive("seconds", seconds)
+    if hasattr(learn.dls.train, "__next__"):
+        raise ValueError(
+            f"the training loader is an iterator ({type(learn.dls.train).__name__}), which can be read only once, so "
+            "that the report would take its batches from the fit; pass a DataLoader or a class with __iter__"
+        )
+    parallel.warn_outside_context(learn)
+    together = world.world_size() > 1 and member_of(learn.cbs) is not None
+    with nullcontext() if together else world.alone():
+        making = Making(learn, n_steps, seconds)
+        report = making.run(advice)
+    if forecast:
+        making.measure_cost(report)
+    if show and world.is_main():
+        print(report, flush=True)
+    return report
+
+
+class Making:
+    """Runs the trials of a report.
+
+    Args:
+        learn: the learner.
+        n_steps: of each trial.
+        seconds: after which nothing new is tried.
+    """
+
+    def __init__(self, learn: "Learner", n_steps: int, seconds: float) -> None:
+        self.learn, self.n_steps, self.ranks = learn, n_steps, world.world_size()
+        self.seconds, self._end = seconds, time.monotonic() + seconds
+        self._base: list[Pace] = []
+        self._alone: Pace | None = None
+
+    def run(self, advice: bool) -> ScalingReport:
+        report = self.measure_parts()
+        self.run_without(report)
+        if advice:
+            self.try_advice(report)
+        return report
+
+    def measure_parts(self) -> ScalingReport:
+        """Measure the parts of steps, and the pace of steps without that."""
+        learn = self.learn
+        steps, walls = self._timed_steps(quiet=False)
+        base = pace(learn, self.n_steps)
+        self._base.append(base)
+        slow = slowest(steps)
+        if slow is not None:  # if it was another program, for a moment, it will not be the same again
+            again = slowest(self._timed_steps()[0])
+            slow = slow if again is not None and again[:2] == slow[:2] else None
+        means = [mean_parts(each) for each in steps]
+        names = dict.fromkeys(name for each in means for name in each)
+        waits, communication = waiting(steps)
+        params = [p for p in unwrap(learn.model).parameters() if p.requires_grad]
+        left_out = [repr(cb) for cb in learn.cbs if cb.only_fit]
+        notes = [f"not timed, as they run in a fit only: {first_few(dict.fromkeys(left_out))}"] if left_out else []
+        return ScalingReport(
+            ranks=self.ranks, device=str(learn.dls.device.type), seconds=base.seconds, samples=base.samples,
+            parts={name: [each.get(name, 0.0) for each in means] for name in names},
+            walls=walls, slowest=slow, waits=waits,
+            communication=communication, gradient_bytes=sum(p.numel() * p.itemsize for p in params), notes=notes,
+        )  # fmt: skip
+
+    def _timed_steps(self, quiet: bool = True) -> tuple[list[list[dict[str, float]]], list[float]]:
+        "For each rank the parts of its steps, and the mean seconds of one."
+        watch = Stopwatch(self.learn, self.n_steps)
+        run_trial(self.learn, watch, quiet=quiet)
+        return world.all_gather(watch.parts), world.all_gather(sum(watch.seconds) / len(watch.seconds))
+
+    def run_without(self, report: ScalingReport) -> None:
+        """Run steps without what costs time."""
+        trials: dict[str, dict[str, bool]] = {"input": {"loader": False}}
+        if self.ranks > 1:
+            trials |= {"network": {"network": False}, "both": {"network": False, "loader": False}}
+        for name, options in trials.items():
+            found, reason = attempt(lambda options=options: pace(self.learn, self.n_steps, **options))  # type: ignore
+            if found is None:
+                report.notes.append(f"steps without {name} could not be run: {reason}")
+            else:
+                report.without[name] = found.seconds
+        if self.ranks > 1:
+            self.run_alone(report)
+
+    def run_alone(self, report: ScalingReport) -> None:
+        """Run steps in one process alone: with the threads of a rank, and with all that it could have."""
+        first = torch.get_num_threads()
+        for threads in dict.fromkeys([first, usable_cores() if first == 1 else first]):
+            alone = pace_alone(self.learn, self.n_steps, 600.0, threads)
+            if isinstance(alone, str):
+                report.notes.append(f"steps in one process alone could not be run: {alone}")
+                return
+            self._alone = self._alone or alone
+            if report.alone is None or alone.rate > report.alone[1] / report.alone[0]:
+                report.alone, report.threads = (alone.seconds, alone.samples), threads
+
+    def measure_cost(self, report: ScalingReport) -> None:
+        """Measure what other numbers of ranks are forecast from."""
+        learn, step = self.learn, self._base[0]
+        scales = [cb.value for cb in learn.cbs if isinstance(cb, GradientNoiseScale)]
+        report.noise = next((value for value in scales if value == value), None)
+        if self.ranks > 1 and "network" in report.without:
+            single = None if report.alone is None else Pace(*report.alone)
+            report.cost = cost_on_ranks(learn, step, report.without["network"], self._alone, single)
+        elif world.world_size() > 1:
+            report.notes.append("no forecast: it needs steps of ranks that train together, without the network too")
+        elif learn.dls.device.type != "cpu":
+            report.cost = cost_of_one(learn, step, report.parts[BACKWARD][0])
+            report.notes.append("no forecast, as one process has no link to measure: report.forecast(link=...) has one")
+        else:
+            try:
+                report.cost = cost_in_forks(learn, self.n_steps, step)
+            except RuntimeError as error:
+                report.notes.append(f"no forecast, as two processes could not be tried: {error}")
+
+    def try_advice(self, report: ScalingReport) -> None:
+        """Try what may help, and note what does: twice, as chance may help once."""
+        for what, change in self._advice(report):
+            # Every rank must come to the same end.
+            if world.broadcast(time.monotonic() > self._end):
+                report.notes.append(
+                    f"not tried any more after {self.seconds:g} s: {what}, and what would have followed"
+                )
+                break
+            found, reason = attempt(lambda change=change: self._changed(change))  # type: ignore[misc]
+            if found is None:
+                report.notes.append(f"{what} could not be tried: {reason}")
+                continue
+            report.tried.append(what)
+            if found.rate > (1 + GAIN) * self._base_rate():
+                self._base.append(pace(self.learn, self.n_steps))
+                again, _ = attempt(lambda change=change: self._changed(change))  # type: ignore[misc]
+                gain = min(found.rate, again.rate if again else 0.0) / self._base_rate() - 1
+                if gain > GAIN:
+                    report.helps.append((what, gain))
+        report.helps.sort(key=lambda each: -each[1])
+
+    def _base_rate(self) -> float:
+        "The best of the runs as things are: what is tried must be better."
+        return max(found.rate for found in self._base)
+
+    def _changed(self, change: Callable[[], tuple[AbstractContextManager, int]]) -> Pace:
+        context, batches = change()
+        with context:
+            return pace(self.learn, max(2, self.n_steps // batches))
+
+    def _advice(self, report: ScalingReport) -> Iterator[tuple[str, Callable]]:
+        """(what, how) to try: `how` returns a context in which it is so, and the batches of a step by then."""
+        dls = self.learn.dls
+        # All ranks have the same report, so they try the same.
+        saves = {name: 1 - seconds / report.seconds for name, seconds in report.without.items()}
+        if saves.get("input", 0.0) > GAIN:
+            cores = max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+            for n in (2, 4, 8):
+                new = n != getattr(dls.train, "num_workers", n) and n <= max(2, cores)
+                if new and (dl := with_workers(dls.train, n)) is not None:
+                    yield f"num_workers={n}", lambda dl=dl: (_training_on(dls, dl), 1)
+        if self.ranks > 1 and saves.get("network", 0.0) > GAIN:
+            yield from self._network_advice(report)
+        if (dl := with_larger_batches(dls.train, 2)) is not None:
+            yield f"batches of {dl.batch_size}", lambda dl=dl: (_training_on(dls, dl), 1)
+
+    def _network_advice(self, report: ScalingReport) -> Iterator[tuple[str, Callable]]:
+        learn, member = self.learn, cast(parallel.DistributedCallback, member_of(self.learn.cbs))
+        if not hasattr(learn, "gradient_accumulation"):
+            for n in (2, 4):
+                added = GradientAccumulation(n_batches=n)
+                yield f"GradientAccumulation(n_batches={n})", lambda n=n, cb=added: (learn.added_cbs(cb), n)
+        if member.comm_hook is None:
+            yield "comm_hook='bf16'", lambda: (replaced(member, comm_hook="bf16"), 1)
+        for size in (5, 100):
+            if "bucket_cap_mb" not in member.ddp_kwargs and report.gradient_bytes > min(size, 25) * 2**20:
+                options = {**member.ddp_kwargs, "bucket_cap_mb": size}
+                yield f"bucket_cap_mb={size}", lambda options=options: (replaced(member, ddp_kwargs=options), 1)
+
+
+@contextmanager
+def _training_on(dls: DataLoaders, dl: Any) -> Iterator[None]:
+    """Put another training loader in the place of the learner's."""
+    before, dls.loaders[0] = dls.loaders[0], dl
+    try:
+        yield
+    finally:
+        dls.loaders[0] = before
