@@ -127,14 +127,21 @@ def cost_in_forks(learn: "Learner", n_steps: int, step: Pace, timeout: float = 1
         timeout: seconds for all of it.
 
     Raises:
-        RuntimeError: it failed in a fork; with the last line of its traceback.
+        RuntimeError: it failed in a fork; with the cause in a line.
     """
     n = max(n_steps, min(200, int(0.5 / step.seconds)))
     jobs = [partial(_measure_as_rank, learn, n, timeout, rank) for rank in range(2)]
     found = run_in_forks(jobs, time.monotonic() + timeout)
     if failed := sorted((each["when"], each["error"]) for each in found if "error" in each):
-        raise RuntimeError(failed[0][1].rstrip().splitlines()[-1])
+        raise RuntimeError(_cause(failed[0][1]))
     return StepCost.from_json(found[0])._replace(single=step.seconds)
+
+
+def _cause(error: str) -> str:
+    """The line of a traceback that names the error; notes may follow it."""
+    _, found, frames = error.rstrip().rpartition("Traceback (most recent call last):\n")
+    lines = [line for line in frames.splitlines() if not line.startswith(" ")]
+    return lines[0 if found else -1]
 
 
 def _measure_as_rank(learn: "Learner", n_steps: int, timeout: float, rank: int, folder: Path) -> dict[str, Any]:
