@@ -150,7 +150,7 @@ class LossWeight:
 
 def rows_compared(pred: Any, yb: tuple, batch_size: int) -> int:
     """Return how many rows of predictions are compared with targets: those of a sample may be several, or none."""
-    if not (isinstance(pred, Tensor) and pred.ndim) or len(pred) == batch_size or not batch_size or not yb:
+    if not (isinstance(pred, Tensor) and pred.ndim) or pred.shape[0] == batch_size or not batch_size or not yb:
         return batch_size
     return len(pred) if all(isinstance(y, Tensor) and y.ndim and len(y) == len(pred) for y in yb) else batch_size
 

@@ -34,15 +34,15 @@ class LossMeter:
 
     def update(self, learn: "Learner") -> None:
         """Add a batch's loss; a batch without one (cancelled before it) counts nothing."""
-        self.cancelled.append(learn.loss is None)
-        if learn.loss is None:
-            self.losses.append(0.0)
-            self.counts.append(0)
-        else:
-            self.losses.append(learn.loss)
-            self.counts.append(learn._loss_count)
+        loss, count = learn.loss, learn._loss_count
+        if cancelled := loss is None:
+            loss, count = 0.0, 0
+        self.cancelled.append(cancelled)
+        # On the CPU a number at once, which takes less time than to keep the tensor.
+        self.losses.append(loss.item() if type(loss) is Tensor and loss.is_cpu else loss)
+        self.counts.append(count)
         if learn.batch_size:
-            self.steps = len(self.counts)
+            self.steps = len(self.cancelled)
         if not learn.iter % 1024:  # so that they do not pile up on the device
             self.losses.poll()
             self.counts.poll()
