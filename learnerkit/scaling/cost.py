@@ -111,7 +111,9 @@ def cost_on_ranks(learn: "Learner", step: Pace, offline: float, alone: Pace | No
         alone, single = Pace(offline, batch), None
     here = min(n, int(os.environ.get("LOCAL_WORLD_SIZE", n)))
     beyond = step.seconds - offline - sum(all_reduce_seconds(size, n, link) for size in sent)
-    at_once = max(1.0, usable_cores() / torch.get_num_threads()) if device.type == "cpu" else None
+    at_once = None
+    if device.type == "cpu":
+        at_once = world.broadcast(max(1.0, usable_cores() / torch.get_num_threads()))
     return StepCost(
         here, n // here, (single or alone).seconds, alone.seconds, offline, at_once, batch, sent, link, beyond
     )

@@ -130,8 +130,9 @@ class Making:
 
     def run_alone(self, report: ScalingReport) -> None:
         """Run steps in one process alone: with the threads of a rank, and with all that it could have."""
-        first = torch.get_num_threads()
-        for threads in dict.fromkeys([first, usable_cores() if first == 1 else first]):
+        first, cores = world.broadcast((torch.get_num_threads(), usable_cores()))  # every rank must try the same
+        more = first == 1 and self.learn.dls.device.type == "cpu"
+        for threads in dict.fromkeys([first, cores if more else first]):
             alone = pace_alone(self.learn, self.n_steps, 600.0, threads)
             if isinstance(alone, str):
                 report.notes.append(f"steps in one process alone could not be run: {alone}")
