@@ -218,6 +218,7 @@ def train_autoencoder(monkeypatch, capsys):
     assert signal.signal(signal.SIGTERM, before) is before
 
 
+@pytest.mark.slow
 def test_train_autoencoder_stopped_twice_comes_to_the_same_numbers(train_autoencoder):
     code, whole = train_autoencoder("--epochs", 4, "--out", "whole")
     assert (code, len(rows(whole))) == (0, 4)

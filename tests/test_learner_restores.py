@@ -81,7 +81,13 @@ HEARD = [event for event in Event if event != "after_create"]
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("x"), KeyboardInterrupt(), *CANCELS], ids=lambda e: str(e) or type(e).__name__
+    "error",
+    [
+        ValueError("x"),
+        KeyboardInterrupt(),
+        *(pytest.param(e, marks=[pytest.mark.slow] * (i % 2)) for i, e in enumerate(CANCELS)),
+    ],
+    ids=lambda e: str(e) or type(e).__name__,
 )
 @pytest.mark.parametrize("event", HEARD)
 def test_everything_is_put_back_wherever_a_fit_ends(event, error):

@@ -121,7 +121,7 @@ def test_nested_predictions_become_float32_and_integers_stay():
     [CancelBatchException, CancelBackwardException, CancelStepException, CancelTrainException, CancelEpochException,
      CancelFitException, ZeroDivisionError, KeyboardInterrupt],
 )  # fmt: skip
-@pytest.mark.parametrize("order", [-5, 50])
+@pytest.mark.parametrize("order", [-5, pytest.param(50, marks=pytest.mark.slow)])
 def test_nothing_stays_of_a_batch_that_was_cut_short(mode, event, error, order):
     between = []
     learn = make_learner(cbs=[MixedPrecision(mode), raising(event, error(), order=order)])

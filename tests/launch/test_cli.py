@@ -591,6 +591,7 @@ def test_two_jobs_at_once(launched):
     assert facts[0]["squares"] == 0 + 1 + 4 + 9
 
 
+@pytest.mark.slow
 def test_the_user_sees_the_error_and_not_its_echo(launched):
     began = time.monotonic()
     code, out, err = launched("--nproc", 2, SCRIPTS / "launch_fail.py").finish()
