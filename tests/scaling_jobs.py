@@ -1,6 +1,7 @@
 """Learners with a fault put in on purpose: one rank is slow somewhere, or what all of them send takes long."""
 
 import time
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -19,19 +20,28 @@ class Took:
     seconds = 0.0
 
 
+@contextmanager
+def noted():
+    """Note what the block takes."""
+    start = time.perf_counter()
+    yield
+    Took.seconds += time.perf_counter() - start
+
+
 def sleep(seconds):
     """Take a time, whatever else runs on this machine."""
-    start = time.perf_counter()
-    time.sleep(seconds)
-    Took.seconds += time.perf_counter() - start
+    with noted():
+        time.sleep(seconds)
 
 
-def multiply(products, x=torch.ones(256, 256)):  # noqa: B008
-    """Really compute: so many products of matrices, of about a millisecond each."""
-    start = time.perf_counter()
-    for _ in range(products):
-        x @ x
-    Took.seconds += time.perf_counter() - start
+MATRIX = torch.ones(256, 256)
+
+
+def multiply(products):
+    """Really compute: so many products of matrices."""
+    with noted():
+        for _ in range(products):
+            MATRIX @ MATRIX
 
 
 class Rows(Dataset):
@@ -104,8 +114,11 @@ class SlowLinks(Callback):
         self.known = self.model
 
         def hook(state, bucket):
-            sleep(bucket.buffer().nbytes / self.speed)
-            return default_hooks.allreduce_hook(state, bucket)
+            with noted():
+                time.sleep(bucket.buffer().nbytes / self.speed)
+                reduced = default_hooks.allreduce_hook(state, bucket)
+                reduced.wait()
+            return reduced
 
         self.model.register_comm_hook(world.group("gradients"), hook)
 

@@ -1,9 +1,10 @@
 """ScalingMonitor: its columns, on one process and on two ranks, and what it costs."""
 
+import subprocess
 import time
 
 import pytest
-from helpers import raises
+from helpers import ROOT, python, raises
 from scaling_jobs import make_learner as job
 
 from learnerkit import Callback, ScalingMonitor, world
@@ -66,3 +67,14 @@ def test_it_costs_less_than_a_hundredth_of_a_step():
     with learn.no_logging(), learn.distrib_ctx():
         learn.fit(2, cbs=monitor)
     assert 0 < spent / 64 < 1e-4
+
+
+@pytest.mark.slow
+def test_a_fit_that_does_not_measure_has_nothing_of_it(script_env):
+    code = (
+        "import sys\nfrom scaling_jobs import make_learner\n"
+        "with make_learner(n=16).no_logging() as learn: learn.fit(1)\n"
+        "print([name for name in sys.modules if name.startswith('learnerkit.scaling')])"
+    )
+    done = subprocess.run([python(), "-c", code], capture_output=True, text=True, env=script_env, cwd=ROOT / "tests")
+    assert done.stdout == "[]\n", done.stdout + done.stderr
