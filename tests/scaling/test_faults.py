@@ -19,8 +19,8 @@ FAULTS = [
     *((fault, rank, {"work": 0.005, "seed": 1}) for fault in ON_ONE_RANK for rank in (0, 1)),
     ("twice", 1, {"work": 0.01}),
     ("twice", 0, {"work": 0.02, "seed": 1}),
-    ("products", 1, {"work": 4}),
-    ("products", 0, {"work": 12, "seed": 1}),
+    ("products", 1, {"work": 30}),
+    ("products", 0, {"work": 40, "seed": 1}),
     *(("links", None, {"speed": speed, "seed": seed}) for seed, speed in enumerate((5e6, 1e7, 2e7))),
     *(("small", None, {"width": width, "seed": seed}) for seed, width in enumerate((8, 16, 32))),
 ]

@@ -48,6 +48,18 @@ def test_the_slowest_rank_is_a_column():
 
 @pytest.mark.soak
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", ["dataset", "forward", "backward", "callback", "optimizer"])
+def test_wherever_a_rank_is_slow_it_is_the_slowest(fault, rank):
+    learn = job(fault, rank, n=256)
+    with learn.distrib_ctx():
+        row = rows_of(learn, every=4)
+    assert row["slowest_rank"] == rank
+    assert row["waiting"] == pytest.approx(1.0 if fault == "dataset" else 0.5, abs=0.2)  # for its input, too
+
+
+@pytest.mark.soak
+@pytest.mark.ranks(2)
 def test_it_costs_less_than_a_hundredth_of_a_step():
     """Of 10 ms: the time on the processor of everything that it does, exchanges too."""
     spent = 0.0
