@@ -1,6 +1,7 @@
-"""Learners with a fault put in on purpose: one rank sleeps somewhere, or what all of them send takes long."""
+"""Learners with a fault put in on purpose: one rank is slow somewhere, or what all of them send takes long."""
 
 import time
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -11,6 +12,36 @@ from learnerkit import Callback, DataLoaders, Learner, world
 
 SECONDS = 0.03
 BYTES_PER_SECOND = 1e7
+
+
+class Took:
+    """The seconds that everything put in here has really taken by now: a sleep lasts longer than it is told to."""
+
+    seconds = 0.0
+
+
+@contextmanager
+def noted():
+    """Note what the block takes."""
+    start = time.perf_counter()
+    yield
+    Took.seconds += time.perf_counter() - start
+
+
+def sleep(seconds):
+    """Take a time, whatever else runs on this machine."""
+    with noted():
+        time.sleep(seconds)
+
+
+MATRIX = torch.ones(256, 256)
+
+
+def multiply(products):
+    """Really compute: so many products of matrices."""
+    with noted():
+        for _ in range(products):
+            MATRIX @ MATRIX
 
 
 class Rows(Dataset):
@@ -24,45 +55,47 @@ class Rows(Dataset):
 
     def __getitem__(self, i):
         if self.seconds:
-            time.sleep(self.seconds / 8)
+            sleep(self.seconds / 8)
         return self.x[i], self.x[i, :1]
 
 
 class Device(torch.autograd.Function):
-    """Takes a time in the forward pass, and twice that in the backward pass, whatever else runs on this machine."""
+    """Spends something in the forward pass, and twice that in the backward pass."""
 
     @staticmethod
-    def forward(ctx, x, seconds):
-        ctx.seconds = seconds
-        time.sleep(seconds)
+    def forward(ctx, x, work, spend):
+        ctx.work, ctx.spend = work, spend
+        spend(work)
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(2 * ctx.seconds)
-        return grad, None
+        ctx.spend(2 * ctx.work)
+        return grad, None, None
 
 
 class Net(nn.Module):
-    """Three layers on a device that takes `work` seconds for them; `forward` may sleep besides."""
+    """Three layers on a device that takes `work` seconds or products for them; `forward` may sleep besides."""
 
-    def __init__(self, seconds=0.0, work=0.0):
+    def __init__(self, seconds=0.0, work=0, spend=sleep, width=256):
         super().__init__()
-        self.seconds, self.work = seconds, work
-        self.layers = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
+        self.seconds, self.work, self.spend = seconds, work, spend
+        self.layers = nn.Sequential(
+            nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+        )
 
     def forward(self, x):
         if self.seconds:
-            time.sleep(self.seconds)
+            sleep(self.seconds)
         x = self.layers(x)
-        return Device.apply(x, self.work) if self.work else x
+        return Device.apply(x, self.work, self.spend) if self.work else x
 
 
 class SleepyCallback(Callback):
     """Sleeps after each batch."""
 
     def after_batch(self):
-        time.sleep(SECONDS)
+        sleep(SECONDS)
 
 
 class SlowLinks(Callback):
@@ -71,36 +104,58 @@ class SlowLinks(Callback):
     order = 12
     known = None
 
+    def __init__(self, speed=BYTES_PER_SECOND):
+        super().__init__()
+        self.speed = speed
+
     def before_train(self):
         if world.world_size() == 1 or self.model is self.known:
             return
         self.known = self.model
 
         def hook(state, bucket):
-            time.sleep(bucket.buffer().nbytes / BYTES_PER_SECOND)
-            return default_hooks.allreduce_hook(state, bucket)
+            with noted():
+                time.sleep(bucket.buffer().nbytes / self.speed)
+                reduced = default_hooks.allreduce_hook(state, bucket)
+                reduced.wait()
+            return reduced
 
         self.model.register_comm_hook(world.group("gradients"), hook)
 
 
 PART_OF = {
     "dataset": "waiting for input", "forward": "forward", "backward": "backward", "optimizer": "optimizer",
-    "callback": "callback SleepyCallback", "twice": "", "links": None, "none": None,
+    "callback": "callback SleepyCallback", "twice": "", "products": "", "links": None, "none": None,
 }  # fmt: skip
 
 
-def make_learner(fault="none", rank=1, workers=0, work=0.0, n=512, **kwargs):
-    """A learner with a fault of `PART_OF` on one rank; 'links' is one of all ranks."""
+def make_learner(
+    fault="none", rank=1, workers=0, work=0, n=512, *, seed=0, width=256, speed=BYTES_PER_SECOND, times=2, **kwargs
+):
+    """A learner with a fault of `PART_OF` on one rank; 'links' is one of all ranks.
+
+    Args:
+        fault, rank: what, and where.
+        workers: of the loader.
+        work: of a forward pass, on all ranks: seconds of sleep, or a whole number of matrix products.
+        n: samples.
+        seed: of the weights and the order of the samples.
+        width: of the model.
+        speed: of the links, in bytes per second.
+        times: as much work on the faulty rank, where that is the fault.
+        kwargs: the Learner's.
+    """
     mine = fault if world.rank() == rank or fault == "links" else "none"
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     data = Rows(SECONDS if mine == "dataset" else 0.0, n)
     dls = DataLoaders(DataLoader(data, 8, shuffle=True, num_workers=workers), DataLoader(data, 8), device="cpu")
-    model = Net(SECONDS if mine == "forward" else 0.0, work * (2 if mine == "twice" else 1))
+    work, spend = work * (times if mine in ("twice", "products") else 1), multiply if isinstance(work, int) else sleep
+    model = Net(SECONDS if mine == "forward" else 0.0, work, spend, width)
     if mine == "backward":
-        model.layers[2].weight.register_hook(lambda grad: time.sleep(SECONDS))
-    cbs = [SleepyCallback()] if mine == "callback" else [SlowLinks()] if mine == "links" else []
+        model.layers[2].weight.register_hook(lambda grad: sleep(SECONDS))
+    cbs = [SleepyCallback()] if mine == "callback" else [SlowLinks(speed)] if mine == "links" else []
     learn = Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.SGD, lr=1e-3, cbs=cbs, **kwargs)
     if mine == "optimizer":
         learn._prepare_opt()
-        learn.opt.register_step_pre_hook(lambda *_: time.sleep(SECONDS))
+        learn.opt.register_step_pre_hook(lambda *_: sleep(SECONDS))
     return learn

@@ -154,6 +154,21 @@ def noise(rounds: int) -> list[tuple[str, str, str]]:
     return rows
 
 
+def monitor(rounds: int) -> list[tuple[str, str, str]]:
+    """What ScalingMonitor(every=10) costs of a step of 10 ms on two processes, against the same step without it."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        output_of([*LAUNCH, HERE / "monitor.py", rounds, file])
+        for name, found in json.loads(file.read_text()).items():
+            what = (
+                f"ScalingMonitor, 2-process step {name} ({1000 * median(each[0] for each in found):.1f} ms), over none"
+            )
+            rows.append((what, f"{ratio(found):.4f}", "1.01"))
+            rows.append(("    none again, over none", f"{ratio([(a, c) for a, _, c in found]):.4f}", ""))
+    return rows
+
+
 BENCHMARKS: dict[str, Callable[[int], list[tuple[str, str, str]]]] = {
     "step": step,
     "import": imports,
@@ -163,6 +178,7 @@ BENCHMARKS: dict[str, Callable[[int], list[tuple[str, str, str]]]] = {
     "notebook": notebook,
     "checkpoint": checkpoint,
     "noise": noise,
+    "monitor": monitor,
 }
 
 

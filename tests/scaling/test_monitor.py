@@ -1,9 +1,10 @@
 """ScalingMonitor: its columns, on one process and on two ranks, and what it costs."""
 
+import subprocess
 import time
 
 import pytest
-from helpers import raises
+from helpers import ROOT, python, raises
 from scaling_jobs import make_learner as job
 
 from learnerkit import Callback, ScalingMonitor, world
@@ -47,6 +48,18 @@ def test_the_slowest_rank_is_a_column():
 
 @pytest.mark.soak
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("fault", ["dataset", "forward", "backward", "callback", "optimizer"])
+def test_wherever_a_rank_is_slow_it_is_the_slowest(fault, rank):
+    learn = job(fault, rank, n=256)
+    with learn.distrib_ctx():
+        row = rows_of(learn, every=4)
+    assert row["slowest_rank"] == rank
+    assert row["waiting"] == pytest.approx(1.0 if fault == "dataset" else 0.5, abs=0.2)  # for its input, too
+
+
+@pytest.mark.soak
+@pytest.mark.ranks(2)
 def test_it_costs_less_than_a_hundredth_of_a_step():
     """Of 10 ms: the time on the processor of everything that it does, exchanges too."""
     spent = 0.0
@@ -66,3 +79,14 @@ def test_it_costs_less_than_a_hundredth_of_a_step():
     with learn.no_logging(), learn.distrib_ctx():
         learn.fit(2, cbs=monitor)
     assert 0 < spent / 64 < 1e-4
+
+
+@pytest.mark.slow
+def test_a_fit_that_does_not_measure_has_nothing_of_it(script_env):
+    code = (
+        "import sys\nfrom scaling_jobs import make_learner\n"
+        "with make_learner(n=16).no_logging() as learn: learn.fit(1)\n"
+        "print([name for name in sys.modules if name.startswith('learnerkit.scaling')])"
+    )
+    done = subprocess.run([python(), "-c", code], capture_output=True, text=True, env=script_env, cwd=ROOT / "tests")
+    assert done.stdout == "[]\n", done.stdout + done.stderr
