@@ -8,7 +8,7 @@ from scaling_jobs import PART_OF, Took, make_learner
 
 from learnerkit import Callback, world
 from learnerkit.scaling.parts import REDUCE, SKIPPED
-from learnerkit.scaling.report import _Making
+from learnerkit.scaling.making import Making
 
 STEPS = 20
 ON_ONE_RANK = ("dataset", "forward", "backward", "callback", "optimizer")
@@ -58,7 +58,7 @@ def measured(fault, rank=None, **options):
     learn = make_learner(fault, rank, **options)
     notes = Notes(learn)
     with learn.distrib_ctx():
-        report = _Making(learn, STEPS, 60.0).measure_parts()
+        report = Making(learn, STEPS, 60.0).measure_parts()
     walls, took = zip(*world.all_gather(notes.of(0)), strict=True)
     misses = [sum(part[r] for part in report.parts.values()) / wall - 1 for r, wall in enumerate(walls)]
     return report, took, max(misses, key=abs)
