@@ -72,7 +72,7 @@ def test_it_can_be_read_again():
 
 
 class Turns(nn.Module):
-    """A layer that one process of a machine can run at a time, for 4 ms."""
+    """A layer that one process of a machine can run at a time, for 15 ms."""
 
     def __init__(self, path):
         super().__init__()
@@ -81,7 +81,7 @@ class Turns(nn.Module):
     def forward(self, x):
         with open(self.path, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            time.sleep(4e-3)
+            time.sleep(15e-3)
         return self.layer(x)
 
 
@@ -91,8 +91,8 @@ def test_two_processes_are_started_to_measure_what_they_share(tmp_path):
     before = [p.clone() for p in learn.model.parameters()]
     found = cost_in_forks(learn, 10, Pace(5e-2, 8))
     assert (found.ranks, found.single, found.batch, found.sent) == (2, 5e-2, 8, [65 * 4])
-    assert 4e-3 < found.alone < 12e-3
-    assert found.together > 1.5 * found.alone
+    assert found.alone > 15e-3
+    assert found.together > 1.3 * found.alone  # on an idle machine 2
     assert 1e-6 < found.link.latency < 1
     assert not dist.is_initialized()
     assert all(torch.equal(p, q) for p, q in zip(before, learn.model.parameters(), strict=True))

@@ -7,8 +7,8 @@ import pytest
 from scaling_jobs import PART_OF, Took, make_learner
 
 from learnerkit import Callback, world
-from learnerkit.scaling.parts import REDUCE, SKIPPED
 from learnerkit.scaling.making import Making
+from learnerkit.scaling.parts import REDUCE, SKIPPED
 
 STEPS = 20
 ON_ONE_RANK = ("dataset", "forward", "backward", "callback", "optimizer")
