@@ -17,7 +17,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -463,6 +463,19 @@ def before_collective(call: Callable[[], None] | None) -> Iterator[None]:
         _before_collective.reset(token)
 
 
+_around_collective: ContextVar[Callable[[], AbstractContextManager]] = ContextVar("around", default=nullcontext)
+
+
+@contextmanager
+def around_collectives(context: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """Enter `context()` for each collective of this module in here, to measure how long this rank waits in it."""
+    token = _around_collective.set(context)
+    try:
+        yield
+    finally:
+        _around_collective.reset(token)
+
+
 @contextmanager
 def grouped_collectives() -> Iterator[None]:
     """Make several collectives one group: whether all ranks come is asked once, before the first."""
@@ -503,7 +516,8 @@ def explain_mismatch(error: RuntimeError) -> None:
 def _explained(what: str) -> Iterator[None]:
     """Say of an error of torch.distributed's what it means: torch tells of connections and fingerprints."""
     try:
-        yield
+        with _around_collective.get()():
+            yield
     except RuntimeError as e:
         text = str(e)
         explain_mismatch(e)

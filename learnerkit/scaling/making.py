@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 from learnerkit import arguments, parallel, world
 from learnerkit.callbacks.accumulation import GradientAccumulation
@@ -27,6 +28,7 @@ from learnerkit.scaling.trials import (
     with_workers,
 )
 from learnerkit.text import first_few
+from learnerkit.torch_internals import BatchNorm
 from learnerkit.utils import unwrap, usable_cores
 
 if TYPE_CHECKING:
@@ -101,12 +103,22 @@ class Making:
         params = [p for p in unwrap(learn.model).parameters() if p.requires_grad]
         left_out = [repr(cb) for cb in learn.cbs if cb.only_fit]
         notes = [f"not timed, as they run in a fit only: {first_few(dict.fromkeys(left_out))}"] if left_out else []
+        if self.ranks > 1 and self._synchronizes_batch_norm():
+            notes.append(
+                "with SyncBatchNorm ranks wait for each other in forward and backward: who is slow may be hidden"
+            )
         return ScalingReport(
             ranks=self.ranks, device=str(learn.dls.device.type), seconds=base.seconds, samples=base.samples,
             parts={name: [each.get(name, 0.0) for each in means] for name in names},
             walls=walls, slowest=slow, waits=waits,
             communication=communication, gradient_bytes=sum(p.numel() * p.itemsize for p in params), notes=notes,
         )  # fmt: skip
+
+    def _synchronizes_batch_norm(self) -> bool:
+        learn, member = self.learn, member_of(self.learn.cbs)
+        converts = member is not None and member.sync_bn and learn.dls.device.type != "cpu"
+        kinds = (BatchNorm if converts else nn.SyncBatchNorm,)
+        return any(isinstance(module, kinds) for module in unwrap(learn.model).modules())
 
     def _timed_steps(self, quiet: bool = True) -> tuple[list[list[dict[str, float]]], list[float]]:
         "For each rank the parts of its steps, and the mean seconds of one."

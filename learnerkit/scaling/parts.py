@@ -3,11 +3,13 @@
 All ranks leave a reduction of gradients together, so that no clocks need to agree: a step lasts from the end of one
 reduction to the end of the next, on every rank alike. What a rank does before its last bucket is ready, a slow backward
 pass too, is its own time; the longest over the ranks less one's own is waiting for a slow rank, and what is left is
-communication.
+communication. Other collectives of `learnerkit.world` in a step are waiting, too. Those that a callback or a module
+makes by itself count as its own time.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from statistics import mean, median, stdev
 from time import perf_counter
@@ -121,16 +123,22 @@ class Stopwatch(Clock):
         self._running, self._start = part, now
         return before
 
+    @contextmanager
+    def within(self, part: str) -> Iterator[None]:
+        """Let what runs in here be a part of its own inside the one that is running."""
+        before = self.enter(part)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
     def timed(self, part: str, call: Callable) -> Callable:
         """Return a function that is a part of its own inside the one that is running."""
 
         @wraps(call)
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = self.enter(part)
-            try:
+            with self.within(part):
                 return call(*args, **kwargs)
-            finally:
-                self.enter(before)
 
         return run
 

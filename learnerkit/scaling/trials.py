@@ -84,6 +84,7 @@ def run_trial(
         stack.enter_context(unchanged(learn))
         if isinstance(clock, Stopwatch):
             stack.callback(clock.watch_hooks())
+            stack.enter_context(world.around_collectives(partial(clock.within, REDUCE)))
             if learn._agreement is not None:
                 learn._agreement.timed = partial(clock.timed, REDUCE)
         if not network and learn._agreement is not None:
