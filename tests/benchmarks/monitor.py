@@ -26,7 +26,7 @@ def train(dataset, work, spend, monitored):
     """Seconds a step."""
     torch.manual_seed(0)
     dls = DataLoaders.from_datasets(dataset, bs=BATCH, shuffle=False, device="cpu")
-    cbs = [ScalingMonitor(every=10)] if monitored else []
+    cbs = [ScalingMonitor()] if monitored else []
     learn = Learner(dls, Net(work=work, spend=spend), nn.MSELoss(), opt_func=torch.optim.SGD, cbs=cbs)
     with learn.no_logging(), learn.no_bar(), learn.distrib_ctx():
         dist.barrier()

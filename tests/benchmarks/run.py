@@ -155,7 +155,7 @@ def noise(rounds: int) -> list[tuple[str, str, str]]:
 
 
 def monitor(rounds: int) -> list[tuple[str, str, str]]:
-    """What ScalingMonitor(every=10) costs of a step of 10 ms on two processes, against the same step without it."""
+    """What ScalingMonitor() costs of a step of 10 ms on two processes, against the same step without it."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"

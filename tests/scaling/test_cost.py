@@ -134,11 +134,17 @@ def seconds_of_a_step(widths, n):
         return pace(learn, n).seconds
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", WIDTHS)
-def test_the_step_of_two_ranks_is_forecast_from_one(rank_pools, name):
+@pytest.fixture(scope="module")
+def idle():
+    """Skip what compares times of two moments where others compute."""
     if os.getloadavg()[0] > 1.5:
         pytest.skip("times of two moments are compared, for which the machine must be idle")
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("name", WIDTHS)
+def test_the_step_of_two_ranks_is_forecast_from_one(rank_pools, name):
     ratios = []
     for _ in range(9):
         with contextlib.redirect_stdout(io.StringIO()):
