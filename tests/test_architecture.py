@@ -33,7 +33,7 @@ FLOORS = [
     ["callbacks", "parallel"],
     ["checkpoints"],
     ["scaling"],
-    ["notebook", "preflight"],
+    ["notebook", "preflight", "sweep"],
     ["learner", "doctor"],
     ["vision", "__init__"],
 ]
@@ -46,7 +46,7 @@ RUNS_CODE = {"launch.rank_main": 1}
 TRUSTS = "notebook.pickling"
 
 # Imported where they are used, because they are slow to import or may not be installed.
-HEAVY = {"torchvision", "matplotlib", "IPython", "torchmetrics", "torcheval", "cloudpickle", "pandas", "PIL"}
+HEAVY = {"torchvision", "matplotlib", "IPython", "torchmetrics", "torcheval", "cloudpickle", "pandas", "PIL", "optuna"}
 
 
 def modules():
