@@ -92,8 +92,8 @@ class Section:
         """Refuse entries that nobody has taken."""
         for name in self.entries:
             raise ConfigError(
-                f"{self.where}{name}: there is no such entry{did_you_mean(name, self.known)}; allowed are "
-                f"{', '.join(self.known)}"
+                f"{self.where}{name}: there is no such entry; allowed are {', '.join(self.known)}"
+                + did_you_mean(name, self.known)
             )
 
 
@@ -299,8 +299,8 @@ def made(what: str, module: ModuleType, entry: Any, defaults: dict[str, Any]) ->
     for option in options:
         if option not in allowed:
             raise ConfigError(
-                f"{what}.{option}: {kind.__name__} has no such option{did_you_mean(option, allowed)}; it has "
-                f"{', '.join(allowed)}"
+                f"{what}.{option}: {kind.__name__} has no such option; it has {', '.join(allowed)}"
+                + did_you_mean(option, allowed)
             )
     if "wrapped_pruner" in options:
         options["wrapped_pruner"] = made(what, module, options["wrapped_pruner"], {})

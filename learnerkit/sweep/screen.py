@@ -54,7 +54,7 @@ class Screen:
             self._said[row.number] = now
             if row.state == "complete" and self._is_best(row):
                 self._best = row
-            lines.append(self._line(row, marked=row is self._best))
+            lines.append(self._line(row, marked=row is self._best) if ended else self._line(row, again=True))
         if lines and self._header:
             self._header = False
             lines.insert(0, self._names())
@@ -94,18 +94,18 @@ class Screen:
     def _names(self) -> str:
         return self._join(["", "trial", *self.config.parameters, "epoch", self.config.metric], "GPU", "time", "state")
 
-    def _line(self, row: Row, marked: bool = False) -> str:
+    def _line(self, row: Row, marked: bool = False, again: bool = False) -> str:
         values = [number(row.values[name]) if name in row.values else "" for name in self.config.parameters]
         cells = ["*" if marked else "", str(row.number), *values, str(row.epoch or ""), number(row.value)]
-        took = "" if row.seconds is None else format_time(row.seconds)
+        took = "" if row.seconds is None or again else format_time(row.seconds)
         host, _, gpus = row.place.partition(" GPU ")
-        return self._join(cells, gpus, took, self._state(row, host))
-
-    def _state(self, row: Row, host: str) -> str:
-        again = f"again ({row.attempt}), " if row.attempt else ""
         elsewhere = f" on {host}" if host not in ("", socket.gethostname()) else ""
-        text = f"{again}{row.state}{elsewhere}" + (f": {row.cause}" if row.cause else "")
-        return escaped_line(text)
+        state = row.state + (f" (run {row.attempt + 1})" if row.attempt else "") + elsewhere
+        if again:
+            state = f"is run again: {row.cause}"
+        elif row.state == "failed":
+            state = row.cause if row.cause.startswith("failed") else f"failed: {row.cause}"
+        return self._join(cells, gpus, took, escaped_line(state))
 
     def _join(self, cells: list[str], gpus: str, took: str, state: str) -> str:
         titles = ["", "trial", *self.config.parameters, "epoch", self.config.metric]

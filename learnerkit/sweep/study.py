@@ -15,7 +15,9 @@ import math
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -105,20 +107,17 @@ class Run:
     """A trial that this process is to run.
 
     Args:
-        number: of the trial, and of the first one if it is run again.
-        key, trial: the run in the journal: its number, and Optuna's key.
+        number: of the trial.
+        key, trial: this run of it in the journal: the number that Optuna shows, and its key.
         attempt: how often it was begun before.
-        kills: how often it was killed.
         values: for the script.
         lock: the descriptor of its lock.
-        began: when, on the clock of the journal.
     """
 
     number: int
     key: int
     trial: int
     attempt: int
-    kills: int
     values: dict[str, Any]
     lock: int
 
@@ -136,7 +135,7 @@ class Row:
         attempt: how often it was run before.
         cause: why it has failed, or the last time, if it is to be run again.
         place: the machine and its GPUs.
-        seconds: from its beginning to its end, if it has ended.
+        seconds: from its beginning to its end, or until now.
     """
 
     number: int
@@ -176,20 +175,19 @@ class Study:
             self._find_lost()
             trials = self._trials()
             if not any(trial.state == self._states.WAITING for trial in trials):
-                firsts = [trial for trial in trials if first(trial) == trial.number]
+                firsts = [trial for trial in trials if "again" not in trial.user_attrs]
                 if 0 < self.config.total <= len(firsts):
                     return None
                 self._plan_next(firsts)
             if self.config.seed is not None:
                 self.study.sampler = self.config.sampler(len(trials))
             trial = self.study.ask(self._distributions)
-            again = trial.user_attrs.get("again", {})
-            values = self.config.values(trial.params)
-            run = Run(
-                again.get("first", trial.number), trial.number, trial._trial_id, again.get("attempt", 0),
-                again.get("kills", 0), values, try_lock(self._running(trial.number)),
-            )  # fmt: skip
+            lock = try_lock(self._running(trial.number))
             self._own.add(trial.number)
+            values = self.config.values(trial.params)
+            number = next(number for number, each in numbered(self._trials()) if each.number == trial.number)
+            attempt = trial.user_attrs.get("again", {}).get("attempt", 0)
+            run = Run(number, trial.number, trial._trial_id, attempt, values, lock)
             host = socket.gethostname()
             trial.set_user_attr("run", {"values": values, "place": f"{host} {place}".strip()})
             return run
@@ -232,10 +230,10 @@ class Study:
 
     def _run_again(self, trial: Any, kills: bool) -> None:
         """Plan to run the values of a trial again, unless this is planned already, or it was killed too often."""
-        number, again = first(trial), trial.user_attrs.get("again", {})
-        again = {"first": number, "attempt": again.get("attempt", 0) + 1, "kills": again.get("kills", 0) + kills}
-        planned = any(first(t) == number and t.number > trial.number for t in self._trials())
-        if not planned and again["kills"] <= self.config.retries:
+        numbers = [number for number, _ in numbered(self._trials())]
+        number, before = numbers[trial.number], trial.user_attrs.get("again", {})
+        again = {"number": number, "attempt": before.get("attempt", 0) + 1, "kills": before.get("kills", 0) + kills}
+        if number not in numbers[trial.number + 1 :] and again["kills"] <= self.config.retries:
             fixed = trial.system_attrs.get("fixed_params", {})  # if it was killed before it had all of them
             self.study.enqueue_trial(fixed | trial.params, user_attrs={"again": again})
 
@@ -248,7 +246,7 @@ class Study:
             lock = try_lock(self._running(trial.number), wait=False)
             if lock >= 0:
                 state = "pruned" if "pruned" in trial.user_attrs else "killed"
-                self._end(trial.number, state, None, "its process was killed, or its machine")
+                self._end(trial.number, state, None, "was killed with the process that had started it")
                 self._running(trial.number).unlink(missing_ok=True)
                 os.close(lock)
 
@@ -275,9 +273,13 @@ class Study:
         return 0 < self.config.total <= len(rows) and all(row.state not in ("running", "waiting") for row in rows)
 
 
-def first(trial: Any) -> int:
-    """Return the number of the trial that this one repeats, or its own."""
-    return int(trial.user_attrs.get("again", {}).get("first", trial.number))
+def numbered(trials: list[Any]) -> Iterator[tuple[int, Any]]:
+    """Give Optuna's trials the numbers that are shown: one that is run again keeps its number."""
+    count = 0
+    for trial in trials:
+        again = trial.user_attrs.get("again")
+        yield (again["number"] if again else count), trial
+        count += not again
 
 
 def try_lock(path: Path, wait: bool = True) -> int:
@@ -297,8 +299,8 @@ _STATES = {"WAITING": "waiting", "RUNNING": "running", "COMPLETE": "complete", "
 def rows_of(study: Any) -> list[Row]:
     """Return the trials of an Optuna study, those that were run again as one."""
     rows: dict[int, Row] = {}
-    for trial in study.get_trials(deepcopy=False):
-        run, number = trial.user_attrs.get("run", {}), first(trial)
+    for number, trial in numbered(study.get_trials(deepcopy=False)):
+        run = trial.user_attrs.get("run", {})
         before = rows.get(number)
         row = rows[number] = Row(number, _STATES[trial.state.name], run.get("values", {}), place=run.get("place", ""))
         row.attempt = trial.user_attrs.get("again", {}).get("attempt", 0)
@@ -309,8 +311,8 @@ def rows_of(study: Any) -> list[Row]:
         row.epoch, row.value = len(reported), reported[max(reported)] if reported else None
         if row.state == "complete":
             row.value = trial.value
-        if trial.datetime_complete and trial.datetime_start:
-            row.seconds = (trial.datetime_complete - trial.datetime_start).total_seconds()
+        if trial.datetime_start and row.state != "waiting":
+            row.seconds = ((trial.datetime_complete or datetime.now()) - trial.datetime_start).total_seconds()
     return list(rows.values())
 
 

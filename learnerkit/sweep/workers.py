@@ -72,7 +72,8 @@ class Workers:
         self.stopped_by = 0
         self._stopping = threading.Event()
         self._error: BaseException | None = None
-        self._signals: list[queue.SimpleQueue[int]] = [queue.SimpleQueue() for _ in gpus]
+        # No SimpleQueue: on CPython 3.11 a signal during its `get` can make it wait without end.
+        self._signals: list[queue.Queue[int]] = [queue.Queue() for _ in gpus]
 
     def run(self, show: Callable[[], None]) -> None:
         """Run trials until all have ended, or a signal stops them.
@@ -179,10 +180,10 @@ class Workers:
             value = self._printed(run) if value is None else value
             metric = self.study.config.metric
             if value is None:
-                return "failed", None, f"it has reported no {metric}: neither by sweep.report nor in its output"
-            return ("failed", None, f"its {metric} is NaN") if math.isnan(value) else ("complete", value, "")
+                return "failed", None, f"no {metric} was reported, neither by sweep.report nor in its output"
+            return ("failed", None, f"{metric} is NaN") if math.isnan(value) else ("complete", value, "")
         if self._stopping.is_set() and outcome.kind == "stopped":
-            return "stopped", None, f"stopped by {signal_name(self.stopped_by)}" if self.stopped_by else "stopped"
+            return "stopped", None, f"was stopped by {signal_name(self.stopped_by or signal.SIGTERM)}"
         cause = outcome.text.rstrip(",")
         cause = cause.removeprefix("rank 0 ") if self.command.nproc == 1 else cause
         return "killed" if outcome.code in KILLED else "failed", None, cause
