@@ -58,12 +58,13 @@ def runs(number):
 
 def wait_for(condition):
     deadline = time.monotonic() + LIMIT
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    return found
 
 
 def states(printed):
     """The last state of each trial in what was printed."""
-    lines = re.findall(r"^(?:\*| ) +(\d+) +\S+ +(?:[-\d.e]+ +)?(?:[\d:.]+ +)?([a-z].*)$", printed, re.MULTILINE)
+    lines = re.findall(r"^(?:\*| ) +(\d+) +(?:[-+\d.e:]+ +)*([a-z].*)$", printed, re.MULTILINE)
     return {int(number): state for number, state in lines}

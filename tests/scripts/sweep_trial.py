@@ -18,6 +18,7 @@ with open("runs", "a") as file:
     file.write(json.dumps({"x": p.x, "pid": os.getpid(), **{name: os.environ.get(name) for name in seen}}) + "\n")
 is_first = Path("runs").read_text().count("\n") == 1
 
+time.sleep(float(os.environ.get("SLEEP", 0)))
 if fate == "kills" or (fate == "kill" and is_first):
     os.kill(os.getpid(), signal.SIGKILL)
 if fate == "wait" and is_first:

@@ -2,11 +2,12 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ import pytest
 from launching import environment
 from sweep_searches import LIMIT, Search, runs, states, wait_for, write_config
 
+from learnerkit import sweep
 from learnerkit.sweep.cli import main
 from learnerkit.sweep.workers import share_out
 
@@ -97,6 +99,34 @@ def test_ctrl_c_stops_all_and_keeps_everything(search, signum, code):
     found, printed = search("-j", 2).end()
     assert found == 0, printed
     assert states(printed) == {1: "complete (run 2)", 2: "complete (run 2)", 3: "complete"}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", ["trials", "search"])
+@pytest.mark.parametrize("time", range(5))
+def test_64_trials_with_3_kills_end_with_64_results(search, victim, time):
+    write_config(maxCombo=64, seed=time)
+    pick = random.Random(time)
+    running = search("-j", 3, SLEEP="0.1")
+    for kill in range(3):
+        wait_for(lambda: sum(bool(runs(number)) for number in range(64)) > 16 * (kill + 1) + pick.randrange(8))  # noqa: B023
+        if victim == "search":
+            running.process.kill()
+            running.end()
+            running = search("-j", 3, SLEEP="0.1")
+        else:
+            children = [*wait_for(lambda: psutil.Process(running.process.pid).children())]
+            with suppress(psutil.NoSuchProcess):
+                pick.choice(children).kill()
+    code, printed = running.end()
+    assert code == 0, printed
+    assert "64 of 64 trials: 64 complete" in printed
+    frame = sweep.load("sweeps/c").frame()
+    assert list(frame.index) == list(range(64))
+    assert frame["x"].nunique() == 64
+    assert (frame["loss"] == frame["x"] ** 2).all()
+    assert list(frame["attempts"]) == [len(runs(number)) for number in range(64)]
+    assert 64 < frame["attempts"].sum() <= 64 + 9
 
 
 def test_each_trial_has_gpus_and_threads_of_its_own(search):
