@@ -4,7 +4,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 EXAMPLES = ["matplotlib>=3.8"]
-SWEEP = ["optuna>=4", "pandas>=2"]
+SWEEP = ["optuna>=4.2", "pandas>=2", "scipy>=1.11", "cmaes>=0.10"]
 DEV = [
     *EXAMPLES,
     *SWEEP,

@@ -89,7 +89,8 @@ def begun(options: argparse.Namespace) -> tuple[Path, Config, Command]:
             before = read_plan(folder)
         except FileNotFoundError:
             before = plan
-        own = ["command " + key for key, value in plan["command"].items() if before["command"].get(key) != value]
+        names = {"words": "command", "nproc": "--nproc", "as_arguments": "--as-arguments", "here": "--here"}
+        own = [name for key, name in names.items() if before["command"][key] != plan["command"][key]]
         if changed := [*changes(before["config"], plan["config"]), *own]:
             raise ValueError(
                 f"{folder} has a search with another {changed[0]}: give --dir for a new one, or remove that directory"

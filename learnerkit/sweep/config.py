@@ -1,5 +1,6 @@
 """What to search: a JSON file as Comet's optimizer has it, or with Optuna's words, or with both."""
 
+import importlib.util
 import inspect
 import itertools
 import json
@@ -270,6 +271,10 @@ class Config:
         return {name: parameter.value(drawn[name]) for name, parameter in self.parameters.items()}
 
 
+NEEDS = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy", "WilcoxonPruner": "scipy"}
+"""What Optuna imports only when trials run already."""
+
+
 def made(what: str, module: ModuleType, entry: Any, defaults: dict[str, Any]) -> Any:
     """Make a sampler or a pruner of Optuna by its name.
 
@@ -304,11 +309,14 @@ def made(what: str, module: ModuleType, entry: Any, defaults: dict[str, Any]) ->
             )
     if "wrapped_pruner" in options:
         options["wrapped_pruner"] = made(what, module, options["wrapped_pruner"], {})
+    needed = NEEDS.get(kind.__name__)
+    if needed and importlib.util.find_spec(needed) is None:
+        raise ConfigError(f"{what}: {kind.__name__} needs {needed}: pip install {needed}")
     options = {option: value for option, value in defaults.items() if option in allowed} | options
     try:
         with warnings.catch_warnings(action="ignore", category=optuna().exceptions.ExperimentalWarning):
             return kind(**options)
-    except (TypeError, ValueError, ImportError) as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"{what}: {kind.__name__} refuses these options: {error}") from error
 
 

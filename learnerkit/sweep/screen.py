@@ -12,6 +12,7 @@ from learnerkit.sweep.study import Row, best_of
 from learnerkit.text import columns, escaped_line, format_time
 
 REDRAW_SECONDS = 0.5
+SILENT_SECONDS = 300.0  # after so long a log has the counts again
 
 
 class Screen:
@@ -29,7 +30,7 @@ class Screen:
         self._said: dict[int, tuple[str, int]] = {}  # of each trial: its state, and how often it was run before
         self._best: Row | None = None
         self._n_live = 0  # lines on the terminal that are drawn anew
-        self._drawn = -REDRAW_SECONDS
+        self._drawn = time.monotonic() - REDRAW_SECONDS
         self._began = time.monotonic()
         self._header = True
 
@@ -58,6 +59,8 @@ class Screen:
         if lines and self._header:
             self._header = False
             lines.insert(0, self._names())
+        if not self.is_live and not lines and time.monotonic() > self._drawn + SILENT_SECONDS:
+            lines = [self.summary(rows)]
         if lines or (self.is_live and time.monotonic() > self._drawn + REDRAW_SECONDS):
             self._draw(lines, self._live(rows) if self.is_live else [])
 

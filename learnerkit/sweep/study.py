@@ -185,7 +185,7 @@ class Study:
             lock = try_lock(self._running(trial.number))
             self._own.add(trial.number)
             values = self.config.values(trial.params)
-            number = next(number for number, each in numbered(self._trials()) if each.number == trial.number)
+            number = [number for number, _ in numbered(self._trials())][trial.number]
             attempt = trial.user_attrs.get("again", {}).get("attempt", 0)
             run = Run(number, trial.number, trial._trial_id, attempt, values, lock)
             host = socket.gethostname()
@@ -216,7 +216,9 @@ class Study:
             os.close(run.lock)
 
     def _end(self, key: int, state: str, value: float | None, cause: str) -> None:
-        trial = next(trial for trial in self._trials() if trial.number == key)
+        trial = self._trials()[key]
+        if trial.state != self._states.RUNNING:  # taken for lost, as a file system may free locks by mistake
+            return
         if state == "complete":
             self.study.tell(key, value)
         elif state == "pruned":
@@ -259,7 +261,7 @@ class Study:
 
     def reported(self, run: Run) -> tuple[float | None, bool]:
         """Return what a trial has reported last, and whether it was pruned."""
-        trial = next(trial for trial in self._trials() if trial.number == run.key)
+        trial = self._trials()[run.key]
         values = trial.intermediate_values
         return (values[max(values)] if values else None), "pruned" in trial.user_attrs
 

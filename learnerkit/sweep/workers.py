@@ -55,7 +55,9 @@ class Command:
         """Return the line that runs a trial again by hand."""
         python = ["python", *(["-m", "learnerkit.launch", "--nproc", str(self.nproc)] if self.nproc > 1 else [])]
         before = "" if self.as_arguments else f"{PARAMS}={shlex.quote(json.dumps(values))} "
-        return before + shlex.join([*python, *self.with_values(values)])
+        script, *rest = self.with_values(values)
+        near = script.removeprefix(self.start.rstrip("/") + "/")  # as it was given
+        return before + shlex.join([*python, near, *rest])
 
 
 class Workers:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -158,11 +159,11 @@ def test_a_killed_training_goes_on_from_its_checkpoint(how):
             os.kill(int(Path("sweeps/c/trials/0/pid").read_text()), signal.SIGKILL)
             code, printed = search.end()
     if how == "search":
-        with Search(script="sweep_train.py") as search:
+        with Search(script="sweep_train.py", SLEEP="0") as search:
             code, printed = search.end()
     assert code == 0, printed
     assert states(printed) == {0: "complete (run 2)"}
     again = Path("sweeps/c/trials/0/attempt-1/rank-0.log").read_text()
-    assert "resumed fit 0 after epoch 1" in again or "resumed fit 0 after epoch 2" in again, again
+    assert re.search(r"resumed fit 0 after epoch [012]", again), again
     (row,) = sweep.load("sweeps/c").trials
     assert (row.epoch, row.attempt) == (4, 1)

@@ -109,15 +109,16 @@ def test_64_trials_with_3_kills_end_with_64_results(search, victim, time):
     pick = random.Random(time)
     running = search("-j", 3, SLEEP="0.1")
     for kill in range(3):
-        wait_for(lambda: sum(bool(runs(number)) for number in range(64)) > 16 * (kill + 1) + pick.randrange(8))  # noqa: B023
+        begun = 16 * (kill + 1) + pick.randrange(8)
+        wait_for(lambda: Path(f"sweeps/c/trials/{begun}/runs").exists())  # noqa: B023
         if victim == "search":
             running.process.kill()
             running.end()
             running = search("-j", 3, SLEEP="0.1")
         else:
-            children = [*wait_for(lambda: psutil.Process(running.process.pid).children())]
+            process = psutil.Process(running.process.pid)
             with suppress(psutil.NoSuchProcess):
-                pick.choice(children).kill()
+                pick.choice(wait_for(process.children)).kill()
     code, printed = running.end()
     assert code == 0, printed
     assert "64 of 64 trials: 64 complete" in printed
@@ -165,7 +166,20 @@ def test_a_script_that_knows_nothing_of_it(search):
     assert code == 0, printed
     logged = [json.loads(line) for line in Path("sweeps/c/trials/0/log.jsonl").read_text().splitlines()]
     assert re.search(rf" +0 .* {logged[-1]['score']:.5g} .* complete\n", printed)
-    assert re.search(r"  python .*own.py --quick yes --x [\d.e-]+ --n-layers \d\n", printed)
+    assert re.search(r"  python own.py --quick yes --x [\d.e-]+ --n-layers \d\n", printed)
+
+
+def test_a_module_that_runs_in_the_present_folder(search):
+    write_config(maxCombo=2)
+    Path("own.py").write_text(
+        "import os\nfrom learnerkit import sweep\nopen('seen', 'a').write('x')\nprint('loss =', sweep.params(x=1).x)\n"
+    )
+    code, printed = search("--here", "--dir", "found", "c.json", "-m", "own", script=None).end()
+    assert code == 0, printed
+    assert Path("seen").read_text() == "xx"
+    assert re.search(r"  LEARNERKIT_PARAMS='.*' python -m own\n", printed)
+    code, printed = search("--dir", "found", "c.json", "-m", "own", script=None).end()
+    assert (code, "has a search with another --here" in printed) == (2, True)
 
 
 @pytest.mark.parametrize(

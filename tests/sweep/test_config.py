@@ -139,6 +139,14 @@ def test_a_bad_entry_is_named_with_what_is_allowed(change, said):
         read(data)
 
 
+def test_a_sampler_that_needs_another_package_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="sampler: CmaEsSampler needs cmaes: pip install cmaes"):
+        read(OPTUNA | {"sampler": "cmaes"})
+    with pytest.raises(ConfigError, match="pruner: WilcoxonPruner needs scipy: pip install scipy"):
+        read(OPTUNA | {"pruner": "WilcoxonPruner"})
+
+
 def test_a_search_may_grow_but_not_change():
     before, after = read(OPTUNA).data, read(OPTUNA | {"n_trials": 40, "retryLimit": 1, "seed": 2}).data
     assert list(changes(before, after)) == ["seed"]

@@ -78,6 +78,16 @@ def test_a_log_has_plain_lines():
     )
 
 
+def test_a_log_has_the_counts_now_and_then(monkeypatch):
+    screen = Screen(CONFIG, stream=io.StringIO())
+    rows = [row(0, "running")]
+    screen.update(rows)
+    assert screen.stream.getvalue() == ""
+    monkeypatch.setattr("learnerkit.sweep.screen.SILENT_SECONDS", -1.0)
+    screen.update(rows)
+    assert screen.stream.getvalue().startswith("0 of 9 trials: 1 running, 00:0")
+
+
 def test_a_terminal_shows_below_them_what_runs(monkeypatch):
     monkeypatch.setattr("learnerkit.sweep.screen.REDRAW_SECONDS", -1.0)
     monkeypatch.setenv("TERM", "xterm")
