@@ -28,7 +28,9 @@ def optuna() -> Any:
         ImportError: it is not installed.
     """
     try:
-        import optuna
+        with warnings.catch_warnings(action="ignore"):  # in a notebook tqdm, which Optuna imports, wants ipywidgets
+            import optuna
+            import optuna.study
     except ImportError as error:
         raise ImportError("a search needs Optuna: pip install 'learnerkit[sweep]'") from error
     return optuna

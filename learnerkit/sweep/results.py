@@ -115,9 +115,12 @@ class Sweep:
         shares.set(title="Importance")
         for name, ax in zip(names, bottom.subplots(1, len(names), sharey=True, squeeze=False)[0], strict=True):
             parameter, kept = self.config.parameters[name], [row for row in rows if row.state == "complete"]
-            values = [str(row.values[name]) if parameter.choices else row.values[name] for row in kept]
+            is_named = any(isinstance(choice, str | bool | None) for choice in parameter.choices)
+            values = [str(row.values[name]) if is_named else row.values[name] for row in kept]
             ax.plot(values, [row.value for row in kept], "o")
-            ax.set(xlabel=name, ylabel=metric, xscale="log" if parameter.log else ax.get_xscale())
+            ax.set(xlabel=name, ylabel=metric)
+            if parameter.log:
+                ax.set_xscale("log")
         return figure
 
 

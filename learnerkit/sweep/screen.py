@@ -26,7 +26,8 @@ class Screen:
 
     def __init__(self, config: Config, with_gpus: bool = False, stream: TextIO | None = None) -> None:
         self.config, self.with_gpus, self.stream = config, with_gpus, stream or sys.stdout
-        self.is_live = self.stream.isatty() and os.environ.get("TERM") != "dumb"
+        is_cell = "JPY_PARENT_PID" in os.environ  # started by `!` in a notebook, whose output cannot be drawn anew
+        self.is_live = self.stream.isatty() and os.environ.get("TERM") != "dumb" and not is_cell
         self._said: dict[int, tuple[str, int]] = {}  # of each trial: its state, and how often it was run before
         self._best: Row | None = None
         self._n_live = 0  # lines on the terminal that are drawn anew

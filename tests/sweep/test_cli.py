@@ -122,11 +122,13 @@ def test_64_trials_with_3_kills_end_with_64_results(search, victim, time):
     code, printed = running.end()
     assert code == 0, printed
     assert "64 of 64 trials: 64 complete" in printed
-    frame = sweep.load("sweeps/c").frame()
+    found = sweep.load("sweeps/c")
+    assert [trial.state.name for trial in found.study.trials].count("COMPLETE") == 64
+    frame = found.frame()
     assert list(frame.index) == list(range(64))
     assert frame["x"].nunique() == 64
     assert (frame["loss"] == frame["x"] ** 2).all()
-    assert list(frame["attempts"]) == [len(runs(number)) for number in range(64)]
+    assert all(frame["attempts"][number] >= len(runs(number)) > 0 for number in range(64))  # or killed before its note
     assert 64 < frame["attempts"].sum() <= 64 + 9
 
 

@@ -71,6 +71,7 @@ def test_plots(folder, plt):
     assert titles == [
         ("Trials", "trial", "linear"), ("Importance", "", "linear"), ("", "lr", "log"), ("", "act", "linear"),
     ]  # fmt: skip
+    assert {label.get_text() for label in figure.axes[3].get_xticklabels()} == {"relu", "tanh"}
     assert next(iter(found.importances())) == "lr"
 
 

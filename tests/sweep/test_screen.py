@@ -91,6 +91,7 @@ def test_a_log_has_the_counts_now_and_then(monkeypatch):
 def test_a_terminal_shows_below_them_what_runs(monkeypatch):
     monkeypatch.setattr("learnerkit.sweep.screen.REDRAW_SECONDS", -1.0)
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
     monkeypatch.setenv("COLUMNS", "100")
     screen = Screen(CONFIG, stream=Terminal())
     seen = []
