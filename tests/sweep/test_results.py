@@ -22,7 +22,7 @@ def folder(tmp_path):
     folder = tmp_path / "search"
     config = make_config(CONFIG)
     study = Study(folder, config)
-    command = {"words": ["/a/train.py"], "nproc": 1, "as_arguments": True, "start": "/", "here": False}
+    command = {"words": ["/a/train.py"], "nproc": 1, "as_arguments": True, "start": "/b", "here": False}
     (folder / "sweep.json").write_text(json.dumps({"config": config.data, "command": command}))
     ends = {1: ("killed", None, "was killed"), 2: ("pruned", None, ""), 3: ("failed", None, "an error")}
     for _ in range(11):

@@ -67,8 +67,9 @@ def test_a_trial_that_is_killed_too_often_has_failed(tmp_path):
     study = study_of(tmp_path, retryLimit=1)
     for _ in range(2):
         study.finish(study.take(), "killed", None, "was killed")
-    study.finish(study.take(), "stopped", None, "was stopped")  # which does not count
-    assert end(study) == [(1, 1), (2, 0), (3, 0)]
+    for _ in range(2):
+        study.finish(study.take(), "stopped", None, "was stopped")  # which does not count
+    assert end(study) == [(1, 2), (2, 0), (3, 0)]
     assert study.is_over()
     assert states(study)[0] == (0, "failed", 1)
     assert study.rows()[0].cause == "was killed"
