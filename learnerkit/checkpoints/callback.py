@@ -57,7 +57,7 @@ class CheckpointCallback(StepCounter):
 
     A script is continued by running it again. Its fits that were done return at once, with the model and the record as
     they were then, and so does `lr_find`; the fit that was interrupted goes on where it was saved last. After a
-    restart by the launcher (`--max-restarts`) this happens by itself.
+    restart by the launcher (`--max-restarts`), or by a search, this happens by itself.
 
     SIGTERM saves after the present step, on all ranks, and ends the process with exit code 143; another one, a second
     later, ends it at once. SIGUSR1 saves and goes on. On several ranks Ctrl-C, and Stop in a notebook, save before they

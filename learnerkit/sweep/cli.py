@@ -4,18 +4,18 @@ import argparse
 import json
 import os
 import signal
-import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
 from learnerkit.launch.cli import choose_command
 from learnerkit.launch.gpus import choose_gpus, gpu_names
-from learnerkit.sweep.config import Config, ConfigError, changes, make_config, read_config
+from learnerkit.sweep.config import Config, changes, make_config, read_config
 from learnerkit.sweep.results import importances
 from learnerkit.sweep.screen import Screen, number
 from learnerkit.sweep.study import FileLock, Study, best_of, read_plan
-from learnerkit.sweep.workers import Command, Workers, as_plan, share_out
+from learnerkit.sweep.workers import Command, Workers, share_out
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,7 +82,7 @@ def begun(options: argparse.Namespace) -> tuple[Path, Config, Command]:
     config = read_config(Path(path))
     folder = (options.dir or Path("sweeps") / Path(path).stem).absolute()
     command = Command(words, options.nproc or 1, options.as_arguments, os.getcwd(), options.here)
-    plan = as_plan(command, config.data)
+    plan = {"config": config.data, "command": asdict(command)}
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         try:
@@ -149,9 +149,3 @@ def search(folder: Path, config: Config, command: Command, gpus: list[str | None
 def shown(path: Path) -> Path:
     """Return a path as seen from the present directory, where it lies below that."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-__all__ = ["ConfigError", "main"]
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +247,3 @@ def share_out(names: list[str], trials: int | None, nproc: int) -> list[str | No
             "fewer, or set CUDA_VISIBLE_DEVICES= (to nothing) to run on the CPU"
         )
     return [",".join(names[i * nproc : (i + 1) * nproc]) for i in range(n)]
-
-
-def as_plan(command: Command, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is kept in sweep.json."""
-    return {"config": dict(config), "command": asdict(command)}
