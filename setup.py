@@ -4,8 +4,10 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 EXAMPLES = ["matplotlib>=3.8"]
+SWEEP = ["optuna>=4.2", "pandas>=2", "scipy>=1.11", "cmaes>=0.10"]
 DEV = [
     *EXAMPLES,
+    *SWEEP,
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.7",
@@ -43,5 +45,5 @@ setup(
         "cloudpickle>=3",
         "safetensors>=0.5",
     ],
-    extras_require={"examples": EXAMPLES, "dev": DEV},
+    extras_require={"examples": EXAMPLES, "sweep": SWEEP, "dev": DEV},
 )

@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getattr__
     from learnerkit import datasets as datasets
+    from learnerkit import sweep as sweep
     from learnerkit import world as world
     from learnerkit.callback import Callback as Callback
     from learnerkit.callbacks.accumulation import GradientAccumulation as GradientAccumulation
@@ -119,11 +120,13 @@ _HOMES = {
 
 _home_of = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted([*_home_of, "datasets", "world"])
+_MODULES = ("datasets", "sweep", "world")
+
+__all__ = sorted([*_home_of, *_MODULES])
 
 
 def __getattr__(name: str) -> object:
-    if name in ("datasets", "world"):
+    if name in _MODULES:
         return import_module(f"learnerkit.{name}")
     if name not in _home_of:
         raise AttributeError(f"module 'learnerkit' has no attribute {name!r}")

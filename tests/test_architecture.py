@@ -33,7 +33,7 @@ FLOORS = [
     ["callbacks", "parallel"],
     ["checkpoints"],
     ["scaling"],
-    ["notebook", "preflight"],
+    ["notebook", "preflight", "sweep"],
     ["learner", "doctor"],
     ["vision", "__init__"],
 ]
@@ -46,7 +46,7 @@ RUNS_CODE = {"launch.rank_main": 1}
 TRUSTS = "notebook.pickling"
 
 # Imported where they are used, because they are slow to import or may not be installed.
-HEAVY = {"torchvision", "matplotlib", "IPython", "torchmetrics", "torcheval", "cloudpickle", "pandas", "PIL"}
+HEAVY = {"torchvision", "matplotlib", "IPython", "torchmetrics", "torcheval", "cloudpickle", "pandas", "PIL", "optuna"}
 
 
 def modules():
@@ -341,7 +341,7 @@ def test_every_module_says_what_it_is_for(name):
     assert ast.get_docstring(MODULES[name])
 
 
-@pytest.mark.parametrize("module", ["learnerkit", "learnerkit.launch"])
+@pytest.mark.parametrize("module", ["learnerkit", "learnerkit.launch", "learnerkit.sweep"])
 def test_importing_needs_no_torch(module, script_env):
     code = f"import sys, {module}; print(sorted(m for m in ('torch', 'numpy', 'fastcore', 'tqdm') if m in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=script_env, timeout=60)
@@ -357,7 +357,7 @@ torch.cuda.is_available = torch.accelerator.is_available = torch.accelerator.cur
 torch.cuda.device_count = refuse
 from learnerkit import *
 import learnerkit.learner, learnerkit.parallel
-heavy = ("torchvision", "matplotlib", "IPython", "torchmetrics", "pandas", "cloudpickle")
+heavy = ("torchvision", "matplotlib", "IPython", "torchmetrics", "pandas", "cloudpickle", "optuna")
 print([m for m in heavy if m in sys.modules], torch.distributed.is_initialized())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=script_env, timeout=60)

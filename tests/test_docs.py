@@ -1,6 +1,7 @@
 """The README's code, the examples and the notebook run as they stand."""
 
 import ast
+import json
 import os
 import re
 import runpy
@@ -17,7 +18,7 @@ import pytest
 import torch
 from launching import WAYS, environment, run_script
 
-from learnerkit import Learner
+from learnerkit import Learner, sweep
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -25,7 +26,7 @@ EXAMPLES = ROOT / "examples"
 NOTEBOOKS = {  # with so many pictures and tables
     "01_getting_started": (3, 3),
     "02_distributed": (3, 3),
-    "03_training": (6, 10),
+    "03_training": (7, 10),
     "04_writing_callbacks": (4, 3),
     "05_resume": (1, 2),
     "06_scaling": (3, 2),
@@ -105,13 +106,21 @@ def test_readme_training_runs(capsys):
 
 
 def test_readme_run_goes_on(capsys):
-    example, _, saving, _ = code_blocks("python")
+    example, _, saving, *_ = code_blocks("python")
     for said in ("epoch", "its end is loaded from run"):
         namespace = {}
         for code in (example, saving):
             exec(compile(code.replace("one_cycle(3,", "one_cycle(1,"), "README.md", "exec"), namespace)
         assert said in capsys.readouterr().out
         assert len(namespace["learn"].recorder.values) == 1
+
+
+def test_readme_search_runs_as_a_script_of_its_own(capsys):
+    example, _, _, search, _ = code_blocks("python")
+    namespace = {}
+    for code in (example, search):
+        exec(compile(code.replace("one_cycle(3,", "one_cycle(1,"), "README.md", "exec"), namespace)
+    assert len(tables(capsys.readouterr().out)) == 2
 
 
 def test_readme_diff_turns_the_example_into_one_for_several_processes(tmp_path):
@@ -268,6 +277,24 @@ def test_train_autoencoder_goes_on_by_itself_with_what_two_processes_have_left(t
     assert Path("models/reconstructions.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_sweep_fashion_searches_and_goes_on():
+    pytest.importorskip("optuna")
+    config = json.loads((EXAMPLES / "sweep.json").read_text())
+    config["spec"]["maxCombo"] = 3
+    Path("sweep.json").write_text(json.dumps(config))
+    script = [str(EXAMPLES / "sweep_fashion.py"), "--epochs", "2", "--images", "500"]
+    command = [sys.executable, "-m", "learnerkit.sweep", "-j", "2", "sweep.json", *script]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert "3 of 3 trials: 3 complete" in done.stdout
+    found = sweep.load("sweeps/sweep")
+    assert list(found.frame()["epochs"]) == [2, 2, 2]
+    assert f"best: trial {found.best.number}, valid_loss" in done.stdout
+    weights = torch.load(found.weights(), weights_only=True)["model"]
+    assert weights["1.weight"].shape == (found.best.values["hidden"], 784)
+
+
 def test_custom_callback_logs_and_stops(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["custom_callback.py", "--epochs", "12", "--patience", "1"])
     runpy.run_path(str(EXAMPLES / "custom_callback.py"), run_name="__main__")
@@ -334,6 +361,7 @@ def check_outputs(notebook, pictures, tables):
     assert not [output for output in outputs if output.output_type == "error"]
     shown = [output.data for output in outputs if "data" in output]
     pages = [data["text/html"] for data in shown if data.get("text/html")]  # of a bar that is gone nothing stays
+    pages = [page for page in pages if 'class="dataframe"' not in page]  # pandas's
     assert sum("image/png" in data for data in shown) >= pictures
     assert len(pages) >= tables
     for page in pages:

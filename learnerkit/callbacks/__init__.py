@@ -1,7 +1,7 @@
 """Callbacks: each file is one subject, and none imports the learner.
 
 At every event callbacks run in ascending `order`, and at cleanups in descending order; those with the same order run as
-they were added. The orders of all callbacks of the package, with those of `parallel`, `preflight` and `scaling`:
+they were added. The orders of all callbacks of the package, with those of the other folders:
 
      -10  TrainEvalCallback: sets modes, counters and the sample order, which all others need
       -9  TerminateOnNaNCallback: checks the loss before it is scaled
@@ -22,6 +22,7 @@ they were added. The orders of all callbacks of the package, with those of `para
       61  SaveModelCallback: saves before the next two change the rate or end the fit
       62  ReduceLROnPlateau: changes the rate before the next may end the fit
       63  EarlyStoppingCallback: ends the fit after the other trackers have seen the row
+      64  Report: may end the process of a trial, after all trackers
       70  DriftCheck: compares the ranks after all the above
      100  LRFinder, StepBudget, TrialSteps: end training after the others have seen the last step
      101  ValidateEvery: not called at the last step of a budget, after which the epoch's validation follows

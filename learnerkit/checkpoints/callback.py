@@ -57,7 +57,7 @@ class CheckpointCallback(StepCounter):
 
     A script is continued by running it again. Its fits that were done return at once, with the model and the record as
     they were then, and so does `lr_find`; the fit that was interrupted goes on where it was saved last. After a
-    restart by the launcher (`--max-restarts`) this happens by itself.
+    restart by the launcher (`--max-restarts`), or by a search, this happens by itself.
 
     SIGTERM saves after the present step, on all ranks, and ends the process with exit code 143; another one, a second
     later, ends it at once. SIGUSR1 saves and goes on. On several ranks Ctrl-C, and Stop in a notebook, save before they
@@ -513,7 +513,9 @@ def _numbers(path: Path) -> list[int]:
 
 
 def _launcher() -> str:
-    """Tell the process that has started this one from all others, also of earlier boots and other machines."""
+    """Tell what has started this process from all others, also of earlier boots and other machines."""
+    if named := os.environ.get("LEARNERKIT_LAUNCHER"):
+        return named  # by a search, which is the same one when it has been started again
     parent, began = os.getppid(), ""
     try:
         began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]

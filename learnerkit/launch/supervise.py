@@ -10,9 +10,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -72,6 +72,9 @@ class Job:
         tee: show the output of all ranks line by line, each with the rank's number.
         reports: the script's first fit gives a scaling report, and ends the script.
         explains_failure: the ranks print why they end with exit code 1, so the launcher does not report it.
+        quiet: print nothing about the run; its outcome says how it has ended.
+        env: variables for the ranks, beside those of this process.
+        folder: where the ranks run; `None`: here.
     """
 
     command: list[str]
@@ -84,6 +87,9 @@ class Job:
     tee: bool = False
     explains_failure: bool = False
     reports: bool = False
+    quiet: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None
 
 
 class Attempt:
@@ -126,26 +132,27 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
     """Run the job once, and return how it has ended for all nodes; no process of it is left on this one."""
     began, topology = time.monotonic(), attempt.topology
     ranks: list[Rank] = []
-    with Output(job.log_dir, topology, job.tee) as output:
+    with Output(job.log_dir, topology, job.tee, job.quiet) as output:
         try:
             start(job, attempt, output, ranks)
             reason = watch(ranks, signals, attempt)
             if reason is None and (first := first_failure(ranks)):
                 reason = attempt.agree_on_end(failure(first, topology))  # at once, so that others need not wait
-            stop(ranks, signals, reason, job.grace)
+            stop(ranks, signals, reason, job.grace, job.quiet)
         finally:
             kill(ranks)
     log_errors(ranks)
     if reason is None:  # or a rank alone got a signal, and told the others
         reason = next(filter(None, map(stopped_by, ranks)), None)
-        if reason is not None:
+        if reason is not None and not job.quiet:
             say(f"a rank got {signal_name(reason)}, and all have stopped")
     if reason is None:
         done = Outcome("done", topology.node, 0)
         reason = wait_interruptibly(lambda: attempt.agree_on_end(done), signals)
     elif isinstance(reason, int):
         attempt.agree_on_end(outcome_of(ranks, reason, topology))
-    if not (job.explains_failure and all(rank.code in (0, 1) and not rank.report.get("error") for rank in ranks)):
+    explained = job.explains_failure and all(rank.code in (0, 1) and not rank.report.get("error") for rank in ranks)
+    if not (explained or job.quiet):
         report(ranks, reason, topology, began)
     return outcome_of(ranks, reason, topology)
 
@@ -160,15 +167,16 @@ class Output:
         folder: for the files; `None`: no files.
         topology: which attempt, and which ranks.
         tee: to the terminal line by line, each with the rank's number.
+        quiet: do not say where the files are.
     """
 
-    def __init__(self, folder: Path | None, topology: Topology, tee: bool) -> None:
+    def __init__(self, folder: Path | None, topology: Topology, tee: bool, quiet: bool = False) -> None:
         self.folder = folder and folder / f"attempt-{topology.attempt}"
         self.tee = tee
         self._threads: list[threading.Thread] = []
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not tee:
+            if not tee and not quiet:
                 one = self.log(topology.first_rank) if topology.nproc == 1 else None
                 say(f"output goes to {one or self.folder / 'rank-*.log'}")
 
@@ -213,7 +221,7 @@ def start(job: Job, attempt: Attempt, output: Output, ranks: list[Rank]) -> None
         report_fd = report_file.fileno()
         store_fd = attempt.listener.fileno() if attempt.listener and number == 0 else None
         setup = {"launcher": os.getpid(), "heartbeat": heartbeat.path, "report_fd": report_fd, "store_fd": store_fd}
-        env = rank_environment(os.environ, attempt.topology, number, job.gpus)
+        env = rank_environment({**os.environ, **job.env}, attempt.topology, number, job.gpus)
         env["LEARNERKIT_RANK_SETUP"] = json.dumps(setup)
         if job.timeout is not None:
             env["LEARNERKIT_TIMEOUT"] = str(job.timeout)
@@ -221,7 +229,7 @@ def start(job: Job, attempt: Attempt, output: Output, ranks: list[Rank]) -> None
             env["LEARNERKIT_REPORT"] = "1"
         command = [*interpreter, str(RANK_MAIN), *job.command]
         shared = [fd for fd in (report_fd, store_fd) if fd is not None]
-        process = output.start(rank_number, command, env=env, pass_fds=shared)
+        process = output.start(rank_number, command, env=env, pass_fds=shared, cwd=job.folder)
         log = output.log(rank_number)
         ranks.append(Rank(rank_number, process, report_file, time.monotonic(), heartbeat=heartbeat, log=log))
     attempt.close_listener()
@@ -350,12 +358,14 @@ def send_signal(ranks: list[Rank], signum: int) -> None:
 # Stop
 
 
-def stop(ranks: list[Rank], signals: SignalQueue, reason: int | Outcome | None, grace: float | None) -> None:
+def stop(
+    ranks: list[Rank], signals: SignalQueue, reason: int | Outcome | None, grace: float | None, quiet: bool = False
+) -> None:
     """Ask the ranks that still run to end, by the signal that was received or else SIGTERM, and give them some time."""
     signum = reason if isinstance(reason, int) else signal.SIGTERM
-    if isinstance(reason, int):
+    if isinstance(reason, int) and not quiet:
         say(f"{signal_name(signum)} received, waiting for the ranks to stop (Ctrl-C kills them)")
-    else:
+    if not isinstance(reason, int):
         wait_for_end(ranks, signals, SETTLE_SECONDS)
     for rank in running(ranks):
         rank.stop_signals.append(signum)

@@ -169,6 +169,22 @@ def monitor(rounds: int) -> list[tuple[str, str, str]]:
     return rows
 
 
+def search(rounds: int) -> list[tuple[str, str, str]]:
+    """A search of 8 trials that compute with one thread, two at a time and one by one."""
+    config = {"algorithm": "random", "n_trials": 8, "parameters": {"x": {"type": "float", "min": 0, "max": 1}}}
+
+    def at_once(n: int) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "config.json"
+            file.write_text(json.dumps(config))
+            options = ["-j", str(n), "--dir", f"{folder}/search"]
+            return wall_time([sys.executable, "-m", "learnerkit.sweep", *options, file, HERE / "sweep_trial.py"])
+
+    found = take_turns(rounds, lambda: at_once(1), lambda: at_once(2))
+    one = median(times[0] for times in found)
+    return [(f"a search of 8 trials, two at a time over one by one ({one:.0f} s)", f"{ratio(found):.3f}", "0.55")]
+
+
 BENCHMARKS: dict[str, Callable[[int], list[tuple[str, str, str]]]] = {
     "step": step,
     "import": imports,
@@ -179,6 +195,7 @@ BENCHMARKS: dict[str, Callable[[int], list[tuple[str, str, str]]]] = {
     "checkpoint": checkpoint,
     "noise": noise,
     "monitor": monitor,
+    "search": search,
 }
 
 

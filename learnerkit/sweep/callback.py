@@ -1,0 +1,66 @@
+"""The callback that reports a trial's metric after every epoch, and ends a trial that is pruned."""
+
+from typing import Any
+
+from learnerkit import world
+from learnerkit.callback import Callback
+from learnerkit.callbacks.recorder import check_monitor, monitored
+from learnerkit.sweep.script import Trial, place
+from learnerkit.text import did_you_mean
+
+
+class Pruned(SystemExit):
+    """Leaves the process of a trial that is not worth going on with."""
+
+    agreed = True  # by all ranks
+
+
+class Report(Callback):
+    """Reports a column of the table after each epoch to the search; ends the process if it is pruned, on all ranks.
+
+    The epochs of several fits in one script are counted on. In a script that runs by itself it does nothing.
+
+    Args:
+        metric: the column that the search optimizes.
+
+    Raises:
+        ValueError: the search optimizes another one; in `before_fit`, there is no such column.
+    """
+
+    order = 64
+    only_fit = True
+
+    def __init__(self, metric: str) -> None:
+        super().__init__()
+        self.metric, self.place = metric, place()
+        wanted = self.place["metric"] if self.place else metric
+        if wanted != metric:
+            raise ValueError(
+                f"got report({metric!r}), and the search's config has the metric {wanted!r}: both need the same name"
+                + did_you_mean(metric, [wanted])
+            )
+        self.reported: list[float] = []
+        self._trial: Trial | None = None
+
+    def before_fit(self) -> None:
+        check_monitor(self.learn, self.metric)
+
+    def after_epoch(self) -> None:
+        value = monitored(self.learn, self.metric)
+        if value is None or self.place is None:
+            return
+        self.reported.append(value)
+        ends = False
+        if world.is_main():
+            self._trial = self._trial or Trial(self.place)
+            ends = self._trial.report(self.reported)
+        if world.broadcast(ends) if self.learn._sharded else ends:  # every rank must reach this
+            raise Pruned
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was reported, for a trial that goes on from a checkpoint."""
+        return {"reported": list(self.reported)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the epochs that were reported; the next report repeats them, as the journal has a new run."""
+        self.reported = list(state["reported"])

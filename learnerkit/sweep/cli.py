@@ -1,0 +1,151 @@
+"""The command line of ``python -m learnerkit.sweep``."""
+
+import argparse
+import json
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+from learnerkit.launch.cli import choose_command
+from learnerkit.launch.gpus import choose_gpus, gpu_names
+from learnerkit.sweep.config import Config, changes, make_config, read_config
+from learnerkit.sweep.results import importances
+from learnerkit.sweep.screen import Screen, number
+from learnerkit.sweep.study import FileLock, Study, best_of, read_plan
+from learnerkit.sweep.workers import Command, Workers, share_out
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and leave with code 2."""
+        self.exit(2, f"learnerkit.sweep: error: {message}\n")
+
+
+def make_parser() -> Parser:
+    """Return the parser with its options."""
+    parser = Parser(
+        usage="python -m learnerkit.sweep [options] config.json script.py [arguments of the script]\n"
+        "       python -m learnerkit.sweep [options] config.json -m package.module [arguments of the module]\n"
+        "       python -m learnerkit.sweep --join DIR [-j N] [--gpus 0,1]",
+        description="Search for hyper-parameters: run a script many times, with other values each time.",
+        epilog="The same command, given again, goes on with the search. Ctrl-C stops all trials and keeps everything.\n"
+        "The exit code is 0 when the search is complete, 1 if no trial has a value, 2 for a command or a config that\n"
+        "cannot be used, 128 + n if signal n stopped it.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-j", type=int, metavar="N", dest="trials", help="trials at a time (default: as many as the GPUs allow, or 1)")
+    add("--nproc", type=int, metavar="K", help="ranks of each trial, on a GPU each (default: 1)")
+    add("--gpus", metavar="0,1", help="the GPUs to use, by index (default: all)")
+    add("--dir", type=Path, metavar="DIR", help="directory of the search (default: sweeps/, and the config's name)")
+    add("--join", type=Path, metavar="DIR", help="take part in a search that was begun, on this machine or another")
+    add("--as-arguments", action="store_true", help="give the values to the script as --name value")
+    add("--here", action="store_true", help="run trials in this folder, not each in one of its own (DIR/trials/N)")
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    try:
+        folder, config, command = joined(options) if options.join else begun(options)
+        names = gpu_names(os.environ)
+        names = choose_gpus(options.gpus, names) if options.gpus is not None else names
+        for name, value in (("-j", options.trials), ("--nproc", options.nproc)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} {value}: give a number, 1 or more")
+        gpus = share_out(names, options.trials, command.nproc)
+    except (ValueError, ImportError, FileNotFoundError) as error:
+        parser.error(str(error))
+    try:
+        return search(folder, config, command, gpus)
+    except KeyboardInterrupt:  # only before the workers watch the signals
+        return 128 + signal.SIGINT
+
+
+def begun(options: argparse.Namespace) -> tuple[Path, Config, Command]:
+    """Begin a search, or go on with it."""
+    if len(options.command) < 2:
+        raise ValueError("name a config and a script: python -m learnerkit.sweep -j 2 config.json train.py")
+    path, *words = options.command
+    is_module = words[0] == "-m"
+    words = choose_command(is_module, words[1:] if is_module else words)
+    words = words if is_module else [os.path.abspath(words[0]), *words[1:]]
+    config = read_config(Path(path))
+    folder = (options.dir or Path("sweeps") / Path(path).stem).absolute()
+    command = Command(words, options.nproc or 1, options.as_arguments, os.getcwd(), options.here)
+    plan = {"config": config.data, "command": asdict(command)}
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        try:
+            before = read_plan(folder)
+        except FileNotFoundError:
+            before = plan
+        names = {"words": "command", "nproc": "--nproc", "as_arguments": "--as-arguments", "here": "--here"}
+        own = [name for key, name in names.items() if before["command"][key] != plan["command"][key]]
+        if changed := [*changes(before["config"], plan["config"]), *own]:
+            raise ValueError(
+                f"{folder} has a search with another {changed[0]}: give --dir for a new one, or remove that directory"
+            )
+        temporary = folder / f"sweep.json.{os.getpid()}.tmp"
+        temporary.write_text(json.dumps(plan, indent=1), encoding="utf-8")
+        os.replace(temporary, folder / "sweep.json")
+    return folder, config, command
+
+
+def joined(options: argparse.Namespace) -> tuple[Path, Config, Command]:
+    """Take part in a search."""
+    if options.command or options.dir or options.nproc or options.as_arguments or options.here:
+        raise ValueError("--join goes with -j and --gpus alone; all else is as the search was begun")
+    folder = options.join.absolute()
+    plan = read_plan(folder)
+    command = Command(**plan["command"])
+    if command.words[0] != "-m" and not os.path.isfile(command.words[0]):
+        raise ValueError(f"the search's script {command.words[0]} is not there on this machine")
+    return folder, make_config(plan["config"]), command
+
+
+def search(folder: Path, config: Config, command: Command, gpus: list[str | None]) -> int:
+    """Run the search to its end, show it, and return the exit code."""
+    study = Study(folder, config)
+    screen = Screen(config, with_gpus=gpus[0] is not None)
+    rows = study.rows()
+    screen.seen(rows)
+    at_once = f"{len(gpus)} at a time" + (f", each on {command.nproc} processes" if command.nproc > 1 else "")
+    screen.say(f"learnerkit.sweep: {config.total or 'any number of'} trials, {at_once}, in {shown(folder)}")
+    if rows:
+        screen.say(f"going on: {screen.summary(rows)}")
+    workers = Workers(study, command, gpus)
+    try:
+        workers.run(lambda: screen.update(study.rows()))
+    finally:
+        screen.close()
+    rows = study.rows()
+    screen.say(screen.summary(rows))
+    best = best_of(rows, config.maximize)
+    if best is not None:
+        values = " ".join(f"{name}={number(value)}" for name, value in best.values.items())
+        screen.say(f"best: trial {best.number}, {config.metric} {number(best.value)}, {values}")
+        screen.say(f"  {command.line(best.values)}")
+        screen.say(f"  its files: {shown(folder / 'trials' / str(best.number))}")
+        if found := importances(study.study):
+            screen.say("importance: " + ", ".join(f"{name} {share:.0%}" for name, share in found.items()))
+    if study.is_over():
+        return 0 if best else 1
+    if workers.stopped_by:
+        screen.say("stopped; the same command goes on with the search")
+        return 128 + workers.stopped_by
+    return 1
+
+
+def shown(path: Path) -> Path:
+    """Return a path as seen from the present directory, where it lies below that."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

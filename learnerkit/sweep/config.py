@@ -1,0 +1,405 @@
+"""What to search: a JSON file as Comet's optimizer has it, or with Optuna's words, or with both."""
+
+import importlib.util
+import inspect
+import itertools
+import json
+import math
+import random
+import warnings
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from types import ModuleType
+from typing import Any
+
+from learnerkit.text import did_you_mean
+
+GRID_LIMIT = 100_000  # more combinations than anybody waits for
+TAIL = 1e-3  # of a normal distribution without bounds: so much is left out on either side
+
+
+def optuna() -> Any:
+    """Import Optuna.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # in a notebook tqdm, which Optuna imports, wants ipywidgets
+            import optuna
+            import optuna.study
+    except ImportError as error:
+        raise ImportError("a search needs Optuna: pip install 'learnerkit[sweep]'") from error
+    return optuna
+
+
+class ConfigError(ValueError):
+    """The config cannot be used; the text names the entry, and what is allowed."""
+
+
+class Section:
+    """A JSON object whose entries are taken one by one; what is left at the end is an error.
+
+    Args:
+        entries: the object.
+        where: its place in the file, for messages, such as 'parameters.lr: '.
+    """
+
+    def __init__(self, entries: Any, where: str = "") -> None:
+        if not isinstance(entries, dict):
+            raise ConfigError(f'{where}got {json.dumps(entries)}; it is a JSON object, {{"name": value, ...}}')
+        self.entries, self.where = dict(entries), where
+        self.known: list[str] = []
+
+    def take(self, *names: str, default: Any = None) -> Any:
+        """Return the entry that has one of these names."""
+        self.known += names
+        given = [name for name in names if name in self.entries]
+        if len(given) > 1:
+            raise ConfigError(f"{self.where}got {' and '.join(given)}, which mean the same; leave one out")
+        return self.entries.pop(given[0]) if given else default
+
+    def one_of(self, allowed: list[str], *names: str, default: Any = None) -> Any:
+        """Return an entry that is one of some words."""
+        value = self.take(*names, default=default)
+        if value not in allowed and value is not default:
+            self.refuse(names, value, "it is one of " + ", ".join(allowed) + did_you_mean(str(value), allowed))
+        return value
+
+    def number(self, *names: str, whole: bool = False, least: float | None = None, default: Any = None) -> Any:
+        """Return an entry that is a number."""
+        value = self.take(*names, default=default)
+        if value is default:
+            return value
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or (whole and value != int(value)) or (least is not None and value < least):
+            what = "a whole number" if whole else "a number"
+            self.refuse(names, value, f"it is {what}" + (f", {least:g} or more" if least is not None else ""))
+        return int(value) if whole else value
+
+    def flag(self, *names: str) -> bool:
+        """Return an entry that is true or false."""
+        value = self.take(*names, default=False)
+        if not isinstance(value, bool):
+            self.refuse(names, value, "it is true or false")
+        return bool(value)
+
+    def refuse(self, names: tuple[str, ...], value: Any, allowed: str) -> None:
+        """Raise an error that names an entry."""
+        raise ConfigError(f"{self.where}{'/'.join(names)}: got {json.dumps(value)}; {allowed}")
+
+    def end(self) -> None:
+        """Refuse entries that nobody has taken."""
+        for name in self.entries:
+            raise ConfigError(
+                f"{self.where}{name}: there is no such entry; allowed are {', '.join(self.known)}"
+                + did_you_mean(name, self.known)
+            )
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter: where its values come from.
+
+    Args:
+        choices: the values, if they are listed; else it is a number.
+        low, high: its bounds; `None` only with `normal`.
+        whole: it is an integer.
+        log: it is drawn on a logarithmic scale.
+        step: the distance of its values.
+        normal: mean and standard deviation, of its logarithm if `log`. Optuna knows no normal distribution, so it
+            draws the quantile.
+    """
+
+    choices: tuple[Any, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    whole: bool = False
+    log: bool = False
+    step: float | None = None
+    normal: tuple[float, float] | None = None
+
+    def distribution(self) -> Any:
+        """Return Optuna's distribution."""
+        kinds = optuna().distributions
+        if self.choices:
+            return kinds.CategoricalDistribution(self.choices)
+        if self.normal:
+            return kinds.FloatDistribution(*self._quantiles())
+        if self.whole:
+            return kinds.IntDistribution(self.low, self.high, log=self.log, step=self.step or 1)
+        return kinds.FloatDistribution(self.low, self.high, log=self.log, step=self.step)
+
+    def value(self, drawn: Any) -> Any:
+        """Return the value for the script, of what Optuna has drawn."""
+        if self.normal is None:
+            return drawn
+        x = NormalDist(*self.normal).inv_cdf(drawn)
+        x = math.exp(x) if self.log else x
+        x = min(max(x, x if self.low is None else self.low), x if self.high is None else self.high)
+        return round(x) if self.whole else x
+
+    def _quantiles(self) -> tuple[float, float]:
+        bounds = (TAIL if self.low is None else self.low, 1 - TAIL if self.high is None else self.high)
+        given = [bound is not None for bound in (self.low, self.high)]
+        cdf = NormalDist(*(self.normal or (0, 1))).cdf
+        found = [cdf(math.log(b) if self.log else b) if g else b for b, g in zip(bounds, given, strict=True)]
+        return max(found[0], 1e-9), min(found[1], 1 - 1e-9)
+
+    def grid(self, size: int) -> list[Any]:
+        """Return values from one end to the other, as Optuna would draw them: all if there are few, else `size`."""
+        if self.choices:
+            return list(self.choices)
+        low, high = self._quantiles() if self.normal else (self.low or 0.0, self.high or 0.0)
+        step = None if self.normal else self.step or (1 if self.whole and high - low < size else None)
+        if step:
+            values = [low + i * step for i in range(int((high - low) / step + 1e-9) + 1)]
+        else:
+            log = self.log and not self.normal
+            ends = (math.log(low), math.log(high)) if log else (low, high)
+            inner = [ends[0] + (ends[1] - ends[0]) * i / max(size - 1, 1) for i in range(size)]
+            values = [min(max(math.exp(x) if log else x, low), high) for x in inner]
+        return list(dict.fromkeys(map(round, values))) if self.whole and not self.normal else values
+
+
+SCALES = ["linear", "uniform", "loguniform", "normal", "lognormal"]
+TYPES = ["integer", "int", "float", "double", "discrete", "categorical"]
+
+
+def parameter(entries: Any, where: str) -> Parameter:
+    """Read an entry of `parameters`."""
+    section = Section(entries, where)
+    kind = section.one_of(TYPES, "type")
+    if kind is None:
+        raise ConfigError(f"{where}type is missing; it is one of {', '.join(TYPES)}")
+    if kind in ("discrete", "categorical"):
+        choices = section.take("values", "choices")
+        scalar = (bool, int, float, str, type(None)) if kind == "categorical" else (int, float)
+        if not isinstance(choices, list) or not choices or not all(isinstance(c, scalar) for c in choices):
+            what = "numbers" if kind == "discrete" else "strings, numbers, booleans or null"
+            section.refuse(("values", "choices"), choices, f"it is a list of {what}, at least one")
+        section.end()
+        return Parameter(choices=tuple(dict.fromkeys(choices)))
+    whole = kind in ("integer", "int")
+    scale = section.one_of(SCALES, "scalingType", "scaling_type", default="log" if section.flag("log") else "linear")
+    low, high = (section.number(*names, whole=whole) for names in (("min", "low"), ("max", "high")))
+    step = section.number("step", whole=whole, least=1 if whole else None)
+    mean, deviation = section.number("mu"), section.number("sigma")
+    section.number("gridSize")  # Comet's, of a parameter alone: the grid has the spec's
+    section.end()
+    log, is_normal = scale.startswith("log"), scale.endswith("normal")
+    for names, missing in (("min/low and max/high", low is None or high is None), ("mu and sigma", mean is None)):
+        if missing and is_normal == (names == "mu and sigma"):
+            raise ConfigError(f"{where}{names} are missing, which a {scale} scale needs")
+    if low is not None and high is not None and low > high:
+        raise ConfigError(f"{where}got the bounds {low:g} and {high:g}; the first is the smaller one")
+    if log and low is not None and low <= 0:
+        raise ConfigError(f"{where}min/low: got {low:g}; on a logarithmic scale it is above 0")
+    if is_normal and (deviation is None or deviation <= 0):
+        raise ConfigError(f"{where}sigma: got {json.dumps(deviation)}; it is a number above 0")
+    if step is not None and (log or is_normal or step <= 0):
+        raise ConfigError(f"{where}step: got {step:g}; it is above 0, and goes with a linear scale alone")
+    return Parameter((), low, high, whole, log, step, (mean, deviation) if is_normal else None)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A search.
+
+    Args:
+        data: the file's entries, those of `spec` among the others.
+        parameters: by name.
+        metric: what is optimized.
+        maximize: whether more is better.
+        n_sets: how many sets of values; 0: as many as there is time for, or a whole grid.
+        repeats: how often each is run.
+        retries: how often the values of a trial that was killed are run again.
+        seed: of the samplers.
+        grid: the values of each parameter, if all combinations are to be tried.
+        shuffle: whether in random order.
+    """
+
+    data: dict[str, Any]
+    parameters: dict[str, Parameter]
+    metric: str
+    maximize: bool
+    n_sets: int
+    repeats: int
+    retries: int
+    seed: int | None
+    grid: list[list[Any]] | None
+    shuffle: bool
+
+    @property
+    def total(self) -> int:
+        """How many trials there are to be; 0: no limit."""
+        n = math.prod(map(len, self.grid)) if self.grid else self.n_sets
+        return min(n, self.n_sets or n) * self.repeats
+
+    def combinations(self) -> list[dict[str, Any]]:
+        """The points of the grid."""
+        if self.grid is None:
+            return []
+        points = [dict(zip(self.parameters, each, strict=True)) for each in itertools.product(*self.grid)]
+        if self.shuffle:
+            random.Random(self.seed or 0).shuffle(points)
+        return points
+
+    def sampler(self, number: int) -> Any:
+        """Make the sampler that draws a trial.
+
+        Args:
+            number: how many trials there were before. Each draws by a stream of its own, so that two machines with
+                one seed do not draw the same values.
+        """
+        entry = self.data.get("sampler")
+        if entry is None:
+            entry = "random" if self.grid or self.data.get("algorithm") == "random" else "tpe"
+        seed = self.seed
+        if seed is not None and "qmc" not in str(entry).lower():  # whose sequence goes on in the storage
+            seed = zlib.crc32(f"{seed} {number}".encode())
+        defaults = {"seed": seed, "multivariate": True, "constant_liar": True}
+        return made("sampler", optuna().samplers, entry, defaults)
+
+    def pruner(self) -> Any:
+        """Make the pruner."""
+        return made("pruner", optuna().pruners, self.data.get("pruner") or "median", {})
+
+    def values(self, drawn: dict[str, Any]) -> dict[str, Any]:
+        """Return the values for the script, of what Optuna has drawn."""
+        return {name: parameter.value(drawn[name]) for name, parameter in self.parameters.items()}
+
+
+NEEDS = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy", "WilcoxonPruner": "scipy"}
+"""What Optuna imports only when trials run already."""
+
+
+def made(what: str, module: ModuleType, entry: Any, defaults: dict[str, Any]) -> Any:
+    """Make a sampler or a pruner of Optuna by its name.
+
+    Args:
+        what: 'sampler' or 'pruner'.
+        module: where the classes are.
+        entry: the name, with or without the suffix, or an object of "name" and options.
+        defaults: options where the class has them and the entry has not.
+    """
+    suffix = what.capitalize()
+    options = {} if isinstance(entry, str) else dict(entry) if isinstance(entry, dict) else {"name": None}
+    name = entry if isinstance(entry, str) else options.pop("name", None)
+    left_out = ("BaseSampler", "BaseGASampler", "BasePruner", "GridSampler", "PartialFixedSampler")
+    classes = {
+        cls.removesuffix(suffix).lower(): getattr(module, cls)
+        for cls in module.__all__
+        if cls.endswith(suffix) and cls not in left_out
+    }
+    kind = classes.get(str(name).removesuffix(suffix).lower())
+    if kind is None:
+        names = sorted(cls.__name__ for cls in classes.values())
+        raise ConfigError(
+            f'{what}: got {json.dumps(entry)}; it is a name or {{"name": ..., options}}, of {", ".join(names)}'
+            + did_you_mean(str(name), names)
+        )
+    allowed = [option for option in inspect.signature(kind).parameters if option != "self"]
+    for option in options:
+        if option not in allowed:
+            raise ConfigError(
+                f"{what}.{option}: {kind.__name__} has no such option; it has {', '.join(allowed)}"
+                + did_you_mean(option, allowed)
+            )
+    if "wrapped_pruner" in options:
+        options["wrapped_pruner"] = made(what, module, options["wrapped_pruner"], {})
+    needed = NEEDS.get(kind.__name__)
+    if needed and importlib.util.find_spec(needed) is None:
+        raise ConfigError(f"{what}: {kind.__name__} needs {needed}: pip install {needed}")
+    options = {option: value for option, value in defaults.items() if option in allowed} | options
+    try:
+        with warnings.catch_warnings(action="ignore", category=optuna().exceptions.ExperimentalWarning):
+            return kind(**options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{what}: {kind.__name__} refuses these options: {error}") from error
+
+
+def read_config(path: Path) -> Config:
+    """Read a file.
+
+    Raises:
+        ConfigError: it cannot be used.
+        ImportError: Optuna is not installed.
+    """
+    try:  # Comet's files may have comments
+        lines = path.read_text(encoding="utf-8").splitlines()
+        data = json.loads("\n".join("" if line.lstrip().startswith("#") else line for line in lines))
+        top = Section(data)
+        spec = Section(top.entries.pop("spec", {}), "spec: ")
+        if both := top.entries.keys() & spec.entries.keys():
+            raise ConfigError(f"{min(both)} is given twice, in spec and beside it; leave one out")
+        return make_config(top.entries | spec.entries)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def make_config(data: dict[str, Any]) -> Config:
+    """Check the entries of a config."""
+    section = Section(data)
+    parameters = {
+        name: parameter(entries, f"parameters.{name}: ")
+        for name, entries in Section(section.take("parameters", default={}), "parameters: ").entries.items()
+    }
+    if not parameters:
+        raise ConfigError('parameters: there are none; name at least one: {"lr": {"type": "float", ...}}')
+    algorithm = section.one_of(["random", "grid", "bayes"], "algorithm")
+    sampler = section.take("sampler")
+    if algorithm and sampler:
+        raise ConfigError("got algorithm and sampler, which mean the same; leave one out")
+    metric = section.take("metric", default="loss")
+    if not isinstance(metric, str) or not metric:
+        section.refuse(("metric",), metric, "it is the name of what is optimized, such as 'valid_loss'")
+    goal = section.one_of(["minimize", "maximize"], "objective", "direction")
+    if goal is None and not any(word in metric for word in ("loss", "error")):
+        raise ConfigError(f"objective/direction is missing; say whether to minimize or maximize {metric!r}")
+    n_sets = section.number("maxCombo", "n_trials", whole=True, least=0, default=0)
+    repeats = section.number("trials", whole=True, least=1, default=1)
+    assigned = section.number("retryAssignLimit", whole=True, least=0, default=0)
+    retries = section.number("retryLimit", whole=True, least=0, default=3)
+    seed = section.number("seed", whole=True, least=0)
+    size = section.number("gridSize", whole=True, least=1, default=10)
+    shuffle = section.flag("randomize")
+    section.number("minSampleSize")  # of Comet's own Bayesian algorithm: nothing here depends on it
+    section.take("pruner")
+    section.take("name")
+    section.end()
+    is_grid = algorithm == "grid" or str(sampler).lower() in ("grid", "gridsampler")
+    grid = [p.grid(size) for p in parameters.values()] if is_grid else None
+    if grid and math.prod(map(len, grid)) > GRID_LIMIT:
+        counts = " x ".join(str(len(values)) for values in grid)
+        raise ConfigError(f"gridSize: the grid has {counts} points; at most {GRID_LIMIT:,} are allowed: use random")
+    if is_grid:
+        data = {name: value for name, value in data.items() if name != "sampler"} | {"algorithm": "grid"}
+    config = Config(
+        data, parameters, metric, goal == "maximize", n_sets, repeats, assigned or retries, seed, grid, shuffle
+    )
+    config.sampler(0)
+    config.pruner()
+    for name, each in parameters.items():
+        try:
+            each.distribution()
+        except ValueError as error:
+            raise ConfigError(f"parameters.{name}: {error}") from error
+    return config
+
+
+FREE = ("maxCombo", "n_trials", "retryLimit", "retryAssignLimit", "name", "minSampleSize")
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    """The entries in which a config differs from the one that a search was begun with, but for those that may."""
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name) and name not in FREE:
+            yield name

@@ -1,0 +1,138 @@
+"""What has come out of a search: its trials as a table, plots, the best one and its weights."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from learnerkit.sweep.config import make_config, optuna
+from learnerkit.sweep.study import Row, best_of, open_study, read_plan, rows_of
+
+
+class Sweep:
+    """A search, as its directory has it now.
+
+    Args:
+        folder: the search's directory.
+
+    Attributes:
+        study: the study of Optuna, for all that Optuna has. There a trial that was run again is several.
+        config: what was searched.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).absolute()
+        plan = read_plan(self.folder)
+        self.config = make_config(plan["config"])
+        self.study = open_study(self.folder, self.config)
+        self._command = plan["command"]
+
+    @property
+    def trials(self) -> list[Row]:
+        """All trials; those that were run again count once."""
+        return rows_of(self.study)
+
+    @property
+    def best(self) -> Row:
+        """The complete trial with the best value.
+
+        Raises:
+            ValueError: no trial is complete.
+        """
+        found = best_of(self.trials, self.config.maximize)
+        if found is None:
+            raise ValueError(f"no trial in {self.folder} is complete")
+        return found
+
+    @property
+    def command(self) -> str:
+        """The line that runs the best trial by hand."""
+        from learnerkit.sweep.workers import Command
+
+        return Command(**self._command).line(self.best.values)
+
+    def frame(self) -> Any:
+        """Return a pandas DataFrame with a row for each trial.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise ImportError("frame needs pandas: pip install 'learnerkit[sweep]'") from error
+        rows = [
+            {"trial": row.number, **row.values, self.config.metric: row.value, "epochs": row.epoch, "state": row.state}
+            | {"seconds": row.seconds, "attempts": row.attempt + 1, "place": row.place, "cause": row.cause}
+            for row in self.trials
+        ]
+        return pd.DataFrame(rows).set_index("trial") if rows else pd.DataFrame()
+
+    def importances(self) -> dict[str, float]:
+        """Return which share of the differences each parameter explains, the largest first."""
+        return importances(self.study)
+
+    def weights(self) -> Path:
+        """Return the file of weights that the best trial has saved last, for `learn.load`.
+
+        Raises:
+            FileNotFoundError: it has saved none.
+        """
+        folder = self.folder / "trials" / str(self.best.number)
+        found = [*folder.rglob("*.pth"), *folder.rglob("*.safetensors")]
+        # What the script has saved by name comes before the files of a checkpoint.
+        found.sort(key=lambda path: (not (path.parent / "manifest.json").exists(), path.stat().st_mtime))
+        if not found:
+            raise FileNotFoundError(f"the best trial has saved no weights in {folder}")
+        return found[-1]
+
+    def plot(self) -> Any:
+        """Plot the values of all trials, how important each parameter is, and the value over each parameter.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ImportError("plot needs matplotlib: pip install matplotlib") from error
+        rows = [row for row in self.trials if row.value is not None]
+        names, metric = list(self.config.parameters), self.config.metric
+        n_columns = max(2, len(names))
+        figure = plt.figure(figsize=(3.2 * n_columns, 6), layout="constrained")
+        halves: Any = figure.subfigures(2, 1)
+        top, bottom = halves
+        history, shares = top.subplots(1, 2)
+        for state, marker in (("complete", "o"), ("pruned", "x")):
+            kept = [row for row in rows if row.state == state]
+            history.plot([row.number for row in kept], [row.value for row in kept], marker, label=state)
+        history.set(xlabel="trial", ylabel=metric, title="Trials")
+        history.legend()
+        found = self.importances()
+        shares.barh(list(found)[::-1], list(found.values())[::-1])
+        shares.set(title="Importance")
+        for name, ax in zip(names, bottom.subplots(1, len(names), sharey=True, squeeze=False)[0], strict=True):
+            parameter, kept = self.config.parameters[name], [row for row in rows if row.state == "complete"]
+            is_named = any(isinstance(choice, str | bool | None) for choice in parameter.choices)
+            values = [str(row.values[name]) if is_named else row.values[name] for row in kept]
+            ax.plot(values, [row.value for row in kept], "o")
+            ax.set(xlabel=name, ylabel=metric)
+            if parameter.log:
+                ax.set_xscale("log")
+        return figure
+
+
+def importances(study: Any) -> dict[str, float]:
+    """Return the importance of each parameter; empty where too few trials tell it.
+
+    By PED-ANOVA (Watanabe et al., "PED-ANOVA: Efficiently Quantifying Hyperparameter Importance in Arbitrary
+    Subspaces", 2023), which needs no scikit-learn.
+    """
+    found = optuna().importance
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return dict(found.get_param_importances(study, evaluator=found.PedAnovaImportanceEvaluator()))
+    except (ValueError, RuntimeError):
+        return {}

@@ -1,0 +1,137 @@
+"""What one sees of a search: a line for each trial that has ended, below them those that run; plain lines in a log."""
+
+import os
+import shutil
+import socket
+import sys
+import time
+from typing import Any, TextIO
+
+from learnerkit.sweep.config import Config
+from learnerkit.sweep.study import Row, best_of
+from learnerkit.text import columns, escaped_line, format_time
+
+REDRAW_SECONDS = 0.5
+SILENT_SECONDS = 300.0  # after so long a log has the counts again
+
+
+class Screen:
+    """Shows the trials of a search.
+
+    Args:
+        config: what is searched.
+        with_gpus: whether there is a column for GPUs.
+        stream: where to; if it is a terminal, the running trials are shown below the lines.
+    """
+
+    def __init__(self, config: Config, with_gpus: bool = False, stream: TextIO | None = None) -> None:
+        self.config, self.with_gpus, self.stream = config, with_gpus, stream or sys.stdout
+        is_cell = "JPY_PARENT_PID" in os.environ  # started by `!` in a notebook, whose output cannot be drawn anew
+        self.is_live = self.stream.isatty() and os.environ.get("TERM") != "dumb" and not is_cell
+        self._said: dict[int, tuple[str, int]] = {}  # of each trial: its state, and how often it was run before
+        self._best: Row | None = None
+        self._n_live = 0  # lines on the terminal that are drawn anew
+        self._drawn = time.monotonic() - REDRAW_SECONDS
+        self._began = time.monotonic()
+        self._header = True
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self._draw([text], [])
+
+    def seen(self, rows: list[Row]) -> None:
+        """Note the trials of which nothing is to be said, as they ended before."""
+        self._best = best_of(rows, self.config.maximize)
+        self._said = {row.number: (row.state, row.attempt) for row in rows}
+
+    def update(self, rows: list[Row]) -> None:
+        """Show what is new."""
+        lines = []
+        for row in rows:
+            before = self._said.get(row.number, ("", 0))
+            now = (row.state, row.attempt)
+            ended = row.state in ("complete", "pruned", "failed")
+            if now == before or not (ended or row.attempt > before[1]):
+                continue
+            self._said[row.number] = now
+            if row.state == "complete" and self._is_best(row):
+                self._best = row
+            lines.append(self._line(row, marked=row is self._best) if ended else self._line(row, again=True))
+        if lines and self._header:
+            self._header = False
+            lines.insert(0, self._names())
+        if not self.is_live and not lines and time.monotonic() > self._drawn + SILENT_SECONDS:
+            lines = [self.summary(rows)]
+        if lines or (self.is_live and time.monotonic() > self._drawn + REDRAW_SECONDS):
+            self._draw(lines, self._live(rows) if self.is_live else [])
+
+    def close(self) -> None:
+        """Remove the running trials."""
+        self._draw([], [])
+
+    def _is_best(self, row: Row) -> bool:
+        return best_of([row, *([self._best] if self._best else [])], self.config.maximize) is row
+
+    # The table
+
+    def _live(self, rows: list[Row]) -> list[str]:
+        running = [self._line(row) for row in rows if row.state == "running"]
+        size = shutil.get_terminal_size()
+        names = [self._names()] if self._header and running else []
+        shown = running[: max(1, size.lines - 4)]
+        shown += [f"  ... and {len(running) - len(shown)} more"] * (len(running) > len(shown))
+        return [line[: size.columns - 1] for line in [*names, *shown, self.summary(rows)]]
+
+    def summary(self, rows: list[Row]) -> str:
+        """Return the counts and the best, in a line."""
+        states = ("complete", "pruned", "failed", "running")
+        counts = {state: sum(row.state == state for row in rows) for state in states}
+        total = self.config.total or "any number"
+        parts = [f"{n} {state}" for state, n in counts.items() if n]
+        best = self._best
+        if best is not None:
+            parts.append(f"best {self.config.metric} {number(best.value)} (trial {best.number})")
+        done = counts["complete"] + counts["pruned"] + counts["failed"]
+        took = format_time(time.monotonic() - self._began)
+        return f"{done} of {total} trials: {', '.join(parts) or 'none yet'}, {took}"
+
+    def _names(self) -> str:
+        return self._join(["", "trial", *self.config.parameters, "epoch", self.config.metric], "GPU", "time", "state")
+
+    def _line(self, row: Row, marked: bool = False, again: bool = False) -> str:
+        values = [number(row.values[name]) if name in row.values else "" for name in self.config.parameters]
+        cells = ["*" if marked else "", str(row.number), *values, str(row.epoch or ""), number(row.value)]
+        took = "" if row.seconds is None or again else format_time(row.seconds)
+        host, _, gpus = row.place.partition(" GPU ")
+        elsewhere = f" on {host}" if host not in ("", socket.gethostname()) else ""
+        state = row.state + (f" (run {row.attempt + 1})" if row.attempt else "") + elsewhere
+        if again:
+            state = f"is run again: {row.cause}"
+        elif row.state == "failed":
+            state = row.cause if row.cause.startswith("failed") else f"failed: {row.cause}"
+        return self._join(cells, gpus, took, escaped_line(state))
+
+    def _join(self, cells: list[str], gpus: str, took: str, state: str) -> str:
+        titles = ["", "trial", *self.config.parameters, "epoch", self.config.metric]
+        widths = [1, 5, *(max(9, columns(name)) for name in self.config.parameters), 5, max(9, columns(titles[-1]))]
+        padded = [" " * (width - columns(cell)) + cell for cell, width in zip(cells, widths, strict=True)]
+        return "  ".join([*padded, *([f"{gpus:>3}"] if self.with_gpus else []), f"{took:>7}", state]).rstrip()
+
+    def _draw(self, lines: list[str], live: list[str]) -> None:
+        """Print lines in the place of those that are drawn anew, and below them the new ones of these."""
+        text = f"\x1b[{self._n_live}A\r\x1b[J" if self._n_live else ""
+        text += "".join(f"{line}\n" for line in [*lines, *live])
+        self._n_live, self._drawn = len(live), time.monotonic()
+        if text:
+            try:
+                self.stream.write(text)
+                self.stream.flush()
+            except OSError:  # the terminal is gone, and the trials go on
+                self.is_live = False
+
+
+def number(value: Any) -> str:
+    """Return a value for a cell of the table."""
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return "" if value is None else escaped_line(str(value))

@@ -1,0 +1,68 @@
+"""What the script of a trial uses: its values, and where it reports; standard library alone until it reports."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from learnerkit.text import did_you_mean
+
+PARAMS, TRIAL = "LEARNERKIT_PARAMS", "LEARNERKIT_TRIAL"
+"""The variables with the values, and with the place of the trial."""
+
+
+def params(**defaults: Any) -> SimpleNamespace:
+    """Return the values of this trial, or the defaults where the script runs by itself.
+
+    Args:
+        defaults: every parameter that the search may vary, with its value outside of a search.
+
+    Returns:
+        An object with an attribute for each: `p.lr`. A name with hyphens has underscores here.
+
+    Raises:
+        ValueError: the search varies a parameter that is not among them.
+    """
+    values = {name.replace("-", "_"): value for name, value in json.loads(os.environ.get(PARAMS, "{}")).items()}
+    for name in values:
+        if name not in defaults:
+            raise ValueError(
+                f"the search varies {name!r}, and params has {', '.join(defaults) or 'nothing'}"
+                f"{did_you_mean(name, defaults)}: both need the same names"
+            )
+    return SimpleNamespace(**{**defaults, **values})
+
+
+class Trial:
+    """The trial that this process runs, in the journal; rank 0 alone opens it.
+
+    Args:
+        place: what `TRIAL` says.
+    """
+
+    def __init__(self, place: dict[str, Any]) -> None:
+        from learnerkit.sweep.config import make_config, optuna
+        from learnerkit.sweep.study import open_study, read_plan
+
+        folder = Path(place["folder"])
+        config = make_config(read_plan(folder)["config"])
+        study = open_study(folder, config, optuna().samplers.RandomSampler())  # which draws nothing here
+        self._trial = optuna().trial.Trial(study, place["trial"])
+        self._reported = 0
+
+    def report(self, values: list[float]) -> bool:
+        """Report the values of all epochs so far, and return whether to end now."""
+        for step, value in enumerate(values[self._reported :], start=self._reported):  # several, if it was resumed
+            self._trial.report(value, step)
+        self._reported = len(values)
+        if not self._trial.should_prune():
+            return False
+        self._trial.set_user_attr("pruned", len(values))
+        return True
+
+
+def place() -> dict[str, Any] | None:
+    """Return where the trial is that this process runs; `None`: it runs none."""
+    found: dict[str, Any] | None = json.loads(os.environ.get(TRIAL, "null"))
+    return found

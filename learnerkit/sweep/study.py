@@ -1,0 +1,337 @@
+"""The trials of a search in files that its processes and machines share, and which process has which.
+
+The directory of a search has
+
+- sweep.json: what is searched, and the command of the trials;
+- journal.log: Optuna's journal, to which every process appends; the only record of trials and values;
+- lock: held by whoever takes or ends a trial;
+- running/N: a lock that is held while the trial N of the journal runs. The system frees it however its process ends.
+- trials/N: the folder in which the trial N runs, with its output. One that is run again goes on there.
+"""
+
+import fcntl
+import json
+import math
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from learnerkit.sweep.config import Config, optuna
+
+NAME = "sweep"  # of the study in the journal
+
+
+class FileLock:
+    """A lock among threads, processes and machines, which the system frees when the process ends.
+
+    Args:
+        path: the file that is locked.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._among_threads = threading.Lock()  # on NFS a process has a lock as a whole
+        self._opened = -1
+
+    def acquire(self) -> bool:
+        """Wait for the lock."""
+        self._among_threads.acquire()
+        try:
+            self._opened = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            fcntl.flock(self._opened, fcntl.LOCK_EX)
+        except BaseException:
+            self._among_threads.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        """Free the lock."""
+        os.close(self._opened)
+        self._among_threads.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+class JournalLock(FileLock):
+    """The lock of Optuna's journal. Optuna's own stays behind where a process is killed, and stops all others.
+
+    Args:
+        journal: the journal.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        super().__init__(journal.with_suffix(".lock"))
+        self._journal = journal
+
+    def acquire(self) -> bool:
+        """Wait for the lock, and remove half a line, which a process has left that was killed while it wrote."""
+        super().acquire()
+        with self._journal.open("r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            if file.read(1) not in (b"", b"\n"):
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+        return True
+
+
+def open_study(folder: Path, config: Config, sampler: Any = None) -> Any:
+    """Open the study of a search, or create it; call it with the search's lock, or when the study is there.
+
+    Args:
+        folder: the search's directory.
+        config: what is searched.
+        sampler: of new trials.
+    """
+    module, journal = optuna(), folder / "journal.log"
+    lock: Any = JournalLock(journal)
+    storage = module.storages.JournalStorage(module.storages.journal.JournalFileBackend(str(journal), lock_obj=lock))
+    names = [study.study_name for study in storage.get_all_studies()]
+    options = {"storage": storage, "study_name": NAME, "pruner": config.pruner(), "sampler": sampler}
+    if NAME in names:
+        return module.load_study(**options)
+    return module.create_study(**options, direction="maximize" if config.maximize else "minimize")
+
+
+@dataclass
+class Run:
+    """A trial that this process is to run.
+
+    Args:
+        number: of the trial.
+        key, trial: this run of it in the journal: the number that Optuna shows, and its key.
+        attempt: how often it was begun before.
+        values: for the script.
+        lock: the descriptor of its lock.
+    """
+
+    number: int
+    key: int
+    trial: int
+    attempt: int
+    values: dict[str, Any]
+    lock: int
+
+
+@dataclass
+class Row:
+    """A trial as all see it: the state is that of the last time it was run.
+
+    Args:
+        number: of the trial.
+        state: 'waiting', 'running', 'complete', 'pruned' or 'failed'.
+        values: of its parameters; empty while it waits.
+        value: the metric's last value.
+        epoch: how many values were reported.
+        attempt: how often it was run before.
+        cause: why it has failed, or the last time, if it is to be run again.
+        place: the machine and its GPUs.
+        seconds: from its beginning to its end, or until now.
+    """
+
+    number: int
+    state: str
+    values: dict[str, Any] = field(default_factory=dict)
+    value: float | None = None
+    epoch: int = 0
+    attempt: int = 0
+    cause: str = ""
+    place: str = ""
+    seconds: float | None = None
+
+
+class Study:
+    """The trials of a search.
+
+    Args:
+        folder: the search's directory.
+        config: what is searched.
+    """
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self.folder, self.config = folder, config
+        (folder / "running").mkdir(parents=True, exist_ok=True)
+        optuna().logging.set_verbosity(optuna().logging.WARNING)
+        self._lock = FileLock(folder / "lock")
+        with self._lock:
+            self.study = open_study(folder, config, config.sampler(0))
+        self._own: set[int] = set()  # whose locks this process has
+        self._distributions = {name: p.distribution() for name, p in config.parameters.items()}
+        self._grid = config.combinations()
+        self._states = optuna().trial.TrialState
+
+    def take(self, place: str = "") -> Run | None:
+        """Return the next trial to run, which from now on is this process's; `None`: there is none at present."""
+        with self._lock:
+            self._find_lost()
+            trials = self._trials()
+            if not any(trial.state == self._states.WAITING for trial in trials):
+                firsts = [trial for trial in trials if "again" not in trial.user_attrs]
+                if 0 < self.config.total <= len(firsts):
+                    return None
+                self._plan_next(firsts)
+            if self.config.seed is not None:
+                self.study.sampler = self.config.sampler(len(trials))
+            trial = self.study.ask(self._distributions)
+            lock = try_lock(self._running(trial.number))
+            self._own.add(trial.number)
+            values = self.config.values(trial.params)
+            number = [number for number, _ in numbered(self._trials())][trial.number]
+            attempt = trial.user_attrs.get("again", {}).get("attempt", 0)
+            run = Run(number, trial.number, trial._trial_id, attempt, values, lock)
+            host = socket.gethostname()
+            trial.set_user_attr("run", {"values": values, "place": f"{host} {place}".strip()})
+            return run
+
+    def _plan_next(self, firsts: list[Any]) -> None:
+        """Say which values the next trial has, where the sampler has no say."""
+        n, repeats = len(firsts), self.config.repeats
+        if self._grid:
+            self.study.enqueue_trial(self._grid[n // repeats])
+        elif n % repeats:
+            self.study.enqueue_trial(firsts[n - n % repeats].params)
+
+    def finish(self, run: Run, state: str, value: float | None = None, cause: str = "") -> None:
+        """Record how a trial has ended, and free its lock.
+
+        Args:
+            run: the trial.
+            state: 'complete', 'pruned', 'failed', 'killed' (it is run again, a few times), 'stopped' (again, always).
+            value: of the metric, if it is complete.
+            cause: why it has failed.
+        """
+        with self._lock:
+            self._end(run.key, state, value, cause)
+            self._own.discard(run.key)
+            self._running(run.key).unlink(missing_ok=True)
+            os.close(run.lock)
+
+    def _end(self, key: int, state: str, value: float | None, cause: str) -> None:
+        trial = self._trials()[key]
+        if trial.state != self._states.RUNNING:  # taken for lost, as a file system may free locks by mistake
+            return
+        if state == "complete":
+            self.study.tell(key, value)
+        elif state == "pruned":
+            self.study.tell(key, state=self._states.PRUNED)
+        else:
+            if cause:
+                self.study._storage.set_trial_user_attr(trial._trial_id, "cause", cause)
+            if state != "failed":
+                self._run_again(trial, kills=state == "killed")
+            self.study.tell(key, state=self._states.FAIL)
+
+    def _run_again(self, trial: Any, kills: bool) -> None:
+        """Plan to run the values of a trial again, unless this is planned already, or it was killed too often."""
+        numbers = [number for number, _ in numbered(self._trials())]
+        number, before = numbers[trial.number], trial.user_attrs.get("again", {})
+        again = {"number": number, "attempt": before.get("attempt", 0) + 1, "kills": before.get("kills", 0) + kills}
+        if number not in numbers[trial.number + 1 :] and again["kills"] <= self.config.retries:
+            fixed = trial.system_attrs.get("fixed_params", {})  # if it was killed before it had all of them
+            self.study.enqueue_trial(fixed | trial.params, user_attrs={"again": again})
+
+    def _find_lost(self) -> None:
+        """End the trials whose process is gone."""
+        for trial in self._trials():
+            # On NFS this process would get, and lose, a lock that it has already.
+            if trial.state != self._states.RUNNING or trial.number in self._own:
+                continue
+            lock = try_lock(self._running(trial.number), wait=False)
+            if lock >= 0:
+                state = "pruned" if "pruned" in trial.user_attrs else "killed"
+                self._end(trial.number, state, None, "was killed with the process that had started it")
+                self._running(trial.number).unlink(missing_ok=True)
+                os.close(lock)
+
+    def _running(self, key: int) -> Path:
+        return self.folder / "running" / str(key)
+
+    def _trials(self) -> list[Any]:
+        found: list[Any] = self.study.get_trials(deepcopy=False)
+        return found
+
+    def reported(self, run: Run) -> tuple[float | None, bool]:
+        """Return what a trial has reported last, and whether it was pruned."""
+        trial = self._trials()[run.key]
+        values = trial.intermediate_values
+        return (values[max(values)] if values else None), "pruned" in trial.user_attrs
+
+    def rows(self) -> list[Row]:
+        """Return all trials."""
+        return rows_of(self.study)
+
+    def is_over(self) -> bool:
+        """Tell whether all trials have ended."""
+        rows = self.rows()
+        return 0 < self.config.total <= len(rows) and all(row.state not in ("running", "waiting") for row in rows)
+
+
+def numbered(trials: list[Any]) -> Iterator[tuple[int, Any]]:
+    """Give Optuna's trials the numbers that are shown: one that is run again keeps its number."""
+    count = 0
+    for trial in trials:
+        again = trial.user_attrs.get("again")
+        yield (again["number"] if again else count), trial
+        count += not again
+
+
+def try_lock(path: Path, wait: bool = True) -> int:
+    """Lock a file and return its descriptor, or -1 if another process has the lock, and this is not to wait."""
+    opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        os.close(opened)
+        return -1
+    return opened
+
+
+_STATES = {"WAITING": "waiting", "RUNNING": "running", "COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
+
+
+def rows_of(study: Any) -> list[Row]:
+    """Return the trials of an Optuna study, those that were run again as one."""
+    rows: dict[int, Row] = {}
+    for number, trial in numbered(study.get_trials(deepcopy=False)):
+        run = trial.user_attrs.get("run", {})
+        before = rows.get(number)
+        row = rows[number] = Row(number, _STATES[trial.state.name], run.get("values", {}), place=run.get("place", ""))
+        row.attempt = trial.user_attrs.get("again", {}).get("attempt", 0)
+        row.cause = trial.user_attrs.get("cause", "")
+        if before and row.state in ("waiting", "running"):
+            row.values, row.cause = row.values or before.values, before.cause
+        reported = trial.intermediate_values
+        row.epoch, row.value = len(reported), reported[max(reported)] if reported else None
+        if row.state == "complete":
+            row.value = trial.value
+        if trial.datetime_start and row.state != "waiting":
+            row.seconds = ((trial.datetime_complete or datetime.now()) - trial.datetime_start).total_seconds()
+    return list(rows.values())
+
+
+def best_of(rows: list[Row], maximize: bool) -> Row | None:
+    """Return the complete trial with the best value."""
+    found = [row for row in rows if row.state == "complete" and row.value is not None and not math.isnan(row.value)]
+    return (max if maximize else min)(found, key=lambda row: row.value or 0.0, default=None)
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    """Read what a search was begun with.
+
+    Raises:
+        FileNotFoundError: there is no search.
+    """
+    try:
+        plan: dict[str, Any] = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{folder} is not the directory of a search: it has no sweep.json") from None
+    return plan

@@ -1,0 +1,61 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from learnerkit import sweep
+from learnerkit.sweep.workers import last_value
+
+
+def test_params_are_the_defaults_in_a_script_that_runs_by_itself():
+    assert vars(sweep.params(lr=0.1, bs=64)) == {"lr": 0.1, "bs": 64}
+
+
+def test_params_are_the_trials_values(monkeypatch):
+    monkeypatch.setenv("LEARNERKIT_PARAMS", json.dumps({"lr": 0.5, "hidden-size": 3}))
+    assert vars(sweep.params(lr=0.1, bs=64, hidden_size=1)) == {"lr": 0.5, "bs": 64, "hidden_size": 3}
+    with pytest.raises(ValueError, match="the search varies 'lr', and params has hidden_size, l_r; did you mean 'l_r'"):
+        sweep.params(hidden_size=1, l_r=3)
+
+
+def test_a_report_has_the_metric_of_the_search(monkeypatch):
+    monkeypatch.setenv("LEARNERKIT_TRIAL", json.dumps({"folder": "x", "trial": 0, "metric": "valid_loss"}))
+    assert sweep.report("valid_loss").metric == "valid_loss"
+    with pytest.raises(ValueError, match="got report.'loss'., and the search's config has the metric 'valid_loss'"):
+        sweep.report("loss")
+
+
+def test_neither_params_nor_the_command_line_needs_torch(script_env):
+    code = (
+        "import sys; from learnerkit import sweep; sweep.params(lr=1); import learnerkit.sweep.cli as cli\n"
+        "print(sorted({'torch', 'optuna', 'pandas', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=script_env, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_without_optuna_the_error_says_what_to_install(script_env, tmp_path):
+    (tmp_path / "c.json").write_text('{"parameters": {"x": {"type": "float", "min": 0, "max": 1}}}')
+    (tmp_path / "t.py").touch()
+    code = "import sys; sys.modules['optuna'] = None; from learnerkit.sweep.cli import main; main(['c.json', 't.py'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=script_env, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "learnerkit.sweep: error: a search needs Optuna: pip install 'learnerkit[sweep]'\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("accuracy: 0.5\nepoch 2, accuracy: 0.75, loss: 3", 0.75),
+        ("accuracy=.5 top5_accuracy=0.9", 0.5),
+        ('{"epoch": 1, "accuracy": 5e-1}\n{"epoch": 2, "loss": 3}', 0.5),
+        ("{'accuracy': 0.5}", 0.5),
+        ("accuracy 0.5%", 0.5),
+        ("the accuracy of all\naccuracy-5: 3", None),
+        ("epoch  loss  accuracy   time\n  0  1.5  0.25  00:01\n  1  1.2  0.5  00:02\nsaved 3 files now", 0.5),
+        ("accuracy: 0.25\naccuracy: -inf", float("-inf")),
+    ],
+)
+def test_the_last_printed_value_counts(text, value):
+    assert last_value(text.splitlines(), "accuracy") == value
