@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from launching import SCRIPTS, environment
+from launching import SCRIPTS, environment, hearing_ctrl_c
 
 LIMIT = 600  # seconds: a busy machine may be many times slower
 
@@ -32,10 +32,11 @@ class Search:
         env = environment() | {
             name: value if isinstance(value, str) else json.dumps(value) for name, value in env.items()
         }
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "learnerkit.sweep", *map(str, words)], env=env, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0,
-        )  # fmt: skip
+        with hearing_ctrl_c():
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "learnerkit.sweep", *map(str, words)], env=env, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0,
+            )  # fmt: skip
 
     def __enter__(self):
         return self
