@@ -152,6 +152,7 @@ def test_a_rank_that_leaves_its_batch_or_step_keeps_its_scale(event, overflow):
     assert learn.mixed_precision.skipped == overflow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_batches", [1, 2])
 def test_compiled_training_gives_the_same_weights_and_leaves_the_model_as_it_was(n_batches):
     _, expected = trained([GradientAccumulation(n_batches=n_batches)], kind=torch.float64)

@@ -92,7 +92,7 @@ def stop(run, signum, waits, ranks=()):
     return time.monotonic() - began
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r01_r14_a_run_is_killed_and_restarted_then_a_rank_gets_term_and_it_goes_on_exactly(tmp_path, whole):
     run = Run(tmp_path, fault="kill:1:17,await:0:24", restarts=2)
     assert in_time(stop(run, signal.SIGTERM, ["waits-0"], [0]), 10)

@@ -329,6 +329,7 @@ print(json.dumps(log.seen))
     assert json.loads(done.stdout.splitlines()[-1]) == json.loads(json.dumps(whole.seen[stopped.count :]))
 
 
+@pytest.mark.slow
 def test_t9_a_second_resume_within_an_epoch_and_one_in_the_next():
     for sampler, workers in (("shuffled", "no workers"), ("own generator", "persistent"), ("global", "workers")):
         whole = check_all_places(lambda s=sampler, w=workers: make_dls(s, w), places=[])

@@ -397,6 +397,7 @@ def test_the_exit_code_is_the_scripts(launched, tmp_path, how, code, first):
     assert out == {"exit": "exit hook ran after exit\n", "abrupt": "printed before the end\n"}.get(how, "")
 
 
+@pytest.mark.slow
 def test_a_thread_without_end_does_not_hold_up_a_failure(launched):
     began = time.monotonic()
     code, out, err = launched("--nproc", 2, SCRIPTS / "launch_end.py", "stuck").finish()
@@ -561,6 +562,7 @@ def test_nohup(launched):
     assert process.finish() == (0, "heard\nheard\n", "")
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_launcher_that_is_killed(launched):
     process = launched("--nproc", 2, SCRIPTS / "launch_orphans.py")
     process.wait_for("ready")
@@ -574,7 +576,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(launched):
 # torch.distributed
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_jobs_at_once(launched):
     two = launched("--nproc", 2, SCRIPTS / "launch_group.py", env={"MASTER_PORT": "29500"})
     one = launched(SCRIPTS / "launch_group.py")

@@ -168,6 +168,7 @@ def test_node_0_reaches_its_store_though_its_name_stands_for_another_address(mon
     store.set("as", "ever")
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_first_waits_for_node_0():
     said, topologies, port = [], {}, free_port()
 

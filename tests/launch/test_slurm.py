@@ -742,7 +742,7 @@ def test_real_environments(cluster):
 
 
 @needs_slurm
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_training_under_srun_is_that_of_one_process(cluster):
     train = [SCRIPT.with_name("nodes_train.py")]
     launcher = [sys.executable, "-m", "learnerkit.launch"]
@@ -787,6 +787,7 @@ def test_a_real_batch_script_is_requeued(cluster):
     assert "the time is nearly over" in read(output)
 
 
+@pytest.mark.slow
 @needs_slurm
 def test_a_real_job_has_the_environment_on_all_nodes(cluster):
     (cluster.folder / "venv").mkdir()

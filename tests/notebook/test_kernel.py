@@ -532,6 +532,7 @@ with learn.distrib_ctx(nproc=2):
     assert ask(kernel, "len(rows)") == 2
 
 
+@pytest.mark.slow
 def test_stop_ends_at_a_step_and_leaves_what_was_learnt(kernel):
     pressed = []
 

@@ -31,16 +31,13 @@ ON_FOUR = [
 JOBS = {1: ALL, 2: ALL, 3: ON_THREE, 4: ON_FOUR}
 
 
-QUICK_ON_THREE = ["tiny", "batch_norm", "GAN: Both", "mean: whole", "mean: micro-batches"]
-
-
 def on_ranks(jobs, alone=False):
-    """Parametrize by the number of processes and the job; most of three and four are for `pytest -m slow`."""
+    """Parametrize by the number of processes and the job; three and four are for `pytest -m slow`."""
     found = []
     for n, done in JOBS.items():
         for job in done:
             if job in jobs and (n > 1 or alone):
-                slow = n == 4 or (n == 3 and job not in QUICK_ON_THREE) or job in SLOW_ON_TWO
+                slow = n > 2 or job in SLOW_ON_TWO
                 found.append(pytest.param(n, job, marks=[pytest.mark.slow] if slow else [], id=f"{n}-ranks-{job}"))
     return pytest.mark.parametrize(("n", "job"), found)
 
@@ -76,6 +73,7 @@ def test_every_job_is_asked_for():
     assert set(ALL) == set(jobs())
 
 
+@pytest.mark.slow
 def test_dropout_differs_by_rank_but_not_the_order(found):
     # Had both ranks drawn the same masks, or one process's, the weights could still be equal by chance; not to 1e-6.
     (alone,), (rank, _) = found[1, "dropout_order"], found[2, "dropout_order"]

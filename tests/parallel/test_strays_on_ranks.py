@@ -234,9 +234,7 @@ ENDINGS = {
 
 
 @on_ranks
-@pytest.mark.parametrize(
-    "how", [how if how in ("well", "in a batch") else pytest.param(how, marks=SLOW) for how in ENDINGS]
-)
+@pytest.mark.parametrize("how", [how if how == "in a batch" else pytest.param(how, marks=SLOW) for how in ENDINGS])
 def test_nothing_of_a_run_is_left_to_the_garbage_collector(how):
     check_nothing_is_left(how)
 
@@ -276,6 +274,7 @@ def check_nothing_is_left(how):
         gc.enable()
 
 
+@pytest.mark.slow
 @on_ranks
 def test_a_loaders_workers_do_not_collect_the_garbage_of_their_parent():
     learn = make_learner(workers=1)

@@ -303,6 +303,7 @@ def marks(out):
     return {topic: mark for topic, (mark, _) in read_report(out)[0].items()}
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     start, used = time.monotonic(), os.times()
     code, out, err = run("learnerkit.doctor", "--nproc", 2, cwd=tmp_path)
