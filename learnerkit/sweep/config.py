@@ -112,6 +112,7 @@ class Parameter:
         step: the distance of its values.
         normal: mean and standard deviation, of its logarithm if `log`. Optuna knows no normal distribution, so it
             draws the quantile.
+        n_grid: how many values of it a grid has; `None`: as the search says.
     """
 
     choices: tuple[Any, ...] = ()
@@ -121,6 +122,7 @@ class Parameter:
     log: bool = False
     step: float | None = None
     normal: tuple[float, float] | None = None
+    n_grid: int | None = None
 
     def distribution(self) -> Any:
         """Return Optuna's distribution."""
@@ -153,6 +155,7 @@ class Parameter:
         """Return values from one end to the other, as Optuna would draw them: all if there are few, else `size`."""
         if self.choices:
             return list(self.choices)
+        size = self.n_grid or size
         low, high = self._quantiles() if self.normal else (self.low or 0.0, self.high or 0.0)
         step = None if self.normal else self.step or (1 if self.whole and high - low < size else None)
         if step:
@@ -162,7 +165,7 @@ class Parameter:
             ends = (math.log(low), math.log(high)) if log else (low, high)
             inner = [ends[0] + (ends[1] - ends[0]) * i / max(size - 1, 1) for i in range(size)]
             values = [min(max(math.exp(x) if log else x, low), high) for x in inner]
-        return list(dict.fromkeys(map(round, values))) if self.whole and not self.normal else values
+        return list(dict.fromkeys(map(round, values) if self.whole and not self.normal else values))
 
 
 SCALES = ["linear", "uniform", "loguniform", "normal", "lognormal"]
@@ -184,11 +187,14 @@ def parameter(entries: Any, where: str) -> Parameter:
         section.end()
         return Parameter(choices=tuple(dict.fromkeys(choices)))
     whole = kind in ("integer", "int")
-    scale = section.one_of(SCALES, "scalingType", "scaling_type", default="log" if section.flag("log") else "linear")
+    is_log = section.flag("log")
+    scale = section.one_of(SCALES, "scalingType", "scaling_type", default="log" if is_log else "linear")
+    if is_log and not scale.startswith("log"):
+        raise ConfigError(f"{where}got log: true and a scalingType {scale}, which differ; leave one out")
     low, high = (section.number(*names, whole=whole) for names in (("min", "low"), ("max", "high")))
     step = section.number("step", whole=whole, least=1 if whole else None)
     mean, deviation = section.number("mu"), section.number("sigma")
-    section.number("gridSize")  # Comet's, of a parameter alone: the grid has the spec's
+    n_grid = section.number("gridSize", whole=True, least=1)
     section.end()
     log, is_normal = scale.startswith("log"), scale.endswith("normal")
     for names, missing in (("min/low and max/high", low is None or high is None), ("mu and sigma", mean is None)):
@@ -202,7 +208,7 @@ def parameter(entries: Any, where: str) -> Parameter:
         raise ConfigError(f"{where}sigma: got {json.dumps(deviation)}; it is a number above 0")
     if step is not None and (log or is_normal or step <= 0):
         raise ConfigError(f"{where}step: got {step:g}; it is above 0, and goes with a linear scale alone")
-    return Parameter((), low, high, whole, log, step, (mean, deviation) if is_normal else None)
+    return Parameter((), low, high, whole, log, step, (mean, deviation) if is_normal else None, n_grid)
 
 
 @dataclass(frozen=True)
@@ -289,7 +295,10 @@ def made(what: str, module: ModuleType, entry: Any, defaults: dict[str, Any]) ->
     suffix = what.capitalize()
     options = {} if isinstance(entry, str) else dict(entry) if isinstance(entry, dict) else {"name": None}
     name = entry if isinstance(entry, str) else options.pop("name", None)
-    left_out = ("BaseSampler", "BaseGASampler", "BasePruner", "GridSampler", "PartialFixedSampler")
+    # The brute-force sampler ends a search from inside Optuna's own loop; "algorithm": "grid" tries all here.
+    left_out = (
+        "BaseSampler", "BaseGASampler", "BasePruner", "BruteForceSampler", "GridSampler", "PartialFixedSampler",
+    )  # fmt: skip
     classes = {
         cls.removesuffix(suffix).lower(): getattr(module, cls)
         for cls in module.__all__

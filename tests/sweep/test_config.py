@@ -90,6 +90,8 @@ def test_the_grid_has_every_combination():
     }
     assert read({"algorithm": "grid", "parameters": steps}).grid == [[1, 5, 9], [0, 0.5, 1.0]]
     assert read({"algorithm": "grid", "parameters": {"a": {"type": "int", "min": 1, "max": 4}}}).grid == [[1, 2, 3, 4]]
+    own = {"a": {"type": "float", "min": 0, "max": 1, "gridSize": 3}, "b": {"type": "float", "min": 1, "max": 1}}
+    assert read({"algorithm": "grid", "gridSize": 5, "parameters": own}).grid == [[0, 0.5, 1], [1]]
 
 
 LR = {"type": "float", "min": 1e-3, "max": 1}
@@ -103,6 +105,7 @@ LR = {"type": "float", "min": 1e-3, "max": 1}
         ({"spec": 3}, "spec: got 3; it is a JSON object"),
         ({"algorithm": "bayesian"}, "algorithm: got .*; it is one of random, grid, bayes; did you mean 'bayes'"),
         ({"sampler": "tpe", "algorithm": "bayes"}, "algorithm and sampler, which mean the same"),
+        ({"sampler": "BruteForce"}, "sampler: got .*; it is a name or .* CmaEsSampler"),
         ({"sampler": "TPS"}, "sampler: got \"TPS\"; it is a name or .* RandomSampler, TPESampler"),
         ({"sampler": {"name": "tpe", "n_start": 3}}, "sampler.n_start: TPESampler has no such option; it has .*seed"),
         ({"pruner": {"name": "Percentile"}}, "pruner: PercentilePruner refuses these options: .*percentile"),
@@ -126,6 +129,7 @@ LR = {"type": "float", "min": 1e-3, "max": 1}
         ({"parameters": {"lr": LR | {"min": 0, "log": True}}}, "min/low: got 0; on a logarithmic scale it is above 0"),
         ({"parameters": {"lr": {"type": "float", "min": 0}}}, "min/low and max/high are missing"),
         ({"parameters": {"lr": {"type": "float", "scalingType": "normal"}}}, "mu and sigma are missing"),
+        ({"parameters": {"lr": LR | {"log": True, "scalingType": "uniform"}}}, "log: true and a scalingType uniform"),
         ({"parameters": {"lr": LR | {"log": True, "step": 0.1}}}, "step: got 0.1; it is above 0, and goes with"),
         ({"parameters": {"n": LR | {"type": "int"}}}, "parameters.n: min/low: got 0.001; it is a whole number"),
         ({"parameters": {"n": {"type": "discrete", "values": ["a"]}}}, "values/choices: got .*a list of numbers"),
