@@ -18,7 +18,8 @@ class Pruned(SystemExit):
 class Report(Callback):
     """Reports a column of the table after each epoch to the search; ends the process if it is pruned, on all ranks.
 
-    The epochs of several fits in one script are counted on. In a script that runs by itself it does nothing.
+    The epochs of several fits in one script are counted on, by one callback or by several. In a script that runs by
+    itself it does nothing.
 
     Args:
         metric: the column that the search optimizes.
@@ -40,6 +41,7 @@ class Report(Callback):
                 + did_you_mean(metric, [wanted])
             )
         self.reported: list[float] = []
+        self._n_told = 0  # of these
         self._trial: Trial | None = None
 
     def before_fit(self) -> None:
@@ -50,17 +52,27 @@ class Report(Callback):
         if value is None or self.place is None:
             return
         self.reported.append(value)
-        ends = False
-        if world.is_main():
-            self._trial = self._trial or Trial(self.place)
-            ends = self._trial.report(self.reported)
+        self._tell()
+        ends = self._trial is not None and self._trial.is_pruned()
         if world.broadcast(ends) if self.learn._sharded else ends:  # every rank must reach this
             raise Pruned
+
+    def _tell(self) -> None:
+        if self.place is None or not world.is_main():
+            return
+        self._trial = self._trial or Trial(self.place)
+        for value in self.reported[self._n_told :]:
+            self._trial.report(value)
+        self._n_told = max(self._n_told, len(self.reported))
 
     def state_dict(self) -> dict[str, Any]:
         """What was reported, for a trial that goes on from a checkpoint."""
         return {"reported": list(self.reported)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the epochs that were reported; the next report repeats them, as the journal has a new run."""
+        """Go on after the epochs that were reported, and repeat them: a trial that goes on is a new run in the journal.
+
+        At once, as a fit that was done has no epoch more.
+        """
         self.reported = list(state["reported"])
+        self._tell()

@@ -49,16 +49,19 @@ class Trial:
         config = make_config(read_plan(folder)["config"])
         study = open_study(folder, config, optuna().samplers.RandomSampler())  # which draws nothing here
         self._trial = optuna().trial.Trial(study, place["trial"])
-        self._reported = 0
+        # Another callback of the script may have reported before.
+        self._step = 1 + max(study._storage.get_trial(place["trial"]).intermediate_values, default=-1)
 
-    def report(self, values: list[float]) -> bool:
-        """Report the values of all epochs so far, and return whether to end now."""
-        for step, value in enumerate(values[self._reported :], start=self._reported):  # several, if it was resumed
-            self._trial.report(value, step)
-        self._reported = len(values)
+    def report(self, value: float) -> None:
+        """Report the value of the next epoch."""
+        self._trial.report(value, self._step)
+        self._step += 1
+
+    def is_pruned(self) -> bool:
+        """Return whether to end now."""
         if not self._trial.should_prune():
             return False
-        self._trial.set_user_attr("pruned", len(values))
+        self._trial.set_user_attr("pruned", self._step)
         return True
 
 
