@@ -104,8 +104,8 @@ def cost_on_ranks(learn: "Learner", step: Pace, offline: float, alone: Pace | No
         single: the same with as many threads as are best for it; `None`: not known.
     """
     sent, n, device = _sent(learn), world.world_size(), learn.dls.device
-    total = sum(sent)
-    link = measure_link(device, sizes=(1 << 10, max(1 << 14, total // 4), max(1 << 16, total)))
+    largest = max(sent)  # not their sum, for which a large model may leave no memory
+    link = measure_link(device, sizes=(1 << 10, max(1 << 14, largest // 4), max(1 << 16, largest)))
     batch = step.samples / n
     if alone is None or abs(alone.samples - batch) > 0.1 * batch:  # a batch that ranks share is not theirs
         alone, single = Pace(offline, batch), None
@@ -115,7 +115,7 @@ def cost_on_ranks(learn: "Learner", step: Pace, offline: float, alone: Pace | No
     if device.type == "cpu":
         at_once = world.broadcast(max(1.0, usable_cores() / torch.get_num_threads()))
     return StepCost(
-        here, n // here, (single or alone).seconds, alone.seconds, offline, at_once, batch, sent, link, beyond
+        here, -(-n // here), (single or alone).seconds, alone.seconds, offline, at_once, batch, sent, link, beyond
     )
 
 

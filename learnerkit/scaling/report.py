@@ -248,6 +248,8 @@ class ScalingReport:
     def to_json(self) -> str:
         """The report as JSON, which `from_json` reads."""
         facts = asdict(self) | {"slowest": self.slowest and self.slowest._asdict()}
+        if self.noise is not None and math.isinf(self.noise):  # for a forecast the same as if it were not known
+            facts["noise"] = None
         facts["cost"] = self.cost and self.cost.as_json()
         known = self.cost is not None and self.cost.link is not None
         return json.dumps(facts | {"forecast": json.loads(self.forecast().to_json()) if known else None}, indent=1)

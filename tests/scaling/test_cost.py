@@ -18,7 +18,7 @@ from scaling_jobs import make_learner
 from torch import nn
 
 from learnerkit import Callback, DataLoaders, Learner, ScalingReport, world
-from learnerkit.scaling.cost import StepCost, cost_in_forks, cost_of_one
+from learnerkit.scaling.cost import StepCost, cost_in_forks, cost_of_one, cost_on_ranks
 from learnerkit.scaling.links import Link, all_reduce_seconds
 from learnerkit.scaling.trials import Pace, pace
 
@@ -66,6 +66,20 @@ def test_other_links_can_be_given():
 def test_it_can_be_read_again():
     for each in (cost(), cost(link=None, at_once=None), cost(link=Link(1.0, float("inf")))):
         assert StepCost.from_json(json.loads(json.dumps(each.as_json(), allow_nan=False))) == each
+
+
+def test_the_link_is_measured_with_the_largest_bucket_on_all_machines(monkeypatch):
+    learn = make_learner()
+    learn.model = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(10)))
+    asked = []
+    monkeypatch.setattr("learnerkit.scaling.cost.measure_link", lambda device, sizes: asked.append(sizes) or LINK)
+    monkeypatch.setattr("learnerkit.scaling.cost.world.world_size", lambda: 5)
+    monkeypatch.setattr("learnerkit.scaling.cost.world.broadcast", lambda value: value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # and 2 on the other machine
+    found = cost_on_ranks(learn, Pace(0.1, 40), 0.05, None, None)
+    assert asked == [(1 << 10, max(found.sent) // 4, max(found.sent))]
+    assert max(found.sent) < sum(found.sent) == 40e6
+    assert (found.ranks, found.machines) == (3, 2)
 
 
 # By forks
