@@ -4,10 +4,11 @@ import argparse
 import json
 import os
 import signal
+import uuid
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from learnerkit.launch.cli import choose_command
 from learnerkit.launch.gpus import choose_gpus, gpu_names
@@ -16,6 +17,7 @@ from learnerkit.sweep.results import importances
 from learnerkit.sweep.screen import Screen, number
 from learnerkit.sweep.study import FileLock, Study, best_of, read_plan
 from learnerkit.sweep.workers import Command, Workers, share_out
+from learnerkit.text import signal_name
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,14 +58,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(argv)
     try:
-        folder, config, command = joined(options) if options.join else begun(options)
+        folder, config, command = joined(options) if options.join else asked(options)
         names = gpu_names(os.environ)
         names = choose_gpus(options.gpus, names) if options.gpus is not None else names
         for name, value in (("-j", options.trials), ("--nproc", options.nproc)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} {value}: give a number, 1 or more")
         gpus = share_out(names, options.trials, command.nproc)
-    except (ValueError, ImportError, FileNotFoundError) as error:
+        if not options.join:
+            command = begin(folder, config, command)
+    except (ValueError, ImportError, OSError) as error:
         parser.error(str(error))
     try:
         return search(folder, config, command, gpus)
@@ -71,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def begun(options: argparse.Namespace) -> tuple[Path, Config, Command]:
-    """Begin a search, or go on with it."""
+def asked(options: argparse.Namespace) -> tuple[Path, Config, Command]:
+    """Read which search is asked for."""
     if len(options.command) < 2:
         raise ValueError("name a config and a script: python -m learnerkit.sweep -j 2 config.json train.py")
     path, *words = options.command
@@ -81,8 +85,13 @@ def begun(options: argparse.Namespace) -> tuple[Path, Config, Command]:
     words = words if is_module else [os.path.abspath(words[0]), *words[1:]]
     config = read_config(Path(path))
     folder = (options.dir or Path("sweeps") / Path(path).stem).absolute()
-    command = Command(words, options.nproc or 1, options.as_arguments, os.getcwd(), options.here)
-    plan = {"config": config.data, "command": asdict(command)}
+    return folder, config, Command(words, options.nproc or 1, options.as_arguments, os.getcwd(), options.here)
+
+
+def begin(folder: Path, config: Config, command: Command) -> Command:
+    """Begin a search, or go on with it; return the command with the search's name."""
+    command = replace(command, search=uuid.uuid4().hex)
+    plan: dict[str, Any] = {"config": config.data, "command": asdict(command)}
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         try:
@@ -95,10 +104,11 @@ def begun(options: argparse.Namespace) -> tuple[Path, Config, Command]:
             raise ValueError(
                 f"{folder} has a search with another {changed[0]}: give --dir for a new one, or remove that directory"
             )
+        plan["command"]["search"] = before["command"].get("search", command.search)
         temporary = folder / f"sweep.json.{os.getpid()}.tmp"
         temporary.write_text(json.dumps(plan, indent=1), encoding="utf-8")
         os.replace(temporary, folder / "sweep.json")
-    return folder, config, command
+    return Command(**plan["command"])
 
 
 def joined(options: argparse.Namespace) -> tuple[Path, Config, Command]:
@@ -124,8 +134,17 @@ def search(folder: Path, config: Config, command: Command, gpus: list[str | None
     if rows:
         screen.say(f"going on: {screen.summary(rows)}")
     workers = Workers(study, command, gpus)
+    stopped_by = 0
+
+    def show() -> None:
+        nonlocal stopped_by
+        if stopped_by != workers.stopped_by:
+            stopped_by = workers.stopped_by
+            screen.say(f"{signal_name(stopped_by)} received, waiting for the trials to stop (Ctrl-C kills them)")
+        screen.update(study.rows())
+
     try:
-        workers.run(lambda: screen.update(study.rows()))
+        workers.run(show)
     finally:
         screen.close()
     rows = study.rows()

@@ -53,6 +53,8 @@ class Sweep:
     def frame(self) -> Any:
         """Return a pandas DataFrame with a row for each trial.
 
+        The column of a parameter that has the name of another column, such as 'epochs', is 'param_epochs'.
+
         Raises:
             ImportError: pandas is not installed.
         """
@@ -60,11 +62,13 @@ class Sweep:
             import pandas as pd
         except ImportError as error:
             raise ImportError("frame needs pandas: pip install 'learnerkit[sweep]'") from error
-        rows = [
-            {"trial": row.number, **row.values, self.config.metric: row.value, "epochs": row.epoch, "state": row.state}
-            | {"seconds": row.seconds, "attempts": row.attempt + 1, "place": row.place, "cause": row.cause}
-            for row in self.trials
-        ]
+        rows = []
+        for row in self.trials:
+            own = {self.config.metric: row.value, "epochs": row.epoch, "state": row.state, "seconds": row.seconds}
+            own |= {"attempts": row.attempt + 1, "place": row.place, "cause": row.cause}
+            taken = {"trial", *own}
+            values = {f"param_{name}" if name in taken else name: value for name, value in row.values.items()}
+            rows.append({"trial": row.number, **values, **own})
         return pd.DataFrame(rows).set_index("trial") if rows else pd.DataFrame()
 
     def importances(self) -> dict[str, float]:
@@ -78,12 +82,14 @@ class Sweep:
             FileNotFoundError: it has saved none.
         """
         folder = self.folder / "trials" / str(self.best.number)
-        found = [*folder.rglob("*.pth"), *folder.rglob("*.safetensors")]
-        # What the script has saved by name comes before the files of a checkpoint.
-        found.sort(key=lambda path: (not (path.parent / "manifest.json").exists(), path.stat().st_mtime))
+        found = []
+        for path in (*folder.rglob("*.pth"), *folder.rglob("*.pt"), *folder.rglob("*.safetensors")):
+            is_checkpoint = (path.parent / "manifest.json").exists()
+            if not is_checkpoint or path.name == "model.safetensors":  # beside it is the rest of the run
+                found.append((not is_checkpoint, path.stat().st_mtime, path))
         if not found:
             raise FileNotFoundError(f"the best trial has saved no weights in {folder}")
-        return found[-1]
+        return max(found)[-1]  # what the script has saved by name comes before the files of a checkpoint
 
     def plot(self) -> Any:
         """Plot the values of all trials, how important each parameter is, and the value over each parameter.

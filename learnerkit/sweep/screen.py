@@ -126,8 +126,12 @@ class Screen:
             try:
                 self.stream.write(text)
                 self.stream.flush()
-            except OSError:  # the terminal is gone, and the trials go on
+            except OSError:  # the terminal is gone, or `tee` has got the Ctrl-C, too; the trials go on
                 self.is_live = False
+                # What is still buffered would fail at the end of the process, and change its exit code.
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self.stream.fileno())
+                os.close(nowhere)
 
 
 def number(value: Any) -> str:

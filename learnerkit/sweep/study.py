@@ -75,22 +75,30 @@ class JournalLock(FileLock):
     def acquire(self) -> bool:
         """Wait for the lock, and remove half a line, which a process has left that was killed while it wrote."""
         super().acquire()
-        with self._journal.open("r+b") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - 1))
-            if file.read(1) not in (b"", b"\n"):
-                file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)
+        try:
+            with self._journal.open("r+b") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(0, end - 1))
+                if file.read(1) not in (b"", b"\n"):
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+        except BaseException:
+            self.release()
+            raise
         return True
 
 
-def open_study(folder: Path, config: Config, sampler: Any = None) -> Any:
-    """Open the study of a search, or create it; call it with the search's lock, or when the study is there.
+def open_study(folder: Path, config: Config, sampler: Any = None, create: bool = False) -> Any:
+    """Open the study of a search.
 
     Args:
         folder: the search's directory.
         config: what is searched.
         sampler: of new trials.
+        create: create it if it is not there; call it with the search's lock.
+
+    Raises:
+        FileNotFoundError: it is not there.
     """
     module, journal = optuna(), folder / "journal.log"
     lock: Any = JournalLock(journal)
@@ -99,6 +107,8 @@ def open_study(folder: Path, config: Config, sampler: Any = None) -> Any:
     options = {"storage": storage, "study_name": NAME, "pruner": config.pruner(), "sampler": sampler}
     if NAME in names:
         return module.load_study(**options)
+    if not create:
+        raise FileNotFoundError(f"the search in {folder} has no trials yet")
     return module.create_study(**options, direction="maximize" if config.maximize else "minimize")
 
 
@@ -163,7 +173,7 @@ class Study:
         optuna().logging.set_verbosity(optuna().logging.WARNING)
         self._lock = FileLock(folder / "lock")
         with self._lock:
-            self.study = open_study(folder, config, config.sampler(0))
+            self.study = open_study(folder, config, config.sampler(0), create=True)
         self._own: set[int] = set()  # whose locks this process has
         self._distributions = {name: p.distribution() for name, p in config.parameters.items()}
         self._grid = config.combinations()
@@ -314,7 +324,8 @@ def rows_of(study: Any) -> list[Row]:
         if row.state == "complete":
             row.value = trial.value
         if trial.datetime_start and row.state != "waiting":
-            row.seconds = ((trial.datetime_complete or datetime.now()) - trial.datetime_start).total_seconds()
+            ended = trial.datetime_complete or datetime.now()  # by another machine's clock, perhaps
+            row.seconds = max(0.0, (ended - trial.datetime_start).total_seconds())
     return list(rows.values())
 
 

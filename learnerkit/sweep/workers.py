@@ -17,7 +17,7 @@ from typing import Any
 from learnerkit.launch import supervise
 from learnerkit.launch.nodes import begin_alone
 from learnerkit.launch.report import Outcome
-from learnerkit.launch.supervise import ENDING_SIGNALS, Job
+from learnerkit.launch.supervise import ENDING_SIGNALS, Interrupted, Job
 from learnerkit.sweep.script import PARAMS, TRIAL
 from learnerkit.sweep.study import Run, Study
 from learnerkit.text import signal_name
@@ -38,6 +38,7 @@ class Command:
         as_arguments: the values are arguments of the script, such as --lr 0.01.
         start: the folder in which the search was begun.
         here: trials run in that folder, rather than in one of their own.
+        search: names the search, wherever a machine sees its directory.
     """
 
     words: list[str]
@@ -45,10 +46,14 @@ class Command:
     as_arguments: bool = False
     start: str = "."
     here: bool = False
+    search: str = ""
 
     def with_values(self, values: Mapping[str, Any]) -> list[str]:
         """Return the words for a trial."""
-        given = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+        given: list[str] = []
+        for name, value in values.items():  # of --x -1e-05 argparse says that there is an option -1
+            text = str(value)
+            given += [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
         return [*self.words, *given] if self.as_arguments else self.words
 
     def line(self, values: Mapping[str, Any]) -> str:
@@ -139,6 +144,9 @@ class Workers:
 
     def _launch(self, run: Run, slot: int) -> Outcome:
         """Run a trial to its end."""
+        self._signals[slot] = queue.Queue()  # a signal that came before was not for this trial
+        if self._stopping.is_set():
+            return Outcome("stopped")
         command, folder = self.command, self._folder(run)
         folder.mkdir(parents=True, exist_ok=True)
         place = {"folder": str(self.study.folder), "trial": run.trial, "metric": self.study.config.metric}
@@ -147,7 +155,7 @@ class Workers:
         env = {
             TRIAL: json.dumps(place),
             PARAMS: json.dumps(run.values),
-            "LEARNERKIT_LAUNCHER": f"{self.study.folder} {run.number}",  # CheckpointCallback goes on with its own
+            "LEARNERKIT_LAUNCHER": f"{command.search} {run.number}",  # CheckpointCallback goes on with its own
             "PYTHONPATH": os.pathsep.join([*([command.start] if command.words[0] == "-m" else []), *paths]),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads(len(self.gpus) * command.nproc)),
         }
@@ -158,6 +166,8 @@ class Workers:
         attempt = begin_alone(run.attempt, command.nproc, run.attempt)
         try:
             return supervise.run_attempt(job, attempt, self._next_signals(slot))
+        except Interrupted:  # by a signal that came when all ranks had ended well
+            return Outcome("done", code=0)
         finally:
             attempt.leave()
 
@@ -208,7 +218,7 @@ NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf|NaN
 
 def last_value(lines: Iterable[str], metric: str) -> float | None:
     """Return the last value of a metric in a text: `accuracy: 0.9`, `accuracy=0.9`, JSON, or a column of a table."""
-    named = re.compile(rf"(?<![\w.-]){re.escape(metric)}[\"']?\s*[:=\s]\s*({NUMBER})(?![\w.])")
+    named = re.compile(rf"(?<![\w.-]){re.escape(metric)}[\"']?\s*[:=\s]\s*({NUMBER})(?!\w|\.\d)")
     value, column, n_columns = None, -1, 0
     for line in lines:
         cells = line.split()
@@ -217,7 +227,9 @@ def last_value(lines: Iterable[str], metric: str) -> float | None:
         elif metric in cells:
             column, n_columns = cells.index(metric), len(cells)
         elif len(cells) == n_columns and re.fullmatch(NUMBER, cells[column]):
-            value = float(cells[column])
+            n_numbers = sum(bool(re.match(NUMBER, cell)) for cell in cells)
+            if n_numbers > n_columns / 2:  # in 'saved in 0.5 s' there is one alone
+                value = float(cells[column])
     return value
 
 

@@ -92,6 +92,23 @@ def test_a_trial_that_goes_on_from_a_checkpoint_reports_the_epochs_before(trial)
     values = study._trials()[run.key].intermediate_values
     assert list(values) == [0, 1, 2]
     assert {step: values[step] for step in before} == before
+    # Killed after its fit, which is not done again.
+    study.finish(run, "killed", None, "was killed")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), run.lock)
+    study, run = trial()
+    learn = learner()
+    learn.fit(3)
+    assert study._trials()[run.key].intermediate_values == values
+    assert study.reported(run) == (values[2], False)
+
+
+def test_each_fit_may_have_a_callback_of_its_own(trial):
+    study, run = trial()
+    learn = make_learner()
+    learn.fit(2, cbs=sweep.report("valid_loss"))
+    learn.fit(1, cbs=sweep.report("valid_loss"))
+    rows = [*learn.recorder.history[0].values, *learn.recorder.values]
+    assert study._trials()[0].intermediate_values == {step: row[1] for step, row in enumerate(rows)}
 
 
 @pytest.mark.ranks(2)
@@ -158,12 +175,15 @@ def test_a_killed_training_goes_on_from_its_checkpoint(how):
         else:
             os.kill(int(Path("sweeps/c/trials/0/pid").read_text()), signal.SIGKILL)
             code, printed = search.end()
+    folder = "sweeps/c"
     if how == "search":
-        with Search(script="sweep_train.py", SLEEP="0") as search:
+        folder = "elsewhere"  # as another machine may see the directory
+        Path("sweeps/c").rename(folder)
+        with Search("--dir", folder, script="sweep_train.py", SLEEP="0") as search:
             code, printed = search.end()
     assert code == 0, printed
     assert states(printed) == {0: "complete (run 2)"}
-    again = Path("sweeps/c/trials/0/attempt-1/rank-0.log").read_text()
+    again = Path(folder, "trials/0/attempt-1/rank-0.log").read_text()
     assert re.search(r"resumed fit 0 after epoch [012]", again), again
-    (row,) = sweep.load("sweeps/c").trials
+    (row,) = sweep.load(folder).trials
     assert (row.epoch, row.attempt) == (4, 1)

@@ -95,10 +95,20 @@ def test_ctrl_c_stops_all_and_keeps_everything(search, signum, code):
     assert found == code, printed
     assert not any(psutil.pid_exists(runs(number)[0]["pid"]) for number in (0, 1, 2))
     assert "1 of 4 trials: 1 complete" in printed
+    assert printed.count(f"{signal.Signals(signum).name} received, waiting for the trials to stop") == 1
     assert "stopped; the same command goes on with the search" in printed
     found, printed = search("-j", 2).end()
     assert found == 0, printed
     assert states(printed) == {1: "complete (run 2)", 2: "complete (run 2)", 3: "complete"}
+
+
+def test_it_goes_on_when_nobody_reads_what_it_prints(search):
+    write_config(maxCombo=2)
+    running = search("-j", 1)
+    running.process.stdout.close()
+    assert running.process.wait(LIMIT) == 0
+    running.process.stdout = None
+    assert [row.state for row in sweep.load("sweeps/c").trials] == ["complete"] * 2
 
 
 @pytest.mark.soak
@@ -205,6 +215,7 @@ def test_a_command_that_cannot_be_used_is_one_line(words, said, capsys, monkeypa
     printed = capsys.readouterr()
     assert (ended.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
     assert said in printed.err
+    assert not Path("sweeps").exists()  # else the right command would be refused, as it is another one
 
 
 def test_gpus_are_shared_out():

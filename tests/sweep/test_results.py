@@ -59,9 +59,22 @@ def test_the_best_trials_weights_are_found(folder):
     (trial / "run/checkpoint").mkdir(parents=True)
     (trial / "models").mkdir()
     torch.save({}, trial / "models/net.pth")
-    for name in ("model.safetensors", "manifest.json"):
+    for name in ("model.safetensors", "manifest.json", "rank0.safetensors"):
         (trial / "run/checkpoint" / name).touch()
     assert found.weights() == trial / "models/net.pth"
+    (trial / "models/net.pth").rename(trial / "models/net.pt")
+    assert found.weights() == trial / "models/net.pt"
+    (trial / "models/net.pt").unlink()
+    assert found.weights() == trial / "run/checkpoint/model.safetensors"
+
+
+def test_a_parameter_may_have_the_name_of_another_column(tmp_path):
+    config = make_config(CONFIG | {"parameters": {"epochs": {"type": "int", "min": 5, "max": 5}}})
+    study = Study(tmp_path, config)
+    study.finish(study.take(), "complete", 0.5)
+    (tmp_path / "sweep.json").write_text(json.dumps({"config": config.data, "command": {}}))
+    frame = sweep.load(tmp_path).frame()
+    assert (frame["param_epochs"][0], frame["epochs"][0]) == (5, 0)
 
 
 def test_plots(folder, plt):
@@ -82,8 +95,11 @@ def test_a_folder_without_a_search_is_an_error(tmp_path):
 
 def test_a_search_without_results(folder, tmp_path):
     config = make_config(CONFIG)
-    Study(tmp_path / "new", config)
+    (tmp_path / "new").mkdir()
     (tmp_path / "new/sweep.json").write_text((folder / "sweep.json").read_text())
+    with pytest.raises(FileNotFoundError, match="the search in .*new has no trials yet"):
+        sweep.load(tmp_path / "new")
+    Study(tmp_path / "new", config)
     found = sweep.load(tmp_path / "new")
     assert len(found.frame()) == 0
     assert found.importances() == {}

@@ -55,6 +55,10 @@ def test_without_optuna_the_error_says_what_to_install(script_env, tmp_path):
         ("the accuracy of all\naccuracy-5: 3", None),
         ("epoch  loss  accuracy   time\n  0  1.5  0.25  00:01\n  1  1.2  0.5  00:02\nsaved 3 files now", 0.5),
         ("accuracy: 0.25\naccuracy: -inf", float("-inf")),
+        ("The final accuracy: 0.75.", 0.75),
+        ("accuracy: 0.7.5", None),
+        ("the best accuracy yet\naccuracy: 0.25\nsaved in 0.5 s", 0.25),
+        ("phase  loss  accuracy\nvalid  1.5  0.25", 0.25),
     ],
 )
 def test_the_last_printed_value_counts(text, value):

@@ -118,6 +118,17 @@ def test_half_a_line_of_a_writer_that_was_killed_is_removed(tmp_path):
     assert end(study) == [(1, 0), (2, 0), (3, 0)]
 
 
+def test_a_lock_is_freed_where_its_journal_is_gone(tmp_path):
+    lock = JournalLock(tmp_path / "journal.log")
+    with pytest.raises(FileNotFoundError):
+        lock.acquire()
+    (tmp_path / "journal.log").touch()
+    assert lock._among_threads.acquire(timeout=1)
+    lock._among_threads.release()
+    assert lock.acquire()
+    lock.release()
+
+
 def test_the_values_of_pruned_and_failed_trials_are_not_the_best(tmp_path):
     study = study_of(tmp_path)
     for state, reported in (("pruned", 0.1), ("failed", 0.2), ("complete", 0.3)):
