@@ -104,7 +104,7 @@ def test_ctrl_c_stops_all_and_keeps_everything(search, signum, code):
 
 def test_it_goes_on_when_nobody_reads_what_it_prints(search):
     write_config(maxCombo=2)
-    running = search("-j", 1)
+    running = search("-j", 1, PYTHONUNBUFFERED="")
     running.process.stdout.close()
     assert running.process.wait(LIMIT) == 0
     running.process.stdout = None
