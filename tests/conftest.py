@@ -61,9 +61,14 @@ def runs_on_ranks(nodeid):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Order the tests; what is marked `soak` is not for `pytest -m slow`, even if one of its parameters is slow."""
+    """Order the tests; what is slow twice over, by its parameters and by its number of ranks, is for `-m soak`.
+
+    What is marked `soak` is not for `pytest -m slow`, even if one of its parameters is slow.
+    """
     items.sort(key=place_of)
     for item in items:
+        if len(list(item.iter_markers("slow"))) > 1:
+            item.add_marker("soak")
         if item.get_closest_marker("soak"):
             item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
 
