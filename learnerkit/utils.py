@@ -1,6 +1,5 @@
 """Small helpers that do not depend on the rest of the library."""
 
-import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -115,8 +114,3 @@ def front_end() -> str:
     if shell is not None:
         return "notebook" if getattr(shell, "kernel", None) is not None else "prompt"
     return "prompt" if hasattr(sys, "ps1") or sys.flags.interactive else ""
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

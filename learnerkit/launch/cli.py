@@ -91,12 +91,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the message and leave with code 2."""
-        self.exit(2, f"learnerkit.launch: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def make_parser() -> Parser:
     """Return the parser with its options."""
     parser = Parser(
+        prog="learnerkit.launch",
         usage="python -m learnerkit.launch [options] script.py [arguments of the script]\n"
         "       python -m learnerkit.launch [options] -m package.module [arguments of the module]",
         description="Run a training script once per GPU of this machine, or of several; without GPUs, once.",

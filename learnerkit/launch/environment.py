@@ -96,3 +96,8 @@ def shared_file(size: int = 0) -> tuple[Any, str]:
         path = file.name
     file.truncate(size)
     return file, path
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

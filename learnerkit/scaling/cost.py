@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from learnerkit import world
+from learnerkit.launch.environment import usable_cores
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback, member_of
 from learnerkit.parallel.forks import join_forks, run_in_forks
 from learnerkit.scaling.forecast import Forecast, forecast
 from learnerkit.scaling.links import Link, all_reduce_seconds, ddp_buckets, measure_link
 from learnerkit.scaling.trials import Pace, pace, pace_alone
-from learnerkit.utils import unwrap, usable_cores
+from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

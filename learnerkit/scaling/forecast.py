@@ -104,7 +104,6 @@ class Forecast:
 
     def to_json(self) -> str:
         """Return all of it as JSON; the keys are the attributes' names, what is unlimited is null."""
-
         links = {"link": self.link.as_json(), "inter": self.inter and self.inter.as_json()}
         noise = None if self.noise is None or math.isinf(self.noise) else self.noise
         return json.dumps(vars(self) | links | {"rows": [row._asdict() for row in self.rows], "noise": noise})

@@ -12,6 +12,7 @@ from torch import nn
 from learnerkit import arguments, parallel, world
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.data.loaders import DataLoaders
+from learnerkit.launch.environment import usable_cores
 from learnerkit.parallel.distributed import member_of
 from learnerkit.scaling.cost import cost_in_forks, cost_of_one, cost_on_ranks
 from learnerkit.scaling.noise import GradientNoiseScale
@@ -29,7 +30,7 @@ from learnerkit.scaling.trials import (
 )
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
-from learnerkit.utils import unwrap, usable_cores
+from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from learnerkit.launch.cli import choose_command
+from learnerkit.launch.cli import Parser, choose_command
 from learnerkit.launch.gpus import choose_gpus, gpu_names
 from learnerkit.sweep.config import Config, changes, make_config, read_config
 from learnerkit.sweep.results import importances
@@ -20,17 +20,10 @@ from learnerkit.sweep.workers import Command, Workers, share_out
 from learnerkit.text import signal_name
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message and leave with code 2."""
-        self.exit(2, f"learnerkit.sweep: error: {message}\n")
-
-
 def make_parser() -> Parser:
     """Return the parser with its options."""
     parser = Parser(
+        prog="learnerkit.sweep",
         usage="python -m learnerkit.sweep [options] config.json script.py [arguments of the script]\n"
         "       python -m learnerkit.sweep [options] config.json -m package.module [arguments of the module]\n"
         "       python -m learnerkit.sweep --join DIR [-j N] [--gpus 0,1]",

@@ -7,7 +7,6 @@ import queue
 import re
 import shlex
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from learnerkit.launch import supervise
+from learnerkit.launch.environment import usable_cores
 from learnerkit.launch.nodes import begin_alone
 from learnerkit.launch.report import Outcome
 from learnerkit.launch.supervise import ENDING_SIGNALS, Interrupted, Job
@@ -235,8 +235,7 @@ def last_value(lines: Iterable[str], metric: str) -> float | None:
 
 def threads(processes: int) -> int:
     """Return how many threads each of some processes gets on this machine."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, cores // processes)
+    return max(1, usable_cores() // processes)
 
 
 def share_out(names: list[str], trials: int | None, nproc: int) -> list[str | None]:
