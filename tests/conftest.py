@@ -60,17 +60,17 @@ def runs_on_ranks(nodeid):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Order the tests; what is slow twice over, by its parameters and by its number of ranks, is for `-m soak`.
 
-    What is marked `soak` is not for `pytest -m slow`, even if one of its parameters is slow.
+    What is marked `soak` is not for `pytest -m slow`, even if it is in a slow file, or one of its parameters is slow.
     """
     items.sort(key=place_of)
     for item in items:
         if len(list(item.iter_markers("slow"))) > 1:
             item.add_marker("soak")
-        if item.get_closest_marker("soak"):
-            item.own_markers = [mark for mark in item.own_markers if mark.name != "slow"]
+    if config.option.markexpr == "slow":
+        items[:] = [item for item in items if not item.get_closest_marker("soak")]
 
 
 # Several processes
@@ -96,7 +96,9 @@ def pytest_generate_tests(metafunc):
     if mark is None:
         return
     found = [pytest.param(RANKS.get(n) or Ranks(n)) for n in mark.args]
-    found += [pytest.param(RANKS.get(n) or Ranks(n), marks=pytest.mark.slow) for n in mark.kwargs.get("slow", ())]
+    for later in ("slow", "soak"):
+        marks = getattr(pytest.mark, later)
+        found += [pytest.param(RANKS.get(n) or Ranks(n), marks=marks) for n in mark.kwargs.get(later, ())]
     if torch.cuda.device_count() < 2:
         found = [each for each in found if not each.values[0].gpus]
     metafunc.parametrize("ranks", found, indirect=True, ids=str)

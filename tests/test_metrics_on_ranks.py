@@ -114,7 +114,7 @@ def test_metrics_of_the_libraries_equal_one_process():
     check_all(torcheval(), chosen(torcheval_table(), QUICK_TORCHEVAL))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.ranks(2)
 def test_every_metric_of_torchmetrics_equals_one_process():

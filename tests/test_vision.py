@@ -496,7 +496,7 @@ NETWORKS = {"ResNet": small_resnet, "ViT": small_vit}
 
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:.*[Bb]atch ?[Nn]orm.*")
-@pytest.mark.parametrize("network", [pytest.param("ResNet", marks=pytest.mark.slow), "ViT"])
+@pytest.mark.parametrize("network", [pytest.param("ResNet", marks=pytest.mark.soak), "ViT"])
 def test_two_ranks_fine_tune_alike(network):
     """Frozen first, and then whole."""
     data = TensorDataset(torch.rand(28, 3, 32, 32), torch.arange(28) % 3)

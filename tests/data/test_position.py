@@ -243,10 +243,13 @@ def check_all_places(make, places=PLACES, cbs=tuple, Log=Log):
 
 
 QUICK = {"shuffled": ["workers"], "own generator": ["persistent"]}
+SLOW = ("own generator", "global", "buckets", "batches of the dataset")  # with workers: the others are for `-m soak`
 
 
 @pytest.mark.parametrize(("sampler", "workers"), [
-    pytest.param(s, w, marks=() if w in QUICK.get(s, ["no workers"]) else pytest.mark.slow)
+    pytest.param(
+        s, w, marks=() if w in QUICK.get(s, ["no workers"]) else pytest.mark.slow if s in SLOW else pytest.mark.soak
+    )
     for s in SAMPLERS for w in WORKERS
 ])  # fmt: skip
 def test_t1_a_resumed_fit_reads_on_where_it_was(sampler, workers):

@@ -19,11 +19,11 @@ def found(rank_pools):
 
 
 def on_ranks(jobs):
-    slow = [pytest.mark.slow]
+    later = {2: pytest.mark.slow, 3: pytest.mark.soak}
     return pytest.mark.parametrize(
         ("n", "job"),
         [
-            pytest.param(n, job, id=f"{n}-ranks-{job}", marks=[] if n == 2 and job in QUICK else slow)
+            pytest.param(n, job, id=f"{n}-ranks-{job}", marks=[] if n == 2 and job in QUICK else later[n])
             for n in (2, 3)
             for job in jobs
         ],

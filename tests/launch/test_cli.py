@@ -416,10 +416,16 @@ def test_a_rank_may_end_early(launched):
     ("how", "code", "cause", "last", "echo"),
     [
         ("raises", 1, "rank 1 failed (exit code 1)", "ValueError: the cause", "Follower: rank 1 failed in before_step"),
-        ("exits", 3, "rank 1 failed (exit code 3)", "", "Follower: rank 1 failed in before_step"),
-        ("killed", 137, "rank 1 was killed by signal 9 (SIGKILL)", "", "RuntimeError: Connection closed by peer"),
+        pytest.param(
+            "exits", 3, "rank 1 failed (exit code 3)", "", "Follower: rank 1 failed in before_step",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "killed", 137, "rank 1 was killed by signal 9 (SIGKILL)", "", "RuntimeError: Connection closed by peer",
+            marks=pytest.mark.slow,
+        ),
     ],
-)
+)  # fmt: skip
 def test_the_cause_is_shown_first_even_if_it_ends_last(launched, tmp_path, how, code, cause, last, echo):
     ended, out, err = launched("--nproc", 2, SCRIPTS / "launch_echo.py", how, cwd=tmp_path).finish()
     first, *traceback, follower = err.splitlines()

@@ -128,7 +128,7 @@ def other_than_a_launcher(spec, port):
     return f"what listens at {LOOPBACK}:{port} does not answer like a launcher (", end
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", ["http", *(pytest.param(n, marks=pytest.mark.slow) for n in FOREIGN if n != "http")])
 @pytest.mark.parametrize(
     "spec",
     [

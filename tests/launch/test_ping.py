@@ -55,7 +55,9 @@ def test_a_connection_to_itself_is_nobody(monkeypatch):
     assert not store_answers(*own, 5.0)
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize(
+    "name", ["silent", *(pytest.param(n, marks=pytest.mark.slow) for n in FOREIGN if n != "silent")]
+)
 def test_something_else_is_told_by_its_answer(name):
     serve, answer = FOREIGN[name]
     began = time.monotonic()

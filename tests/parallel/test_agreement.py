@@ -36,7 +36,7 @@ from learnerkit.events import INNER_EVENTS
 from learnerkit.parallel.agreement import END, packed, unpacked
 from learnerkit.parallel.loaders import split_evenly
 
-on_ranks = pytest.mark.ranks(2, slow=[3, "gpus"])  # two GPUs: NCCL has not been tried so far
+on_ranks = pytest.mark.ranks(2, slow=["gpus"], soak=[3])  # two GPUs: NCCL has not been tried so far
 
 RANK, N = world.rank(), world.world_size()
 LAST = N - 1

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from learnerkit import Callback, DataLoaders, DistributedCallback, Learner, accuracy, on_rank0, set_seed, unwrap, world
 from learnerkit.parallel.watch import PeerError
 
-pytestmark = pytest.mark.ranks(2, slow=[3, "torchrun"])
+pytestmark = pytest.mark.ranks(2, slow=["torchrun"], soak=[3])
 
 N = world.world_size()
 

@@ -274,7 +274,14 @@ def test_ddps_own_options_reach_it_and_change_no_number(options):
         assert same(weights(learn), weights(exact))
 
 
-@pytest.mark.parametrize(("name", "near"), [("bf16", 0.01), ("fp16", 0.001), ("powersgd", 0.2)])
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("bf16", 0.01),
+        pytest.param("fp16", 0.001, marks=pytest.mark.slow),
+        pytest.param("powersgd", 0.2, marks=pytest.mark.slow),
+    ],
+)
 def test_communication_hooks_come_near_the_exact_numbers(name, near):
     for n in (1, 2):
         plain, _ = trained(epochs=4, cbs=GradientAccumulation(n_batches=n))

@@ -32,13 +32,13 @@ JOBS = {1: ALL, 2: ALL, 3: ON_THREE, 4: ON_FOUR}
 
 
 def on_ranks(jobs, alone=False):
-    """Parametrize by the number of processes and the job; three and four are for `pytest -m slow`."""
+    """Parametrize by the number of processes and the job; three are for `pytest -m slow`, four for `-m soak`."""
     found = []
     for n, done in JOBS.items():
         for job in done:
             if job in jobs and (n > 1 or alone):
-                slow = n > 2 or job in SLOW_ON_TWO
-                found.append(pytest.param(n, job, marks=[pytest.mark.slow] if slow else [], id=f"{n}-ranks-{job}"))
+                later = [pytest.mark.slow] if n == 3 or job in SLOW_ON_TWO else [pytest.mark.soak] if n == 4 else []
+                found.append(pytest.param(n, job, marks=later, id=f"{n}-ranks-{job}"))
     return pytest.mark.parametrize(("n", "job"), found)
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, accuracy, world
 
-pytestmark = pytest.mark.ranks(2, slow=[3])
+pytestmark = pytest.mark.ranks(2, soak=[3])
 
 RANK, N = world.rank(), world.world_size()
 
@@ -107,7 +107,10 @@ def batches(n, size):
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["batches cut", "batches per rank"])
-@pytest.mark.parametrize(("n", "workers", "aware"), [(23, 0, False), (23, 2, False), (22, 2, True), (3, 0, False)])
+@pytest.mark.parametrize(
+    ("n", "workers", "aware"),
+    [(23, 0, False), pytest.param(23, 2, False, marks=pytest.mark.slow), (22, 2, True), (3, 0, False)],
+)
 def test_joined_ranks_use_all_data_in_the_batches_of_one_process(n, workers, aware, split):
     """Weights and losses are those of one process, too."""
     seen = Seen()

@@ -328,7 +328,7 @@ def test_one_process(tmp_path):
     assert re.match(r"--  ranks       1 on .*: nothing between processes could be checked \(--nproc 2\)\n", out)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_torchrun_starts_it_too(tmp_path):
     code, out, err = run(
         "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "learnerkit.doctor", cwd=tmp_path
@@ -379,7 +379,7 @@ def test_a_rank_that_does_not_come():
     assert out.endswith("\n1 problem\n")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_nobody_where_the_ranks_should_meet():
     code, out, err = run_case("alone_in_the_dark")
     assert (code, out) == (1, "")
@@ -387,7 +387,7 @@ def test_nobody_where_the_ranks_should_meet():
     assert "nc -vz 127.0.0.1 9" in err
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_hangs_ends():
     code, out, err = run_case("stuck", "all-reduce")
     assert code == 1, out + err

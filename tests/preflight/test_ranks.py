@@ -35,6 +35,10 @@ def files_gone(tmp_path, monkeypatch):
     assert list(tmp_path.glob("learnerkit-*")) == []
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def make_dls(n=60, bs=8, **kwargs):
     data = make_classes(n)
     return DataLoaders(DataLoader(data, bs, **{"shuffle": True} | kwargs), DataLoader(data, bs), device="cpu")
@@ -131,13 +135,13 @@ def streams():
             lambda: make(batch_norm_and_dropout()),
             "-- left out dropout was off (1), BatchNorm used its running statistics (1)",
         ),
-        (lambda: make(Recurrent()), "dropout was off (1)"),
+        slow(lambda: make(Recurrent()), "dropout was off (1)"),
         (lambda: make(Single()), "cannot compute in: RuntimeError: mat1 and mat2 must have the same dtype"),
-        (lambda: make(loss_func=nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0]), reduction="sum")), ""),
+        slow(lambda: make(loss_func=nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0]), reduction="sum")), ""),
         (lambda: make(dls=DataLoaders(DataLoader(make_classes(20), 8), device="cpu"), cbs=[Noise(rank=5)]), "3 steps"),
-        (lambda: make().to_distributed(), ""),
+        slow(lambda: make().to_distributed(), ""),
         (lambda: make(cbs=RandomStart()), ""),
-        (lambda: make(dls=streams()), "(30 samples)"),
+        slow(lambda: make(dls=streams()), "(30 samples)"),
     ],
     ids=[
         "mlp",
@@ -307,13 +311,13 @@ def highest(pred, target):
             {"samples": r"step 1: sample \d has other data on rank [01] than on one process"},
             "the dataset gives other data for a sample each time",
         ),
-        (
+        slow(
             lambda: make(dls=make_dls(shuffle=False, sampler=RandomOrder())),
             NAMES,
             {"samples": r"step 1: rank 0 read sample \d+ in place of \d+"},
             "the sampler is random in itself",
         ),
-        (
+        slow(
             lambda: make(Functional()),
             NAMES - {"samples"},
             {"weights": r"linear.weight\[0, 0\]: [-\d.]+ on rank [01], [-\d.]+ on one process"},

@@ -18,7 +18,7 @@ from learnerkit.scaling.links import Link, all_reduce_seconds, ddp_buckets, meas
 CPU = torch.device("cpu")
 
 
-@pytest.mark.ranks(2, slow=[4])
+@pytest.mark.ranks(2, soak=[4])
 def test_a_known_link_is_found(monkeypatch):
     n, true = world.world_size(), Link(2e-3 / world.world_size(), 1e8)
     sizes, group, real, asked = (1 << 10, 1 << 17, 1 << 20), world.group("gradients"), dist.all_reduce, []
@@ -37,7 +37,7 @@ def test_a_known_link_is_found(monkeypatch):
     assert asked == [*sizes] * (links.WARM + links.LEAST)
 
 
-@pytest.mark.ranks(2, slow=[4])
+@pytest.mark.ranks(2, soak=[4])
 def test_the_real_link_is_measured_in_a_second_or_two():
     start = time.monotonic()
     found = measure_link(CPU)

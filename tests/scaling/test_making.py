@@ -18,7 +18,7 @@ def everything(learn):
     return [*tensors, torch.get_rng_state(), torch.tensor([len(learn.recorder.losses)])]
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_everything_is_as_it_was(fails, capsys):
     class Counts(Callback):
         def __init__(self):

@@ -34,7 +34,7 @@ def test_it_is_refused_without_a_number_of_steps():
         ScalingMonitor(every=0)
 
 
-@pytest.mark.ranks(2, slow=[4])
+@pytest.mark.ranks(2, soak=[4])
 def test_the_slowest_rank_is_a_column():
     slow = world.world_size() - 1
     learn = job("backward", rank=slow, n=64 * world.world_size())

@@ -11,7 +11,7 @@ from torch.utils.data import RandomSampler
 from learnerkit import Callback, CancelBatchException, GradientAccumulation, GradientNoiseScale, MixedPrecision, world
 
 pytestmark = [
-    pytest.mark.ranks(2, slow=[4]),
+    pytest.mark.ranks(2, soak=[4]),
     pytest.mark.filterwarnings("ignore:.*each train a whole copy"),  # that is what is compared with
     pytest.mark.filterwarnings("ignore:mixed precision with float16 is some 30 times slower on a CPU"),
     pytest.mark.filterwarnings("ignore:find_unused_parameters=True was chosen"),

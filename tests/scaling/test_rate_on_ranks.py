@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, linear_warmup, scaled_lr, world
 
-pytestmark = pytest.mark.ranks(2, slow=[3])
+pytestmark = pytest.mark.ranks(2, soak=[3])
 
 
 class Stream(IterableDataset):

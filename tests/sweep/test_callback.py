@@ -138,7 +138,7 @@ def test_all_ranks_leave_at_the_same_epoch(tmp_path):
         learn.fit(1)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_pruned_trials_on_two_processes_are_those_on_one():
     rates = {"type": "discrete", "values": [0.03, 1e-5, 1e-4, 0.02]}
     pruner = {"name": "MedianPruner", "n_startup_trials": 2}
@@ -160,8 +160,9 @@ def test_the_pruned_trials_on_two_processes_are_those_on_one():
     assert loaded.weights().parent.parent.name == str(loaded.best.number)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["trial", "search"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("trial", marks=pytest.mark.slow), pytest.param("search", marks=pytest.mark.soak)]
+)
 def test_a_killed_training_goes_on_from_its_checkpoint(how):
     write_config(metric="valid_loss", maxCombo=1, parameters={"lr": {"type": "float", "min": 0.01, "max": 0.02}})
     log = Path("sweeps/c/trials/0/attempt-0/rank-0.log")

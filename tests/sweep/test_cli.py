@@ -85,7 +85,9 @@ def test_a_search_that_is_killed_goes_on_also_on_a_machine_that_joins(search):
     assert [len(runs(number)) for number in range(8)] == [1, 2, 2, 1, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_ctrl_c_stops_all_and_keeps_everything(search, signum, code):
     write_config(maxCombo=4, retryLimit=0)
     first = search("-j", 2, FATES={1: "wait", 2: "wait"})
