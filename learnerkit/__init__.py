@@ -14,6 +14,11 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit import world as world
     from learnerkit.callback import Callback as Callback
     from learnerkit.callbacks.accumulation import GradientAccumulation as GradientAccumulation
+    from learnerkit.callbacks.augmentation import BatchTransform as BatchTransform
+    from learnerkit.callbacks.augmentation import CutMix as CutMix
+    from learnerkit.callbacks.augmentation import MixUp as MixUp
+    from learnerkit.callbacks.averaging import EMA as EMA
+    from learnerkit.callbacks.averaging import SWA as SWA
     from learnerkit.callbacks.debugging import OverfitBatch as OverfitBatch
     from learnerkit.callbacks.debugging import ShortEpochCallback as ShortEpochCallback
     from learnerkit.callbacks.lr_find import SuggestionMethod as SuggestionMethod
@@ -83,6 +88,8 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
 _HOMES = {
     "callback": ["Callback"],
     "callbacks.accumulation": ["GradientAccumulation"],
+    "callbacks.augmentation": ["BatchTransform", "CutMix", "MixUp"],
+    "callbacks.averaging": ["EMA", "SWA"],
     "callbacks.debugging": ["OverfitBatch", "ShortEpochCallback"],
     "callbacks.lr_find": ["SuggestionMethod", "minimum", "slide", "steep", "valley"],
     "callbacks.precision": ["ChannelsLast", "Compile", "GradientClip", "MixedPrecision"],

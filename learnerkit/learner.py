@@ -16,9 +16,10 @@ from torch.optim import AdamW, Optimizer
 from learnerkit import arguments, files, optim, parallel, world
 from learnerkit.callback import Callback, Dispatch, describe_loop, kept_flags
 from learnerkit.callbacks.accumulation import GradientAccumulation
+from learnerkit.callbacks.augmentation import BatchTransform
 from learnerkit.callbacks.lr_find import SUGGESTIONS, LRFinder
 from learnerkit.callbacks.precision import MixedPrecision
-from learnerkit.callbacks.prediction import Augment, GatherPredictions, averaged
+from learnerkit.callbacks.prediction import GatherPredictions, averaged
 from learnerkit.callbacks.progress import ProgressCallback, print_above
 from learnerkit.callbacks.recorder import EvaluationCallback, Recorder, TableLogger
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, combine_scheds, combined_cos
@@ -667,7 +668,7 @@ class Learner(RunState):
                 "augmentation of the inputs"
             )
         plain, targets = self.get_preds(ds_idx, act=act)
-        cbs = None if batch_tfms is None else Augment(batch_tfms)
+        cbs = None if batch_tfms is None else BatchTransform(batch_tfms, train=False, valid=True)
         # In a fit the readings leave its random streams alone together: one by one they would all be alike.
         in_fit, self._in_fit = self._in_fit, False
         try:
@@ -1044,7 +1045,9 @@ class Learner(RunState):
             CheckpointError: the file cannot be written; the old one is as it was.
         """
         target = self._file(file)
-        if world.is_main():
+        if not world.is_main():
+            return target
+        with self._as_validated():
             state: Any = unwrap(self.model).state_dict()
             if isinstance(target, Path) and target.suffix == files.SAFETENSORS:
                 files.save_weights(state, target)

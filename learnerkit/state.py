@@ -1,5 +1,6 @@
 """The state of a run: every attribute of the Learner that a callback may read while it trains or evaluates."""
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -72,6 +73,7 @@ class RunState:
     _gradient: Any = None  # what weighs the batches of a step (GradientAccumulation, RankStep); None: a step is a batch
     _step_batches: int = 1  # the batches of an optimizer step on this process
     _step_due: bool = True  # whether an optimizer step follows this batch
+    _as_validated: Any = nullcontext  # a context in which the model has the weights that are validated, as an average
 
     def __init__(self) -> None:
         for name in RunState.__annotations__:  # in the learner's own `__dict__`, with what else it has

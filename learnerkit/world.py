@@ -573,6 +573,16 @@ def broadcast(x: T, src: int = 0) -> T:
         return box[0]
 
 
+@torch.no_grad()
+def broadcast_into(tensors: Sequence[Tensor]) -> None:
+    """Give every rank rank 0's values of these, in place, by one collective for each type."""
+    for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
+        alike = [t for t in tensors if (t.dtype, t.device) == kind]
+        sent = broadcast(torch.cat([t.reshape(-1) for t in alike]))
+        for t, values in zip(alike, sent.split([t.numel() for t in alike]), strict=True):
+            t.copy_(values.view_as(t))
+
+
 def all_gather(x: T, among: str = "") -> list[T]:
     """The `x` of every rank, in rank order: tensors of one shape, or any objects that can be pickled.
 
@@ -800,6 +810,24 @@ def device_streams_kept(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_device_states(device, states)
+
+
+@contextmanager
+def own_stream(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw from a stream of its own in here: torch's generators of the host and of the device begin with this seed.
+
+    At the end they get their states back. The states are on the host, so that nothing waits for a device.
+    """
+    state = torch.get_rng_state()
+    with device_streams_kept(device):
+        try:
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a hundred times as long
+            if device.type != "cpu":
+                module = torch.get_device_module(device)
+                getattr(module, "manual_seed_all", module.manual_seed)(seed)
+            yield
+        finally:
+            torch.set_rng_state(state)
 
 
 def device_states(device: torch.device) -> list[Tensor]:

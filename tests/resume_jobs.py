@@ -13,7 +13,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from learnerkit import (
+    EMA,
+    SWA,
     AccumMetric,
+    BatchTransform,
     Callback,
     CancelBatchException,
     CancelStepException,
@@ -24,6 +27,7 @@ from learnerkit import (
     GradientClip,
     Learner,
     MixedPrecision,
+    MixUp,
     Recorder,
     ReduceLROnPlateau,
     SaveModelCallback,
@@ -322,6 +326,10 @@ def job(data=None, cbs=list, fit=fit, cls=Learner, model=make_model, **kwargs):
     return {"data": data or {}, "cbs": cbs, "fit": fit, "cls": cls, "model": model, "learner": kwargs}
 
 
+def noise(x):
+    return x + torch.rand_like(x) / 10
+
+
 def sgd(params, lr):
     return SGD(params, lr, momentum=0.9)
 
@@ -346,6 +354,9 @@ JOBS = {
     "early stopping": job(cbs=lambda: [EarlyStoppingCallback(patience=1, min_delta=0.5), SaveModelCallback()]),
     "plateau": job(cbs=lambda: [ReduceLROnPlateau(min_delta=0.5)]),
     "average": job(cbs=lambda: [Average(), SaveModelCallback()]),
+    "EMA": job(cbs=lambda: [EMA(0.8), Logs(), SaveModelCallback()], model=lambda: make_model(norm=True)),
+    "SWA": job(cbs=lambda: [SWA(1), ValidateEvery(3)], model=lambda: make_model(norm=True)),
+    "mixing": job(cbs=lambda: [BatchTransform(noise, valid=True), MixUp(), MixUp(1.0)]),
     "cancels": job(cbs=lambda: [Logs()]),
     "several optimizers": job(cls=Two, lr=0.05, fit=lambda learn: learn.fit_one_cycle(EPOCHS)),
     "torch's schedulers": job(cbs=lambda: [

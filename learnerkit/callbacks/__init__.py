@@ -6,8 +6,10 @@ they were added. The orders of all callbacks of the package, with those of the o
      -10  TrainEvalCallback: sets modes, counters and the sample order, which all others need
       -9  TerminateOnNaNCallback: checks the loss before it is scaled
       -5  GradientNoiseScale: sees gradients before others change them, and leaves a batch before others do
+      -3  BatchTransform: before samples are mixed, and before others see the batch
+      -2  CutMix, MixUp: mix the losses before others add to them
       -1  ChannelsLast: before the model is wrapped or compiled
-       0  Augment, BnFreeze, ParallelCallback: the default, also for callbacks of your own
+       0  BnFreeze, ParallelCallback: the default, also for callbacks of your own
        1  Compile: after ParallelCallback has wrapped the model, before DistributedCallback does
        6  GradientAccumulation: decides whether a step is due before the callbacks that act on steps
       10  MixedPrecision: unscales the gradients before anything reads them
@@ -15,6 +17,8 @@ they were added. The orders of all callbacks of the package, with those of the o
       11  DistributedCallback, _BatchHook: replace the model and the loader before callbacks use them
       12  OverfitBatch, ShortEpochCallback: shorten the loader that DistributedCallback has set
       13  ScalingMonitor: waits for the loader that all the above have set
+      15  EMA, SWA: put the average into the model that DistributedCallback has set, before others look at it
+      16  _Statistics: computes BatchNorm's statistics with the average
       49  _Watch: sees batches and losses as they come to the model
       50  EvaluationCallback, GatherPredictions, Recorder: record a batch after others may have changed it
       60  ParamScheduler, TorchScheduler: change rates after the recorder has recorded them

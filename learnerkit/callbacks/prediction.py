@@ -1,4 +1,4 @@
-"""Predictions: collecting them for `Learner.get_preds`, augmenting inputs and averaging for `Learner.tta`."""
+"""Predictions: collecting them for `Learner.get_preds`, and averaging them for `Learner.tta`."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -103,20 +103,6 @@ def _lengths(item: Any) -> Iterator[int]:
         yield 0 if isinstance(item, Tensor) and not item.ndim else len(item)
     for _, part in () if isinstance(item, Rows) else entries(item):
         yield from _lengths(part)
-
-
-class Augment(Callback):
-    """Applies an augmentation to the input of every batch; if there are several inputs, to the first."""
-
-    run_train = False
-
-    def __init__(self, batch_tfms: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.batch_tfms = batch_tfms
-
-    def before_batch(self) -> None:
-        first, *rest = self.learn.xb
-        self.learn.xb = (self.batch_tfms(first), *rest)
 
 
 def averaged(plain: Tensor, augmented: list[Tensor], beta: float | None, use_max: bool) -> Any:

@@ -8,8 +8,7 @@ from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
@@ -150,7 +149,7 @@ class DistributedCallback(Callback):
         if any(other != shapes[0] for other in shapes):
             raise ValueError("the model differs between ranks in its parameters' shapes; every rank must make the same")
         if any(other != values[0] for other in values):
-            _send(tensors)  # else different models would be mixed
+            world.broadcast_into(tensors)  # else different models would be mixed
         world.spread_seeds(seeds)
 
     def _compare(self) -> None:
@@ -384,7 +383,7 @@ class DistributedCallback(Callback):
     def _send_buffers(self) -> None:
         """Give every rank rank 0's buffers; every rank must reach this."""
         if self._wrapped is not None:
-            _send(list(self._plain.buffers()))
+            world.broadcast_into(list(self._plain.buffers()))
 
     # What training and evaluation swap and put back; evaluation may be called in the middle of training
 
@@ -469,16 +468,6 @@ def dispatch(learn: "Learner", fitting: bool) -> Dispatch:
     if learn._agreement is None:
         return Dispatch(learn.cbs, fitting)
     return RankDispatch(learn.cbs, fitting, learn._agreement)
-
-
-@torch.no_grad()
-def _send(tensors: list[Tensor]) -> None:
-    """Give every rank rank 0's values of these, by one collective for each type; every rank must reach this."""
-    for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
-        alike = [t for t in tensors if (t.dtype, t.device) == kind]
-        sent = world.broadcast(torch.cat([t.reshape(-1) for t in alike]))
-        for t, values in zip(alike, sent.split([t.numel() for t in alike]), strict=True):
-            t.copy_(values.view_as(t))
 
 
 def _digest(state: dict) -> tuple:

@@ -71,7 +71,7 @@ def whole():
     return of
 
 
-QUICK = ("one cycle", "workers", "accumulation", "average")
+QUICK = ("one cycle", "workers", "accumulation", "EMA", "SWA", "mixing")
 STEPS_OF = [
     *(pytest.param(name, (EPOCH, EPOCH + 5), id=name) for name in QUICK),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in ONE_FIT if name not in QUICK),
@@ -142,7 +142,7 @@ def test_r13_term_saves_once_after_the_step_and_leaves_with_143(name, tmp_path, 
     assert different(whole(name), finished(make(name, tmp_path, Send(0, 15), resume=True), name, order)) == []
 
 
-@pytest.mark.parametrize("name", ["augmentation", "average", "metrics in training", "budget"])
+@pytest.mark.parametrize("name", ["augmentation", "EMA", "SWA", "metrics in training", "budget"])
 def test_r15_term_in_validation_saves_what_was_before_it(name, tmp_path, whole):
     batches = 1 if name == "budget" else 2
     for k, at in enumerate((1, 2 * batches + 1)):  # the last one is in the last epoch

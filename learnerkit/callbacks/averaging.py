@@ -1,0 +1,369 @@
+"""Averages of the weights over the course of training, with which the model is validated and saved."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from learnerkit import world
+from learnerkit.callback import Callback
+from learnerkit.data.position import source_of
+from learnerkit.events import CancelBatchException
+from learnerkit.torch_internals import BatchNorm
+from learnerkit.utils import unwrap, warn
+
+
+class _Averaging(Callback):
+    """Keeps an average of some of the model's tensors, and has it in the model while that is validated or saved.
+
+    Training goes on with the weights as they are; so does a run that is resumed from a checkpoint.
+
+    Attributes:
+        n_averaged: how often the average of this or the last fit has been updated.
+    """
+
+    order = 15  # after DistributedCallback, which says where the model is
+    run_valid = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_averaged = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._own: dict[str, Tensor] = {}  # the model's tensors: empty where there is nothing to average
+        self._average: dict[str, Tensor] = {}  # once training has begun
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # averages and tensors of one device and type each
+        self._kept: list[tuple[Tensor, Tensor]] | None = None  # the weights, while the average is in the model
+        self._users = 0  # validations and files, one inside the other, that have the average in the model
+
+    def before_fit(self) -> None:
+        learn = self.learn
+        self._forget()
+        if learn.task != "fit":
+            return
+        if any(isinstance(cb, _Averaging) and cb.run and cb is not self for cb in learn.cbs):
+            raise ValueError(
+                f"two callbacks average the weights, {self!r} among them, and the model can be validated with one "
+                "average: use one of them"
+            )
+        self.n_averaged = 0
+        # The tensors themselves, which stay the same where wrappers and other norm layers come and go.
+        self._own = self._chosen(unwrap(learn.model))
+        learn._as_validated = self._in_model
+
+    def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
+        "The tensors to average, by name."
+        raise NotImplementedError
+
+    def before_train(self) -> None:
+        if self._own:
+            self._begin()  # not before: a checkpoint may have been loaded, and rank 0's weights have been sent
+
+    def _begin(self) -> None:
+        if self._average:
+            return
+        by_kind: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
+        for name, t in self._own.items():
+            # In half precision small changes of an average would be lost.
+            exact = torch.float32 if t.is_floating_point() and t.itemsize < 4 else t.dtype
+            average = self._average[name] = t.detach().to(exact, copy=True)
+            if t.is_floating_point() or t.is_complex():
+                averages, own = by_kind.setdefault((t.device, t.dtype), ([], []))
+                averages.append(average)
+                own.append(t)
+        self._groups = list(by_kind.values())
+
+    def _update(self, average: Callable) -> None:
+        "Take the present weights into the average. No host-device sync."
+        for averages, own in self._groups:
+            average(averages, [t.detach().to(averages[0].dtype) for t in own], self.n_averaged)
+        self.n_averaged += 1
+
+    # Where the average is used
+
+    def before_validate(self) -> None:
+        self._put()
+
+    def cleanup_validate(self) -> None:
+        self._put_back()
+
+    @contextmanager
+    def _in_model(self) -> Iterator[None]:
+        try:
+            self._put()
+            yield
+        finally:
+            self._put_back()
+
+    @torch.no_grad()
+    def _put(self) -> None:
+        "Put the average into the model's tensors, in place: optimizers, DDP and compiled code refer to them."
+        self._users += 1
+        if self._users == 1 and self.n_averaged:
+            self._kept = [(self._own[name], self._own[name].clone()) for name in self._average]
+            self._write()
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        self._users = max(0, self._users - 1)
+        if not self._users:
+            for t, value in self._kept or ():
+                t.copy_(value)
+            self._kept = None
+
+    def _write(self) -> None:
+        for name, average in self._average.items():
+            self._own[name].copy_(average)
+
+    @torch.no_grad()
+    def after_fit(self) -> None:
+        if self._own and self.n_averaged:
+            self._write()
+        self._forget()  # a file that is saved from now on has what the model has
+
+    def cleanup_fit(self) -> None:
+        self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average, and how often it was updated."""
+        return {"n": self.n_averaged, "average": dict(self._average) if self.n_averaged else {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the average."""
+        self.n_averaged = state["n"]
+        self._begin()
+        for name, value in state["average"].items():
+            self._average[name].copy_(value)
+
+
+class EMA(_Averaging):
+    """Validates and saves an exponential moving average of the weights (Polyak and Juditsky 1992).
+
+    After each optimizer step average = d * average + (1 - d) * weights, also of the float buffers, such as BatchNorm's
+    statistics. With `warmup` d is min(decay, (1 + n) / (10 + n)) after n steps, as in TensorFlow's
+    ExponentialMovingAverage, so that the first weights are soon forgotten. Training itself goes on with the weights.
+
+    The average is in the model in each validation during the fit, in what `learn.save` and `SaveModelCallback` write,
+    and at the end of a fit that ended well. After an error the weights are there. `CheckpointCallback` keeps both. On
+    several ranks the buffers' average is rank 0's.
+
+    Args:
+        decay: the weight of the past in each step, from 0 to below 1: about 1 / (1 - decay) steps are averaged.
+        warmup: begin with a smaller decay.
+
+    Raises:
+        ValueError: another decay; in `before_fit`, another callback that averages the weights.
+    """
+
+    def __init__(self, decay: float = 0.999, warmup: bool = True) -> None:
+        super().__init__()
+        if not 0 <= decay < 1:
+            raise ValueError(f"got decay={decay!r}; it is the weight of the past, 0 or more and less than 1")
+        self.decay, self.warmup = decay, warmup
+        self._stepped = False
+        self._hooks: list[Any] = []
+
+    def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return {name: t for name, t in named.items() if t.is_floating_point() or t.is_complex()}
+
+    def before_train(self) -> None:
+        super().before_train()
+        if self._own:
+            self._stepped = False
+            # By the optimizers themselves: a step may be skipped, cancelled, or taken for a batch that was cancelled.
+            self._hooks = [opt.register_step_post_hook(self._note_step) for opt in self.learn.opts]
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped = True
+
+    def after_batch(self) -> None:
+        if self._stepped:
+            self._stepped = False
+            n = self.n_averaged
+            self._update(get_ema_multi_avg_fn(min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay))
+
+    def after_train(self) -> None:
+        self.after_batch()  # a step that accumulation takes at the end of its data
+
+    def cleanup_train(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.after_batch()  # a step after which the batch was left without `after_batch`
+
+    def before_validate(self) -> None:
+        self._share()
+        super().before_validate()
+
+    def after_fit(self) -> None:
+        self._share()
+        super().after_fit()
+
+    def _share(self) -> None:
+        "Give every rank rank 0's average of buffers, which each makes of its own; every rank must reach this."
+        if self.learn._sharded and not self._users:
+            buffers = [self._average[name] for name, t in self._own.items() if not isinstance(t, nn.Parameter)]
+            world.broadcast_into(buffers if self._average else [])
+
+
+class SWA(_Averaging):
+    """Validates and saves the mean of the weights at the end of each epoch from `start` on (arXiv:1803.05407).
+
+    Stochastic Weight Averaging (Izmailov et al. 2018) wants a rate that stays high, or goes up and down, from there on:
+    `fit`, `fit_sgdr`, or torch's `SWALR` with `TorchScheduler`. BatchNorm's statistics are computed anew for the mean,
+    over the training data, before the validation of each of these epochs, which costs a forward pass over them. All
+    other modules are in eval mode then. Layers in eval mode keep their statistics.
+
+    Where the mean is used is as in `EMA`. Before `start` the weights themselves are validated.
+
+    Args:
+        start: the first epoch (from 0) that counts, or the share of the fit after which epochs count.
+        bn_dl: a loader of training data for BatchNorm's statistics; by default the training loader.
+
+    Raises:
+        ValueError: another `start`; in `before_fit`, one that the fit does not come to, another callback that averages
+            the weights, or a training loader that cannot be read once more.
+    """
+
+    def __init__(self, start: int | float = 0.75, bn_dl: Iterable | None = None) -> None:
+        super().__init__()
+        whole = isinstance(start, int) and not isinstance(start, bool)
+        if not ((whole and start >= 0) or (isinstance(start, float) and 0 <= start < 1)):
+            raise ValueError(
+                f"got start={start!r}; it is an epoch (a whole number from 0), or a share of the fit (a float of 0 or "
+                "more and less than 1)"
+            )
+        self.start, self.bn_dl = start, bn_dl
+        self._counts = False  # whether this epoch does
+
+    def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
+        statistics = {id(t) for norm in _tracking(model) for t in norm.buffers(recurse=False)}
+        named = {name: t for name, t in model.named_buffers() if id(t) in statistics}
+        return {**dict(model.named_parameters()), **named}
+
+    def before_fit(self) -> None:
+        super().before_fit()
+        learn, n_epoch = self.learn, self.learn.n_epoch
+        if not self._own:
+            return
+        if n_epoch is not None and self.start >= n_epoch and isinstance(self.start, int):
+            raise ValueError(f"SWA(start={self.start}) would average nothing: the fit ends before epoch {n_epoch}")
+        dl: Any = learn.dls.train if self.bn_dl is None else self.bn_dl
+        if (hasattr(dl, "__next__") or source_of(dl) is not None) and any(_tracking(learn.model)):
+            raise ValueError(
+                f"SWA reads training data anew for BatchNorm's statistics, in each epoch, and this {type(dl).__name__} "
+                "cannot be read from its start each time: it is an iterator, or it keeps its place in the data. Give "
+                "SWA(bn_dl=...) another loader"
+            )
+
+    def before_train(self) -> None:
+        super().before_train()
+        learn = self.learn
+        self._counts = (learn.epoch if isinstance(self.start, int) else learn.pct_train) >= self.start
+
+    def after_train(self) -> None:
+        if self._own and self._counts:
+            self._update(get_swa_multi_avg_fn())
+            self._take_statistics()
+
+    @torch.no_grad()
+    def _take_statistics(self) -> None:
+        """Compute the statistics of BatchNorm with the mean of the weights; every rank must reach this."""
+        learn, names = self.learn, {id(t): name for name, t in self._own.items()}
+        norms = list(_tracking(learn.model))
+        for t in (t for norm in norms for t in norm.buffers(recurse=False)):
+            self._average[names[id(t)]].copy_(t)  # those that nobody computes anew are the model's own
+        norms = [norm for norm in norms if norm.training]
+        if not norms:
+            return
+        measure, dl = _Statistics(norms), learn.dls.train if self.bn_dl is None else self.bn_dl
+        samplers = learn.dls.sampler_states(dl)
+        before = samplers.state()
+        try:
+            # An evaluation in mid-fit: random streams and the place in the data stay, and the mean is in the model.
+            with learn._running("predict", measure) as nested:
+                learn._evaluate(dl, nested)
+        finally:
+            samplers.load(before)
+        for norm, found in zip(norms, measure.found, strict=True):
+            for kind, value in found.items():
+                self._average[names[id(getattr(norm, kind))]].copy_(value)
+
+    def after_fit(self) -> None:
+        if self._own and not self.n_averaged and world.is_main():
+            warn(f"SWA averaged nothing: no epoch of this fit began at start={self.start} or later")
+        super().after_fit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Also whether this epoch counts."""
+        return super().state_dict() | {"counts": self._counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._counts = state["counts"]
+
+
+class _Statistics(Callback):
+    """Computes BatchNorm's running statistics anew in one evaluation: the means of those of all batches.
+
+    They are those of `torch.optim.swa_utils.update_bn`; on several ranks the means over the batches of all.
+
+    Args:
+        norms: the modules.
+
+    Attributes:
+        found: the new buffers of each, by name; none for a module that has seen nothing.
+    """
+
+    order = _Averaging.order + 1
+
+    def __init__(self, norms: list[Any]) -> None:
+        super().__init__()
+        self.norms, self.found = norms, list[dict[str, Tensor]]()
+        self._momenta: list[float | None] = []
+
+    def before_validate(self) -> None:
+        self._momenta = [norm.momentum for norm in self.norms]
+        for norm in self.norms:
+            norm.train()
+            norm.reset_running_stats()
+            norm.momentum = None  # a plain mean over the batches
+            if isinstance(norm, nn.SyncBatchNorm):  # its own would wait for ranks that have fewer batches
+                vars(norm)["forward"] = partial(BatchNorm.forward, norm)
+
+    def before_batch(self) -> None:
+        # A single sample has no variance; a rank's part of a last batch may be one.
+        if self.learn.batch_size == 1 and getattr(self.learn.dl, "batch_size", None) != 1:
+            raise CancelBatchException
+
+    def after_validate(self) -> None:
+        counts = [norm.num_batches_tracked for norm in self.norms]
+        if self.learn._sharded:
+            sums = [torch.stack((n.running_mean, n.running_var)).double() * n.num_batches_tracked for n in self.norms]
+            sizes = [t.numel() for t in sums]
+            total = world.reduce(torch.cat([*(t.flatten() for t in sums), torch.stack(counts).double()]))
+            *parts, totals = total.split([*sizes, len(counts)])
+            counts = [count.to(torch.long) for count in totals]
+            means = [(part / count).view(2, -1) for part, count in zip(parts, counts, strict=True)]
+        else:
+            means = [torch.stack((norm.running_mean, norm.running_var)) for norm in self.norms]
+        self.found = [
+            {"running_mean": mean, "running_var": var, "num_batches_tracked": count.clone()} if count else {}
+            for (mean, var), count in zip(means, counts, strict=True)
+        ]
+
+    def cleanup_validate(self) -> None:
+        for norm, momentum in zip(self.norms, self._momenta, strict=True):
+            norm.momentum = momentum
+            vars(norm).pop("forward", None)
+
+
+def _tracking(model: nn.Module) -> Iterator[Any]:
+    """The BatchNorms of a model that have running statistics."""
+    return (m for m in unwrap(model).modules() if isinstance(m, BatchNorm) and m.running_mean is not None)

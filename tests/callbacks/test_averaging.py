@@ -1,0 +1,386 @@
+"""EMA and SWA: what they average, where the average is, and what is back afterwards."""
+
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import make_data, make_dls, make_learner, make_model, raises, raising, same_weights, weights
+from rank_pool import Results
+from torch import nn
+from torch.optim.swa_utils import update_bn
+from torch.utils.data import DataLoader
+
+from learnerkit import (
+    EMA,
+    SWA,
+    Callback,
+    CancelBatchException,
+    CancelFitException,
+    CancelStepException,
+    DataLoaders,
+    DriftCheck,
+    GradientAccumulation,
+    MixedPrecision,
+    SaveModelCallback,
+    ValidateEvery,
+    minimum,
+    set_seed,
+    world,
+)
+from learnerkit.callbacks.averaging import _Statistics
+
+
+def norm_model(dropout=0.0):
+    """A network with BatchNorm."""
+    set_seed(2)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, 1)).double()
+
+
+def dls(n=22, shuffle=False):
+    """Loaders in double precision, of which the last training batch is small."""
+    train, valid = make_data(n), make_data(8, seed=1)
+    for data in (train, valid):
+        data.tensors = tuple(t.double() for t in data.tensors)
+    return DataLoaders.from_datasets(train, valid, bs=4, shuffle=shuffle, device="cpu")
+
+
+def learner(*cbs, model=None, data=None, **kwargs):
+    """A learner with BatchNorm and momentum."""
+    opt_func = partial(torch.optim.SGD, momentum=0.9)
+    model = norm_model(kwargs.pop("dropout", 0.0)) if model is None else model
+    return make_learner(data or dls(), model, cbs=list(cbs), opt_func=opt_func, **kwargs)
+
+
+class Raw(Callback):
+    """The weights after each optimizer step, and at the end of each epoch's training."""
+
+    order = 30
+    run_valid = False
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.epochs = [], []
+
+    def after_step(self):
+        self.steps.append(weights(self.learn.model))
+
+    def after_train(self):
+        self.epochs.append(weights(self.learn.model))
+
+
+class Saves(Callback):
+    """Saves after each epoch."""
+
+    order = 90
+
+    def after_epoch(self):
+        self.learn.save(f"epoch{self.epoch}", with_opt=False)
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+# What is averaged
+
+
+def test_without_memory_ema_is_the_plain_fit():
+    data = dls(shuffle=True)
+    plain = learner(data=data, dropout=0.5)
+    plain.fit(2)
+    averaged = learner(EMA(decay=0), data=dls(shuffle=True), dropout=0.5)
+    averaged.fit(2)
+    assert same_weights(plain.model, averaged.model)
+    assert plain.recorder.values == averaged.recorder.values
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+def test_ema_is_the_mean_that_it_says(warmup):
+    ema, raw = EMA(0.6, warmup=warmup), Raw()
+    learn = learner(ema, raw)
+    expected = weights(learn.model)
+    learn.fit(2)
+    for n, now in enumerate(raw.steps):
+        d = min(0.6, (1 + n) / (10 + n)) if warmup else 0.6
+        expected = {k: d * v + (1 - d) * now[k] if v.is_floating_point() else now[k] for k, v in expected.items()}
+    close(weights(learn.model), expected)
+    assert ema.n_averaged == len(raw.steps) == 12
+
+
+def test_the_mean_of_swa_and_its_statistics_are_torchs():
+    raw = Raw()
+    learn = learner(SWA(start=1), raw)
+    learn.fit(3)
+    model = deepcopy(learn.model)
+    for name, p in model.named_parameters():
+        p.data = (raw.epochs[1][name] + raw.epochs[2][name]) / 2
+    update_bn((x for x, _ in learn.dls.train), model)
+    close(weights(learn.model), weights(model))
+    assert not torch.allclose(raw.epochs[-1]["1.running_mean"], learn.model[1].running_mean)
+    assert learn.model[1].momentum == 0.1
+
+
+@pytest.mark.parametrize(("start", "n"), [(0, 4), (3, 1), (0.0, 4), (0.5, 2), (0.75, 1), (0.9, 0)])
+def test_swa_starts_where_it_is_told_to(start, n):
+    swa = SWA(start)
+    learn = learner(swa, data=make_dls(4, 4), model=make_model())
+    if n:
+        learn.fit(4)
+    else:
+        with pytest.warns(UserWarning, match="averaged nothing: no epoch of this fit began at start=0.9"):
+            learn.fit(4)
+    assert swa.n_averaged == n
+
+
+@pytest.mark.parametrize("average", [EMA(0.7), SWA(0)])
+def test_training_goes_on_as_without(average):
+    """Losses, sample order, random numbers, raw weights and statistics."""
+    found = []
+    for cbs in ([], [average]):
+        set_seed(3)
+        raw = Raw()
+        learn = learner(raw, *cbs, data=dls(shuffle=True), dropout=0.5)
+        learn.fit(2)
+        found.append((raw, [row[0] for row in learn.recorder.values], torch.rand(3).tolist()))
+    (one, losses, drawn), (other, *same) = found
+    assert same == [losses, drawn]
+    assert all(map(same_weights, one.steps + one.epochs, other.steps + other.epochs))
+
+
+class Leaves(Callback):
+    """Leaves some steps out, and some batches after their step."""
+
+    order = -20
+    run_valid = False
+
+    def before_step(self):
+        if self.train_iter == 1:
+            raise CancelStepException
+
+    def after_step(self):
+        if self.train_iter == 2:
+            raise CancelBatchException
+        if self.train_iter == 4:
+            raise CancelFitException
+
+
+def test_an_update_for_each_step_that_is_taken():
+    for cbs, epochs, n in (
+        ([Leaves()], 3, 4),
+        ([GradientAccumulation(n_batches=4)], 2, 4),  # six batches an epoch
+        ([MixedPrecision("fp16", init_scale=2.0**120)], 1, 0),
+    ):
+        ema, model = EMA(), norm_model().float() if not n else norm_model()
+        learn = make_learner(make_dls(22, 8) if not n else dls(), model, cbs=[ema, *cbs])
+        with pytest.warns(UserWarning, match="float16") if not n else pytest.MonkeyPatch.context():
+            learn.fit(epochs)
+        assert ema.n_averaged == n
+        assert all(not opt._optimizer_step_post_hooks for opt in learn.opts)
+
+
+def test_low_precision_is_averaged_in_float32():
+    ema = EMA(0.999, warmup=False)
+    learn = make_learner(make_dls(400, None, data=lambda n, seed=0: to_bf16(make_data(n))),
+                         make_model().bfloat16(), cbs=ema)  # fmt: skip
+    start = weights(learn.model)
+    learn.opt_func = Shift
+    learn.fit(1)
+    moved = learn.model[0].weight - start["0.weight"]
+    assert (moved > 0).all()  # a hundredth of a step is below what bfloat16 can tell
+
+
+def to_bf16(data):
+    data.tensors = tuple(t.bfloat16() for t in data.tensors)
+    return data
+
+
+class Shift(torch.optim.SGD):
+    """Adds 1 to all weights in the first step, and nothing in the others."""
+
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if not self.state[p]):
+            self.state[p]["done"] = True
+            p.data += 1
+
+
+# Where the average is
+
+
+@pytest.mark.parametrize("average", [EMA(0.7), SWA(1)])
+def test_what_is_validated_is_what_is_saved(average):
+    learn = learner(average, Saves(), ValidateEvery(4), SaveModelCallback(at_end=True, fname="last"))
+    learn.fit(3)
+    rows = {int(i): row[1] for i, row in zip(learn.recorder.iters, learn.recorder.values, strict=True)}
+    other = learner()
+    for epoch in range(3):
+        close(other.load(f"epoch{epoch}", with_opt=False).validate(), [rows[6 * epoch + 6]])
+    close(learn.validate(), [rows[18]])
+    assert same_weights(other.load("last", with_opt=False).model, learn.model)
+    assert learn._as_validated is type(learn)._as_validated
+    assert average._average == {}  # nothing of it stays in memory
+
+
+def test_the_best_model_is_an_average():
+    learn = learner(EMA(0.7), SaveModelCallback())
+    learn.fit(3, 0.5)
+    close(learn.validate(), [min(row[1] for row in learn.recorder.values)])
+
+
+def test_predictions_in_mid_fit_are_the_averages_too():
+    found = []
+    look = Callback(order=80, after_epoch=lambda cb: found.append(cb.learn.validate()[0]))
+    learn = learner(EMA(0.7), look)
+    learn.fit(2)
+    close(found, [row[1] for row in learn.recorder.values])
+    inside = Callback(order=20, after_validate=lambda cb: cb.task == "fit" and found.append(cb.learn.get_preds()))
+    learn = learner(EMA(0.7), inside)
+    learn.fit(1)
+    close(found[-1], learn.get_preds())
+
+
+@pytest.mark.parametrize("average", [EMA(0.7), SWA(0)])
+@pytest.mark.parametrize("event", ["before_validate", "after_pred", "after_validate", "after_step", "after_epoch"])
+def test_after_an_error_the_weights_are_back(average, event):
+    raw = Raw()
+    error = raising(event, KeyboardInterrupt(), lambda cb: cb.epoch == 1, order=40)
+    error.run_train = event == "after_step"
+    learn = learner(raw, average, error)
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(3)
+    assert same_weights(learn.model, raw.steps[-1])
+    assert learn.model[1].momentum == 0.1
+    learn.remove_cbs([error])
+    learn.fit(1)  # and the next fit works
+
+
+@pytest.mark.parametrize("average", [EMA(0), SWA(0)])
+def test_where_nothing_is_fitted_nothing_is_averaged(average):
+    learn = learner(average)
+    before = weights(learn.model)
+    learn.validate()
+    learn.lr_find(num_it=10, show_plot=False, suggest_funcs=minimum)
+    learn.check()
+    assert same_weights(before, learn.model)
+    assert average.n_averaged == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: EMA(1.0), "decay=1.0"),
+        (lambda: SWA(-1), "start=-1"),
+        (lambda: SWA(1.0), "start=1.0"),
+        (lambda: learner(EMA(), SWA()).fit(2), "two callbacks average the weights"),
+        (lambda: learner(SWA(2)).fit(2), "would average nothing"),
+        (lambda: learner(SWA(), data=DataLoaders(iter(dls().train), device="cpu")).fit(2), "it is an iterator"),
+    ],
+)
+def test_what_is_refused(make, said):
+    with raises(ValueError, said):
+        make()
+
+
+def test_statistics_may_come_from_another_loader():
+    batches = [torch.rand(4, 4).double() for _ in range(3)]
+    learn = learner(SWA(0, bn_dl=batches), data=DataLoaders(list(dls().train), device="cpu"))
+    learn.fit(1)
+    model = deepcopy(learn.model)
+    update_bn(batches, model)
+    close(weights(learn.model), weights(model))
+
+
+def test_layers_in_eval_mode_keep_their_statistics():
+    model = norm_model()
+    model.train()
+    model[1].eval()
+    before = weights(model[1])
+    learner(SWA(0), model=model).fit(2)
+    assert torch.equal(model[1].running_mean, before["running_mean"])
+
+
+# Several ranks
+
+
+class Seen(Callback):
+    """What each rank has in its model in validation."""
+
+    order = 80
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def before_validate(self):
+        if self.task == "fit":
+            self.found.append(weights(self.learn.model))
+
+
+def fit(*cbs, model=None, epochs=3):
+    learn, seen = learner(*cbs, Saves(), model=model, data=dls(shuffle=True)), Seen()
+    learn.path = Path(str(world.world_size()))
+    learn.add_cb(seen)
+    with learn.distrib_ctx(split_batches=True, sync_bn=False), learn.no_logging():
+        learn.fit(epochs, 0.05)
+    files = sorted(learn.path.glob("models/*")) if world.is_main() else []
+    return {
+        "seen": seen.found, "end": weights(learn.model), "values": learn.recorder.values, "n": cbs[0].n_averaged,
+        "saved": [torch.load(file, weights_only=True) for file in files],
+    }  # fmt: skip
+
+
+def statistics():
+    """Synchronised layers have no collectives while their statistics are computed: ranks have 3 and 2 batches."""
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(norm_model())
+    learn, measure = learner(model=model, data=dls(20)), _Statistics([model[1]])
+    with learn.distrib_ctx(sync_bn=False), learn.no_logging():
+        learn.validate(dl=DataLoader(learn.dls.train_ds, 4), cbs=measure)
+    return measure.found, "forward" in vars(model[1])
+
+
+JOBS = {
+    "EMA": lambda: fit(EMA(0.7), Leaves(), DriftCheck(every=1), model=make_model().double()),
+    "EMA, accumulated": lambda: fit(EMA(0.7), GradientAccumulation(n_batches=4), model=make_model().double()),
+    "SWA": lambda: fit(SWA(1), model=make_model().double()),
+    "EMA, norms": lambda: fit(EMA(0.7), ValidateEvery(4), DriftCheck(every=1)),
+    "SWA, norms": lambda: fit(SWA(1), ValidateEvery(4), DriftCheck(every=1)),
+    "statistics": statistics,
+}
+
+
+def do(name):
+    return JOBS[name]()
+
+
+@pytest.fixture(scope="module")
+def found(rank_pools):
+    """What the jobs come to, by (number of processes, job): of each rank."""
+    return Results(rank_pools, do)
+
+
+@pytest.mark.parametrize("job", ["EMA", "EMA, accumulated", "SWA"])
+def test_ranks_average_as_one_process(found, job):
+    (alone,) = found[1, job]
+    for rank in found[2, job]:
+        close(rank["end"], alone["end"])
+        close(rank["seen"], alone["seen"])
+        close(rank["values"], alone["values"])
+        assert rank["n"] == alone["n"] > 0
+
+
+@pytest.mark.parametrize("job", ["EMA, norms", "SWA, norms"])
+def test_ranks_validate_and_save_the_same_statistics(found, job):
+    first, second = found[2, job]
+    assert len(first["seen"]) == 3
+    assert all(map(same_weights, first["seen"], second["seen"]))
+    assert all(map(same_weights, first["seen"], first["saved"]))
+    assert same_weights(first["end"], second["end"])
+    assert same_weights(first["end"], first["saved"][-1])
+
+
+def test_statistics_of_ranks_are_the_means_over_all_batches(found):
+    (alone, _), *ranks = found[1, "statistics"] + found[2, "statistics"]
+    for rank, left in ranks:
+        close(rank, alone)
+        assert not left
