@@ -356,6 +356,9 @@ JOBS = {
     "average": job(cbs=lambda: [Average(), SaveModelCallback()]),
     "EMA": job(cbs=lambda: [EMA(0.8), Logs(), SaveModelCallback()], model=lambda: make_model(norm=True)),
     "SWA": job(cbs=lambda: [SWA(1), ValidateEvery(3)], model=lambda: make_model(norm=True)),
+    "SWA, budget": job(
+        cbs=lambda: [SWA(0.4)], fit=lambda learn: learn.fit(n_steps=17), model=lambda: make_model(norm=True)
+    ),
     "mixing": job(cbs=lambda: [BatchTransform(noise, valid=True), MixUp(), MixUp(1.0)]),
     "cancels": job(cbs=lambda: [Logs()]),
     "several optimizers": job(cls=Two, lr=0.05, fit=lambda learn: learn.fit_one_cycle(EPOCHS)),

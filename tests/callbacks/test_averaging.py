@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import make_data, make_dls, make_learner, make_model, raises, raising, same_weights, weights
+from helpers import Unsized, make_data, make_dls, make_learner, make_model, raises, raising, same_weights, weights
 from rank_pool import Results
+from resume_jobs import Shuffling
 from torch import nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
@@ -134,14 +135,18 @@ def test_swa_starts_where_it_is_told_to(start, n):
     assert swa.n_averaged == n
 
 
+@pytest.mark.parametrize("sampler", [None, Shuffling])
 @pytest.mark.parametrize("average", [EMA(0.7), SWA(0)])
-def test_training_goes_on_as_without(average):
+def test_training_goes_on_as_without(average, sampler):
     """Losses, sample order, random numbers, raw weights and statistics."""
     found = []
     for cbs in ([], [average]):
         set_seed(3)
-        raw = Raw()
-        learn = learner(raw, *cbs, data=dls(shuffle=True), dropout=0.5)
+        raw, data = Raw(), dls(shuffle=True)
+        if sampler is not None:
+            train = DataLoader(data.train_ds, 4, sampler=sampler(22))
+            data = DataLoaders(train, data.valid, device="cpu")
+        learn = learner(raw, *cbs, data=data, dropout=0.5)
         learn.fit(2)
         found.append((raw, [row[0] for row in learn.recorder.values], torch.rand(3).tolist()))
     (one, losses, drawn), (other, *same) = found
@@ -169,11 +174,12 @@ class Leaves(Callback):
 def test_an_update_for_each_step_that_is_taken():
     for cbs, epochs, n in (
         ([Leaves()], 3, 4),
-        ([GradientAccumulation(n_batches=4)], 2, 4),  # six batches an epoch
+        ([GradientAccumulation(n_batches=4)], 2, 4),  # six batches an epoch, which the loader does not say
         ([MixedPrecision("fp16", init_scale=2.0**120)], 1, 0),
     ):
-        ema, model = EMA(), norm_model().float() if not n else norm_model()
-        learn = make_learner(make_dls(22, 8) if not n else dls(), model, cbs=[ema, *cbs])
+        ema, data = EMA(), make_dls(22, 8)
+        data = DataLoaders(Unsized(list(data.train)), data.valid, device="cpu")
+        learn = make_learner(data, norm_model().float(), cbs=[ema, *cbs])
         with pytest.warns(UserWarning, match="float16") if not n else pytest.MonkeyPatch.context():
             learn.fit(epochs)
         assert ema.n_averaged == n
@@ -181,7 +187,7 @@ def test_an_update_for_each_step_that_is_taken():
 
 
 def test_low_precision_is_averaged_in_float32():
-    ema = EMA(0.999, warmup=False)
+    ema = EMA(0.9999, warmup=False)
     learn = make_learner(make_dls(400, None, data=lambda n, seed=0: to_bf16(make_data(n))),
                          make_model().bfloat16(), cbs=ema)  # fmt: skip
     start = weights(learn.model)
@@ -223,9 +229,13 @@ def test_what_is_validated_is_what_is_saved(average):
 
 
 def test_the_best_model_is_an_average():
-    learn = learner(EMA(0.7), SaveModelCallback())
+    later = Callback(order=90, after_fit=lambda cb: cb.learn.save("later"))
+    learn = learner(EMA(0.7), SaveModelCallback(), later)
     learn.fit(3, 0.5)
-    close(learn.validate(), [min(row[1] for row in learn.recorder.values)])
+    best, last = min(row[1] for row in learn.recorder.values), learn.recorder.values[-1][1]
+    assert best < last - 1e-3
+    close(learn.validate(), [best])
+    close(learn.load("later").validate(), [best])
 
 
 def test_predictions_in_mid_fit_are_the_averages_too():
@@ -339,12 +349,19 @@ def statistics():
     return measure.found, "forward" in vars(model[1])
 
 
+def at_9(cb):
+    return cb.train_iter == 9
+
+
 JOBS = {
     "EMA": lambda: fit(EMA(0.7), Leaves(), DriftCheck(every=1), model=make_model().double()),
     "EMA, accumulated": lambda: fit(EMA(0.7), GradientAccumulation(n_batches=4), model=make_model().double()),
     "SWA": lambda: fit(SWA(1), model=make_model().double()),
-    "EMA, norms": lambda: fit(EMA(0.7), ValidateEvery(4), DriftCheck(every=1)),
-    "SWA, norms": lambda: fit(SWA(1), ValidateEvery(4), DriftCheck(every=1)),
+    "EMA, norms": lambda: fit(EMA(0.7), ValidateEvery(4), DriftCheck(every=2), epochs=2),
+    "EMA, ended": lambda: fit(
+        EMA(0.7), raising("after_batch", CancelFitException(), at_9), SaveModelCallback(at_end=True)
+    ),
+    "SWA, norms": lambda: fit(SWA(0), ValidateEvery(4), DriftCheck(every=2), epochs=2),
     "statistics": statistics,
 }
 
@@ -372,9 +389,16 @@ def test_ranks_average_as_one_process(found, job):
 @pytest.mark.parametrize("job", ["EMA, norms", "SWA, norms"])
 def test_ranks_validate_and_save_the_same_statistics(found, job):
     first, second = found[2, job]
-    assert len(first["seen"]) == 3
+    assert len(first["seen"]) == 2
     assert all(map(same_weights, first["seen"], second["seen"]))
     assert all(map(same_weights, first["seen"], first["saved"]))
+    assert same_weights(first["end"], second["end"])
+    assert same_weights(first["end"], first["saved"][-1])
+
+
+def test_ranks_end_with_the_same_average_in_mid_epoch(found):
+    first, second = found[2, "EMA, ended"]
+    assert (first["n"], len(first["seen"])) == (9, 1)
     assert same_weights(first["end"], second["end"])
     assert same_weights(first["end"], first["saved"][-1])
 

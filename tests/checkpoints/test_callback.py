@@ -71,7 +71,7 @@ def whole():
     return of
 
 
-QUICK = ("one cycle", "workers", "accumulation", "EMA", "SWA", "mixing")
+QUICK = ("one cycle", "workers", "accumulation", "EMA", "mixing")
 STEPS_OF = [
     *(pytest.param(name, (EPOCH, EPOCH + 5), id=name) for name in QUICK),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in ONE_FIT if name not in QUICK),
