@@ -5,6 +5,12 @@ from setuptools import find_packages, setup
 
 EXAMPLES = ["matplotlib>=3.8"]
 SWEEP = ["optuna>=4.2", "pandas>=2", "scipy>=1.11", "cmaes>=0.10"]
+TRACKERS = {
+    "tensorboard": ["tensorboard>=2.14"],
+    "wandb": ["wandb>=0.19"],
+    "comet": ["comet-ml>=3.44"],
+    "mlflow": ["mlflow>=2.14"],
+}
 DEV = [
     *EXAMPLES,
     *SWEEP,
@@ -21,6 +27,10 @@ DEV = [
     "nbclient>=0.10",
     "nbformat>=5.10",
     "ipykernel>=6.29",
+    *TRACKERS["tensorboard"],
+    *TRACKERS["wandb"],
+    *TRACKERS["comet"],
+    "mlflow-skinny>=2.14",  # all of it but the server and the viewer
 ]
 
 VERSION = re.search(
@@ -45,5 +55,5 @@ setup(
         "cloudpickle>=3",
         "safetensors>=0.5",
     ],
-    extras_require={"examples": EXAMPLES, "sweep": SWEEP, "dev": DEV},
+    extras_require={"examples": EXAMPLES, "sweep": SWEEP, "dev": DEV, **TRACKERS},
 )

@@ -62,6 +62,12 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.events import Event as Event
     from learnerkit.files import CheckpointError as CheckpointError
     from learnerkit.learner import Learner as Learner
+    from learnerkit.loggers.tables import CSVLogger as CSVLogger
+    from learnerkit.loggers.tables import JSONLogger as JSONLogger
+    from learnerkit.loggers.trackers import CometCallback as CometCallback
+    from learnerkit.loggers.trackers import MLflowCallback as MLflowCallback
+    from learnerkit.loggers.trackers import TensorBoardCallback as TensorBoardCallback
+    from learnerkit.loggers.trackers import WandbCallback as WandbCallback
     from learnerkit.metrics import AccumMetric as AccumMetric
     from learnerkit.metrics import Metric as Metric
     from learnerkit.metrics import accuracy as accuracy
@@ -112,6 +118,8 @@ _HOMES = {
     ],
     "files": ["CheckpointError"],
     "learner": ["Learner"],
+    "loggers.tables": ["CSVLogger", "JSONLogger"],
+    "loggers.trackers": ["CometCallback", "MLflowCallback", "TensorBoardCallback", "WandbCallback"],
     "metrics": [
         "AccumMetric", "Metric", "accuracy", "error_rate", "mae", "mse", "perplexity", "rmse", "top_k_accuracy",
     ],

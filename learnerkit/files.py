@@ -57,8 +57,8 @@ class Saved:
     scaler: dict | None = None
 
 
-def plain_name(name: str) -> str:
-    """Return `name` if it is a plain file name, which cannot lead out of a directory.
+def plain_name(name: str, directory: str = "the model directory") -> str:
+    """Return `name` if it is a plain file name, which cannot lead out of a directory (so called in the error).
 
     Raises:
         ValueError: separators, `..`, control characters, a leading `-` or more than 200 characters.
@@ -66,7 +66,7 @@ def plain_name(name: str) -> str:
     bad = not name or name in (".", "..") or name.startswith("-") or len(name) > 200
     if bad or any(c in "/\\" or ord(c) < 32 or ord(c) == 127 for c in name):
         raise ValueError(
-            f"got the file name {name[:80]!r}; a str is a plain name inside the model directory "
+            f"got the file name {name[:80]!r}; a str is a plain name inside {directory} "
             "(no separators, no control characters, no leading '-'); for another place pass a pathlib.Path"
         )
     return name

@@ -32,7 +32,7 @@ FLOORS = [
     ["arguments", "metrics"],
     ["callbacks", "parallel"],
     ["checkpoints"],
-    ["scaling"],
+    ["scaling", "loggers"],
     ["notebook", "preflight", "sweep"],
     ["learner", "doctor"],
     ["vision", "__init__"],
@@ -47,6 +47,7 @@ TRUSTS = "notebook.pickling"
 
 # Imported where they are used, because they are slow to import or may not be installed.
 HEAVY = {"torchvision", "matplotlib", "IPython", "torchmetrics", "torcheval", "cloudpickle", "pandas", "PIL", "optuna"}
+HEAVY |= {"tensorboard", "wandb", "comet_ml", "mlflow"}
 
 
 def modules():
@@ -358,6 +359,7 @@ torch.cuda.device_count = refuse
 from learnerkit import *
 import learnerkit.learner, learnerkit.parallel
 heavy = ("torchvision", "matplotlib", "IPython", "torchmetrics", "pandas", "cloudpickle", "optuna")
+heavy += ("tensorboard", "wandb", "comet_ml", "mlflow")
 print([m for m in heavy if m in sys.modules], torch.distributed.is_initialized())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=script_env, timeout=60)

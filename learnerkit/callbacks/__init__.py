@@ -21,8 +21,10 @@ they were added. The orders of all callbacks of the package, with those of the o
       16  _Statistics: computes BatchNorm's statistics with the average
       49  _Watch: sees batches and losses as they come to the model
       50  EvaluationCallback, GatherPredictions, Recorder: record a batch after others may have changed it
+      51  Logger: writes what the recorder has recorded
+      51  JSONLogger, TensorBoardCallback, WandbCallback, CometCallback, MLflowCallback: such loggers
       60  ParamScheduler, TorchScheduler: change rates after the recorder has recorded them
-      60  ProgressCallback, TrackerCallback: read what the recorder has recorded
+      60  CSVLogger, ProgressCallback, TrackerCallback: read what the recorder has recorded
       61  SaveModelCallback: saves before the next two change the rate or end the fit
       62  ReduceLROnPlateau: changes the rate before the next may end the fit
       63  EarlyStoppingCallback: ends the fit after the other trackers have seen the row

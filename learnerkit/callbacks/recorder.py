@@ -264,6 +264,7 @@ class Recorder(Callback):
         lrs: the last group's learning rate at every batch.
         iters: for each row, the number of training batches so far.
         hps: scheduled hyper-parameters at every batch, by name.
+        logged: the values that `log_metric` was given in this epoch, by name.
         history: the earlier fits, each with these attributes.
 
     Raises:
@@ -292,7 +293,7 @@ class Recorder(Callback):
         self.log: list = []
         self.final_record: list[float] = []
         self.metric_names: list[str] = []
-        self._logged: dict[str, HostScalars] = {}
+        self.logged: dict[str, HostScalars] = {}
         self._train_meters: list[Meter] = []
         self._valid_meters: list[Meter] = []
         self._smooth = Smoother(self.beta)
@@ -310,11 +311,16 @@ class Recorder(Callback):
         """The last of `losses`."""
         return self.losses[-1] if self.losses else None
 
-    def recent_loss(self) -> float | None:
-        """The smoothed loss of the newest step whose loss is on the host; never waits for the device."""
+    def recent_losses(self) -> list[float]:
+        """Those of `losses` that are on the host; never waits for the device."""
         if self._in_epoch:
             self._smooth.extend(self._train.loss.losses.poll())
-        return self._smooth.values[-1] if self._smooth.values else None
+        return self._smooth.values
+
+    def recent_loss(self) -> float | None:
+        """The last of `recent_losses`."""
+        losses = self.recent_losses()
+        return losses[-1] if losses else None
 
     def log_metric(self, name: str, value: float | Tensor) -> None:
         """Add a value to the column `name` of this epoch's row, which has the mean of its values.
@@ -326,13 +332,13 @@ class Recorder(Callback):
             if value.numel() != 1:
                 raise ValueError(f"log_metric({name!r}) got {describe(value)}; it takes one number")
             value = value.detach().clone().reshape(())  # a copy: it is read later, when the tensor may have changed
-        if name not in self._logged:
+        if name not in self.logged:
             if name in (*self._names(), "epoch", "time"):
                 raise ValueError(f"log_metric got {name!r}, which is a column already; choose another name")
-            self._logged[name] = HostScalars()
-        self._logged[name].append(value)
-        if not len(self._logged[name]) % 1024:  # so that they do not pile up on the device
-            self._logged[name].poll()
+            self.logged[name] = HostScalars()
+        self.logged[name].append(value)
+        if not len(self.logged[name]) % 1024:  # so that they do not pile up on the device
+            self.logged[name].poll()
 
     def before_fit(self) -> None:
         if self.values or self.lrs:
@@ -360,7 +366,7 @@ class Recorder(Callback):
         self._start_time = time.perf_counter()
         meters = self._train_meters, self._valid_meters
         self._train, self._valid = (Evaluation(m, self.learn._sharded) for m in meters)
-        self._logged = {}
+        self.logged = {}
         self._first_batch = len(self.lrs)
         self._last_opt = self.learn.opts[-1]
 
@@ -425,7 +431,7 @@ class Recorder(Callback):
         return sum(totals) / sum(counts) if sum(counts) else float("nan")
 
     def _logged_means(self) -> dict[str, float]:
-        own = {name: (sum(values.all()), len(values)) for name, values in self._logged.items()}
+        own = {name: (sum(values.all()), len(values)) for name, values in self.logged.items()}
         totals, counts = defaultdict[str, float](float), defaultdict[str, int](int)
         # A callback may log on some ranks only, so the names travel with their sums.
         for rank in world.all_gather(own) if self._train.sharded else [own]:
@@ -436,7 +442,7 @@ class Recorder(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The record of this fit and the earlier ones; what this rank has seen of the epoch is its own."""
-        own = {name: list(values.all()) for name, values in self._logged.items()}
+        own = {name: list(values.all()) for name, values in self.logged.items()}
         return {
             **{name: list(getattr(self, name)) for name in _LISTS},
             "smooth": self._smooth.state_dict(),
@@ -457,9 +463,9 @@ class Recorder(Callback):
         if "own" not in state and not world.is_main():
             ranks = [_nothing_of(rank) for rank in ranks]
         self._train.load_state_dict([rank["train"] for rank in ranks], self.learn._loss_weighting.sums)
-        self._logged = {}
+        self.logged = {}
         for name, value in ((name, v) for rank in ranks for name, values in rank["logged"].items() for v in values):
-            self._logged.setdefault(name, HostScalars()).append(value)
+            self.logged.setdefault(name, HostScalars()).append(value)
 
     def plot_loss(
         self, skip_start: int = 5, with_valid: bool = True, all_fits: bool = False, log: bool = False, ax: Any = None

@@ -159,6 +159,29 @@ assert next(learn.model.parameters()).grad is None
 
 
 @pytest.mark.slow
+def test_loggers_go_on_from_call_to_call_and_after_the_workers(kernel):
+    shown = kernel.run("""
+import json
+from pathlib import Path
+lines, board = JSONLogger("workers.jsonl"), TensorBoardCallback("workers")
+learn = make_learner(cbs=[lines, board])
+with learn.distrib_ctx(nproc=2, split_batches=True):
+    learn.fit(1, 1e-2)
+    learn.fit(1, 1e-2)
+learn.fit(1, 1e-2)
+records = [json.loads(line) for line in Path("workers.jsonl").read_text().splitlines()]
+assert [r["step"] for r in records[1:] if "epoch" not in r] == list(range(1, 25)), records
+assert len(records) == 1 + 24 + 3 and records[0]["config"]["ranks"] == 2
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+found = EventAccumulator(board._id)
+found.Reload()
+assert [e.step for e in found.Scalars("step/lr")] == list(range(1, 25))
+assert [e.step for e in found.Scalars("accuracy")] == [8, 16, 24]
+""")
+    assert shown.error == "", shown.traceback
+
+
+@pytest.mark.slow
 def test_what_belongs_together_stays_together(kernel):
     "Objects shared by several, optimizers of a callback's own, and what loaders, modules, cells and classes hold."
     shown = kernel.run("""

@@ -1,0 +1,347 @@
+"""What all loggers share: which numbers are written, when, and how a run goes on in the next fit or after a kill."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from learnerkit import __version__, arguments, world
+from learnerkit.callback import Callback
+from learnerkit.callbacks.recorder import pyplot
+from learnerkit.checkpoints.state import configuration
+from learnerkit.utils import unwrap
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+_SECONDS = 1.0  # between two writes in an epoch
+
+
+class Record(NamedTuple):
+    """What is written of one step.
+
+    Attributes:
+        step: training batches since the run began.
+        values: numbers by name; in a row of the table also texts.
+        is_row: whether it is a row of the table.
+    """
+
+    step: int
+    values: dict[str, Any]
+    is_row: bool
+
+    def numbers(self) -> dict[str, float]:
+        """The numbers by the names that trackers have for them: 'step/loss' of a step, 'valid_loss' of a row."""
+        before = "" if self.is_row else "step/"
+        return {f"{before}{name}": value for name, value in self.values.items() if isinstance(value, int | float)}
+
+
+class _Note(NamedTuple):
+    """A record to be, whose loss and logged values may not be on the host yet.
+
+    Attributes:
+        record: what is known of it.
+        losses: how many losses of the fit there are up to it; 0 for a row of the table.
+        logged: for each name from which to which of the epoch's logged values their mean is taken.
+    """
+
+    record: Record
+    losses: int = 0
+    logged: dict[str, tuple[int, int]] = {}
+
+
+class Logger(Callback):
+    """The base of all loggers: a subclass says how a run is opened, written to and left.
+
+    A run begins in the first fit and goes on in the next ones, until `close`. A run that `CheckpointCallback` continues
+    goes on in the same run of the logger; what was written after the checkpoint is not there twice.
+
+    Args:
+        every: training batches between two records; `None`: only rows of the table.
+        config: a mapping with values of your own that are written beside the hyper-parameters, or an object with
+            attributes, such as `argparse` and `sweep.params` make.
+
+    Raises:
+        TypeError, ValueError: arguments that cannot work; in `before_fit`, there is no Recorder.
+    """
+
+    order = 51
+    only_fit = True
+    rank0_only = True
+    run_valid = False
+    _handle: Any = None  # what `_open` returned; never in the state, as files and connections cannot be sent
+
+    def __init__(self, every: int | None, config: Any = None) -> None:
+        super().__init__()
+        if every is not None:
+            arguments.check_count("every", every, "a number of training batches")
+        self.every, self.config = every, _as_dict(config)
+        self._pending: list[_Note] = []
+        self._rows = self._noted = 0  # rows and batches of this fit of which there are notes
+        self._next = 0.0  # the time of the next write
+        self._forget()
+
+    def _forget(self) -> None:
+        self._id: str | None = None  # of the run; `None` before it begins
+        self._before = 0  # training batches of the run's earlier fits
+        self._newest = self._written = 0  # the last step, and the number of records
+        self._there = 0  # a tracker that cannot drop records has those of the steps before this one
+        self._goes_back = False  # there may be records after `_newest`, of a process that was killed
+        self._seen: dict[str, int] = {}  # how many of the epoch's logged values there are notes of
+
+    # What a subclass defines
+
+    def _open(self) -> Any:
+        """Begin the run if `_id` is `None`, and set it; else go on with that run. Return what is needed to write."""
+        raise NotImplementedError
+
+    def _write_config(self, config: dict[str, Any]) -> None:
+        """Write the hyper-parameters of a run that begins."""
+
+    def _write(self, records: list[Record]) -> None:
+        """Write records, so that they stay if this process is killed."""
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        """Release what `_open` returned, at the end of each fit. The run may go on in the next one."""
+
+    # The hooks
+
+    def before_fit(self) -> None:
+        if not hasattr(self.learn, "recorder"):
+            raise ValueError(
+                f"{self!r} writes what the Recorder records, and this learner has none (default_cbs=False): add "
+                "Recorder() to its callbacks"
+            )
+
+    def before_epoch(self) -> None:
+        recorder = self.learn.recorder
+        self._rows, self._noted = len(recorder.values), len(recorder.lrs)
+        self._use()  # not in `before_fit`, where it is not known yet which run a checkpoint goes on with
+
+    def before_train(self) -> None:
+        self._seen = {}
+
+    def after_batch(self) -> None:
+        recorder = self.learn.recorder
+        if len(recorder.values) > self._rows:
+            self._note_row()
+        step = len(recorder.lrs)
+        if self.every and not step % self.every and step > self._noted:
+            self._note_step(step)
+        if monotonic() >= self._next:
+            self._write_notes()
+
+    def after_train(self) -> None:
+        self._end_epoch()
+
+    def after_cancel_epoch(self) -> None:
+        self._end_epoch()
+
+    def after_cancel_fit(self) -> None:
+        self._end_epoch()
+
+    def after_epoch(self) -> None:
+        self._note_row()
+        self._write_notes()
+
+    def cleanup_fit(self) -> None:
+        try:
+            if self._handle is not None:
+                self._note_row()
+                self._write_notes()  # what has arrived: after an error nothing is waited for
+        finally:
+            self._pending.clear()
+            self._before += len(self.learn.recorder.lrs)
+            self._release()
+
+    def _end_epoch(self) -> None:
+        """Write all of this epoch's steps. A host-device sync, once an epoch."""
+        self._note_row()
+        step = len(self.learn.recorder.lrs)
+        if self.every and step > self._noted:
+            self._note_step(step)
+        self._write_notes(wait=True)
+
+    # Notes, and records made of them
+
+    def _note_row(self) -> None:
+        """Note the newest row of the table, if it is new."""
+        recorder = self.learn.recorder
+        if len(recorder.values) > self._rows:
+            self._rows = len(recorder.values)
+            row = dict(zip(recorder.metric_names, recorder.log, strict=True))
+            self._pending.append(_Note(Record(self._before + recorder.iters[-1], row, is_row=True)))
+
+    def _note_step(self, step: int) -> None:
+        """Note the rates of the last step, and how far the losses and logged values go. Never waits for the device."""
+        recorder, seen = self.learn.recorder, self._seen
+        rates = {"lr": recorder.lrs[-1]} | {name: values[-1] for name, values in recorder.hps.items() if values}
+        now = {name: len(values) for name, values in recorder.logged.items()}
+        logged = {name: (seen.get(name, 0), end) for name, end in now.items() if end > seen.get(name, 0)}
+        self._pending.append(_Note(Record(self._before + step, rates, is_row=False), step, logged))
+        self._seen, self._noted = now, step
+
+    def _write_notes(self, wait: bool = False) -> None:
+        """Write the notes whose values are on the host; `wait`: all of them, which is a host-device sync."""
+        self._next = monotonic() + _SECONDS
+        if not self._pending:
+            return
+        recorder = self.learn.recorder
+        losses = recorder.losses if wait else recorder.recent_losses()
+        logged = {name: values.all() if wait else values.poll() for name, values in recorder.logged.items()}
+        records = []
+        for record, n_losses, spans in self._pending:
+            if not wait and not (
+                n_losses <= len(losses) and all(end <= len(logged.get(name, ())) for name, (_, end) in spans.items())
+            ):
+                break
+            means = {name: _mean(logged.get(name, [])[start:end]) for name, (start, end) in spans.items()}
+            loss = {"loss": losses[n_losses - 1]} if 0 < n_losses <= len(losses) else {}
+            records.append(record._replace(values={**loss, **record.values, **means}))
+        del self._pending[: len(records)]
+        new = [record for record in records if record.step >= self._there]
+        if new:
+            self._use()
+            self._write(new)
+            self._newest = new[-1].step
+
+    # The run
+
+    def _use(self) -> None:
+        """Open the run if it is not open."""
+        if self._handle is None:
+            before = self._id
+            self._handle = self._open()
+            self._goes_back = False
+            if self._id != before:
+                self._write_config(_hyper_parameters(self.learn) | self.config)
+
+    def _release(self) -> None:
+        if self._handle is not None:
+            try:
+                self._leave()
+            finally:
+                self._handle = None
+
+    def close(self) -> None:
+        """End the run: the next fit begins another one. It need not be called at the end of a script."""
+        self._release()
+        self._forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The run and the last step, once all up to it is written. A host-device sync."""
+        if self._id is None:
+            return {}
+        if self._handle is not None:  # not in `before_fit`, where nothing is new
+            self._note_row()
+            self._write_notes(wait=True)
+        return {
+            "id": self._id, "before": self._before, "newest": self._newest, "written": self._written,
+            "seen": dict(self._seen),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on in the run after the last step that was written before the checkpoint."""
+        if self._handle is None or self._newest > state["newest"]:
+            self._release()
+            self._goes_back = True
+        self._id, self._before, self._newest = state["id"], state["before"], state["newest"]
+        self._written, self._seen = state["written"], dict(state["seen"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_handle"}
+
+
+class Tracker(Logger):
+    """A logger that shows numbers in a viewer or at a service, and figures too.
+
+    Args:
+        package: what it needs.
+        extra: by which that is installed.
+        every, config: as in `Logger`.
+        plots: give the recorder's plots to the tracker at the end of each fit.
+
+    Raises:
+        ImportError: the package is not installed.
+    """
+
+    def __init__(self, package: str, extra: str, every: int, plots: bool, config: Any) -> None:
+        super().__init__(every, config)
+        self.plots = plots
+        if getattr(find_spec(package), "origin", None) is None:  # a folder of that name is none, such as W&B makes
+            raise ImportError(f"{self!r} needs {package}: pip install 'learnerkit[{extra}]'")
+        if plots:
+            pyplot(f"{self!r}(plots=True)")
+
+    def after_fit(self) -> None:
+        recorder = self.learn.recorder
+        if self.plots and recorder.lrs:
+            self._log_plot("plots/loss", recorder.plot_loss())
+            self._log_plot("plots/schedule", recorder.plot_sched()[0])
+
+    def _log_plot(self, name: str, ax: Any) -> None:
+        try:
+            self.log_figure(name, ax.figure)
+        finally:
+            pyplot("plots").close(ax.figure)
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """Give a figure of matplotlib to the tracker, as one of the last step. Other ranks than 0 do nothing.
+
+        Args:
+            name: under which it is shown.
+            figure: it stays open.
+
+        Raises:
+            RuntimeError: the run has not begun; it does in the first fit.
+        """
+        if not world.is_main():
+            return
+        if self._id is None:
+            raise RuntimeError(f"{self!r} has no run yet: one begins in the first fit; log the figure there or later")
+        in_fit = self._handle is not None
+        self._use()
+        try:
+            self._write_figure(name, figure)
+        finally:
+            if not in_fit:
+                self._release()
+
+    def _write_figure(self, name: str, figure: Any) -> None:
+        """Write a figure."""
+        raise NotImplementedError
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping) or hasattr(config, "__dict__") and not isinstance(config, type):
+        return {str(name): value for name, value in (config if isinstance(config, Mapping) else vars(config)).items()}
+    raise TypeError(f"got config={config!r}; it is a mapping, or an object with attributes such as argparse makes")
+
+
+def _hyper_parameters(learn: "Learner") -> dict[str, Any]:
+    """What a fit was started with, as nested plain values. Needs no communication."""
+    found = configuration(learn)
+    return found | {
+        "parameters": sum(p.numel() for p in unwrap(learn.model).parameters()),
+        "ranks": world.world_size() if learn._sharded else 1,
+        "effective_batch_size": learn.effective_batch_size,
+        "versions": found["versions"] | {"learnerkit": __version__},
+    }
+
+
+def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested values with names such as 'groups.0.lr'."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            value = {str(i): item for i, item in enumerate(value)}
+        inner = isinstance(value, Mapping)
+        found |= flat(value, f"{before}{name}.") if inner else {f"{before}{name}": value}
+    return found

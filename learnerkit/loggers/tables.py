@@ -1,0 +1,148 @@
+"""Loggers that write files: the table as CSV, and every record as a line of JSON."""
+
+import csv
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from learnerkit.files import plain_name, temporary_name
+from learnerkit.loggers.logger import Logger, Record
+
+
+class CSVLogger(Logger):
+    """Writes the rows of the table to a CSV file, also those that `ValidateEvery` adds.
+
+    Every row is on disk at once. The fits of a run (`fine_tune` is two) follow each other in one file; a new run writes
+    over it unless `append` is set. A column that appears later is empty in the rows before it.
+
+    Args:
+        fname: a name inside `learn.path`; or a `pathlib.Path`, taken as it is.
+        append: add to the rows that are in the file.
+
+    Raises:
+        TypeError, ValueError: no plain name and no path.
+    """
+
+    order = 60
+    _guarded = False
+
+    def __init__(self, fname: str | Path = "history.csv", append: bool = False) -> None:
+        super().__init__(every=None)
+        self.fname, self.append = _checked(fname), append
+        self._names: list[str] = []
+
+    def _open(self) -> Path:
+        path = _begin(self)
+        rows = _read(path) if self._id is not None or self.append else []
+        if self._goes_back:
+            rows = rows[: 1 + self._written]
+        self._id, self._written = "file", max(0, len(rows) - 1)
+        self._names = rows[0] if rows else []
+        _replace(path, rows)
+        return path
+
+    def _write(self, records: list[Record]) -> None:
+        path: Path = self._handle
+        for values in (record.values for record in records):
+            if not {*values} <= {*self._names}:
+                names, end = list(values), len(values) - ("time" in values)
+                names[end:end] = [name for name in self._names if name not in values]
+                rows = [dict(zip(self._names, row, strict=False)) for row in _read(path)[1:]]
+                _replace(path, [names, *([row.get(name, "") for name in names] for row in rows)])
+                self._names = names
+            with path.open("a", encoding="utf-8", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerow([values.get(name, "") for name in self._names])
+            self._written += 1
+
+
+def _read(path: Path) -> list[list[str]]:
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.reader(file))
+
+
+def _replace(path: Path, rows: list[list[str]]) -> None:
+    """Write a file anew, so that a killed process leaves either the new one or the old one."""
+    temporary = temporary_name(path)
+    with temporary.open("x", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
+    os.replace(temporary, path)
+
+
+class JSONLogger(Logger):
+    """Writes JSON lines: the hyper-parameters, then the record of each step, and the rows of the table.
+
+    A record has its `step`, which counts the training batches of the run from 1. That of a step has the smoothed
+    `loss`, `lr` and other scheduled hyper-parameters (of several groups the last one's), and what was given to
+    `log_metric` (the mean since the record before); on several ranks what rank 0 has. Records with an `epoch` are rows
+    of the table, whose values are those of all ranks. NaN and infinity are null.
+
+    `pandas.read_json(path, lines=True)` reads it. A new run writes over the file.
+
+    Args:
+        fname: a name inside `learn.path`; or a `pathlib.Path`, taken as it is.
+        every: training batches between two records of steps.
+        config: values of your own for the first record, such as `vars(args)`.
+
+    Raises:
+        TypeError, ValueError: arguments that cannot work.
+    """
+
+    _guarded = False
+
+    def __init__(self, fname: str | Path = "history.jsonl", every: int = 1, config: Any = None) -> None:
+        super().__init__(every, config)
+        self.fname = _checked(fname)
+
+    def _open(self) -> Any:
+        path = _begin(self)
+        if self._goes_back and path.exists():
+            with path.open("r+b") as file:
+                for _ in range(self._written):
+                    file.readline()
+                file.truncate(file.tell())
+        mode, self._id = "w" if self._id is None else "a", "file"
+        return path.open(mode, encoding="utf-8")
+
+    def _write_config(self, config: dict[str, Any]) -> None:
+        self._write_lines([{"config": config}])
+
+    def _write(self, records: list[Record]) -> None:
+        self._write_lines([{"step": record.step, **record.values} for record in records])
+
+    def _write_lines(self, lines: list[dict[str, Any]]) -> None:
+        self._handle.writelines(f"{json.dumps(_plain(line), default=str, allow_nan=False)}\n" for line in lines)
+        self._handle.flush()
+        self._written += len(lines)
+
+    def _leave(self) -> None:
+        self._handle.close()
+
+
+def _plain(x: Any) -> Any:
+    """Values as JSON has them."""
+    if isinstance(x, Mapping):
+        return {str(name): _plain(value) for name, value in x.items()}
+    if isinstance(x, list | tuple):
+        return list(map(_plain, x))
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def _checked(fname: Any) -> str | Path:
+    if isinstance(fname, Path):
+        return fname
+    if not isinstance(fname, str):
+        raise TypeError(f"got fname={fname!r}; it is a name inside learn.path, or a pathlib.Path")
+    return plain_name(fname, "learn.path")
+
+
+def _begin(logger: Any) -> Path:
+    """The path of a logger's file, in a folder that is there."""
+    fname, learn = logger.fname, logger.learn
+    path: Path = learn.path / fname if isinstance(fname, str) else fname
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path

@@ -1,0 +1,260 @@
+"""The loggers that write files, and what all loggers share: which numbers, when, and how a run goes on."""
+
+import csv
+import json
+from argparse import Namespace
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import make_data, make_dls, make_learner, raises, raising
+from resume_jobs import Kill, Killed
+
+from learnerkit import (
+    Callback,
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+    CheckpointCallback,
+    CSVLogger,
+    JSONLogger,
+    Recorder,
+    ValidateEvery,
+    mae,
+)
+from learnerkit.host_scalars import HostScalars
+from learnerkit.sweep.workers import last_value
+
+
+class Norm(Callback):
+    """Logs a tensor at every step, and a number after some epochs."""
+
+    def before_step(self):
+        self.learn.log_metric("norm", self.model[0].weight.grad.norm())
+
+    def after_train(self):
+        if self.epoch % 2:
+            self.learn.log_metric("odd", self.epoch)
+
+
+def learner(*cbs, train=20, **kwargs):
+    return make_learner(make_dls(train), metrics=mae, cbs=[*cbs], **kwargs)
+
+
+def lines(name="history.jsonl"):
+    """(the hyper-parameters, the records of steps, the rows) of a file."""
+    first, *rest = map(json.loads, Path(name).read_text().splitlines())
+    steps = [record for record in rest if "epoch" not in record]
+    rows = [record for record in rest if "epoch" in record]
+    assert [record["step"] for record in rest] == sorted(record["step"] for record in rest)
+    return first["config"], steps, rows
+
+
+def table(name="history.csv"):
+    with Path(name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_json_has_each_step_and_each_row():
+    seen = []
+    note = Callback(before_step=lambda cb: seen.append(cb.model[0].weight.grad.norm().item()))
+    learn = learner(JSONLogger(), Norm, note)
+    learn.fit_one_cycle(2, 0.1)
+    recorder, (_, steps, rows) = learn.recorder, lines()
+    assert [record["step"] for record in steps] == list(range(1, 11))
+    for name, values in {"loss": recorder.losses, "lr": recorder.lrs, **recorder.hps, "norm": seen}.items():
+        assert [record[name] for record in steps] == pytest.approx(values), name
+    assert [record["step"] for record in rows] == recorder.iters == [5, 10]
+    assert [[row[name] for name in ("train_loss", "valid_loss", "mae", "norm")] for row in rows] == [
+        values[:4] for values in recorder.values
+    ]
+    assert list(rows[1]) == ["step", *recorder.metric_names]
+    assert [row["epoch"] for row in rows] == [0, 1]
+
+
+def test_every_few_steps_means_of_logged_values_and_the_epochs_end():
+    learn = learner(JSONLogger(every=3), Callback(before_step=lambda cb: cb.learn.log_metric("n", cb.iter)))
+    learn.fit(2)
+    steps = lines()[1]
+    assert [(record["step"], record["n"]) for record in steps] == [(3, 1), (5, 3.5), (6, 0), (9, 2), (10, 4)]
+    assert [record["loss"] for record in steps] == [learn.recorder.losses[i - 1] for i in (3, 5, 6, 9, 10)]
+
+
+def test_nothing_waits_for_the_device_in_an_epoch(monkeypatch):
+    waits, done = [], []
+    monkeypatch.setattr("learnerkit.loggers.logger._SECONDS", 0)
+    everything = HostScalars.all
+    monkeypatch.setattr(HostScalars, "poll", lambda values: values._host[: max(0, len(values) - 2)])
+    monkeypatch.setattr(HostScalars, "all", lambda values: waits.append(len(done)) or everything(values))
+    learn = learner(JSONLogger(), Norm, Callback(after_train=lambda cb: done.append(cb.epoch), order=49))
+    learn.fit(1)
+    assert {*waits} == {1}
+    assert [(record["step"], "norm" in record) for record in lines()[1]] == [(step, True) for step in range(1, 6)]
+
+
+def test_the_first_record_has_the_hyper_parameters_and_what_the_user_adds():
+    learn = learner(JSONLogger(config=Namespace(arch="mlp", path=Path("x"), bad=float("nan"))), Norm)
+    learn.fit(3, 0.25)
+    config = lines()[0]
+    assert config["model"] == "Sequential"
+    assert config["parameters"] == 4 * 6 + 6 + 6 + 1
+    assert (config["optimizer"], config["groups"][0]["lr"]) == (["SGD"], 0.25)
+    assert (config["train"]["batch_size"], config["effective_batch_size"], config["ranks"]) == (4, 4, 1)
+    assert config["fit"]["n_epoch"] == 3
+    assert {"Norm", "JSONLogger"} <= config["callbacks"].keys()
+    assert {"python", "torch", "learnerkit"} == config["versions"].keys()
+    assert (config["arch"], config["path"], config["bad"]) == ("mlp", "x", None)
+    assert JSONLogger(config=SimpleNamespace(lr=1)).config == JSONLogger(config={"lr": 1}).config
+    with raises(TypeError, "got config=3"):
+        JSONLogger(config=3)
+
+
+def test_csv_has_the_table_in_full_precision_and_columns_that_come_later():
+    learn = learner(CSVLogger(), Norm, ValidateEvery(3))
+    learn.fit(2)
+    rows = table()
+    assert [row["epoch"] for row in rows] == ["0 60%", "0", "1 20%", "1 80%", "1"]
+    assert list(rows[0]) == ["epoch", "train_loss", "valid_loss", "mae", "norm", "odd", "time"]
+    assert [row["odd"] for row in rows] == ["", "", "", "", "1.0"]
+    found = [[float(value) for name, value in row.items() if name not in ("epoch", "time") and value] for row in rows]
+    assert found == learn.recorder.values
+    assert rows[-1]["time"] == learn.recorder.log[-1]
+
+
+def test_the_fits_of_a_run_follow_each_other_until_it_is_closed():
+    sheet, record = CSVLogger(), JSONLogger()
+    learn = learner(sheet, record)
+    learn.fit(1)
+    learn.fit(2)
+    assert [row["epoch"] for row in table()] == ["0", "0", "1"]
+    assert [step["step"] for step in lines()[1]] == list(range(1, 16))
+    record.close()
+    learn.fit(1)
+    assert [step["step"] for step in lines()[1]] == list(range(1, 6))
+    assert len(table()) == 4
+    learner(CSVLogger(append=True), Norm).fit(1)
+    assert [(row["epoch"], row["norm"] != "") for row in table()][3:] == [("0", False), ("0", True)]
+    learner(CSVLogger()).fit(1)
+    assert len(table()) == 1
+
+
+@pytest.mark.parametrize("step", [3, 5])
+@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt()])
+def test_what_a_fit_has_written_stays_whatever_ends_it(step, error):
+    fails = raising("after_batch", error, lambda cb: cb.training and cb.train_iter == 5 + step, order=90)
+    learn = learner(CSVLogger(), JSONLogger(), fails)
+    with pytest.raises(type(error)):
+        learn.fit(2)
+    assert (len(table()), len(lines()[1]), len(lines()[2])) == (1, 5 + step, 1)
+    learn.fit(1)
+    assert [record["step"] for record in lines()[1]] == list(range(1, 5 + step + 6))
+
+
+def test_cancels_leave_no_gap_and_no_double():
+    cancels = [
+        raising("after_loss", CancelBatchException(), lambda cb: cb.training and cb.iter == 1),
+        raising("before_step", CancelEpochException(), lambda cb: cb.epoch == 1 and cb.iter == 3),
+        raising("before_step", CancelFitException(), lambda cb: cb.epoch == 2 and cb.iter == 2),
+    ]
+    learn = learner(JSONLogger(), Norm, *cancels)
+    learn.fit(4)
+    _, steps, rows = lines()
+    assert [record["step"] for record in steps] == list(range(1, len(learn.recorder.lrs) + 1))
+    assert [row["step"] for row in rows] == learn.recorder.iters
+
+
+def test_evaluation_and_lr_find_write_nothing():
+    learn = learner(CSVLogger(), JSONLogger())
+    learn.validate()
+    learn.get_preds()
+    learn.lr_find(num_it=12, show_plot=False)
+    assert list(Path().iterdir()) == []
+    learn.fit(1, cbs=Callback(after_epoch=lambda cb: cb.learn.validate()))
+    assert (len(lines()[1]), len(table())) == (5, 1)
+
+
+def test_no_handle_is_in_the_state():
+    logger, states = JSONLogger(), []
+    learn = learner(logger, Callback(after_batch=lambda cb: states.append(logger.__getstate__())))
+    learn.fit(1)
+    assert all("_handle" not in state for state in states)
+    assert logger._handle is None
+
+
+def without_time(found):
+    return [{name: value for name, value in row.items() if name != "time"} for row in found]
+
+
+def run(folder, *cbs, resume=False):
+    """Two fits in a row, perhaps cut short, with loggers of which one leaves most steps out."""
+    folder.mkdir(exist_ok=True)
+    loggers = [CSVLogger(), JSONLogger(), JSONLogger("few.jsonl", every=4)]
+    checkpoints = [CheckpointCallback(folder / "run", every=3, resume=resume)] if cbs or resume else []
+    learn = learner(*loggers, Norm, ValidateEvery(4), *checkpoints, *cbs, path=folder)
+    with suppress(Killed), learn.no_logging():
+        learn.fit_one_cycle(2, 0.1)
+        learn.fit(2)
+
+
+def content(folder):
+    found = [lines(folder / name)[1:] for name in ("history.jsonl", "few.jsonl")]
+    return [without_time(part) for part in (*found[0], *found[1], table(folder / "history.csv"))]
+
+
+@pytest.mark.filterwarnings("ignore:not as in the checkpoint")
+@pytest.mark.parametrize(
+    "steps", [pytest.param((5, 12), id="in either fit"), pytest.param(range(1, 21), id="all", marks=pytest.mark.slow)]
+)
+def test_a_run_that_was_killed_goes_on_without_doubles(steps, tmp_path):
+    run(tmp_path / "whole")
+    for at in steps:
+        folder = tmp_path / str(at)
+        run(folder, Kill(at))
+        if at > 3:
+            run(folder, Kill(4), resume=True)
+        run(folder, resume=True)
+        assert content(folder) == content(tmp_path / "whole"), at
+
+
+def test_a_fit_that_failed_and_is_tried_again_from_a_checkpoint_has_no_doubles(tmp_path):
+    fails = raising("after_batch", RuntimeError("no"), lambda cb: cb.training and cb.train_iter == 8, order=90)
+    learn = learner(CSVLogger(), JSONLogger(), CheckpointCallback(tmp_path / "run", every=3, resume=True), fails)
+    with pytest.raises(RuntimeError):
+        learn.fit(2)
+    assert len(lines()[1]) == 8
+    learn.fit(2)
+    assert [record["step"] for record in lines()[1]] == list(range(1, 11))
+    assert [row["epoch"] for row in table()] == ["0", "1"]
+
+
+def test_a_name_stays_in_its_folder_and_a_path_is_taken_as_it_is(tmp_path):
+    for kind in (CSVLogger, JSONLogger):
+        with raises(ValueError, "'../x'", "a plain name inside learn.path"):
+            kind("../x")
+        with raises(TypeError, "got fname=3"):
+            kind(3)
+    learner(CSVLogger(), JSONLogger(tmp_path / "a" / "b.jsonl"), path=tmp_path / "c").fit(1)
+    assert (tmp_path / "a" / "b.jsonl").exists()
+    assert len(table(tmp_path / "c" / "history.csv")) == 1
+    with raises(ValueError, "got every=0"):
+        JSONLogger(every=0)
+
+
+def test_without_a_recorder_it_is_refused():
+    learn = learner(JSONLogger())
+    learn.remove_cb(Recorder)
+    with raises(ValueError, "JSONLogger writes what the Recorder records", "add Recorder()"):
+        learn.fit(1)
+
+
+def test_nan_is_null_and_a_search_reads_the_last_value():
+    data = make_data(8)
+    data.tensors[1][0] = torch.nan
+    learn = make_learner(make_dls(data=lambda n, seed=0: data), metrics=mae, cbs=JSONLogger())
+    learn.fit(1)
+    assert lines()[2][0]["train_loss"] is None
+    learn = learner(JSONLogger())
+    learn.fit(2)
+    assert last_value(Path("history.jsonl").read_text().splitlines(), "mae") == learn.final_record[-1]
