@@ -69,6 +69,7 @@ class Logger(Callback):
     only_fit = True
     rank0_only = True
     run_valid = False
+    _may_lose_config = False  # if the process is killed: then it is written again
     _handle: Any = None  # what `_open` returned; never in the state, as files and connections cannot be sent
 
     def __init__(self, every: int | None, config: Any = None) -> None:
@@ -85,7 +86,7 @@ class Logger(Callback):
         self._id: str | None = None  # of the run; `None` before it begins
         self._before = 0  # training batches of the run's earlier fits
         self._newest = self._written = 0  # the last step, and the number of records
-        self._there = 0  # a tracker that cannot drop records has those of the steps before this one
+        self._there = -1, -1  # a tracker that cannot drop records has those up to this step, and rows up to this one
         self._goes_back = False  # there may be records after `_newest`, of a process that was killed
         self._seen: dict[str, int] = {}  # how many of the epoch's logged values there are notes of
 
@@ -200,7 +201,7 @@ class Logger(Callback):
             loss = {"loss": losses[n_losses - 1]} if 0 < n_losses <= len(losses) else {}
             records.append(record._replace(values={**loss, **record.values, **means}))
         del self._pending[: len(records)]
-        new = [record for record in records if record.step >= self._there]
+        new = [record for record in records if record.step > self._there[record.is_row]]
         if new:
             self._use()
             self._write(new)
@@ -211,10 +212,10 @@ class Logger(Callback):
     def _use(self) -> None:
         """Open the run if it is not open."""
         if self._handle is None:
-            before = self._id
+            before, goes_on = self._id, self._goes_back
             self._handle = self._open()
             self._goes_back = False
-            if self._id != before:
+            if self._id != before or (goes_on and self._may_lose_config):
                 self._write_config(_hyper_parameters(self.learn) | self.config)
 
     def _release(self) -> None:

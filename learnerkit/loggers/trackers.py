@@ -58,6 +58,8 @@ class TensorBoardCallback(Tracker):
             name = self.log_dir or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(2)}"
             self._id = str(name if isinstance(name, Path) else self.learn.path / "runs" / name)
             hidden_from = 0
+        elif self._goes_back and _has_row(self._id, self._newest):
+            self._there = -1, self._newest  # the row of an epoch may come after a checkpoint of its last step
         return SummaryWriter(self._id, purge_step=hidden_from)
 
     def _write_config(self, config: dict[str, Any]) -> None:
@@ -76,6 +78,17 @@ class TensorBoardCallback(Tracker):
 
     def _leave(self) -> None:
         self._handle.close()
+
+
+def _has_row(folder: str, step: int) -> bool:
+    """Tell whether event files have the row of a step."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    return any(
+        event.step == step and any(value.tag == "train_loss" for value in event.summary.value)
+        for path in Path(folder).glob("events.out.tfevents.*")
+        for event in EventFileLoader(str(path)).Load()
+    )
 
 
 class WandbCallback(Tracker):
@@ -101,6 +114,7 @@ class WandbCallback(Tracker):
     """
 
     _guarded = False
+    _may_lose_config = True
 
     def __init__(self, every: int = 10, plots: bool = False, config: Any = None, **init: Any) -> None:
         super().__init__("wandb", "wandb", every, plots, config)
@@ -118,7 +132,8 @@ class WandbCallback(Tracker):
             run = wandb.init(**self.init, **({} if self._id is None else {"id": self._id, "resume": "allow"}))
             _begun_here.add(run.id)
         if self._goes_back and run.id == self._id:
-            self._there = int(run.summary.get("step") or 0)
+            last = int(run.summary.get("step") or 0)
+            self._there = last, last - 1  # the row of that step may not be there
         self._id = run.id
         run.define_metric("step", hidden=True)
         self._charted = set()
@@ -159,7 +174,8 @@ class CometCallback(Tracker):
     the process. After an error in a notebook it stays open, for the next fit.
 
     Names and steps are as in TensorBoard. A run that goes on from a checkpoint goes on in the same experiment; offline
-    in another archive with its key. Comet cannot drop what was logged after the checkpoint, and has it twice.
+    in another archive with its key, while a process that was killed leaves its part in Comet's temporary folder. Comet
+    cannot drop what was logged after the checkpoint, and has it twice.
 
     Args:
         every: training batches between two records of steps.
@@ -173,6 +189,7 @@ class CometCallback(Tracker):
     """
 
     _guarded = False
+    _may_lose_config = True
 
     def __init__(self, every: int = 10, plots: bool = False, config: Any = None, **start: Any) -> None:
         super().__init__("comet_ml", "comet", every, plots, config)
@@ -259,7 +276,7 @@ class MLflowCallback(Tracker):
         if run is None:
             run = mlflow.start_run(self._id, self._experiment_id(client), None if self._id else self.run_name)
         if self._goes_back and run.info.run_id == self._id:
-            self._there = max((at.step for at in client.get_metric_history(self._id, "step/lr")), default=0)
+            self._there = _last_step(client, self._id, "step/lr"), _last_step(client, self._id, "train_loss")
         self._id = run.info.run_id
         return client
 
@@ -304,6 +321,10 @@ class MLflowCallback(Tracker):
         if self._is_own and active is not None and active.info.run_id == self._id:
             error = sys.exception()
             mlflow.end_run("FINISHED" if error is None else "FAILED" if isinstance(error, Exception) else "KILLED")
+
+
+def _last_step(client: Any, run: str, name: str) -> int:
+    return max((at.step for at in client.get_metric_history(run, name)), default=-1)
 
 
 _METRICS, _PARAMS, _LONGEST = 1000, 100, 6000

@@ -1,14 +1,14 @@
 """The loggers to TensorBoard, Weights & Biases, Comet and MLflow: each without a network, read back."""
 
 import json
-import struct
+import os
+import subprocess
 import sys
-import zipfile
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
-from helpers import make_dls, make_learner, raises, raising
+from helpers import ROOT, make_dls, make_learner, raises
+from launching import SCRIPTS, environment
 from resume_jobs import Kill, Killed
 
 from learnerkit import (
@@ -59,7 +59,7 @@ def nearly(found):
 def killed_and_resumed(tmp_path, make, kill=5):
     """A run that dies two steps after a checkpoint, and goes on in another process; and its last learner."""
     for resume in (False, True):
-        dies = Callback() if resume else Kill(kill)
+        dies = Kill(0 if resume else kill)
         learn = learner(make(), CheckpointCallback(tmp_path / "run", every=3, resume=resume), dies, path=tmp_path)
         with suppress(Killed), learn.no_logging():
             learn.fit(2)
@@ -115,7 +115,7 @@ def test_tensorboard_has_steps_rows_text_and_plots(tmp_path, plt):
     assert len(plt.get_fignums()) == 1
     found = scalars(tmp_path / "runs" / "first")
     assert found.pop("epoch") == [(3, 0), (6, 1)]
-    assert found.pop("step/momentum", None) is None
+    assert [step for step, _ in found.pop("step/momentum")] == list(range(1, 7))
     assert found == nearly(expected(learn))
     read = events(tmp_path / "runs" / "first")
     assert {*read.Tags()["images"]} == {"plots/loss", "plots/schedule", "mine"}
@@ -137,209 +137,80 @@ def test_tensorboard_goes_on_in_the_same_directory_without_doubles(tmp_path):
     assert scalars(folder)["mae"][2:] == nearly(expected(learn, before=6))["mae"]
 
 
-# Weights & Biases
+# Weights & Biases, Comet, MLflow: in processes of their own, as they leave threads, sockets and settings behind
 
 
-def wandb_records(folder):
-    """The records of a run's file: a log as LevelDB has it, of blocks of 32 KiB with parts of 7 bytes and the data."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    (path,) = Path(folder).glob("*.wandb")
-    data, at, whole = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-            continue
-        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
-        whole += data[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
-            yield Record.FromString(whole)
-            whole = b""
-
-
-def wandb_content(folder):
-    """(the id, the hyper-parameters, {name: (step, value) pairs}, the names with 'step' as their axis) of a run."""
-    records = list(wandb_records(folder))
-    config, history, run, axis = {}, {}, None, set()
-    for record in records:
-        run = record.run.run_id or run
-        for update in (*record.run.config.update, *record.config.update):
-            config[update.key or ".".join(update.nested_key)] = json.loads(update.value_json)
-        axis |= {record.metric.name} if record.metric.step_metric == "step" else set()
-        items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
-        for name, value in items.items():
-            if name[0] != "_" and name != "step" and "step" in items:
-                history.setdefault(name, []).append((items["step"], value))
-    return run, config, history, axis
-
-
-@pytest.fixture
-def at_home(tmp_path, monkeypatch):
-    """A home of its own, and no network."""
-    home = tmp_path / "home"
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    """What a training in two processes has given the trackers, of which the first one was killed; and its folder."""
+    for package in ("wandb", "comet_ml", "mlflow"):
+        pytest.importorskip(package)
+    folder = tmp_path_factory.mktemp("tracked")
+    home, temporary = folder / "home", folder / "tmp"
     home.mkdir()
-    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
-        monkeypatch.setenv(name, str(home))
-    return tmp_path
+    temporary.mkdir()
+    env = {name: value for name, value in environment().items() if not name.startswith(("WANDB_", "COMET_", "MLFLOW_"))}
+    env |= {
+        "HOME": str(home), "TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "COMET_OFFLINE_DIRECTORY": "comet", "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
+        "MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false",
+        "COMET_DISABLE_AUTO_LOGGING": "1",  # of what is given to MLflow
+    }  # fmt: skip
+    done = []
+    for mode in ("die", "go"):
+        command = [sys.executable, str(SCRIPTS / "tracked.py"), mode]
+        done.append(subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600))
+    assert [each.returncode for each in done] == [9, 0], "\n".join(each.stdout + each.stderr for each in done)
+    return json.loads(done[1].stdout.splitlines()[-1]), folder
 
 
-@pytest.fixture
-def offline_wandb(at_home, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
-        monkeypatch.setenv(name, str(at_home))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    yield at_home / "wandb"
-    wandb.teardown()
-
-
-@pytest.mark.slow
-def test_wandb_has_steps_rows_and_hyper_parameters(offline_wandb, plt):
-    import wandb
-
-    logger = WandbCallback(every=1, plots=True, config={"arch": "mlp"}, mode="offline", project="p")
-    learn = learner(logger)
-    learn.validate()
-    assert wandb.run is None
-    learn.fit(1)
-    wanted = expected(learn)
-    run, first = wandb.run, logger._id
-    learn.fit(1)
-    assert wandb.run is run
-    logger.close()
-    assert wandb.run is None
-    (folder,) = offline_wandb.glob("offline-run-*")
-    name, config, history, axis = wandb_content(folder)
-    assert (name, config["arch"], config["parameters"]) == (first, "mlp", 37)
-    both = {name: wanted[name] + pairs for name, pairs in expected(learn, before=3).items()}
-    assert {name: history[name] for name in both} == nearly(both)
-    assert {*both} <= axis
-    assert len(list((folder / "files" / "media").rglob("*.png"))) == 4
+def wanted(found):
+    """What a tracker should have of both fits."""
+    second = {name: [[step + 3, value] for step, value in pairs] for name, pairs in found["second"].items()}
+    return {name: [*pairs, *second[name]] for name, pairs in found["first"].items()}
 
 
 @pytest.mark.slow
-def test_wandb_uses_a_run_of_the_users_and_goes_on_with_its_own(offline_wandb):
-    import wandb
-
-    with wandb.init(mode="offline", config={"parameters": "mine"}) as run:
-        logger = WandbCallback(every=1)
-        learner(logger).fit(1)
-        logger.close()
-        assert wandb.run is run
-        assert (logger._id, run.config["parameters"], run.config["model"]) == (None, "mine", "Sequential")
-    killed_and_resumed(offline_wandb.parent, lambda: WandbCallback(every=1, mode="offline"))
-    learner(WandbCallback(every=1, mode="offline")).fit(1)  # another run, without a word
-    wandb.finish()
-    folders = sorted(offline_wandb.glob("offline-run-*"), key=lambda path: path.stat().st_ctime)
-    found = [wandb_content(folder) for folder in folders]
-    assert len({run for run, *_ in found}) == 3
-    steps = {run: [step for step, _ in history["step/lr"]] for run, _, history, _ in found}
-    assert sorted(steps.values()) == [[1, 2, 3], [1, 2, 3], [1, 2, 3, 4, 5, 6]]
-
-
-# Comet
-
-
-@pytest.fixture
-def offline_comet(at_home, monkeypatch):
-    comet = pytest.importorskip("comet_ml")
-    monkeypatch.setenv("COMET_OFFLINE_DIRECTORY", str(at_home / "comet"))
-    for name in ("COMET_LOGGING_CONSOLE", "COMET_DISPLAY_SUMMARY_LEVEL"):
-        monkeypatch.setenv(name, {"COMET_LOGGING_CONSOLE": "critical"}.get(name, "0"))
-    yield at_home / "comet"
-    comet.end()
-
-
-def comet_content(path):
-    """(the key, the parameters, {name: (step, value) pairs}, the figures) of an archive."""
-    with zipfile.ZipFile(path) as archive:
-        key = json.loads(archive.read("experiment.json"))["offline_id"]
-        messages = [json.loads(line) for line in archive.read("messages.json").splitlines()]
-    params, metrics, figures = {}, {}, []
-    for message in messages:
-        payload = message["payload"]
-        if message["type"] == "parameter_msg":
-            params[payload["param"]["paramName"]] = payload["param"]["paramValue"]
-        elif message["type"] == "metric_msg":
-            metric = payload["metric"]
-            metrics.setdefault(metric["metricName"], []).append((metric["step"], float(metric["metricValue"])))
-        elif message["type"] == "file_upload":
-            figures.append(payload.get("additional_params", {}).get("fileName"))
-    return key, params, metrics, figures
+def test_wandb_has_all_of_a_run_that_was_killed_and_uses_the_users_run(tracked):
+    found, folder = tracked
+    (died, _, before, _), (ended, config, after, axis), (users, theirs, logged, _) = found["wandb"]
+    assert died == ended == found["ids"][0]
+    assert (config["arch"], config["parameters"]) == ("mlp", 37)
+    for name, pairs in wanted(found).items():
+        assert after[name] == [pair for pair in pairs if pair[0] > 6 - (name[:5] != "step/")], name
+        assert before.get(name, []) == pairs[: len(before.get(name, []))]  # W&B writes what it has in blocks
+        assert name in axis
+    assert users == found["users"][0]
+    assert (theirs["parameters"], theirs["arch"]) == ("mine", "mlp")
+    assert [step for step, _ in logged["step/lr"]] == [1, 2, 3] * 2
+    assert len(list(folder.glob("wandb/offline-*/files/media/**/*.png"))) == 2 * 4  # of four fits
 
 
 @pytest.mark.slow
-def test_comet_has_steps_rows_and_hyper_parameters_and_goes_on(offline_comet, plt):
-    import comet_ml
-
-    logger = CometCallback(every=1, plots=True, config={"arch": "mlp"}, online=False)
-    learn = learner(logger)
-    learn.fit(1)
-    key, wanted = logger._id, expected(learn)
-    learn.fit(1)
-    logger.close()
-    (path,) = offline_comet.glob("*.zip")
-    found, params, metrics, figures = comet_content(path)
-    assert (found, params["arch"], params["parameters"]) == (key, "mlp", "37")
-    both = {name: wanted[name] + pairs for name, pairs in expected(learn, before=3).items()}
-    assert {name: metrics[name] for name in both} == nearly(both)
-    assert sum("plots" in str(name) for name in figures) == 4
-    killed_and_resumed(offline_comet.parent, lambda: CometCallback(every=1, online=False))
-    comet_ml.end()
-    assert len(list(offline_comet.glob("*.zip"))) >= 2
-
-
-# MLflow
-
-
-@pytest.fixture
-def local_mlflow(at_home, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{at_home}/mlflow.db")
-    monkeypatch.setenv("MLFLOW_ENABLE_ASYNC_LOGGING", "false")
-    return mlflow.MlflowClient()
-
-
-def history(client, run, name):
-    return [(at.step, at.value) for at in client.get_metric_history(run, name)]
+def test_comet_goes_on_in_the_same_experiment_and_uses_the_users(tracked):
+    found, _ = tracked
+    (ended, _, after, figures), (users, params, logged, _) = found["comet"]
+    assert [ended, users] == [found["ids"][1], found["users"][1]]
+    assert (params["arch"], params["parameters"]) == ("mlp", 37)
+    for name, pairs in wanted(found).items():
+        assert after[name] == [pair for pair in pairs if pair[0] > 6 - (name[:5] != "step/")], name
+    assert figures == ["plots/loss", "plots/schedule"]
+    assert [step for step, _ in logged["step/lr"]] == [1, 2, 3] * 2
 
 
 @pytest.mark.slow
-def test_mlflow_has_steps_rows_and_hyper_parameters_and_goes_on(local_mlflow, tmp_path, plt):
-    import mlflow
-
-    logger = MLflowCallback("mine", "one", every=1, plots=True, config={"arch": "mlp"})
-    learn = learner(logger)
-    assert learn.mlflow is logger
-    learn.fit(1)
-    assert mlflow.active_run() is None
-    wanted, run = expected(learn), logger._id
-    fails = raising("after_step", RuntimeError("no"), lambda cb: cb.iter == 1)
-    with pytest.raises(RuntimeError, match="no"):
-        learn.fit(1, cbs=fails)
-    found = local_mlflow.get_run(run)
-    assert (found.info.status, found.info.run_name) == ("FAILED", "one")
-    assert (found.data.params["arch"], found.data.params["parameters"]) == ("mlp", "37")
-    for name, pairs in wanted.items():
-        assert history(local_mlflow, run, name)[: len(pairs)] == pairs
-    assert len(history(local_mlflow, run, "step/lr")) == 4
-    assert len(local_mlflow.list_artifacts(run, "plots")) == 2
-    learn = killed_and_resumed(tmp_path, lambda: MLflowCallback("mine", every=1))
-    found = local_mlflow.get_run(learn.mlflow._id)
-    assert (found.info.run_id != run, found.info.status) == (True, "FINISHED")
-    for name, pairs in expected(learn).items():
-        assert history(local_mlflow, found.info.run_id, name) == pairs
+def test_mlflow_goes_on_without_doubles_and_uses_the_active_run(tracked):
+    found, _ = tracked
+    (status, name, params, metrics, figures), (_, _, theirs, logged, _) = found["mlflow"]
+    assert (status, name, params["arch"], params["parameters"]) == ("FINISHED", "one", "mlp", "37")
+    assert {name: metrics[name] for name in metrics.keys() - {"epoch"}} == wanted(found)
+    assert [each.startswith("plots/") for each in figures] == [True] * 4
+    assert (theirs["parameters"], theirs["arch"]) == ("mine", "mlp")
+    assert [step for step, _ in logged["step/lr"]] == [1, 2, 3] * 2
 
 
 @pytest.mark.slow
-def test_mlflow_uses_the_active_run(local_mlflow):
-    import mlflow
-
-    with mlflow.start_run() as run:
-        mlflow.log_param("model", "mine")
-        learner(MLflowCallback(every=1)).fit(1)
-        assert mlflow.active_run() is not None
-    found = local_mlflow.get_run(run.info.run_id).data
-    assert (found.params["model"], found.params["ranks"]) == ("mine", "1")
-    assert len(history(local_mlflow, run.info.run_id, "valid_loss")) == 1
+def test_nothing_is_left_in_the_home_directory(tracked):
+    home = tracked[1] / "home"
+    found = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
+    assert [name for name in found if not name.startswith((".cache/", ".config/matplotlib"))] == []

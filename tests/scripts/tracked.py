@@ -1,0 +1,171 @@
+"""A training that is logged to W&B, Comet and MLflow, without a network: it dies, and another process goes on.
+
+The first one dies in its second fit, two steps after a checkpoint. The other one goes on, ends the runs, and logs two
+fits to runs that it has opened itself. It prints what it has trained and what the trackers have, as JSON.
+"""
+
+import glob
+import json
+import os
+import socket
+import struct
+import sys
+import zipfile
+
+import matplotlib
+from helpers import make_dls, make_learner
+
+from learnerkit import Callback, CheckpointCallback, CometCallback, MLflowCallback, WandbCallback, mae
+
+matplotlib.use("Agg")
+connect = socket.socket.connect
+
+
+def refuse(self, address):
+    """No network but the sockets by which the trackers talk to processes of their own."""
+    assert self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "::1", "localhost"), address
+    return connect(self, address)
+
+
+socket.socket.connect = refuse
+
+
+def make_trackers():
+    kwargs = {"every": 1, "plots": True, "config": {"arch": "mlp"}}
+    return [
+        WandbCallback(mode="offline", project="p", **kwargs),
+        CometCallback(online=False, **kwargs),
+        MLflowCallback("mine", "one", **kwargs),
+    ]
+
+
+def die(cb):
+    if sys.argv[1] == "die" and cb.training and cb.learn._fits == 1 and cb.train_iter == 5:
+        os._exit(9)
+
+
+def learner(*cbs):
+    log = Callback(before_step=lambda cb: cb.learn.log_metric("square", cb.iter**2))
+    return make_learner(make_dls(12), metrics=mae, cbs=[*cbs, log])
+
+
+# What the trackers have
+
+
+def wandb_records(path):
+    """The records of a run's file: a log as LevelDB has it, of blocks of 32 KiB, with 7 bytes before each part."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    with open(path, "rb") as file:
+        data = file.read()
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole one, or the last part
+            yield Record.FromString(whole)
+            whole = b""
+
+
+def wandb_runs():
+    """[id, hyper-parameters, {name: [[step, value], ...]}, names that have 'step' as their axis] of each directory."""
+    for path in sorted(glob.glob("wandb/offline-run-*/*.wandb"), key=os.path.getctime):
+        config, metrics, axis = {}, {}, []
+        for record in wandb_records(path):
+            for update in (*record.run.config.update, *record.config.update):
+                config[update.key or ".".join(update.nested_key)] = json.loads(update.value_json)
+            axis += [record.metric.name] if record.metric.step_metric == "step" else []
+            items = {i.key or ".".join(i.nested_key): i.value_json for i in record.history.item}
+            for name in items.keys() - {"step"} if "step" in items else ():
+                if name[0] != "_" and not name.startswith("plots"):
+                    metrics.setdefault(name, []).append([int(items["step"]), json.loads(items[name])])
+        yield path.removesuffix(".wandb").rpartition("run-")[2], config, metrics, axis
+
+
+def comet_archives():
+    """[key, hyper-parameters, {name: [[step, value], ...]}, names of figures] of each archive."""
+    for path in sorted(glob.glob("comet/*.zip"), key=os.path.getctime):
+        params, metrics, figures = {}, {}, []
+        with zipfile.ZipFile(path) as archive:
+            if not archive.namelist():
+                continue  # of a process that was killed
+            key = json.loads(archive.read("experiment.json"))["offline_id"]
+            for line in archive.read("messages.json").splitlines():
+                payload = json.loads(line)["payload"]
+                if "param" in payload:
+                    params[payload["param"]["paramName"]] = payload["param"]["paramValue"]
+                elif "metric" in payload:
+                    metric = payload["metric"]
+                    found = metrics.setdefault(metric["metricName"], [])
+                    found.append([metric["step"], float(metric["metricValue"])])
+                elif payload.get("additional_params", {}).get("type") == "visualization":
+                    figures.append(payload["additional_params"]["fileName"])
+        yield key, params, metrics, figures
+
+
+def mlflow_run(run):
+    """[status, name, hyper-parameters, {name: [[step, value], ...]}, figures] of a run."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    found = client.get_run(run)
+    metrics = {
+        name: [[at.step, at.value] for at in client.get_metric_history(run, name)] for name in found.data.metrics
+    }
+    figures = [item.path for item in client.list_artifacts(run, "plots")]
+    return found.info.status, found.info.run_name, found.data.params, metrics, figures
+
+
+def recorded(learn):
+    """What a tracker has of the last fit: [[step, value], ...] by name; steps begin with 1."""
+    recorder = learn.recorder
+    steps = {"loss": recorder.losses, "lr": recorder.lrs, "square": [0.0, 1.0, 4.0] * len(recorder.values)}
+    found = {f"step/{name}": [[i + 1, value] for i, value in enumerate(values)] for name, values in steps.items()}
+    for i, name in enumerate(recorder.metric_names[1:-1]):
+        found[name] = [[step, values[i]] for step, values in zip(recorder.iters, recorder.values, strict=True)]
+    return found
+
+
+def main():
+    trackers = make_trackers()
+    dies = Callback(after_batch=die, order=20_000)
+    learn = learner(*trackers, CheckpointCallback("run", every=3, resume=True), dies)
+    learn.validate()
+    if sys.argv[1] == "die":
+        assert not any(map(os.path.exists, ("wandb", "comet", "mlruns")))
+    learn.fit(1)
+    found = {"first": recorded(learn), "ids": [tracker._id for tracker in trackers]}
+    learn.fit(2)
+    found["second"] = recorded(learn)
+    for tracker in trackers:
+        tracker.close()
+
+    import comet_ml
+    import mlflow
+    import wandb
+
+    with wandb.init(mode="offline", config={"parameters": "mine"}) as run, mlflow.start_run() as active:
+        mlflow.log_param("parameters", "mine")
+        experiment = comet_ml.start(online=False)
+        for _ in range(2):
+            theirs = make_trackers()
+            learner(*theirs).fit(1)
+            for tracker in theirs:
+                tracker.close()
+        assert wandb.run is run
+        assert mlflow.active_run() is not None
+        assert not experiment.ended
+        found["users"] = [run.id, experiment.get_key(), active.info.run_id]
+        experiment.end()
+    found |= {"wandb": [*wandb_runs()], "comet": [*comet_archives()]}
+    found["mlflow"] = [mlflow_run(ids[2]) for ids in (found["ids"], found["users"])]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
