@@ -61,6 +61,10 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.events import CancelValidException as CancelValidException
     from learnerkit.events import Event as Event
     from learnerkit.files import CheckpointError as CheckpointError
+    from learnerkit.inspection.hooks import ActivationStats as ActivationStats
+    from learnerkit.inspection.hooks import Hook as Hook
+    from learnerkit.inspection.hooks import Hooks as Hooks
+    from learnerkit.inspection.interpretation import ClassificationInterpretation as ClassificationInterpretation
     from learnerkit.learner import Learner as Learner
     from learnerkit.loggers.tables import CSVLogger as CSVLogger
     from learnerkit.loggers.tables import JSONLogger as JSONLogger
@@ -117,6 +121,8 @@ _HOMES = {
         "CancelStepException", "CancelTrainException", "CancelValidException", "Event",
     ],
     "files": ["CheckpointError"],
+    "inspection.hooks": ["ActivationStats", "Hook", "Hooks"],
+    "inspection.interpretation": ["ClassificationInterpretation"],
     "learner": ["Learner"],
     "loggers.tables": ["CSVLogger", "JSONLogger"],
     "loggers.trackers": ["CometCallback", "MLflowCallback", "TensorBoardCallback", "WandbCallback"],

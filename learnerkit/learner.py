@@ -52,6 +52,7 @@ from learnerkit.state import COUNTERS, TRANSIENT, RunState
 from learnerkit.utils import count_parameters, listify, training_modes, unwrap, warn
 
 if TYPE_CHECKING:
+    from learnerkit.inspection.summary import Summary
     from learnerkit.scaling.report import ScalingReport
 
 _EVENTS = {
@@ -532,8 +533,8 @@ class Learner(RunState):
 
         The method is the learning rate range test (Smith, https://arxiv.org/abs/1506.01186). Afterwards weights,
         optimizer, random streams and data order are exactly what they were, also after an error, and so is the
-        recorder. Under DDP every rank must reach this; the losses are those of the global batches, and all ranks get
-        the same suggestions.
+        recorder, but for the curve that its `plot_lr_find` shows. Under DDP every rank must reach this; the losses are
+        those of the global batches, and all ranks get the same suggestions.
 
         Args:
             start_lr: the first rate.
@@ -561,6 +562,8 @@ class Learner(RunState):
             self.n_epoch, self.n_steps, self._start_epoch = None, num_it, 0
             self._level("fit", self._fit, CancelFitException)
         suggested: Any = finder.suggest(show_plot)
+        if hasattr(self, "recorder"):
+            self.recorder.lr_find_curve = finder.curve
         scaling_rate().say_held(self)
         self._lr_finds.append(suggested._asdict())
         return suggested
@@ -1019,6 +1022,42 @@ class Learner(RunState):
         from learnerkit.scaling.making import scaling_report  # here, as most fits never need it
 
         return scaling_report(self, n_steps, advice=advice, forecast=forecast, seconds=seconds, show=show)
+
+    @on_workers
+    def summary(self) -> "Summary":
+        """Run the model on a batch, and list its layers: output shapes, parameters, and what they need of the memory.
+
+        The batch is the first one of training. The model is in eval mode meanwhile, and nothing stays behind.
+
+        Returns:
+            A `Summary`; print it, or let it be the last line of a cell.
+
+        Raises:
+            ValueError: the training loader can be read only once.
+        """
+        from learnerkit.inspection.summary import summary  # here, as most scripts never need it
+
+        return summary(self)
+
+    def show_results(self, n: int = 9, ds_idx: int = 1) -> Any:
+        """Predict some samples, and show them with their targets and predictions.
+
+        They are taken from all over the dataset, at equal distances. Under DDP every rank must reach this, and rank 0
+        shows them.
+
+        Args:
+            n: how many samples.
+            ds_idx: which of the loaders.
+
+        Returns:
+            What `DataLoaders.show_batch` returns.
+
+        Raises:
+            ImportError: images, and matplotlib is not installed.
+        """
+        from learnerkit.inspection.interpretation import show_results
+
+        return show_results(self, n, ds_idx)
 
     def show_training_loop(self) -> None:
         """Print the loop, and at each event the callbacks that run there, in order."""

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 
 from learnerkit import world
 from learnerkit.data.batches import rows_of, to_device
-from learnerkit.data.order import keep_seeds, samplers_of, with_batches
+from learnerkit.data.order import first_batch, keep_seeds, samplers_of, with_batches
+from learnerkit.torch_internals import uncompiled
 from learnerkit.utils import training_modes, unwrap
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def unchanged(learn: "Learner") -> Iterator[None]:
         yield
 
 
-_TRIED = ("model", "xb", "pred", "output", "loss", "loss_grad")
+_TRIED = ("model", "batch", "batch_size", "xb", "yb", "pred", "output", "loss", "loss_grad")
 
 
 @contextmanager
@@ -66,8 +67,8 @@ def trial(learn: "Learner", model: nn.Module) -> Iterator[None]:
         model: its unwrapped model; in the context it is `learn.model`.
     """
     before, restore_buffers = {name: getattr(learn, name) for name in _TRIED}, restorer(list(model.buffers()))
-    stance = torch.compiler.set_stance("force_eager")  # to compile a model would take longer than the trial
-    with keep_seeds(device=learn.dls.device), training_modes(model), stance:
+    # Uncompiled, as to compile a model would take longer than the trial.
+    with keep_seeds(device=learn.dls.device), training_modes(model), uncompiled():
         try:
             learn.model = model
             yield
@@ -93,18 +94,11 @@ def give_shapes(learn: "Learner") -> None:
         raise ValueError(
             f"{lazy} has no shape until the model has seen a batch, and the loader can be read only once; {advice}"
         )
-    if isinstance(dl, DataLoader):  # for one batch no workers need to start
-        dl = with_batches(dl, num_workers=0, timeout=0, persistent_workers=False)
-    before = {name: getattr(learn, name) for name in (*_TRIED, "yb", "batch", "batch_size")}
-    with keep_seeds(dl):
-        batch = next(iter(dl))
+    before, batch = {name: getattr(learn, name) for name in _TRIED}, first_batch(dl)
     try:
         with torch.no_grad(), training_modes(model):
             learn.model = model.eval()
-            learn.batch = to_device(batch, learn.dls.device)
-            learn.xb, learn.yb = learn.dls.split(learn.batch, keep_targets=learn.loss_func is None)
-            learn.batch_size = rows_of(learn.xb)
-            learn._forward()
+            predict(learn, batch)
     except Exception as error:
         raise ValueError(
             f"{lazy} has no shape until the model has seen a batch, and it cannot run on the first training batch as "
@@ -113,6 +107,14 @@ def give_shapes(learn: "Learner") -> None:
     finally:
         for name, value in before.items():
             setattr(learn, name, value)
+
+
+def predict(learn: "Learner", batch: Any) -> None:
+    """Run `learn.model` on a batch of the training loader; it becomes the learner's batch."""
+    learn.batch = to_device(batch, learn.dls.device)
+    learn.xb, learn.yb = learn.dls.split(learn.batch, keep_targets=learn.loss_func is None)
+    learn.batch_size = rows_of(learn.xb)
+    learn._forward()
 
 
 def check_shaped(modules: Iterable[nn.Module]) -> None:

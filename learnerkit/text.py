@@ -52,6 +52,12 @@ def format_time(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60:02d}:{rest % 60:02d}"
 
 
+def in_units(n_bytes: float) -> str:
+    """Bytes as a person reads them, such as 64 MB."""
+    power = next((power for power in (4, 3, 2, 1) if n_bytes >= 1024**power), 0)
+    return f"{n_bytes / 1024**power:.3g} {('bytes', 'KB', 'MB', 'GB', 'TB')[power]}"
+
+
 def columns(text: str) -> int:
     """Return the width of a text in terminal columns: two for a wide character (Chinese, Japanese, Korean)."""
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)

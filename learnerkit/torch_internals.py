@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any
@@ -59,6 +59,11 @@ def plain_call(model: nn.Module) -> Callable:
 def without_compiler(model: nn.Module) -> nn.Module:
     """Return the module inside the wrapper that `torch.compile(module)` makes, or `model` itself."""
     return getattr(model, "_orig_mod", model)
+
+
+def uncompiled() -> AbstractContextManager:
+    """A context in which compiled modules run their own code. It does not import torch's compiler, which is slow."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def scale_together(tensors: list[Tensor], factor: float | Tensor) -> None:

@@ -458,12 +458,8 @@ def _channel_stats(normalize: Any, weights: Any, n_in: int) -> tuple[list[float]
 
 
 def _count_classes(dls: DataLoaders, metrics: Any) -> int:
-    ds: Any = dls.train_ds
-    while ds is not None:
-        if getattr(ds, "classes", None) is not None:
-            return len(ds.classes)
-        parts = getattr(ds, "datasets", None)  # of a ConcatDataset
-        ds = parts[0] if parts else getattr(ds, "dataset", None)
+    if dls.classes is not None:
+        return len(dls.classes)
     for metric in metrics.values() if isinstance(metrics, dict) else listify(metrics):
         if isinstance(getattr(metric, "num_classes", None), int):
             return metric.num_classes

@@ -33,6 +33,8 @@ FLOORS = [
     ["callbacks", "parallel"],
     ["checkpoints"],
     ["scaling", "loggers"],
+    ["checkpoints", "inspection"],
+    ["scaling"],
     ["notebook", "preflight", "sweep"],
     ["learner", "doctor"],
     ["vision", "__init__"],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from learnerkit.text import columns, did_you_mean, first_few, format_time, in_one_line
+from learnerkit.text import columns, did_you_mean, first_few, format_time, in_one_line, in_units
 
 
 def test_did_you_mean():
@@ -54,3 +54,9 @@ def test_an_error_in_one_line():
         "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\nOSError: no\n"
     )
     assert in_one_line(OSError(of_worker)) == "OSError: no"
+
+
+def test_in_units():
+    assert [in_units(n) for n in (5, 2**12, 1.5 * 2**20, 2**36, 2**50)] == [
+        "5 bytes", "4 KB", "1.5 MB", "64 GB", "1.02e+03 TB",
+    ]  # fmt: skip

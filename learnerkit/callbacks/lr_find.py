@@ -3,6 +3,7 @@
 import math
 from collections import namedtuple
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from learnerkit import arguments, optim, world
-from learnerkit.callbacks.recorder import Smoother, pyplot
+from learnerkit.callbacks.recorder import Smoother, plot_lr_find
 from learnerkit.callbacks.schedule import SchedExp
 from learnerkit.callbacks.training import StepBudget
 from learnerkit.events import CancelEpochException, CancelFitException
@@ -30,6 +31,7 @@ class LRFinder(StepBudget):
     Attributes:
         lrs: the rate of every step.
         losses: the smoothed loss of every step, over all ranks.
+        curve: the rates and losses that suggestions are made from, and these by name.
 
     Raises:
         ValueError: rates that do not grow from above 0, less than 10 steps, or functions without different names.
@@ -56,6 +58,7 @@ class LRFinder(StepBudget):
         self._losses: list[float] = []
         self._smooth = Smoother(_BETA)
         self._diverged = False
+        self.curve: tuple[list[float], list[float], dict[str, float]] | None = None
 
     @property
     def losses(self) -> list[float]:
@@ -126,8 +129,10 @@ class LRFinder(StepBudget):
         rates = [function(lrs, losses, num_it) for function in self.suggest_funcs]
         # A function written for fastai returns a tuple of the rate and its point on the curve.
         suggested = self._result(*(float(rate[0] if isinstance(rate, tuple) else rate) for rate in rates))
+        self.curve = lrs.tolist(), losses.tolist(), suggested._asdict()
         if show_plot and world.is_main():
-            plot_lr_find(lrs.numpy(), losses.numpy(), suggested._asdict())
+            with suppress(ImportError):  # the suggestions do not need matplotlib
+                plot_lr_find(*self.curve)
         return suggested
 
 
@@ -193,24 +198,3 @@ class SuggestionMethod:
     """The functions by which `lr_find` suggests a rate, under fastai's names."""
 
     Valley, Slide, Minimum, Steep = map(staticmethod, SUGGESTIONS)
-
-
-def plot_lr_find(lrs: np.ndarray, losses: np.ndarray, suggestions: dict[str, float]) -> Any:
-    """Plot the losses over the rates, with a mark for each suggestion.
-
-    Returns:
-        The axes; `None` if matplotlib is not installed.
-    """
-    try:
-        plt = pyplot("lr_find")
-    except ImportError:  # no error: the suggestions do not need it
-        return None
-    ax = plt.subplots()[1]
-    ax.plot(lrs, losses, color="0.4")
-    for name, rate in suggestions.items():
-        height = np.interp(np.log(rate), np.log(lrs), losses)
-        ax.plot(rate, height, "o", label=f"{name} {rate:.1e}")
-    ax.set(xscale="log", xlabel="learning rate", ylabel="loss (smoothed)", title="Learning rate finder")
-    if suggestions:
-        ax.legend()
-    return ax

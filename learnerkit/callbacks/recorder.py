@@ -1,19 +1,22 @@
 """The record of a fit: losses, metrics, rates, the rows of the table, and plots of them."""
 
 import copy
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress, zip_longest
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from learnerkit import world
 from learnerkit.callback import Callback
+from learnerkit.data.show import pyplot
 from learnerkit.host_scalars import HostScalars
 from learnerkit.losses import rows_compared
 from learnerkit.metrics import DEPENDS_ON_CUT, Meter, make_meters, weighted_mean
@@ -266,6 +269,7 @@ class Recorder(Callback):
         hps: scheduled hyper-parameters at every batch, by name.
         logged: the values that `log_metric` was given in this epoch, by name.
         history: the earlier fits, each with these attributes.
+        lr_find_curve: (rates, losses, suggestions by name) of the last `lr_find`, which leaves all else as it was.
 
     Raises:
         ValueError: `beta` below 0, or not below 1.
@@ -283,6 +287,7 @@ class Recorder(Callback):
         self.add_time, self.beta = add_time, beta
         self.train_metrics, self.valid_metrics = train_metrics, valid_metrics
         self.history: list[SimpleNamespace] = []
+        self.lr_find_curve: tuple[list[float], list[float], dict[str, float]] | None = None
         self._start()
 
     def _start(self) -> None:
@@ -293,6 +298,7 @@ class Recorder(Callback):
         self.log: list = []
         self.final_record: list[float] = []
         self.metric_names: list[str] = []
+        self._columns: list[list[str]] = []  # of each row: logged metrics may differ from row to row
         self.logged: dict[str, HostScalars] = {}
         self._train_meters: list[Meter] = []
         self._valid_meters: list[Meter] = []
@@ -406,6 +412,7 @@ class Recorder(Callback):
     def _write(self, epoch: int | str, values: list[float], logged: dict[str, float]) -> None:
         self.metric_names = ["epoch", *self._names(), *logged, *(["time"] if self.add_time else [])]
         self.final_record = [*values, *logged.values()]
+        self._columns.append([*self._names(), *logged])
         self.values.append(self.final_record)
         self.iters.append(len(self.lrs))
         duration = [format_time(time.perf_counter() - self._start_time)] if self.add_time else []
@@ -535,8 +542,60 @@ class Recorder(Callback):
             ax.set(xlabel="step", ylabel=key, title=_TITLES.get(key, key))
         return axes[0]
 
+    def plot_metrics(self) -> Any:
+        """Plot each column of the last fit's table, with a point for each row; training and validation in one panel.
 
-_LISTS = ("values", "iters", "lrs", "log", "final_record", "metric_names")
+        Returns:
+            An array of axes, one for each panel; `None` on ranks other than 0.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: there is no row yet.
+        """
+        if not world.is_main():
+            return None
+        names = dict.fromkeys(name for row in self._columns for name in row)
+        if not names:
+            raise ValueError("the table has no rows yet: plot_metrics shows those of the last fit")
+        panels = defaultdict[str, list[str]](list)
+        for name in names:
+            panels[name.removeprefix("train_").removeprefix("valid_")].append(name)
+        down, across = math.ceil(len(panels) / 3), min(3, len(panels))
+        size = 4 * across, 3 * down
+        _, axes = pyplot("plot_metrics").subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+        for ax in axes.flat[len(panels) :]:
+            ax.set_visible(False)
+        for ax, (title, curves) in zip(axes.flat, panels.items(), strict=False):
+            for name in curves:
+                rows = zip(self.iters, self._columns, self.values, strict=True)
+                points = [(step, row[there.index(name)]) for step, there, row in rows if name in there]
+                ax.plot(*zip(*points, strict=True), "o-", markersize=4, label=name)
+            ax.set(xlabel="step", title=title)
+            if len(curves) > 1:
+                ax.legend()
+        return axes.flat[: len(panels)]
+
+    def plot_lr_find(self, ax: Any = None) -> Any:
+        """Plot the losses of the last `lr_find` over the rates, with a mark for each suggestion.
+
+        Args:
+            ax: the matplotlib axes to draw on; by default new ones.
+
+        Returns:
+            The axes; `None` on ranks other than 0.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: `lr_find` has not run.
+        """
+        if not world.is_main():
+            return None
+        if self.lr_find_curve is None:
+            raise ValueError("there is no curve to plot: call learn.lr_find() first")
+        return plot_lr_find(*self.lr_find_curve, ax=ax)
+
+
+_LISTS = ("values", "_columns", "iters", "lrs", "log", "final_record", "metric_names")
 
 
 def _nothing_of(rank: dict[str, Any]) -> dict[str, Any]:
@@ -545,17 +604,29 @@ def _nothing_of(rank: dict[str, Any]) -> dict[str, Any]:
     return {"train": rank["train"] | {"losses": nothing, "counts": nothing, "meters": []}, "logged": {}}
 
 
-def pyplot(who: str) -> Any:
-    """Import matplotlib's `pyplot` for the function `who`.
+def plot_lr_find(lrs: Sequence[float], losses: Sequence[float], suggestions: dict[str, float], ax: Any = None) -> Any:
+    """Plot the losses over the rates, with a mark for each suggestion.
+
+    Args:
+        lrs, losses: the curve.
+        suggestions: rates by name.
+        ax: the matplotlib axes to draw on; by default new ones.
+
+    Returns:
+        The axes.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as e:
-        raise ImportError(f"{who} needs matplotlib: pip install matplotlib") from e
-    return plt
+    ax = pyplot("plot_lr_find").subplots()[1] if ax is None else ax
+    ax.plot(lrs, losses, color="0.5")
+    for name, rate in suggestions.items():
+        height = np.interp(np.log(rate), np.log(lrs), losses)
+        ax.plot(rate, height, "o", label=f"{name} {rate:.1e}")
+    ax.set(xscale="log", xlabel="learning rate", ylabel="loss (smoothed)", title="Learning rate finder")
+    if suggestions:
+        ax.legend()
+    return ax
 
 
 _TITLES = {"lr": "Learning rate", "momentum": "Momentum", "weight_decay": "Weight decay"}

@@ -96,7 +96,7 @@ def lengths_in(part: Any, place: tuple = (), within_lists: bool = False) -> Iter
         yield place, int(part.batch_sizes[0])
     elif isinstance(part, tuple | list) and place and not within_lists and not hasattr(part, "_fields"):
         yield place, len(part)
-    elif isinstance(part, Tensor) or hasattr(part, "__array_interface__"):
+    elif isinstance(part, Tensor) or (hasattr(part, "__array_interface__") and hasattr(part, "ndim")):  # none of PIL's
         if part.ndim:
             yield place, len(part)
     else:

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from learnerkit import world
 from learnerkit.data.batches import lengths_in, likely_sizes, loader_len, to_device
-from learnerkit.data.order import keep_seeds, samplers_of, with_batches
+from learnerkit.data.order import first_batch, samplers_of, with_batches
 from learnerkit.data.rows import IndexBatches, RowsLoader
 from learnerkit.data.samplers import SamplerStates
 from learnerkit.data.streams import Draws, InitWorker, Numbered, PerSample, starts_workers
@@ -31,6 +31,8 @@ class DataLoaders:
         target_keys: the entries of a mapping batch that are targets.
         batch_size: a function of a batch that returns its number of samples. By default a batch has as many as its
             loader has drawn, else as many as its parts have rows; the function is needed where neither is known.
+        classes: the names of the classes, where plots and tables name them; by default the training set's `classes`.
+        decode: a function of a sample's inputs that returns what `show_batch` shows: an image, a str, or a mapping.
 
     Raises:
         TypeError: a loader that cannot be iterated over.
@@ -46,6 +48,8 @@ class DataLoaders:
         n_inp: int | None = None,
         target_keys: tuple[str, ...] = ("labels",),
         batch_size: Callable[[Any], int] | None = None,
+        classes: Iterable[str] | None = None,
+        decode: Callable[..., Any] | None = None,
     ) -> None:
         self.loaders: list[Any] = [train, valid, *more]
         for i, dl in enumerate(self.loaders):
@@ -61,6 +65,7 @@ class DataLoaders:
                 "(from_datasets has bs)"
             )
         self.batch_size = batch_size
+        self.decode, self._classes = decode, None if classes is None else list(classes)
         self._device = torch.device(device) if device is not None else None
         self._pins = False  # whether to use pinned memory on a CUDA device
         self._said = False  # whether a doubtful number of samples was warned of
@@ -81,6 +86,8 @@ class DataLoaders:
         n_inp: int | None = None,
         target_keys: tuple[str, ...] = ("labels",),
         batch_size: Callable[[Any], int] | None = None,
+        classes: Iterable[str] | None = None,
+        decode: Callable[..., Any] | None = None,
         **loader_kwargs: Any,
     ) -> "DataLoaders":
         """Make the loaders from datasets; a `TensorDataset`, or a `Subset` of one, is read in whole batches.
@@ -91,7 +98,7 @@ class DataLoaders:
             valid_bs: samples in a batch of the other loaders; by default `bs`.
             shuffle: draw training samples in random order (map-style datasets).
             num_workers: worker processes of each loader; reading whole batches needs none and starts none.
-            device, n_inp, target_keys, batch_size: as for `DataLoaders`.
+            device, n_inp, target_keys, batch_size, classes, decode: as for `DataLoaders`.
             loader_kwargs: for `torch.utils.data.DataLoader`; `sampler`, `batch_sampler` and `drop_last` are for the
                 training loader only. Pinned memory is used by default if the device is a CUDA device.
         """
@@ -106,7 +113,8 @@ class DataLoaders:
             None if ds is None else RowsLoader(ds, batch_size=valid_bs or bs, **loader_kwargs)
             for ds in (valid_ds, *more)
         ]
-        dls = cls(train, *others, device=device, n_inp=n_inp, target_keys=target_keys, batch_size=batch_size)
+        options = {"target_keys": target_keys, "batch_size": batch_size, "classes": classes, "decode": decode}
+        dls = cls(train, *others, device=device, n_inp=n_inp, **options)  # type: ignore[arg-type]  # mixed values
         dls._pins = "pin_memory" not in loader_kwargs
         return dls
 
@@ -155,8 +163,43 @@ class DataLoaders:
 
     def one_batch(self) -> Any:
         """The first batch of the training loader, on the device."""
-        with keep_seeds(self.train):
-            return to_device(next(iter(self.train)), self.device)
+        return to_device(first_batch(self.train), self.device)
+
+    @property
+    def classes(self) -> list[str] | None:
+        """The names of the classes: those given, else `classes` of the training set; `None` if it has none."""
+        found, ds = self._classes, self.train_ds
+        while found is None and ds is not None:
+            found, parts = getattr(ds, "classes", None), getattr(ds, "datasets", None)  # of a ConcatDataset
+            ds = parts[0] if parts else getattr(ds, "dataset", None)  # of a Subset
+        return None if found is None else list(map(str, found))
+
+    def show_batch(self, n: int = 9, ds_idx: int = 0) -> Any:
+        """Show samples of the first batch of a loader, as it gives them, with their targets.
+
+        Images are tensors or arrays of shape (C, H, W), (H, W, C) or (H, W), or PIL's; of those that are normalised the
+        range is made 0 to 1. Anything else becomes a row of a table: text, a mapping with a value for each column, a
+        vector; `decode` makes text of token numbers.
+
+        Args:
+            n: how many samples.
+            ds_idx: which of the loaders.
+
+        Returns:
+            A matplotlib figure or a table, which a notebook displays if it is the value of a cell (or by `display`);
+            `None` on ranks other than 0.
+
+        Raises:
+            ImportError: images, and matplotlib is not installed.
+            ValueError: the loader can be read only once.
+        """
+        if not world.is_main():
+            return None
+        from learnerkit.data.show import label, samples_of, show  # here, as most scripts never need it
+
+        samples = samples_of(self, first_batch(self[ds_idx]), n)
+        targets = {"target": [label(y, self.classes) for _, y in samples]} if any(y for _, y in samples) else {}
+        return show(self, [x for x, _ in samples], targets)
 
     def twin(self, dl: Any, training: bool, always: bool = False) -> Any:
         """Return `dl`, or a copy to read in its place.

@@ -139,6 +139,23 @@ def keep_seeds(dl: Any = None, device: torch.device = HOST) -> Iterator[None]:
             generator.set_state(state)
 
 
+def first_batch(dl: Any) -> Any:
+    """The first batch of a loader, read in this process and without moving a random stream.
+
+    Raises:
+        ValueError: an iterator, which could not give the batch again.
+    """
+    if hasattr(dl, "__next__"):
+        raise ValueError(
+            f"the loader is an iterator ({type(dl).__name__}), which can be read only once, so that a batch of it "
+            "would be lost for training; pass a list, a DataLoader or a class with __iter__"
+        )
+    if isinstance(dl, DataLoader):  # for one batch no workers need to start
+        dl = with_batches(dl, num_workers=0, timeout=0, persistent_workers=False)
+    with keep_seeds(dl):
+        return next(iter(dl))
+
+
 def in_order(dl: Any, name: str) -> Any:
     """Return a copy of `dl` that reads its whole dataset once, in dataset order; other iterables as they are.
 

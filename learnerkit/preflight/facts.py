@@ -108,12 +108,6 @@ def places(ranks: list[Facts]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {first_few(f['rank'] for f in ranks)} ({hosts(ranks)})"
 
 
-def in_units(n_bytes: float) -> str:
-    """Bytes as a person reads them, such as 64 MB."""
-    power = next((power for power in (4, 3, 2, 1) if n_bytes >= 1024**power), 0)
-    return f"{n_bytes / 1024**power:.3g} {('bytes', 'KB', 'MB', 'GB', 'TB')[power]}"
-
-
 def per_machine(judge: Callable[[list[Facts], list[Facts]], Finding]) -> Judge:
     """Turn a judge of one machine's ranks, which gets all ranks as its second argument, into a judge of all machines.
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from learnerkit import world
-from learnerkit.preflight.facts import Board, Facts, Judge, in_units, places
+from learnerkit.preflight.facts import Board, Facts, Judge, places
 from learnerkit.preflight.report import HINT, OK, WRONG, Finding
-from learnerkit.text import in_one_line
+from learnerkit.text import in_one_line, in_units
 
 SLOW_LINK = (
     "NCCL_DEBUG=INFO shows the way NCCL takes: set NCCL_SOCKET_IFNAME to the interface, NCCL_IB_HCA to the adapters; "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from learnerkit.arguments import check_count, check_positive
-from learnerkit.callbacks.recorder import pyplot
+from learnerkit.data.show import pyplot
 from learnerkit.scaling.links import Link, all_reduce_seconds
 
 WORTH = 0.5

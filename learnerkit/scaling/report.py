@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from learnerkit.callbacks.recorder import pyplot
+from learnerkit.data.show import pyplot
 from learnerkit.scaling.cost import StepCost
 from learnerkit.scaling.forecast import Forecast
 from learnerkit.scaling.parts import ALARM, BACKWARD, COPY, FORWARD, INPUT, OPTIMIZER, PARTS, REDUCE, REST, Slowest

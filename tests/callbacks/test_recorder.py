@@ -434,6 +434,40 @@ def test_plot_loss_of_little_or_nothing(plt):
     assert found == {"train (smoothed)": ([1], learn.recorder.losses)}
 
 
+def test_plot_metrics_has_a_panel_for_each_column(plt):
+    log = Callback(before_backward=lambda cb: cb.learn.log_metric("extra", 1.0) if cb.epoch else None)
+    learn = learner(cbs=[log], recorder=Recorder(train_metrics=True))
+    with pytest.raises(ValueError, match="no rows yet"):
+        learn.recorder.plot_metrics()
+    with learn.no_logging():
+        learn.fit(3)
+    axes = learn.recorder.plot_metrics()
+    assert [ax.get_title() for ax in axes] == ["loss", "mae", "extra"]
+    assert {ax.get_xlabel() for ax in axes} == {"step"}
+    columns = list(zip(*learn.recorder.values[1:], strict=True))
+    for ax, names in zip(axes, (("train_loss", "valid_loss"), ("train_mae", "valid_mae"), ("extra",)), strict=True):
+        found = curves(ax)
+        assert found.keys() == set(names)
+        assert (ax.get_legend() is None) == (len(names) == 1)
+        for name in names:
+            steps, values = found[name]
+            assert steps == ([4, 6] if name == "extra" else [2, 4, 6])
+            assert values[-2:] == list(columns[learn.recorder.metric_names.index(name) - 1])
+
+
+def test_plot_lr_find_shows_the_last_curve(plt):
+    learn = learner()
+    with pytest.raises(ValueError, match=r"call learn\.lr_find\(\) first"):
+        learn.recorder.plot_lr_find()
+    found = learn.lr_find(num_it=20)
+    learn.fit(1)
+    shown, again = plt.gca(), learn.recorder.plot_lr_find()
+    assert [line.get_xydata().tolist() for line in again.lines] == [line.get_xydata().tolist() for line in shown.lines]
+    assert [line.get_xdata()[0] for line in again.lines[1:]] == list(found)
+    assert again.get_xscale() == "log"
+    assert len(learn.recorder.losses) == 2
+
+
 # The table
 
 

@@ -1,0 +1,229 @@
+"""Showing samples: images as a matplotlib figure; text, and rows of a table, as a table."""
+
+import html
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from learnerkit import world
+from learnerkit.data.batches import Rows, entries, likely_sizes, rows_of, with_rows
+from learnerkit.text import columns, escaped_line
+from learnerkit.utils import describe, front_end
+
+if TYPE_CHECKING:
+    from learnerkit.data.loaders import DataLoaders
+
+WIDTH = 100  # terminal columns that a table may take
+_COLUMNS = 12  # a vector with more numbers than this is shown in one cell
+_NUMBER = re.compile(r"[-+]?[\d,]*\.?\d*(e[-+]\d+)?|nan|-?inf")  # or nothing
+WRONG = "wrong: "
+"""The mark before a prediction that is not the target."""
+
+
+def pyplot(who: str) -> Any:
+    """Import matplotlib's `pyplot` for the function `who`.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as e:
+        raise ImportError(f"{who} needs matplotlib: pip install matplotlib") from e
+    return plt
+
+
+class Table:
+    """Rows under the names of columns: aligned text where it is printed, and HTML in a notebook.
+
+    Args:
+        names: the columns.
+        rows: a list of cells for each; floats are shown with four digits.
+    """
+
+    def __init__(self, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        self.names, self.rows = list(names), [list(row) for row in rows]
+
+    def __repr__(self) -> str:
+        lines = [self.names, *([cell(x) for x in row] for row in self.rows)]
+        right = [all(_NUMBER.fullmatch(line[i]) for line in lines[1:]) for i in range(len(self.names))]
+        widths = _narrowed([max(columns(line[i]) for line in lines) for i in range(len(self.names))])
+        return "\n".join("  ".join(map(_padded, line, widths, right)).rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, cells: list[str], color: str = "") -> str:
+            style = "text-align: left; max-width: 50em; white-space: normal" + color
+            return "<tr>" + "".join(f'<{tag} style="{style}">{html.escape(x)}</{tag}>' for x in cells) + "</tr>"
+
+        rows = [[cell(x) for x in row] for row in self.rows]
+        red = ["; color: #d62728" if any(x.startswith(WRONG) for x in row) else "" for row in rows]
+        body = "".join(line("td", *each) for each in zip(rows, red, strict=True))
+        # Notebooks have a style for tables of this class, which is that of pandas.
+        return f'<table class="dataframe"><thead>{line("th", self.names)}</thead><tbody>{body}</tbody></table>'
+
+
+def _narrowed(widths: list[int]) -> list[int]:
+    """Take from the widest columns what does not fit into a terminal."""
+    widths = list(widths)
+    while sum(widths) + 2 * (len(widths) - 1) > WIDTH and max(widths) > 8:
+        widths[widths.index(max(widths))] -= 1
+    return widths
+
+
+def _padded(text: str, width: int, right: bool) -> str:
+    if columns(text) > width:
+        while columns(text) > width - 3:
+            text = text[:-1]
+        text += "..."
+    space = " " * (width - columns(text))
+    return space + text if right else text + space
+
+
+def cell(x: Any) -> str:
+    """The text of a value, in one line."""
+    if isinstance(x, Tensor) and x.numel() == 1:
+        x = x.item()
+    if isinstance(x, float):
+        return f"{x:.4g}"
+    if isinstance(x, Tensor) and x.ndim == 1:
+        x = x.tolist()
+    if isinstance(x, list | tuple) and not any(isinstance(each, Tensor | list | tuple | Mapping) for each in x):
+        more = f" ... ({len(x)} values)" if len(x) > _COLUMNS else ""
+        return " ".join(map(cell, x[:_COLUMNS])) + more
+    return escaped_line(str(x) if isinstance(x, str | int) else describe(x))
+
+
+def label(y: Any, classes: Sequence[str] | None) -> str:
+    """The text of a target or of a decoded prediction: the name of a class, of several, or a number.
+
+    Args:
+        y: of one sample.
+        classes: their names, if they are known.
+    """
+    if isinstance(y, tuple):
+        return ", ".join(label(each, classes) for each in y)
+    if isinstance(y, Tensor) and y.numel() == 1:
+        y = y.item()
+    if isinstance(y, bool | int | float) and y == int(y if math.isfinite(y) else 0):
+        return str(classes[int(y)]) if classes and 0 <= y < len(classes) else str(int(y))
+    if isinstance(y, Tensor) and y.ndim == 1 and classes and len(y) == len(classes):  # of several classes
+        return ", ".join(str(name) for name, there in zip(classes, (y > 0.5).tolist(), strict=True) if there) or "none"
+    return cell(y)
+
+
+# Samples
+
+
+def samples_of(dls: "DataLoaders", batch: Any, n: int) -> list[tuple[tuple, tuple]]:
+    """The (inputs, targets) of the first `n` samples of a batch."""
+    size = dls.batch_size(batch) if dls.batch_size else max(likely_sizes(batch), default=rows_of(batch))
+    xb, yb = (tuple(with_rows(part, size) for part in parts) for parts in dls.split(batch))
+    return [(tuple(nth(x, i) for x in xb), tuple(nth(y, i) for y in yb)) for i in range(min(n, size))]
+
+
+def nth(part: Any, i: int) -> Any:
+    """The part of a batch, with `Rows`, that belongs to its `i`-th sample."""
+    if isinstance(part, Rows) or (isinstance(part, Tensor | np.ndarray) and part.ndim):
+        return part[i]
+    if isinstance(part, Mapping):
+        return {key: nth(value, i) for key, value in part.items()}
+    return tuple(nth(x, i) for x in part) if isinstance(part, tuple | list) else part
+
+
+def show(dls: "DataLoaders", inputs: list[tuple], notes: dict[str, list[str]], title: str = "") -> Any:
+    """Show samples on rank 0.
+
+    Args:
+        dls: whose `decode` makes of an input what is shown.
+        inputs: of each sample.
+        notes: what is written to each sample, by its kind, such as 'target'; `WRONG` marks what is wrong.
+        title: of the figure.
+
+    Returns:
+        A matplotlib figure of images, or a `Table` of anything else; `None` on other ranks. A notebook displays what
+        the last line of a cell returns.
+
+    Raises:
+        ValueError: there are no samples.
+    """
+    if not world.is_main():
+        return None
+    if not inputs:
+        raise ValueError("there are no samples to show; n is 1 or more, and the loader has to have a batch")
+    shown: list[Any] = [dls.decode(*x) if dls.decode else (x[0] if len(x) == 1 else x) for x in inputs]
+    pictures = [picture for x in shown if (picture := _picture(x)) is not None]
+    if len(pictures) == len(shown):
+        return _figure(pictures, [list(each) for each in zip(*notes.values(), strict=True)], title)
+    rows = [_row(x) for x in shown]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[row.get(name, "") for name in names] for row in rows]
+    return Table([*names, *notes], [[*row, *(note[i] for note in notes.values())] for i, row in enumerate(cells)])
+
+
+def _row(x: Any) -> dict[str, Any]:
+    """The cells of an input by column."""
+    if isinstance(x, str):
+        return {"text": x}
+    if isinstance(x, Mapping):
+        return {str(key): _number(value) for key, value in x.items()}
+    if isinstance(x, tuple):
+        return {f"input {i}": cell(part) for i, part in enumerate(x)}
+    if isinstance(x, Tensor) and x.ndim == 1 and len(x) <= _COLUMNS:
+        return {str(i): value for i, value in enumerate(x.tolist())}
+    return {"input": cell(x)}
+
+
+def _number(x: Any) -> Any:
+    "A number as it is, so that it stands at the right; the text of anything else."
+    x = x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
+    return x if isinstance(x, float | int) else cell(x)
+
+
+# Images
+
+
+def _picture(x: Any) -> Tensor | None:
+    """An image as a tensor of shape (H, W) or (H, W, 3 or 4), or `None` of anything else.
+
+    A tensor or array has the shape (C, H, W), (H, W, C) or (H, W); of 2, or more than 4 channels the first is shown.
+    """
+    if isinstance(x, Mapping):
+        return next((found for _, part in entries(x) if (found := _picture(part)) is not None), None)
+    if hasattr(x, "convert") and hasattr(x, "mode"):  # PIL
+        x = np.array(x if x.mode in ("L", "RGB", "RGBA") else x.convert("RGB"))
+    if not isinstance(x, Tensor | np.ndarray) or x.ndim not in (2, 3):
+        return None
+    x = x.detach().cpu() if isinstance(x, Tensor) else torch.from_numpy(np.array(x))  # which may be read-only
+    if x.ndim == 3 and x.shape[0] in (3, 4):
+        x = x.movedim(0, -1)
+    elif x.ndim == 3:
+        x = x[..., 0] if x.shape[-1] == 1 else x if x.shape[-1] in (3, 4) and x.shape[0] > 1 else x[0]
+    return x.float() / 255 if x.dtype == torch.uint8 else x.float().nan_to_num(0.0, 0.0, 0.0)
+
+
+def _figure(pictures: list[Tensor], notes: list[list[str]], title: str) -> Any:
+    low, high = min(float(p.min()) for p in pictures), max(float(p.max()) for p in pictures)
+    if low < 0 or high > 1:  # normalised: all by the same range, so that they can be compared
+        pictures = [(p - low) / max(high - low, 1e-12) for p in pictures]
+    plt = pyplot("show")
+    across = math.ceil(math.sqrt(len(pictures)))
+    down = math.ceil(len(pictures) / across)
+    lines = max((len(note) for note in notes), default=0)
+    size = 2 * across, (1.9 + 0.2 * lines) * down + 0.3 * bool(title)
+    figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+    for ax in axes.flat:
+        ax.axis("off")
+    for ax, picture, note in zip(axes.flat, pictures, notes or [[]] * len(pictures), strict=False):
+        ax.imshow(picture.numpy(), cmap="gray", vmin=0, vmax=1)
+        wrong = {"color": "tab:red"} if any(line.startswith(WRONG) for line in note) else {}
+        ax.set_title("\n".join(note), fontsize=9, **wrong)
+    if title:
+        figure.suptitle(title, fontsize=10)
+    if front_end() == "notebook":
+        plt.close(figure)  # else the notebook would show it twice, as a figure and as the value of the cell
+    return figure

@@ -1,0 +1,328 @@
+"""Hooks on modules, and a callback that records the statistics of activations with them."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from learnerkit import arguments, world
+from learnerkit.callback import Callback
+from learnerkit.data.batches import map_batch, tensors_in
+from learnerkit.data.show import pyplot
+from learnerkit.host_scalars import HostScalars
+from learnerkit.text import did_you_mean, first_few
+from learnerkit.torch_internals import uncompiled
+from learnerkit.utils import listify, unwrap
+
+
+class Hook:
+    """Keeps something of each forward or backward pass of a module, until it is removed, or the `with` block ends.
+
+    Args:
+        module: the module.
+        func: f(module, inputs, output) whose result is kept; by default the output. For a backward pass inputs and
+            output are the gradients of the inputs and of the output, each a tuple.
+        is_forward: whether it is for the forward pass.
+        detach: give `func` tensors without graph.
+        cpu: copy them to the host, which is a host-device sync.
+
+    Attributes:
+        stored: the result of the last pass; `None` before the first.
+    """
+
+    def __init__(
+        self, module: nn.Module, func: Callable[[nn.Module, Any, Any], Any] | None = None, is_forward: bool = True,
+        detach: bool = True, cpu: bool = False,
+    ) -> None:  # fmt: skip
+        self.func, self.detach, self.cpu, self.stored = func, detach, cpu, None
+        register = module.register_forward_hook if is_forward else module.register_full_backward_hook
+        self._handle = register(self._call)
+
+    def _call(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self.detach:
+            inputs, output = map_batch(Tensor.detach, (inputs, output))
+        if self.cpu:
+            inputs, output = map_batch(Tensor.cpu, (inputs, output))
+        self.stored = output if self.func is None else self.func(module, inputs, output)
+
+    def remove(self) -> None:
+        """Take the hook off the module; what is stored stays."""
+        self._handle.remove()
+
+    def __enter__(self) -> "Hook":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+class Hooks:
+    """A `Hook` for each of several modules.
+
+    Args:
+        modules: the modules.
+        func, is_forward, detach, cpu: as for `Hook`.
+
+    Attributes:
+        hooks: the hooks, in the order of the modules.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], func: Callable | None = None, **kwargs: Any) -> None:
+        self.hooks = [Hook(module, func, **kwargs) for module in modules]
+
+    @property
+    def stored(self) -> list:
+        """What each of them has stored."""
+        return [hook.stored for hook in self.hooks]
+
+    def remove(self) -> None:
+        """Take all of them off."""
+        for hook in self.hooks:
+            hook.remove()
+
+    def __len__(self) -> int:
+        return len(self.hooks)
+
+    def __getitem__(self, i: int) -> Hook:
+        return self.hooks[i]
+
+    def __enter__(self) -> "Hooks":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+NEAR_ZERO = 0.05
+"""Activations up to this magnitude count as near zero, as in fastai."""
+
+_STATS = {"mean": "Mean", "std": "Standard deviation", "near_zero": f"Share within {NEAR_ZERO} of zero"}
+_LOW, _HIGH, _PER_DECADE = -4, 2, 8  # powers of ten, and bins, of the histograms of magnitudes
+
+
+class ActivationStats(Callback):
+    """Records the mean, the standard deviation, and the share near zero, of what layers put out while they train.
+
+    Nothing waits for the device during a step. On several ranks these are the activations of rank 0. A step that is
+    recorded runs without `torch.compile`.
+
+    Args:
+        modules: modules, or classes of them such as `nn.ReLU`; by default all layers with parameters of their own.
+        every: record at every so many training batches; by default at each.
+        with_hist: also count how many activations have which magnitude; the counts are on the device until the end of
+            the fit, some 200 bytes for each layer and batch.
+
+    Attributes:
+        layers: their names.
+        steps: the training batches, counted from 0, that were recorded.
+
+    Raises:
+        ValueError: `every` below 1; in `before_train`, modules that the model does not have.
+    """
+
+    order = 14
+    run_valid = False
+    only_fit = True
+    rank0_only = True
+    _guarded = False  # as ProgressCallback's: its hooks do not communicate
+
+    def __init__(self, modules: Any = None, every: int | None = None, with_hist: bool = False) -> None:
+        super().__init__()
+        arguments.check_count("every", 1 if every is None else every, "a number of training batches")
+        self.modules, self.every, self.with_hist = listify(modules), every or 1, with_hist
+        self._off = ExitStack()
+        self._hooked: list[tuple[str, nn.Module]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self.layers: list[str] = []
+        self.steps: list[int] = []
+        self._values, self._counts = HostScalars(), list[Tensor]()
+        self._now: list[tuple[Tensor, Tensor | None] | None] = []
+
+    def before_fit(self) -> None:
+        self._begin()
+
+    def before_train(self) -> None:
+        # Not earlier: DDP may have put other modules in their places.
+        self._hooked = self._chosen(unwrap(self.learn.model))
+        self.layers = [name for name, _ in self._hooked]
+
+    def _chosen(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        named = {name or "(the model)": module for name, module in model.named_modules()}
+        if not self.modules:
+            return [(name, m) for name, m in named.items() if any(True for _ in m.parameters(recurse=False))]
+        kinds = tuple(x for x in self.modules if isinstance(x, type))
+        found = [(n, m) for n, m in named.items() if isinstance(m, kinds) or any(m is x for x in self.modules)]
+        missing = [x for x in self.modules if x not in kinds and not any(x is m for _, m in found)]
+        if missing or not found:
+            kind = first_few(sorted({type(m).__name__ for m in named.values()}))
+            raise ValueError(
+                f"ActivationStats got modules that the model does not have: {first_few(missing or kinds)}; give it "
+                f"modules of learn.model, or classes such as it has ({kind})"
+            )
+        return found
+
+    def before_batch(self) -> None:
+        learn = self.learn
+        if learn.train_iter % self.every or not learn.batch_size:
+            return
+        self._now = [None] * len(self._hooked)
+        for i, (_, module) in enumerate(self._hooked):
+            self._off.callback(Hook(module, partial(self._note, i)).remove)
+        self._off.enter_context(uncompiled())  # compiled code would not call hooks that it was not made with
+
+    def _note(self, i: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._now[i] is None:  # of a layer that is called several times, the first call
+            found = next((t for t in tensors_in(output) if t.is_floating_point() and t.numel()), None)
+            if found is not None:
+                self._now[i] = _statistics(found.float(), self.with_hist)
+
+    def after_pred(self) -> None:
+        self._off.close()
+        if not self._now:
+            return
+        nan = torch.full((), math.nan)
+        for found in self._now:
+            for value in [nan] * len(_STATS) if found is None else found[0].unbind():
+                self._values.append(value)
+        if self.with_hist:
+            none = torch.zeros(_bins(), dtype=torch.int32)
+            self._counts += [none if found is None or found[1] is None else found[1] for found in self._now]
+        self._now = []
+        self.steps.append(self.learn.train_iter)
+        if not len(self.steps) % 64:  # so that they do not pile up on the device
+            self._values.poll()
+
+    def cleanup_batch(self) -> None:
+        self._off.close()
+        self._now = []
+
+    def cleanup_fit(self) -> None:
+        self._hooked = []
+        self._values.all()  # a host-device sync: tensors on a device cannot be sent to another process
+        self._counts = [counts.cpu() for counts in self._counts]
+
+    @property
+    def stats(self) -> dict[str, dict[str, list[float]]]:
+        """For each layer its 'mean', 'std' and 'near_zero' at each of `steps`. In a fit this is a host-device sync."""
+        values = torch.tensor(self._values.all(), dtype=torch.float64).view(-1, len(self.layers), len(_STATS))
+        return {layer: dict(zip(_STATS, values[:, i].T.tolist(), strict=True)) for i, layer in enumerate(self.layers)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was recorded. A host-device sync."""
+        self._counts = [counts.cpu() for counts in self._counts]
+        counts = torch.stack(self._counts) if self._counts else None
+        return {
+            "layers": list(self.layers), "steps": list(self.steps), "values": list(self._values.all()),
+            "counts": counts,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with it."""
+        self.layers, self.steps = list(state["layers"]), list(state["steps"])
+        self._values = HostScalars()
+        for value in state["values"]:
+            self._values.append(value)
+        self._counts = [] if state["counts"] is None else list(state["counts"].unbind())
+
+    # Plots
+
+    def plot_layer_stats(self, layer: int | str | None = None) -> Any:
+        """Plot the statistics over the steps: mean, standard deviation, and the share near zero.
+
+        Args:
+            layer: its place in `layers`, or its name; by default all layers, the first ones dark.
+
+        Returns:
+            An array of three axes; `None` on ranks other than 0.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: nothing was recorded, or no such layer.
+        """
+        if not world.is_main():
+            return None
+        found, stats = self._selected(layer), self.stats
+        plt = pyplot("plot_layer_stats")
+        figure, axes = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
+        colors = plt.get_cmap("viridis")(torch.linspace(0, 0.9, len(found)).tolist())
+        for ax, (stat, title) in zip(axes, _STATS.items(), strict=True):
+            for i, color in zip(found, colors, strict=True):
+                ax.plot(self.steps, stats[self.layers[i]][stat], color=color, label=self.layers[i], linewidth=1.2)
+            ax.set(xlabel="step", title=title)
+        lines = axes[0].lines
+        shown = lines if len(lines) <= 12 else [lines[0], lines[len(lines) // 2], lines[-1]]
+        figure.legend(handles=list(shown), loc="outside right center", fontsize=9, frameon=False)
+        return axes
+
+    def plot_hist(self, layer: int | str | None = None) -> Any:
+        """Show how the magnitudes of the activations are distributed at each step; needs `with_hist=True`.
+
+        A column is a step, and the brighter a spot, the more activations have that magnitude (by the logarithm of their
+        number). What is dead is at the bottom.
+
+        Args:
+            layer: as in `plot_layer_stats`.
+
+        Returns:
+            An array of axes, one for each layer; `None` on ranks other than 0.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: nothing was recorded, no such layer, or no histograms.
+        """
+        if not world.is_main():
+            return None
+        found = self._selected(layer)
+        if not self.with_hist:
+            raise ValueError("there are no histograms: ActivationStats(with_hist=True) records them")
+        counts = torch.stack([counts.cpu() for counts in self._counts]).view(len(self.steps), len(self.layers), -1)
+        across = min(3, len(found))
+        down = math.ceil(len(found) / across)
+        size = 4 * across, 2.4 * down
+        _, axes = pyplot("plot_hist").subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+        for ax, i in zip(axes.flat, found, strict=False):
+            extent = (self.steps[0] - 0.5, self.steps[-1] + 0.5, _LOW, _HIGH)
+            ax.imshow(counts[:, i].T.log1p().numpy(), origin="lower", aspect="auto", extent=extent)
+            powers = range(_LOW, _HIGH + 1, 2)
+            ax.set_yticks(powers, [f"$10^{{{power}}}$" for power in powers])
+            ax.set(xlabel="step", ylabel="magnitude", title=self.layers[i])
+        for ax in axes.flat[len(found) :]:
+            ax.set_visible(False)
+        return axes.flat[: len(found)]
+
+    color_dim = plot_hist  # fastai's name
+
+    def _selected(self, layer: int | str | None) -> Sequence[int]:
+        if not self.steps:
+            raise ValueError("nothing was recorded yet: fit(..., cbs=ActivationStats()) does that")
+        if layer is None:
+            return range(len(self.layers))
+        if isinstance(layer, int) and -len(self.layers) <= layer < len(self.layers):
+            return [layer]
+        if layer not in self.layers:
+            near = did_you_mean(str(layer), self.layers)
+            raise ValueError(f"got layer={layer!r}; there are {first_few(self.layers, n=20)}{near}")
+        return [self.layers.index(layer)]
+
+
+def _statistics(x: Tensor, with_hist: bool) -> tuple[Tensor, Tensor | None]:
+    """The three statistics of a float32 tensor, and how many of its values have which magnitude; on its device."""
+    std, mean = torch.std_mean(x, correction=0)
+    magnitude = x.abs()
+    found = torch.stack([mean, std, (magnitude <= NEAR_ZERO).float().mean()])
+    if not with_hist:
+        return found, None
+    power = magnitude.nan_to_num(nan=math.inf).clamp(10.0**_LOW, 10.0**_HIGH).log10()
+    place = ((power - _LOW) * _PER_DECADE).long().clamp(0, _bins() - 1).flatten()
+    counts = torch.zeros(_bins(), dtype=torch.int32, device=x.device)
+    return found, counts.scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
+
+
+def _bins() -> int:
+    return (_HIGH - _LOW) * _PER_DECADE

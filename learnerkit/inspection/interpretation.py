@@ -1,0 +1,269 @@
+"""What a model predicts, and what it gets wrong."""
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from learnerkit import arguments, world
+from learnerkit.callbacks.prediction import decoder, per_sample
+from learnerkit.data.batches import loader_len, with_rows
+from learnerkit.data.order import first_batch, in_order, keep_seeds
+from learnerkit.data.show import WRONG, Table, label, nth, pyplot, samples_of, show
+from learnerkit.losses import is_one_of
+from learnerkit.utils import describe
+
+if TYPE_CHECKING:
+    from learnerkit.data.loaders import DataLoaders
+    from learnerkit.learner import Learner
+
+_LOGITS = (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits)
+_SHARES = (nn.BCELoss, F.binary_cross_entropy)
+
+
+def decode(loss_func: Any, preds: Any, targets: Any) -> Tensor | None:
+    """Return the classes that were predicted, by the loss and else by the shapes; `None` if these are no classes."""
+    try:
+        return decoder(loss_func)(preds)
+    except ValueError:
+        pass
+    if not isinstance(preds, Tensor):
+        return None
+    if is_one_of(loss_func, (*_LOGITS, *_SHARES)):
+        return preds > (0 if is_one_of(loss_func, _LOGITS) else 0.5)
+    integers = isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point()
+    return preds.argmax(1) if integers and preds.ndim == 2 and preds.shape[1] > 1 else None
+
+
+class ClassificationInterpretation:
+    """What a classifier confuses, and where its loss is large. `from_learner` makes one.
+
+    Args:
+        dls: whose `classes` name the classes, and whose `decode` shows inputs.
+        dl: the loader of the predictions, from whose dataset inputs are shown.
+        preds: predictions of shape (n, classes), or of two classes (n,) or (n, 1).
+        targets, decoded: actual and predicted classes, of shape (n,).
+        losses: of each sample, or `None`.
+
+    Attributes:
+        classes: their names, or numbers.
+    """
+
+    def __init__(
+        self, dls: "DataLoaders", dl: Any, preds: Tensor, targets: Tensor, decoded: Tensor, losses: Tensor | None
+    ) -> None:
+        self.dls, self.dl = dls, dl
+        self.preds, self.targets, self.decoded, self.losses = preds, targets, decoded, losses
+        scored = preds.shape[1] if preds.ndim == 2 else 0
+        most = max(scored, 2, int(targets.max()) + 1, int(decoded.max()) + 1)
+        names = dls.classes or []
+        self.classes = [*names, *map(str, range(len(names), most))]
+
+    @classmethod
+    def from_learner(
+        cls, learn: "Learner", ds_idx: int = 1, dl: Iterable | None = None
+    ) -> "ClassificationInterpretation":
+        """Predict a dataset, and interpret that. Under DDP every rank must reach this.
+
+        Args:
+            learn: with a model that scores classes.
+            ds_idx: the dataset, by its loader.
+            dl: a loader instead.
+
+        Raises:
+            ValueError: predictions and targets that are not of one class for each sample.
+        """
+        try:
+            per_sample(learn.loss_func)
+            with_loss = True
+        except ValueError:
+            with_loss = False
+        preds, targets, *losses = learn.get_preds(ds_idx, dl, with_loss=with_loss)
+        decoded = decode(learn.loss_func, preds, targets)
+        found, actual = (_classes(x) for x in (decoded, targets))
+        if found is None or actual is None or len(found) != len(actual):
+            raise ValueError(
+                f"got predictions: {describe(preds)}; targets: {describe(targets)}; a classification has one class for "
+                "each sample: scores (n, classes) and integers (n,), or one logit for each sample and "
+                "BCEWithLogitsLoss. Of other outputs a loss with a method `decode(pred)` makes classes"
+            )
+        dl = in_order(learn.dls[ds_idx], str(ds_idx)) if dl is None else dl
+        return cls(learn.dls, dl, preds, actual, found, losses[0] if losses else None)
+
+    def confusion_matrix(self) -> Tensor:
+        """How many samples of each actual class (row) were predicted as which class (column).
+
+        Samples with a negative target, which torch's losses ignore, do not count.
+        """
+        n, counted = len(self.classes), self.targets >= 0
+        pairs = self.targets[counted] * n + self.decoded[counted]
+        return torch.bincount(pairs, minlength=n * n).view(n, n)
+
+    def plot_confusion_matrix(self, normalize: bool = False, ax: Any = None) -> Any:
+        """Plot the confusion matrix.
+
+        Args:
+            normalize: show the share of each actual class instead of the number.
+            ax: the matplotlib axes to draw on; by default new ones.
+
+        Returns:
+            The axes; `None` on ranks other than 0.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        if not world.is_main():
+            return None
+        counts, names = self.confusion_matrix(), self.classes
+        shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
+        if ax is None:
+            side = min(12.0, 2.5 + 0.45 * len(names))
+            ax = pyplot("plot_confusion_matrix").subplots(figsize=(side, side), layout="constrained")[1]
+        ax.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
+        few = len(names) <= 25
+        for i, j in counts.nonzero().tolist() if few else []:
+            text = f"{shares[i, j]:.2f}" if normalize else f"{counts[i, j]}"
+            ax.text(j, i, text, ha="center", va="center", fontsize=8, color="white" if shares[i, j] > 0.5 else "black")
+        if few:
+            ax.set_xticks(range(len(names)), names, rotation=45, ha="right")
+            ax.set_yticks(range(len(names)), names)
+        title = "Share of each actual class" if normalize else "Confusion matrix"
+        ax.set(xlabel="predicted", ylabel="actual", title=title)
+        return ax
+
+    def most_confused(self, min_val: int = 1) -> list[tuple[str, str, int]]:
+        """Which classes were taken for which: (actual, predicted, how often), the most frequent first.
+
+        Args:
+            min_val: leave out what happened less often.
+        """
+        counts, names = self.confusion_matrix(), self.classes
+        counts.fill_diagonal_(0)
+        found = [(names[i], names[j], int(counts[i, j])) for i, j in counts.nonzero().tolist()]
+        return sorted((each for each in found if each[2] >= min_val), key=lambda each: -each[2])
+
+    def classification_report(self) -> Table:
+        """Precision, recall, F1 score (their harmonic mean) and number of samples of each class, and their means.
+
+        What is a share of nothing counts as 0, as in scikit-learn.
+        """
+        counts = self.confusion_matrix().double()
+        hits, support, said = counts.diag(), counts.sum(1), counts.sum(0)
+        precision, recall = hits / said.clamp(min=1), hits / support.clamp(min=1)
+        scores = torch.stack([precision, recall, 2 * hits / (support + said).clamp(min=1)], dim=1)
+        total, shares = int(support.sum()), support / support.sum().clamp(min=1)
+        means = [("mean of the classes", scores.mean(0), total), ("mean of the samples", shares @ scores, total)]
+        rows = [*zip(self.classes, scores, support.long().tolist(), strict=True), *means]
+        return Table(
+            ["class", "precision", "recall", "f1", "samples"],
+            [[name, *(f"{x:.2f}" for x in found.tolist()), n] for name, found, n in rows],
+        )
+
+    def print_classification_report(self) -> None:
+        """Print the classification report, on rank 0."""
+        if world.is_main():
+            print(self.classification_report())
+
+    def top_losses(self, k: int | None = None, largest: bool = True) -> tuple[Tensor, Tensor]:
+        """The largest losses, and the places of their samples in the dataset.
+
+        Args:
+            k: how many; by default all.
+            largest: else the smallest.
+
+        Raises:
+            ValueError: the loss gives none for each sample.
+        """
+        if self.losses is None:
+            raise ValueError(
+                "there is no loss for each sample: that needs a loss with an argument `reduction`, as torch's"
+            )
+        arguments.check_count("k", 1 if k is None else k, "a number of samples")
+        found = self.losses.topk(min(k or len(self.losses), len(self.losses)), largest=largest)
+        return found.values, found.indices
+
+    def plot_top_losses(self, k: int = 9, largest: bool = True) -> Any:
+        """Show the samples with the largest losses, with target, prediction and loss.
+
+        The inputs are read from the dataset again. A dataset that augments gives others than those of the predictions.
+
+        Args:
+            k, largest: as in `top_losses`.
+
+        Returns:
+            What `DataLoaders.show_batch` returns.
+
+        Raises:
+            ImportError: images, and matplotlib is not installed.
+            ValueError: the loss gives none for each sample, or the dataset has no sample for each prediction.
+        """
+        losses, places = self.top_losses(k, largest)
+        if not world.is_main():
+            return None
+        dataset = getattr(self.dl, "dataset", None)
+        batches = getattr(self.dl, "batch_sampler", None)
+        sampler = getattr(self.dl if batches is None else batches, "sampler", None)
+        if not isinstance(sampler, SequentialSampler) or loader_len(dataset) != len(self.preds):
+            raise ValueError(
+                "the inputs cannot be found: the loader does not read a dataset with lengths and indices in its own "
+                "order; learn.get_preds(dl=..., with_input=True) returns them, and top_losses their places"
+            )
+        with keep_seeds(self.dl):
+            inputs = [self.dls.split(dataset[i])[0] for i in places.tolist()]  # type: ignore[index]  # not None
+        notes = _notes(self.targets[places], self.decoded[places], self.classes)
+        notes["loss"] = [f"loss {loss:.3g}" for loss in losses.tolist()]
+        return show(self.dls, inputs, notes, "target, prediction and loss")
+
+
+def _classes(x: Any) -> Tensor | None:
+    """Classes as integers of shape (n,), or `None` if they are none."""
+    if not isinstance(x, Tensor):
+        return None
+    x = x.squeeze(1) if x.ndim == 2 and x.shape[1] == 1 else x
+    whole = x.ndim == 1 and (not x.is_floating_point() or bool((x == x.long()).all()))
+    return x.long() if whole else None
+
+
+def _notes(targets: Iterable[Any], found: Iterable[Any], classes: list[str] | None) -> dict[str, list[str]]:
+    """What to write to samples with these targets and decoded predictions."""
+    pairs = [(label(y, classes), label(p, classes)) for y, p in zip(targets, found, strict=True)]
+    return {"target": [y for y, _ in pairs], "prediction": [p if p == y else WRONG + p for y, p in pairs]}
+
+
+def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:
+    """Do what `Learner.show_results` says; every rank must reach this."""
+    dls, loader = learn.dls, learn.dls[ds_idx]
+    if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
+        items = _some(loader, n)
+        samples = [dls.split(item) for item in items]
+        dl: Any = DataLoader(items, batch_size=max(1, len(items)), collate_fn=loader.collate_fn)  # type: ignore[arg-type]
+    else:  # batches that nobody here knows how to make of samples
+        batch = first_batch(loader)
+        samples, dl = samples_of(dls, batch, n), [batch]
+    preds, targets = learn.get_preds(dl=dl)
+    if not world.is_main():
+        return None
+    found, classes = decode(learn.loss_func, preds, targets), dls.classes
+    rows = with_rows(preds if found is None else found, len(samples))
+    answers = [nth(rows, i) for i in range(len(samples))]
+    if targets is None or found is None:
+        notes = {} if targets is None else {"target": [label(y, classes) for _, y in samples]}
+        notes["prediction"] = [label(p, classes if found is not None else None) for p in answers]
+    else:
+        notes = _notes((y if len(y) > 1 else y[0] for _, y in samples), answers, classes)
+    return show(dls, [x for x, _ in samples], notes, "target and prediction" if len(notes) > 1 else "prediction")
+
+
+def _some(loader: DataLoader, n: int) -> list:
+    """Samples from all over a dataset, at equal distances; of an iterable one the first."""
+    dataset: Any = loader.dataset
+    with keep_seeds(loader):
+        if isinstance(dataset, IterableDataset):
+            return list(islice(dataset, n))
+        size = len(dataset)
+        n = min(n, size)
+        return [dataset[i * size // n] for i in range(n)]

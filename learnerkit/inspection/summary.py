@@ -1,0 +1,198 @@
+"""A summary of a model: its layers in the order of the forward pass, their outputs, parameters, and memory."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from learnerkit.callbacks.precision import MODES, MixedPrecision
+from learnerkit.data.batches import entries, tensors_in
+from learnerkit.data.order import first_batch
+from learnerkit.data.show import Table
+from learnerkit.losses import loss_name
+from learnerkit.snapshot import give_shapes, predict, trial
+from learnerkit.text import in_units
+from learnerkit.utils import count_parameters, unwrap
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+_LONGEST = 36  # characters of a layer's name or of its output; the middle of a longer one is left out
+
+
+class Layer(NamedTuple):
+    """A row of the summary: a module without others inside it, or one with parameters of its own."""
+
+    name: str
+    kind: str
+    output: str
+    """Its shape, at the first call; empty if the module itself was not called."""
+    calls: int
+    parameters: int
+    """Those of its own that no layer above has."""
+    trained: str
+    """'yes', 'no', 'partly', or 'shared' if the layers above have all of them."""
+
+
+@dataclass
+class Summary:
+    """What `Learner.summary` has found; `str(summary)` is a table.
+
+    Attributes:
+        model: its class, parameters, and how many of them are frozen.
+        inputs: the shapes of the batch.
+        layers: in the order in which they were called first.
+        total, trainable: numbers of parameters, each counted once.
+        weights: bytes of the parameters and buffers.
+        gradients: bytes of the gradients.
+        state: bytes of the optimizer's state; before its first step an estimate, `None` if there is none.
+        optimizer: its name.
+        kept: bytes that the forward pass of this batch keeps for the backward pass, besides the weights. An estimate:
+            in eval mode, without the loss, and without what kernels need for a moment.
+    """
+
+    model: str
+    inputs: str
+    layers: list[Layer]
+    total: int
+    trainable: int
+    weights: int
+    gradients: int
+    state: int | None
+    optimizer: str
+    kept: int
+
+    def __repr__(self) -> str:
+        names = ["layer", "class", "output", "parameters", "trained"]
+        rows = [
+            [
+                _shortened(layer.name or "(the model)"),
+                layer.kind + (f" (x{layer.calls})" if layer.calls > 1 else ""),
+                _shortened(layer.output or "not called"),
+                f"{layer.parameters:,}",
+                layer.trained,
+            ]
+            for layer in self.layers
+        ]
+        table = repr(Table(names, rows)).split("\n")
+        rule = "-" * max(map(len, table))
+        state = "not known before the first step" if self.state is None else in_units(self.state)
+        return "\n".join([
+            f"{self.model}; input {self.inputs}",
+            rule, table[0], rule, *table[1:], rule,
+            f"parameters: {self.total:,}, of which {self.trainable:,} are trained",
+            f"memory: weights {in_units(self.weights)}, gradients {in_units(self.gradients)}, "
+            f"{self.optimizer}'s state {state};",
+            f"        about {in_units(self.kept)} that the forward pass of this batch keeps for the backward pass",
+        ])  # fmt: skip
+
+
+def summary(learn: "Learner") -> Summary:
+    """Do what `Learner.summary` says. It communicates with no other rank."""
+    learn._to_device()
+    give_shapes(learn)
+    model, batch = unwrap(learn.model), first_batch(learn.dls.train)
+    calls = dict[nn.Module, list[Any]]()
+    kept = dict[int, torch.UntypedStorage]()
+    with trial(learn, model), _watched(learn, model, calls, kept):
+        model.eval()
+        predict(learn, batch)
+        inputs = _shape(learn.xb if len(learn.xb) > 1 else learn.xb[0])
+    weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return Summary(
+        model=count_parameters(model),
+        inputs=inputs,
+        layers=list(_layers(model, calls)),
+        total=sum(p.numel() for p in model.parameters()),
+        trainable=sum(p.numel() for p in trained),
+        weights=_bytes((*model.parameters(), *model.buffers())),
+        gradients=_bytes(trained),
+        state=_state_bytes(learn, trained),
+        optimizer=", ".join(type(opt).__name__ for opt in learn.opts) or loss_name(learn.opt_func),
+        kept=sum(storage.nbytes() for place, storage in kept.items() if place not in weights),
+    )
+
+
+@contextmanager
+def _watched(learn: "Learner", model: nn.Module, calls: dict, kept: dict) -> Iterator[None]:
+    """Note the outputs of each module's calls, and the memory that autograd keeps."""
+
+    def begin(module: nn.Module, inputs: Any) -> None:
+        calls.setdefault(module, [])  # here, so that a module stands before those inside it
+
+    def end(module: nn.Module, inputs: Any, output: Any) -> None:
+        calls[module].append(_shape(output))
+
+    def pack(t: Tensor) -> Tensor:
+        if t.layout is torch.strided:
+            storage = t.untyped_storage()  # held until the end, so that its address is not used again
+            kept.setdefault(storage.data_ptr(), storage)
+        return t.detach()  # a saved output that is returned itself would keep its own graph alive
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(module.register_forward_pre_hook(begin).remove)
+            stack.callback(module.register_forward_hook(end).remove)
+        for cb in learn.cbs:
+            if isinstance(cb, MixedPrecision):
+                stack.enter_context(torch.autocast(learn.dls.device.type, MODES[cb.mode]))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
+        yield
+
+
+def _layers(model: nn.Module, calls: dict[nn.Module, list[str]]) -> Iterator[Layer]:
+    """The rows, those of modules that were not called after the ones before which they stand in the model."""
+    order, last = list(calls), -1
+    placed = []
+    for i, (name, module) in enumerate(model.named_modules()):
+        own = list(module.parameters(recurse=False))
+        last = order.index(module) if module in calls else last
+        if own or (module in calls and not any(True for _ in module.children())):
+            placed.append((last, i * (module not in calls), name, module, own))
+    seen: set[Tensor] = set()
+    for _, _, name, module, own in sorted(placed, key=lambda row: row[:2]):
+        new = [p for p in own if p not in seen]
+        seen.update(new)
+        flags = {p.requires_grad for p in new}
+        trained = "partly" if len(flags) > 1 else "yes" if True in flags else "no" if flags else "shared" if own else ""
+        found = calls.get(module, [])
+        numbers = sum(p.numel() for p in new)
+        yield Layer(name, type(module).__name__, found[0] if found else "", len(found), numbers, trained)
+
+
+def _shape(x: Any) -> str:
+    """The shapes of a nested value, or its class."""
+    if isinstance(x, Tensor):
+        return " x ".join(map(str, x.shape)) or "scalar"
+    parts = [_shape(part) for _, part in entries(x) if isinstance(part, Tensor) or entries(part)]
+    return ", ".join(parts) if parts else type(x).__name__
+
+
+def _shortened(text: str) -> str:
+    half = (_LONGEST - 3) // 2
+    return text if len(text) <= _LONGEST else f"{text[:half]}...{text[-half:]}"
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _state_bytes(learn: "Learner", trained: list[nn.Parameter]) -> int | None:
+    """What the optimizer keeps: as it is, or tried out on parameters without data."""
+    found = [t for opt in learn.opts for state in opt.state.values() for t in tensors_in(state)]
+    if found or learn._overrides("create_opt"):
+        return _bytes(found) if found else None
+    copies = [nn.Parameter(torch.empty_like(p, device="meta")) for p in trained]
+    for p in copies:
+        p.grad = torch.empty_like(p)
+    try:
+        opt = learn.opt_func([{"params": copies}], lr=1e-3)
+        opt.step()
+    except Exception:  # an optimizer may need a closure, or read the values that these have not
+        return None
+    return _bytes(t for state in opt.state.values() for t in tensors_in(state))

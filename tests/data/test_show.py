@@ -1,0 +1,104 @@
+"""Showing samples: images, text, tables."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_dls
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+
+from learnerkit import DataLoaders
+from learnerkit.data.show import Table
+
+
+def images(figure):
+    return [np.asarray(ax.images[0].get_array()) for ax in figure.axes if ax.images]
+
+
+def titles(figure):
+    return [ax.get_title() for ax in figure.axes if ax.images]
+
+
+@pytest.mark.parametrize("kind", ["normalised", "uint8", "gray", "array"])
+def test_images_with_their_classes(plt, kind):
+    x = torch.rand(6, 3, 5, 4)
+    made = {"normalised": x * 4 - 2, "uint8": (x * 255).byte(), "gray": x[:, 0], "array": x.movedim(1, -1)}[kind]
+    y = torch.arange(6) % 2
+    train = list(zip(made.numpy(), y, strict=True)) if kind == "array" else TensorDataset(made, y)
+    dls = DataLoaders(DataLoader(train, 4), device="cpu", classes=["no", "yes"])
+    figure = dls.show_batch(3)
+    assert titles(figure) == ["no", "yes", "no"]
+    shown = np.stack(images(figure))
+    assert shown.shape == ((3, 5, 4) if kind == "gray" else (3, 5, 4, 3))
+    assert 0 <= shown.min() <= shown.max() <= 1
+    expected = (x if kind == "gray" else x.movedim(1, -1))[:3]
+    expected = expected[:, 0] if kind == "gray" else expected
+    if kind == "normalised":
+        expected = (expected - expected.min()) / (expected.max() - expected.min())
+    assert np.allclose(shown, expected, atol=0.01)
+
+
+def test_pictures_of_pillow(plt):
+    image = pytest.importorskip("PIL.Image")
+    data = [(image.new("RGB", (4, 5), (255, 0, 0)), 1.5), (image.new("L", (4, 5), 51), 2.0)]
+    dls = DataLoaders(
+        DataLoader(data, 2, collate_fn=lambda rows: list(map(list, zip(*rows, strict=True)))), device="cpu"
+    )
+    figure = dls.show_batch()
+    assert titles(figure) == ["1.5", "2"]
+    red, gray = images(figure)
+    assert red[0, 0].tolist() == [1, 0, 0]
+    assert gray[0, 0] == pytest.approx(0.2)
+
+
+def test_text_and_tokens():
+    long = "a long and winding text " * 20
+    dls = DataLoaders(DataLoader([("short", 1), (f"{long}\n<b>", 0)], 2), classes=["bad", "good"])
+    table = dls.show_batch()
+    assert isinstance(table, Table)
+    first, *rows = str(table).splitlines()
+    assert (first.split(), len(rows)) == (["text", "target"], 2)
+    assert max(map(len, rows)) <= 100
+    assert rows[0].split() == ["short", "good"]
+    assert rows[1].endswith("...  bad")
+    assert "&lt;b&gt;</td>" in table._repr_html_()
+    tokens = TensorDataset(torch.tensor([[1, 2, 0], [2, 2, 1]]), torch.tensor([0, 1]))
+    decoded = DataLoaders(DataLoader(tokens, 2), decode=lambda ids: " ".join("abc"[i] for i in ids))
+    assert [row[0] for row in decoded.show_batch().rows] == ["b c a", "c c b"]
+    mapped = DataLoaders(DataLoader([{"ids": torch.arange(30), "labels": 1}], 1))
+    (row,) = mapped.show_batch().rows
+    assert row == ["0 1 2 3 4 5 6 7 8 9 10 11 ... (30 values)", "1"]
+
+
+def test_rows_of_tables():
+    rows = [({"age": 30 + i, "fare": 1.5 * i, "name": f"p{i}"}, float(i)) for i in range(3)]
+    table = DataLoaders(DataLoader(rows, 3)).show_batch(2)
+    assert table.names == ["age", "fare", "name", "target"]
+    assert str(table).splitlines() == ["age  fare  name  target", " 30     0  p0         0", " 31   1.5  p1         1"]
+    pairs = DataLoaders(DataLoader([(torch.ones(2), torch.zeros(1), 3)], 1)).show_batch()
+    assert pairs.rows == [["1 1", "0", "3"]]
+    assert make_dls(train=8).show_batch(2).names == ["0", "1", "2", "3", "target"]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from ((f"text {i}", i) for i in range(5))
+
+
+def test_a_batch_is_shown_without_moving_anything():
+    dls = DataLoaders(DataLoader(TensorDataset(torch.arange(8.0)[:, None]), 4, shuffle=True, num_workers=2))
+    state = torch.get_rng_state()
+    assert dls.show_batch().rows == dls.show_batch().rows
+    assert torch.equal(state, torch.get_rng_state())
+    assert DataLoaders(DataLoader(Stream(), 2)).show_batch().rows == [["text 0", "0"], ["text 1", "1"]]
+    with pytest.raises(ValueError, match="read only once"):
+        DataLoaders(iter([])).show_batch()
+    with pytest.raises(ValueError, match="no samples to show"):
+        dls.show_batch(0)
+
+
+def test_classes_are_those_of_the_dataset():
+    data = TensorDataset(torch.zeros(4, 1))
+    assert DataLoaders(DataLoader(data, 2)).classes is None
+    data.classes = ("a", "b")
+    assert DataLoaders.from_datasets(Subset(data, [1, 2])).classes == ["a", "b"]
+    assert DataLoaders.from_datasets(data, classes=range(2)).classes == ["0", "1"]

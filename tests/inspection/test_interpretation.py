@@ -1,0 +1,147 @@
+"""What a classifier confuses, top losses, and results."""
+
+import pytest
+import torch
+from helpers import make_classes, make_data, make_dls, make_learner
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from learnerkit import ClassificationInterpretation as Interpretation
+from learnerkit import DataLoaders, Learner
+from learnerkit.data.show import Table
+
+NAMES = ["cat", "dog", "eel"]
+
+
+def learner(n=40, loss=None, **kwargs):
+    """Scores are the inputs, so that a sample's class is known."""
+    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(0))
+    y = torch.randint(3, (n,), generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, y)
+    dls = DataLoaders(DataLoader(data, 8, shuffle=True), DataLoader(data, 8, shuffle=True), device="cpu", **kwargs)
+    model = nn.Linear(3, 3)
+    model.load_state_dict({"weight": torch.eye(3), "bias": torch.zeros(3)})
+    return Learner(dls, model, loss or nn.CrossEntropyLoss()), x, y
+
+
+def test_the_confusion_matrix_counts(plt):
+    learn, x, y = learner(classes=NAMES)
+    found = Interpretation.from_learner(learn)
+    expected = torch.zeros(3, 3, dtype=torch.int64)
+    for actual, scores in zip(y, x, strict=True):
+        expected[actual, scores.argmax()] += 1
+    assert torch.equal(found.confusion_matrix(), expected)
+    triples = [(NAMES[i], NAMES[j], int(expected[i, j])) for i in range(3) for j in range(3) if i != j]
+    assert sorted(found.most_confused()) == sorted(t for t in triples if t[2])
+    assert [n for *_, n in found.most_confused(4)] == sorted((n for *_, n in triples if n >= 4), reverse=True)
+    ax = found.plot_confusion_matrix()
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("predicted", "actual")
+    assert [text.get_text() for text in ax.get_xticklabels()] == NAMES
+    assert [int(text.get_text()) for text in ax.texts] == expected[expected > 0].tolist()
+    shares = [float(text.get_text()) for text in found.plot_confusion_matrix(normalize=True).texts]
+    assert shares == pytest.approx((expected / expected.sum(1, keepdim=True))[expected > 0].tolist(), abs=0.0051)
+
+
+def test_the_report_is_precision_recall_and_f1(capsys):
+    learn, x, y = learner(classes=NAMES)
+    found = Interpretation.from_learner(learn)
+    said = x.argmax(1)
+    hits, made, there = (
+        [int(((a == k) & (b == k)).sum()) for k in range(3)] for a, b in ((y, said), (said, said), (y, y))
+    )
+    rows = found.classification_report().rows
+    for k, (name, precision, recall, f1, samples) in enumerate(rows[:3]):
+        p, r = hits[k] / made[k], hits[k] / there[k]
+        assert (name, samples) == (NAMES[k], there[k])
+        assert [precision, recall, f1] == [f"{v:.2f}" for v in (p, r, 2 * p * r / (p + r))]
+    assert rows[-1][2] == f"{sum(hits) / 40:.2f}"  # the mean recall of the samples is the accuracy
+    found.print_classification_report()
+    assert "mean of the classes" in capsys.readouterr().out
+
+
+def test_top_losses_are_shown_with_their_inputs(plt):
+    learn, x, y = learner(classes=NAMES)
+    found = Interpretation.from_learner(learn)
+    losses, places = found.top_losses(4)
+    expected = F.cross_entropy(x, y, reduction="none").topk(4)
+    assert torch.allclose(losses, expected.values)
+    assert torch.equal(places, expected.indices)
+    table = found.plot_top_losses(2)
+    assert table.names == ["0", "1", "2", "target", "prediction", "loss"]
+    assert [row[:3] for row in table.rows] == x[places[:2]].tolist()
+    assert table.rows[0][3:] == [
+        NAMES[y[places[0]]], f"wrong: {NAMES[x[places[0]].argmax()]}", f"loss {losses[0]:.3g}",
+    ]  # fmt: skip
+    other = Interpretation.from_learner(learn, dl=DataLoader(TensorDataset(x, y), 8, shuffle=True))
+    with pytest.raises(ValueError, match="inputs cannot be found"):
+        other.plot_top_losses()
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_one_logit_for_two_classes(shape):
+    x = torch.randn(20, 1)
+    y = (torch.arange(20) % 2).float().view(-1, *shape)
+    dls = DataLoaders(DataLoader(TensorDataset(x, y), 8), DataLoader(TensorDataset(x, y), 8), device="cpu")
+    model = nn.Identity() if shape else nn.Flatten(0)
+    model.register_parameter("w", nn.Parameter(torch.zeros(1)))
+    learn = Learner(dls, model, nn.BCEWithLogitsLoss())
+    found = Interpretation.from_learner(learn)
+    said = (x[:, 0] > 0).long()
+    assert found.confusion_matrix()[1, 0] == ((y.flatten() == 1) & (said == 0)).sum()
+    assert found.classes == ["0", "1"]
+    rows = learn.show_results(20).rows
+    assert [row[-1].startswith("wrong: ") for row in rows] == (said != y.flatten().long()).tolist()
+
+
+def test_what_is_no_classification_is_refused():
+    for learn in (
+        make_learner(),
+        make_learner(make_dls(data=lambda n, seed=0: make_data(n, n_out=2)), nn.Linear(4, 2), nn.BCEWithLogitsLoss()),
+    ):
+        with pytest.raises(ValueError, match=r"got predictions: float32 tensor.*one class for each sample"):
+            Interpretation.from_learner(learn)
+
+    def own(pred, target):
+        return F.cross_entropy(pred, target)
+
+    learn, _, _ = learner(loss=own)
+    found = Interpretation.from_learner(learn)  # by the shapes
+    assert found.confusion_matrix().sum() == 40
+    with pytest.raises(ValueError, match="no loss for each sample"):
+        found.top_losses()
+
+
+@pytest.mark.ranks(2, slow=[3])
+def test_ranks_interpret_the_whole():
+    learn, x, y = learner(classes=NAMES)
+    with learn.distrib_ctx():
+        found = Interpretation.from_learner(learn)
+        shown = learn.show_results(3)
+    counts = torch.zeros(3, 3, dtype=torch.int64)
+    counts.index_put_((y, x.argmax(1)), torch.tensor(1), accumulate=True)
+    assert torch.equal(found.confusion_matrix(), counts)
+    from learnerkit import ActivationStats, world
+
+    with learn.distrib_ctx():
+        learn.fit(1, cbs=ActivationStats(), lr=0.0)
+        if world.is_main():
+            learn.summary()  # alone
+    assert (shown is None) == (found.plot_top_losses(1) is None) == (world.rank() > 0)
+
+
+def test_results_come_from_all_over_the_dataset():
+    learn, x, y = learner(classes=NAMES)
+    table = learn.show_results(n=4)
+    assert isinstance(table, Table)
+    assert [row[:3] for row in table.rows] == x[::10].tolist()
+    for row, actual, scores in zip(table.rows, y[::10], x[::10], strict=True):
+        said = NAMES[scores.argmax()]
+        assert row[3:] == [NAMES[actual], said if said == NAMES[actual] else f"wrong: {said}"]
+    regression = make_learner().show_results(n=2)
+    assert regression.names == ["0", "1", "2", "3", "target", "prediction"]
+    assert not any("wrong" in row[-1] for row in regression.rows)
+    assert (
+        len(make_learner(make_dls(data=make_classes), nn.Linear(4, 3), nn.CrossEntropyLoss()).show_results(50).rows)
+        == 4
+    )
