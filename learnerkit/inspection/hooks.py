@@ -1,7 +1,7 @@
 """Hooks on modules, and a callback that records the statistics of activations with them."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -17,6 +17,9 @@ from learnerkit.host_scalars import HostScalars
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.torch_internals import uncompiled
 from learnerkit.utils import listify, unwrap
+
+Layers = int | str | Iterable[int | str] | None
+"""Layers, as the plots take them."""
 
 
 class Hook:
@@ -232,11 +235,11 @@ class ActivationStats(Callback):
 
     # Plots
 
-    def plot_layer_stats(self, layer: int | str | None = None) -> Any:
+    def plot_layer_stats(self, layers: Layers = None) -> Any:
         """Plot the statistics over the steps: mean, standard deviation, and the share near zero.
 
         Args:
-            layer: its place in `layers`, or its name; by default all layers, the first ones dark.
+            layers: one or several, by name or by place in `layers`; by default all. The first ones are dark.
 
         Returns:
             An array of three axes; `None` on ranks other than 0.
@@ -247,7 +250,7 @@ class ActivationStats(Callback):
         """
         if not world.is_main():
             return None
-        found, stats = self._selected(layer), self.stats
+        found, stats = self._selected(layers), self.stats
         plt = pyplot("plot_layer_stats")
         figure, axes = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
         colors = plt.get_cmap("viridis")(torch.linspace(0, 0.9, len(found)).tolist())
@@ -260,14 +263,14 @@ class ActivationStats(Callback):
         figure.legend(handles=list(shown), loc="outside right center", fontsize=9, frameon=False)
         return axes
 
-    def plot_hist(self, layer: int | str | None = None) -> Any:
+    def plot_hist(self, layers: Layers = None) -> Any:
         """Show how the magnitudes of the activations are distributed at each step; needs `with_hist=True`.
 
         A column is a step, and the brighter a spot, the more activations have that magnitude (by the logarithm of their
         number). What is dead is at the bottom.
 
         Args:
-            layer: as in `plot_layer_stats`.
+            layers: as in `plot_layer_stats`.
 
         Returns:
             An array of axes, one for each layer; `None` on ranks other than 0.
@@ -278,7 +281,7 @@ class ActivationStats(Callback):
         """
         if not world.is_main():
             return None
-        found = self._selected(layer)
+        found = self._selected(layers)
         if not self.with_hist:
             raise ValueError("there are no histograms: ActivationStats(with_hist=True) records them")
         counts = torch.stack([counts.cpu() for counts in self._counts]).view(len(self.steps), len(self.layers), -1)
@@ -298,17 +301,19 @@ class ActivationStats(Callback):
 
     color_dim = plot_hist  # fastai's name
 
-    def _selected(self, layer: int | str | None) -> Sequence[int]:
+    def _selected(self, layers: Layers) -> list[int]:
+        "The places of these layers."
         if not self.steps:
             raise ValueError("nothing was recorded yet: fit(..., cbs=ActivationStats()) does that")
-        if layer is None:
-            return range(len(self.layers))
-        if isinstance(layer, int) and -len(self.layers) <= layer < len(self.layers):
-            return [layer]
-        if layer not in self.layers:
-            near = did_you_mean(str(layer), self.layers)
-            raise ValueError(f"got layer={layer!r}; there are {first_few(self.layers, n=20)}{near}")
-        return [self.layers.index(layer)]
+        found = []
+        for layer in range(len(self.layers)) if layers is None else listify(layers):
+            if isinstance(layer, str) and layer in self.layers:
+                layer = self.layers.index(layer)
+            if not isinstance(layer, int) or not -len(self.layers) <= layer < len(self.layers):
+                near = did_you_mean(str(layer), self.layers)
+                raise ValueError(f"got layer {layer!r}; there are {first_few(map(repr, self.layers), n=20)}{near}")
+            found.append(layer)
+        return found
 
 
 def _statistics(x: Tensor, with_hist: bool) -> tuple[Tensor, Tensor | None]:

@@ -134,7 +134,7 @@ def test_they_take_part_in_a_fit_alone_and_go_on(plt, tmp_path):
     assert ax.images[0].get_array().shape == (48, 2)
     assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title()) == ("step", "magnitude", "3")
     for wrong in ("4", 2):
-        with pytest.raises(ValueError, match="got layer="):
+        with pytest.raises(ValueError, match="got layer "):
             other.plot_hist(wrong)
     with pytest.raises(ValueError, match="with_hist=True"):
         learn.remove_cb(stats).fit(1, cbs=(without := ActivationStats())) or without.plot_hist()
