@@ -11,9 +11,12 @@ TRACKERS = {
     "comet": ["comet-ml>=3.44"],
     "mlflow": ["mlflow>=2.14"],
 }
+ONNX = ["onnx>=1.17", "onnxscript>=0.5"]
 DEV = [
     *EXAMPLES,
     *SWEEP,
+    *ONNX,
+    "onnxruntime>=1.20",
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.7",
@@ -55,5 +58,5 @@ setup(
         "cloudpickle>=3",
         "safetensors>=0.5",
     ],
-    extras_require={"examples": EXAMPLES, "sweep": SWEEP, "dev": DEV, **TRACKERS},
+    extras_require={"examples": EXAMPLES, "sweep": SWEEP, "onnx": ONNX, "dev": DEV, **TRACKERS},
 )

@@ -72,6 +72,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.loggers.trackers import MLflowCallback as MLflowCallback
     from learnerkit.loggers.trackers import TensorBoardCallback as TensorBoardCallback
     from learnerkit.loggers.trackers import WandbCallback as WandbCallback
+    from learnerkit.learner import load_learner as load_learner
     from learnerkit.metrics import AccumMetric as AccumMetric
     from learnerkit.metrics import Metric as Metric
     from learnerkit.metrics import accuracy as accuracy
@@ -126,6 +127,7 @@ _HOMES = {
     "learner": ["Learner"],
     "loggers.tables": ["CSVLogger", "JSONLogger"],
     "loggers.trackers": ["CometCallback", "MLflowCallback", "TensorBoardCallback", "WandbCallback"],
+    "learner": ["Learner", "load_learner"],
     "metrics": [
         "AccumMetric", "Metric", "accuracy", "error_rate", "mae", "mse", "perplexity", "rmse", "top_k_accuracy",
     ],

@@ -166,6 +166,8 @@ def check_not_empty(dl: Iterable, name: str) -> None:
 
 
 def _why_empty(dl: Any) -> str:
+    if hasattr(dl, "why_empty"):
+        return f": {dl.why_empty}"
     size, bs = loader_len(getattr(dl, "dataset", None)), getattr(dl, "batch_size", None)
     if size and getattr(dl, "drop_last", False):
         return f": {size} samples are less than a batch of {bs}, and drop_last=True; use a smaller batch size"

@@ -94,16 +94,21 @@ def save_whole(obj: Any, file: Path | BinaryIO) -> None:
     if not isinstance(file, Path):
         torch.save(obj, file)
         return
-    with _replacing(file) as temporary, open(temporary, "xb") as opened:
+    with replacing(file) as temporary, open(temporary, "xb") as opened:
         torch.save(obj, opened)
         opened.flush()
         os.fsync(opened.fileno())
 
 
-def save_weights(weights: Mapping[str, Any], file: Path) -> None:
+def save_weights(weights: Mapping[str, Any], file: Path, notes: Mapping[str, str] | None = None) -> None:
     """Save weights in the safetensors format, which other tools read, as atomically as `save_whole`.
 
     Tied weights are in the file once, as `safetensors.torch.save_model` has them.
+
+    Args:
+        weights: a state dict.
+        file: where to.
+        notes: more for the file's header.
 
     Raises:
         CheckpointError: the file cannot be written, or there is more than tensors.
@@ -113,14 +118,15 @@ def save_weights(weights: Mapping[str, Any], file: Path) -> None:
             raise CheckpointError(
                 f"{name} is {why}, and a .safetensors file has plain tensors alone: save to a name that ends in .pth"
             )
-    kept, notes = tensor_files.without_tied(weights, getattr(weights, "_metadata", None) or {})
-    pieces = tensor_files.content({name: tensor_files.on_host(value) for name, value in kept.items()}, notes)
-    with _replacing(file) as temporary:
+    kept, own_notes = tensor_files.without_tied(weights, getattr(weights, "_metadata", None) or {})
+    tensors = {name: tensor_files.on_host(value) for name, value in kept.items()}
+    pieces = tensor_files.content(tensors, own_notes | dict(notes or {}))
+    with replacing(file) as temporary:
         tensor_files.write(temporary, pieces)
 
 
 @contextmanager
-def _replacing(file: Path) -> Iterator[Path]:
+def replacing(file: Path) -> Iterator[Path]:
     """A name beside `file` to write to, which then replaces it."""
     temporary = temporary_name(file)
     try:
@@ -134,6 +140,12 @@ def _replacing(file: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def sync(file: Path) -> None:
+    """Wait until a file is on disk."""
+    with open(file, "rb") as opened:
+        os.fsync(opened.fileno())
 
 
 def temporary_name(path: Path) -> Path:

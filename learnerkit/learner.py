@@ -19,7 +19,7 @@ from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.augmentation import BatchTransform
 from learnerkit.callbacks.lr_find import SUGGESTIONS, LRFinder
 from learnerkit.callbacks.precision import MixedPrecision
-from learnerkit.callbacks.prediction import GatherPredictions, averaged
+from learnerkit.callbacks.prediction import GatherPredictions, Prediction, PredictOne, averaged
 from learnerkit.callbacks.progress import ProgressCallback, print_above
 from learnerkit.callbacks.recorder import EvaluationCallback, Recorder, TableLogger
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, combine_scheds, combined_cos
@@ -635,6 +635,48 @@ class Learner(RunState):
             self._evaluate(dl, nested)
         return gather.items
 
+    def predict(self, item: Any, act: Callable[[Tensor], Tensor] | None = None) -> Prediction:
+        """The prediction for one input: `label, decoded, pred = learn.predict(x)`.
+
+        The callbacks see it as a batch of one sample. Random streams, modes and records stay as they are. No other rank
+        is needed, nor waited for.
+
+        Args:
+            item: as the dataset yields it, without targets: one input, a tuple of several, or a mapping.
+            act: a function of the predictions, such as `torch.sigmoid` or `partial(torch.softmax, dim=1)`.
+
+        Returns:
+            The class's name, or `decoded` where `dls.classes` has no names; the decoded prediction, such as the class's
+            number, or `None` where nobody knows how to decode; and the raw output. They are on the host, and have no
+            batch axis.
+
+        Raises:
+            ValueError: the loader's `collate_fn` cannot do without targets.
+        """
+        with self._by_itself():
+            one, dl = PredictOne(act), self.dls.test_dl([item], bs=1, num_workers=0)
+            with self._running("predict", one) as nested:
+                self._evaluate(dl, nested)
+        if one.found is None:
+            raise ValueError("a callback has cancelled the prediction, so there is none")
+        return one.found
+
+    @contextmanager
+    def _by_itself(self) -> Iterator[None]:
+        "What this process does without other ranks, also in the middle of a fit; streams and modes are given back."
+        agreement, model, in_fit, plain = self._agreement, self.model, self._in_fit, unwrap(self.model)
+        try:
+            with world.alone(), kept_flags(self.cbs), training_modes(plain), keep_seeds(device=self.dls.device):
+                for cb in self.cbs:
+                    if isinstance(cb, ProgressCallback | parallel.DistributedCallback | parallel.ParallelCallback):
+                        cb.run = False
+                self._agreement, self.model, self._in_fit = None, plain, True
+                yield
+        finally:
+            self._agreement, self.model, self._in_fit = agreement, model, in_fit
+            if self._dispatch is not None:
+                self._dispatch.changed()
+
     @on_workers
     def tta(
         self,
@@ -1142,6 +1184,35 @@ class Learner(RunState):
             )
         return self
 
+    def export(self, fname: str | Path) -> Path:
+        """Write the trained model for those who predict with it, on rank 0 alone: `load_learner` reads it.
+
+        The end of the name says what is written:
+
+        - '.safetensors', or none: the weights. To load them one needs the model's code. It always works.
+        - '.pt2': a program of `torch.export`, which needs no code, for batches of any size.
+        - '.onnx': for onnxruntime and the like, by torch's exporter; needs the extra `learnerkit[onnx]`.
+
+        With it go the names of the classes, how predictions are decoded, and how batches are split; the data, the
+        optimizer and the callbacks do not. No pickle is written. Programs and ONNX are traced from the first batch of
+        validation (else of training), which is not stored, and a file is written only if it then predicts as the model
+        does.
+
+        Args:
+            fname: a name inside path/model_dir, or a `pathlib.Path`, taken as it is.
+
+        Returns:
+            The path.
+
+        Raises:
+            CheckpointError: torch cannot export the model, or the file cannot be written; an old one is as it was.
+            ImportError: the packages for ONNX are missing.
+            TypeError, ValueError: a name that says no such format, or no batch to trace from.
+        """
+        from learnerkit.export.writing import export  # here, as most fits never need it
+
+        return export(self, fname)
+
     @staticmethod
     def _read_saved(file: Path | BinaryIO, device: Any) -> Saved:
         if not isinstance(file, Path) or not file.is_dir():
@@ -1224,3 +1295,37 @@ class Learner(RunState):
             Whether everything compared was equal.
         """
         return check_distributed(self, n, **kwargs)
+
+
+def load_learner(
+    fname: str | Path,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    *,
+    dls: DataLoaders | None = None,
+    loss_func: Callable[..., Tensor] | None = None,
+    device: torch.device | str | int | None = None,
+    path: str | Path = ".",
+    model_dir: str | Path = "models",
+) -> Learner:
+    """A learner that predicts (`predict`, `get_preds(dl=learn.dls.test_dl(items))`) from a file of `Learner.export`.
+
+    Nothing in the file is unpickled, and no module is imported because the file names it. Weights (.safetensors) are
+    safe to load from anybody. A program (.pt2) with more in it than tensors and operations on them is refused, but
+    torch's reader is not made for hostile files: load programs of people whom you trust.
+
+    Args:
+        fname: a name inside path/model_dir, or a `pathlib.Path`; without an end '.safetensors' is meant.
+        model: for weights, the module, or the function or class that makes it; a program needs none.
+        dls: the loaders, if it shall train or validate.
+        loss_func: the loss, likewise. Predictions are decoded as at the export without it.
+        device: where to; by default the accelerator, else the CPU.
+        path, model_dir: as for `Learner`.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: a damaged file, one that could run code, or weights of another model.
+        TypeError, ValueError: no model for weights, or another kind of file.
+    """
+    from learnerkit.export.reading import load
+
+    return load(Learner, fname, model, dls, loss_func, device, path, model_dir)

@@ -31,7 +31,7 @@ _TYPES = {
 # Other types are written as bytes, and named in the file by what stands here.
 _ALL_TYPES = {str(t).removeprefix("torch."): t for t in vars(torch).values() if isinstance(t, torch.dtype)}
 
-_NOTES = ("format", "learnerkit.versions", "learnerkit.types")
+_NOTES = ("format", "learnerkit.versions", "learnerkit.types", "learnerkit.export")
 
 
 def why_not(x: Any) -> str:
@@ -172,6 +172,18 @@ def _sha256(pieces: Iterable[Buffer]) -> str:
     for piece in pieces:
         digest.update(piece)
     return digest.hexdigest()
+
+
+def notes_of(path: Path) -> dict[str, str]:
+    """The notes in a file's header.
+
+    Raises:
+        Exception: of many types, if the file is damaged.
+    """
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}
 
 
 def read(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> OrderedDict[str, Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -106,6 +106,25 @@ def call_after_backward(call: Callable[[], Any]) -> None:
 def remove_ddp_hooks(wrapper: DistributedDataParallel) -> None:
     """Take DDP off its module's parameters: a wrapper that lives on, in a traceback say, would go on reducing."""
     wrapper._remove_autograd_hooks()
+
+
+# Exported programs
+
+
+def read_archive(file: BinaryIO) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the programs in an archive of torch.export, and its extra files, both by their names.
+
+    `torch.export.load` would take an archive that it cannot read for one of an older format, which has pickles.
+    """
+    from torch.export.pt2_archive._package import load_pt2
+
+    found = load_pt2(file)
+    return found.exported_programs, found.extra_files
+
+
+def forget_guards(program: Any) -> None:
+    """Let a program forget the checks of its inputs that are text to be evaluated; those by shape stay."""
+    program._guards_code.clear()
 
 
 # Process groups

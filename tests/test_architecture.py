@@ -35,7 +35,7 @@ FLOORS = [
     ["scaling", "loggers"],
     ["checkpoints", "inspection"],
     ["scaling"],
-    ["notebook", "preflight", "sweep"],
+    ["export", "notebook", "preflight", "sweep"],
     ["learner", "doctor"],
     ["vision", "__init__"],
 ]
@@ -50,6 +50,10 @@ TRUSTS = "notebook.pickling"
 # Imported where they are used, because they are slow to import or may not be installed.
 HEAVY = {"torchvision", "matplotlib", "IPython", "torchmetrics", "torcheval", "cloudpickle", "pandas", "PIL", "optuna"}
 HEAVY |= {"tensorboard", "wandb", "comet_ml", "mlflow"}
+HEAVY = {
+    "torchvision", "matplotlib", "IPython", "torchmetrics", "torcheval", "cloudpickle", "pandas", "PIL", "optuna",
+    "onnx", "onnxscript", "onnxruntime",
+}  # fmt: skip
 
 
 def modules():
@@ -180,12 +184,15 @@ def test_what_is_written_nowhere(name):
 
 
 # They read what somebody else may have written.
-READERS = ["files", "tensor_files", "checkpoints.encoding", "checkpoints.storage"]
+READERS = [
+    "files", "tensor_files", "checkpoints.encoding", "checkpoints.storage", "export.facts", "export.programs",
+    "export.reading",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_no_name_from_a_file_is_looked_up_and_nothing_is_unpickled(name):
-    loads = {"torch.load", "json.loads"}
+    loads = {"torch.load", "json.loads", "learn.load"}
     for node in ast.walk(MODULES[name]):
         if not isinstance(node, ast.Call):
             continue

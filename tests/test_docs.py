@@ -116,8 +116,17 @@ def test_readme_run_goes_on(capsys):
         assert len(namespace["learn"].recorder.values) == 1
 
 
+def test_readme_prediction_runs(capsys):
+    example, _, _, predicting, *_ = code_blocks("python")
+    namespace = {}
+    for code in (example, predicting):
+        exec(compile(code.replace("one_cycle(3,", "one_cycle(1,"), "README.md", "exec"), namespace)
+    assert namespace["label"] == namespace["dls"].classes[namespace["number"]]
+    assert namespace["preds"].shape == (2, 10)
+
+
 def test_readme_search_runs_as_a_script_of_its_own(capsys):
-    example, _, _, search, _ = code_blocks("python")
+    example, _, _, _, search, _ = code_blocks("python")
     namespace = {}
     for code in (example, search):
         exec(compile(code.replace("one_cycle(3,", "one_cycle(1,"), "README.md", "exec"), namespace)

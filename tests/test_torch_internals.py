@@ -1,6 +1,7 @@
 """Private names that the package needs: if a release takes one away, the test of this name fails."""
 
 import atexit
+import importlib
 import inspect
 import linecache
 import socket
@@ -36,6 +37,7 @@ NAMES = {
     "DDP sending buffers before its forward pass": lambda: DistributedDataParallel._sync_buffers,
     "DDP's hooks": lambda: DistributedDataParallel._remove_autograd_hooks,
     "DDP sending buffers": lambda: DistributedDataParallel._distributed_broadcast_coalesced.__code__,
+    "reading an archive of torch.export": lambda: importlib.import_module("torch.export.pt2_archive._package").load_pt2,
     "the default store": lambda: dist.distributed_c10d._get_default_store,
     "the default timeout": lambda: dist.distributed_c10d.default_pg_timeout,
     "the default group": lambda: dist.distributed_c10d._get_default_group,

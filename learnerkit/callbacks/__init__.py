@@ -24,6 +24,7 @@ they were added. The orders of all callbacks of the package, with those of the o
       50  EvaluationCallback, GatherPredictions, Recorder: record a batch after others may have changed it
       51  Logger: writes what the recorder has recorded
       51  JSONLogger, TensorBoardCallback, WandbCallback, CometCallback, MLflowCallback: such loggers
+      50  EvaluationCallback, GatherPredictions, PredictOne, Recorder: record a batch after others may have changed it
       60  ParamScheduler, TorchScheduler: change rates after the recorder has recorded them
       60  CSVLogger, ProgressCallback, TrackerCallback: read what the recorder has recorded
       61  SaveModelCallback: saves before the next two change the rate or end the fit

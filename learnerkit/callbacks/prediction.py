@@ -1,15 +1,15 @@
-"""Predictions: collecting them for `Learner.get_preds`, and averaging them for `Learner.tta`."""
+"""Predictions: collecting them for `Learner.get_preds` and `Learner.predict`, averaging them for `Learner.tta`."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from learnerkit.callback import Callback
-from learnerkit.data.batches import Rows, concat, entries, gather_batches, on_host, with_rows
+from learnerkit.data.batches import Rows, concat, entries, gather_batches, map_batch, on_host, with_rows
 from learnerkit.losses import is_cross_entropy, loss_option, unwrap_partial
 from learnerkit.utils import describe
 
@@ -105,6 +105,72 @@ def _lengths(item: Any) -> Iterator[int]:
         yield from _lengths(part)
 
 
+class Prediction(NamedTuple):
+    """What is predicted for one input, without the batch axis, on the host: `label, decoded, pred = ...`.
+
+    Args:
+        label: the class's name, or those of several, where the loaders have `classes`; else `decoded`.
+        decoded: such as the class's number, by the loss's decoder; `None` where it is not known how to decode.
+        pred: the model's raw output, or what `act` made of it.
+    """
+
+    label: Any
+    decoded: Any
+    pred: Any
+
+
+class PredictOne(Callback):
+    """Keeps the prediction for a batch of one sample.
+
+    Args:
+        act: as in `Learner.predict`.
+    """
+
+    order = GatherPredictions.order
+    run_train = False
+    name = GatherPredictions.name
+
+    def __init__(self, act: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__()
+        self.act = act
+        self.found: Prediction | None = None
+
+    def after_batch(self) -> None:
+        learn, classes = self.learn, self.learn.dls.classes
+        pred = on_host(learn.pred)
+        decoded = without_batch(self._decode(pred, classes))
+        self.found = Prediction(
+            labelled(decoded, classes), decoded, without_batch(self.act(pred) if self.act else pred)
+        )
+
+    def _decode(self, pred: Any, classes: Any) -> Any:
+        loss_func = self.learn.loss_func
+        if loss_func is None:  # the model's own: known to be one over classes by their number
+            scores = isinstance(pred, Tensor) and pred.ndim > 1 and classes is not None
+            return pred.argmax(1) if scores and pred.shape[1] == len(classes) else None
+        try:
+            return decoder(loss_func)(pred)
+        except NotDecoded:
+            return None
+
+
+def without_batch(part: Any) -> Any:
+    """Return what a model has made of a batch of one sample, for that sample."""
+    if isinstance(part, list) and len(part) == 1 and not isinstance(part[0], Tensor):
+        return part[0]  # an entry for each sample, as detectors return
+    return map_batch(lambda t: t[0] if t.ndim and len(t) == 1 else t, part)
+
+
+def labelled(decoded: Any, classes: Any) -> Any:
+    """Return the names of decoded classes, given by number or by a mask over all of them, or `decoded` itself."""
+    if classes is None or not isinstance(decoded, Tensor) or decoded.is_floating_point():
+        return decoded
+    if decoded.dtype == torch.bool:
+        is_mask = decoded.shape == (len(classes),)
+        return [name for name, is_there in zip(classes, decoded, strict=True) if is_there] if is_mask else decoded
+    return decoded if decoded.ndim else classes[int(decoded)]
+
+
 def averaged(plain: Tensor, augmented: list[Tensor], beta: float | None, use_max: bool) -> Any:
     """Combine plain and augmented predictions as `Learner.tta` describes; without `beta` return a pair."""
     if not all(isinstance(p, Tensor) for p in (plain, *augmented)):
@@ -148,18 +214,22 @@ def per_sample(loss_func: Any) -> Callable[..., Tensor]:
     return partial(loss_func, reduction="none")
 
 
+class NotDecoded(ValueError):
+    """It is not known how to decode the predictions made for a loss."""
+
+
 def decoder(loss_func: Any) -> Callable[[Tensor], Tensor]:
     """Return the function that decodes predictions made for `loss_func`.
 
     Raises:
-        ValueError: the loss is not a cross-entropy, and has neither `decode` nor fastai's `decodes`.
+        NotDecoded: the loss is not a cross-entropy, and has neither `decode` nor fastai's `decodes`.
     """
     own = loss_option(loss_func, "decode", loss_option(loss_func, "decodes"))
     if callable(own):
         return own
     if is_cross_entropy(loss_func):
         return partial(torch.argmax, dim=1)
-    raise ValueError(
+    raise NotDecoded(
         f"with_decoded=True: it is not known how to decode predictions for {loss_func!r}; give the loss a method "
         "`decode(pred)`, or decode the predictions yourself"
     )

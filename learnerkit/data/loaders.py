@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from learnerkit import world
 from learnerkit.data.batches import lengths_in, likely_sizes, loader_len, to_device
@@ -16,6 +16,8 @@ from learnerkit.data.samplers import SamplerStates
 from learnerkit.data.streams import Draws, InitWorker, Numbered, PerSample, starts_workers
 from learnerkit.utils import describe, warn
 
+_WITHOUT_WORKERS: dict[str, Any] = {"timeout": 0, "prefetch_factor": None, "multiprocessing_context": None}
+_READING = ("num_workers", "collate_fn", "pin_memory", "worker_init_fn", *_WITHOUT_WORKERS)  # how a loader reads
 _TRAIN_ONLY = ("sampler", "batch_sampler", "drop_last")
 
 
@@ -34,10 +36,17 @@ class DataLoaders:
         classes: the names of the classes, where plots and tables name them; by default the training set's `classes`.
         decode: a function of a sample's inputs that returns what `show_batch` shows: an image, a str, or a mapping.
 
+    Attributes:
+        preprocessing: what turned raw data into the datasets' inputs, as a mapping that JSON can hold, or `None`:
+            `Learner.export` stores it and `load_learner` gives it back.
+
     Raises:
         TypeError: a loader that cannot be iterated over.
         ValueError: `n_inp` below 1, or `batch_size` that is not a function.
     """
+
+    classes: Any = None  # the names of the classes, in the order of their numbers
+    preprocessing: Mapping[str, Any] | None = None
 
     def __init__(
         self,
@@ -160,6 +169,46 @@ class DataLoaders:
         parts = [f"{name}: {_described(dl)}" for name, dl in zip(names, self.loaders, strict=True) if dl is not None]
         device = "chosen at first use" if self._device is None else self._device
         return f"{type(self).__name__}({', '.join([*parts, f'device: {device}'])})"
+
+    def test_dl(self, items: Any, bs: int | None = None, **loader_kwargs: Any) -> DataLoader:
+        """A loader over inputs without targets, in their order, for `learn.get_preds(dl=...)`.
+
+        Args:
+            items: a dataset or a sequence. Each item is as the datasets of these loaders yield their input: one value,
+                a tuple of them where there are several, or a mapping, with or without its targets.
+            bs: samples in a batch.
+            loader_kwargs: for `torch.utils.data.DataLoader`. What is not given here, `bs` too, is the validation
+                loader's, or the training loader's where there is none.
+
+        Raises:
+            TypeError: `items` that cannot be indexed.
+            ValueError: while it is read, if the `collate_fn` of that loader needs targets.
+        """
+        if not isinstance(items, IterableDataset) and (
+            isinstance(items, Mapping | str) or not hasattr(items, "__getitem__")
+        ):
+            raise TypeError(
+                f"got items of the type {type(items).__name__}; test_dl takes a dataset, or a sequence of inputs such "
+                "as a list (learn.predict takes one input)"
+            )
+        like: Any = self.train if self.valid is None else self.valid
+        kwargs, size = loader_kwargs, None
+        if isinstance(like, DataLoader):
+            _ = self.device  # sets pin_memory
+            kwargs = {name: getattr(like, name) for name in _READING} | loader_kwargs
+            if not kwargs["num_workers"]:
+                kwargs |= {name: value for name, value in _WITHOUT_WORKERS.items() if name not in loader_kwargs}
+            size = getattr(like.batch_sampler, "batch_size", None)
+            if "collate_fn" not in loader_kwargs and like.batch_sampler is not None:
+                if like.collate_fn is not default_collate:
+                    kwargs["collate_fn"] = CollateInputs(like.collate_fn, _yields_tuples(like))
+                elif type(items) is Tensor:
+                    items = TensorDataset(items)  # which is read in whole batches
+            elif "collate_fn" not in loader_kwargs:  # that loader's dataset makes the batches itself
+                del kwargs["collate_fn"]
+        dl = RowsLoader(items, batch_size=bs or size or 64, **kwargs)
+        dl.only_inputs = True
+        return dl
 
     def one_batch(self) -> Any:
         """The first batch of the training loader, on the device."""
@@ -291,7 +340,8 @@ class Unpacker:
         self._size, self._total = (0, 0) if sharded else _drawn_by(dl)
         self._draws: Any = None if sharded else next(iter(samplers_of(dl)), None)
         self._sizes: deque[int] | None = None
-        self._pairs = dls.n_inp in (None, 1) and dls.batch_size is None
+        self._only_inputs = getattr(getattr(dl, "loader", dl), "only_inputs", False)
+        self._pairs = dls.n_inp in (None, 1) and dls.batch_size is None and not self._only_inputs
         self._places: list[tuple] = []  # where the lengths of a full batch are its number of samples
 
     def __call__(self, batch: Any, index: int) -> tuple[Any, tuple, tuple, int]:
@@ -314,6 +364,9 @@ class Unpacker:
     def split(self, batch: Any) -> tuple[Any, tuple, tuple]:
         """Return (batch on the device, inputs, targets)."""
         batch = to_device(batch, self.device)
+        if self._only_inputs and isinstance(batch, tuple | list):
+            # A collate function for samples with targets may have left their place empty.
+            return batch, tuple(x for x in batch[: self.dls.n_inp] if x is not None), ()
         return batch, *self.dls.split(batch, self.keep_targets)
 
     def _drawn(self, index: int) -> int | None:
@@ -369,6 +422,37 @@ class Unpacker:
         if world.is_main() and not self.dls._said:
             self.dls._said = True
             warn(message)
+
+
+class CollateInputs:
+    """A collate function that was made for samples with targets, for inputs alone.
+
+    Args:
+        collate: the function.
+        as_tuples: samples are tuples, so an input becomes one.
+    """
+
+    def __init__(self, collate: Callable[[list], Any], as_tuples: bool) -> None:
+        self.collate, self.as_tuples = collate, as_tuples
+
+    def __call__(self, items: list) -> Any:
+        given = [(item,) if self.as_tuples and not isinstance(item, tuple | list) else item for item in items]
+        try:
+            return self.collate(given)
+        except Exception as e:
+            name = getattr(self.collate, "__name__", type(self.collate).__name__)
+            raise ValueError(
+                f"the loader's collate_fn, {name}, cannot join {describe(given[:1])}, inputs without targets "
+                f"({type(e).__name__}: {e}); give it one that can: DataLoaders.test_dl(items, collate_fn=...)"
+            ) from e
+
+
+def _yields_tuples(dl: DataLoader) -> bool:
+    """Tell by its first sample whether a loader's dataset yields tuples."""
+    if isinstance(dl.dataset, IterableDataset):
+        return False
+    with keep_seeds():
+        return isinstance(dl.dataset[0], tuple | list)
 
 
 _ADVICE = "give DataLoaders(..., batch_size=lambda batch: ...), a function that counts the samples of a batch"

@@ -35,7 +35,12 @@ class RowsLoader(DataLoader):
 
     This is about eight times as fast as fetching and collating samples one by one; workers could not make it faster,
     so none are started. For other datasets, or with another `collate_fn`, it is torch's loader unchanged.
+
+    Attributes:
+        only_inputs: its batches have no targets: all entries of a tuple are inputs.
     """
+
+    only_inputs = False
 
     def __init__(self, dataset: Dataset, **kwargs: Any) -> None:
         super().__init__(dataset, **kwargs)

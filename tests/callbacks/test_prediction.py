@@ -358,3 +358,150 @@ def test_a_list_with_an_entry_for_each_sample_is_joined_by_samples():
     assert [len(p["boxes"]) for p in preds] == [1, 2, 1, 2, 1, 2, 1]
     (one, two), _ = make_learner(make_dls(6, bs=2), Heads()).get_preds()
     assert torch.equal(2 * one, two)
+
+
+# One input
+
+
+class Pair(nn.Module):
+    """Takes two inputs, by place or by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+
+    def forward(self, a, b):
+        return self.body(a - 2 * b)
+
+
+class Pairs(Dataset):
+    """Two inputs and a class, as tuples or as mappings."""
+
+    def __init__(self, named=False):
+        self.a, self.b, self.named = make_data(6, 4, 4).tensors, torch.arange(6) % 3, named
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        a, b, y = self.a[0][i], self.a[1][i], self.b[i]
+        return {"a": a, "b": b, "labels": y} if self.named else (a, b, y)
+
+
+def test_predict_gives_the_row_of_get_preds_and_leaves_no_trace():
+    learn = classifier(cbs=Callback(before_batch=double))
+    learn.fit(1)
+    learn.dls.classes = ["ant", "bee", "cow"]
+    learn.model.train()
+    preds, _, decoded = learn.get_preds(with_decoded=True)
+    learn.model.train()
+    before, rows, cbs = streams(), list(learn.recorder.values), list(learn.cbs)
+    for i in range(3):
+        label, number, pred = learn.predict(learn.dls.valid_ds[i][0])
+        torch.testing.assert_close(pred, preds[i])
+        assert (number, label) == (decoded[i], learn.dls.classes[decoded[i]])
+    probabilities = learn.predict(learn.dls.valid_ds[0][0], act=lambda p: p.softmax(1)).pred
+    torch.testing.assert_close(probabilities, preds[0].softmax(0))
+    assert learn.model.training
+    assert (streams(), learn.recorder.values, learn.cbs, learn.task) == (before, rows, cbs, None)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_predict_takes_an_input_as_the_dataset_yields_it(named):
+    data = Pairs(named)
+    learn = make_learner(DataLoaders.from_datasets(data, data, bs=4, device="cpu"), Pair(), nn.CrossEntropyLoss())
+    preds = learn.get_preds()[0]
+    a, b, y = data[5].values() if named else data[5]
+    item = {"a": a, "b": b} if named else (a, b)
+    torch.testing.assert_close(learn.predict(item).pred, preds[5])
+    assert learn.predict(item).label == learn.predict(item).decoded == preds[5].argmax()
+    if named:
+        torch.testing.assert_close(learn.predict(item | {"labels": y}).pred, preds[5])
+
+
+def test_predict_decodes_where_somebody_knows_how():
+    x = make_data().tensors[0][0]
+    learn = make_learner(model=make_model(n_out=3))
+    label, decoded, pred = learn.predict(x)
+    assert label is decoded is None
+    assert pred.shape == (3,)
+    learn.loss_func, learn.dls.classes = Own(), ["a", "b", "c"]
+    learn.loss_func.decode = lambda pred: pred > pred.mean()
+    label, decoded, pred = learn.predict(x)
+    assert label == [name for name, score in zip("abc", pred, strict=True) if score > pred.mean()]
+    learn.loss_func = None
+    assert learn.predict(x).label == "abc"[learn.predict(x).pred.argmax()]
+
+
+def test_predict_takes_the_only_entry_of_what_is_no_tensor():
+    class Detector(nn.Module):
+        def forward(self, x):
+            return [{"boxes": row.expand(1, 4)} for row in x]
+
+    x = make_data().tensors[0][0]
+    assert torch.equal(make_learner(model=Detector()).predict(x).pred["boxes"], x[None])
+
+
+def test_predict_in_the_middle_of_a_fit_changes_nothing_of_it():
+    models = []
+    for cbs in ([], [Callback(after_step=ask_twice), Callback(after_loss=ask_twice)]):
+        torch.manual_seed(3)
+        learn = make_learner(make_dls(8, 4), make_model(dropout=0.5))
+        learn.fit(2, cbs=cbs)
+        models.append(learn.model)
+    assert all(torch.equal(*pair) for pair in zip(*(m.state_dict().values() for m in models), strict=True))
+
+
+def ask_twice(cb):
+    learn = cb.learn
+    if learn.task == "predict":
+        return  # it is heard there too
+    before = {name: getattr(learn, name) for name in ("dl", "batch", "xb", "yb", "pred", "loss", "iter", "training")}
+    x = learn.dls.train.dataset[0][0]
+    assert torch.equal(learn.predict(x).pred, learn.predict(x).pred)  # without dropout
+    assert all(getattr(learn, name) is value for name, value in before.items())
+
+
+# Inputs without targets
+
+
+def test_a_loader_of_inputs_reads_as_the_validation_loader_does():
+    data = make_classes(7, seed=1)
+    learn = classifier()
+    preds, targets = learn.get_preds(dl=learn.dls.test_dl(data.tensors[0]))
+    assert targets is None
+    for items in (list(data.tensors[0]), TensorDataset(data.tensors[0])):
+        dl = learn.dls.test_dl(items, bs=3)
+        assert [len(batch[0] if isinstance(batch, list) else batch) for batch in dl] == [3, 3, 1]
+        torch.testing.assert_close(learn.get_preds(dl=dl)[0], preds)
+    pairs = Pairs()
+    learn = make_learner(DataLoaders.from_datasets(pairs, bs=4, device="cpu"), Pair(), nn.CrossEntropyLoss())
+    preds, targets = learn.get_preds(dl=learn.dls.test_dl([pairs[i][:2] for i in range(6)]))  # n_inp is not said
+    assert targets is None
+    torch.testing.assert_close(preds, learn.get_preds(0)[0])
+    for wrong in ({"a": 1}, "abc", iter([1])):
+        with pytest.raises(TypeError, match="test_dl takes a dataset, or a sequence"):
+            learn.dls.test_dl(wrong)
+
+
+def joined(samples):
+    return torch.stack([sample[0] for sample in samples]), None
+
+
+def pairs_joined(samples):
+    return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+
+def test_a_collate_function_gets_tuples_where_samples_are_some():
+    data = make_classes(7, seed=1)
+    found = []
+    for collate in (joined, pairs_joined):
+        dls = DataLoaders.from_datasets(data, data, bs=4, device="cpu", collate_fn=collate)
+        learn = make_learner(dls, make_model(n_out=3), nn.CrossEntropyLoss())
+        if collate is joined:
+            found = learn.get_preds(dl=dls.test_dl(list(data.tensors[0])))[0]
+            continue
+        with pytest.raises(ValueError, match=r"pairs_joined, cannot join .* give it one that can: .*collate_fn="):
+            learn.predict(data.tensors[0][0])
+        preds = learn.get_preds(dl=dls.test_dl(list(data.tensors[0]), collate_fn=torch.stack))[0]
+        assert torch.equal(preds, found)

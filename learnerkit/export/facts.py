@@ -1,0 +1,138 @@
+"""The record that goes with an exported model: what a learner needs to know to predict with it, as JSON."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from learnerkit.files import CheckpointError
+from learnerkit.losses import is_cross_entropy, loss_option
+from learnerkit.utils import unwrap
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+KEY = "learnerkit.export"
+"""Under which name a file has the record."""
+
+VERSION = 1
+
+
+class NotExported:
+    """Stands for the loss of an exported model: it decodes predictions, and nothing can be computed with it.
+
+    Args:
+        decoding: as in `Facts`.
+    """
+
+    def __init__(self, decoding: str | None) -> None:
+        self.decoding = decoding
+        if decoding is not None:
+            self.decode = _DECODINGS[decoding]
+
+    def __call__(self, *args: Any) -> Tensor:
+        raise ValueError("the learner was loaded without a loss: load_learner(..., loss_func=...) gives it one")
+
+
+def _classes(pred: Tensor) -> Tensor:
+    return pred.argmax(1)
+
+
+_DECODINGS: dict[str, Callable[[Tensor], Tensor]] = {"argmax": _classes}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The record.
+
+    Args:
+        model: the name of the model's class, for messages alone.
+        decoding: how predictions are decoded: 'argmax' over dimension 1, or `None`: by nothing that a file can say.
+        own_loss: the model makes its own loss.
+        inputs: the names of the inputs, where batches are mappings.
+        classes, n_inp, target_keys, preprocessing: as in `DataLoaders`.
+        version: of this format.
+    """
+
+    model: str
+    decoding: str | None = None
+    own_loss: bool = False
+    inputs: list[str] | None = None
+    classes: list[Any] | None = None
+    n_inp: int | None = None
+    target_keys: list[str] | None = None
+    preprocessing: Mapping[str, Any] | None = None
+    version: int = VERSION
+
+    def as_json(self) -> str:
+        """The record as text.
+
+        Raises:
+            TypeError: `preprocessing` has something in it that JSON does not know.
+        """
+        try:
+            return json.dumps(asdict(self))
+        except TypeError as e:
+            raise TypeError(f"dls.preprocessing is stored as JSON, with which it does not go: {e}") from None
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "model": (str,), "decoding": (str, type(None)), "own_loss": (bool,), "inputs": (list, type(None)),
+    "classes": (list, type(None)), "n_inp": (int, type(None)), "target_keys": (list, type(None)),
+    "preprocessing": (dict, type(None)), "version": (int,),
+}  # fmt: skip
+
+
+def facts_of(learn: "Learner", inputs: Iterable[str] | None = None) -> Facts:
+    """The record of a learner; `inputs`: the names of a mapping batch's."""
+    dls, loss_func = learn.dls, learn.loss_func
+    classes = None if dls.classes is None else [_plain(name) for name in dls.classes]
+    return Facts(
+        model=type(unwrap(learn.model)).__name__, decoding=_decoding(loss_func, classes), own_loss=loss_func is None,
+        inputs=None if inputs is None else list(inputs), classes=classes, n_inp=dls.n_inp,
+        target_keys=list(dls.target_keys), preprocessing=dls.preprocessing,
+    )  # fmt: skip
+
+
+def _decoding(loss_func: Any, classes: Any) -> str | None:
+    if isinstance(loss_func, NotExported):
+        return loss_func.decoding
+    if loss_func is None:  # as `Learner.predict` has it
+        return "argmax" if classes is not None else None
+    own = loss_option(loss_func, "decode", loss_option(loss_func, "decodes"))  # code, which no file here has
+    return "argmax" if is_cross_entropy(loss_func) and own is None else None
+
+
+def _plain(name: Any) -> Any:
+    return name if isinstance(name, str | int | float | bool | None) else str(name)
+
+
+def read_facts(text: str | None, file: Any) -> Facts:
+    """The record from its text; names in it are compared and shown, and never looked up.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or of a later version.
+    """
+    if text is None:
+        raise CheckpointError(
+            f"{file} has no record of learn.export. Weights alone are read by learn.load, into a learner with its model"
+        )
+    try:
+        found = json.loads(text)
+        if found["version"] > VERSION:
+            raise CheckpointError(
+                f"{file} was exported by a later learnerkit, in version {found['version']} of the format; this one "
+                f"reads up to {VERSION}: update it"
+            )
+        facts = Facts(**{each.name: found[each.name] for each in fields(Facts)})
+        wrong = [name for name, kinds in _TYPES.items() if not isinstance(vars(facts)[name], kinds)]
+        names = [*(facts.target_keys or ()), *(facts.inputs or ())]
+        if wrong or facts.decoding not in (None, *_DECODINGS) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{', '.join(wrong) or 'decoding, or a name,'} is of another kind")
+    except CheckpointError:
+        raise
+    except Exception as e:
+        raise CheckpointError(f"{file}: its record of learn.export is damaged: {type(e).__name__}: {e}") from e
+    return facts

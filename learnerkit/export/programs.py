@@ -1,0 +1,301 @@
+"""Programs of torch.export: a model that needs no code, traced from a batch, written, checked and read.
+
+torch's reader is made for files that one trusts. It unpickles parts of an archive that say so, evaluates the text of
+sizes, looks functions up by their names, and puts names into code that it runs. So what is not a tensor in a row, a
+tensor operation, a name or the arithmetic of sizes is refused here before torch sees it.
+"""
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from learnerkit import torch_internals
+from learnerkit.data.batches import map_batch, tensors_in
+from learnerkit.export.facts import KEY, Facts
+from learnerkit.files import CheckpointError, replacing
+from learnerkit.text import in_one_line
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from learnerkit.learner import Learner
+
+
+# Tracing
+
+
+class Predictor(nn.Module):
+    """What is traced: the model, called as the learner calls it, and of its output the predictions.
+
+    Args:
+        learn: the learner, whose `model` is the plain one.
+    """
+
+    def __init__(self, learn: "Learner") -> None:
+        super().__init__()
+        self.model, self.learn = learn.model, learn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        learn = self.learn
+        learn.batch, learn.xb = (kwargs, (kwargs,)) if kwargs else (args, args)
+        try:
+            learn._forward()
+            return learn.pred
+        finally:
+            learn.batch, learn.xb, learn.pred, learn.output = None, (), None, None
+
+
+def traced(predictor: Predictor, args: tuple, kwargs: dict[str, Any], size: int, safe_name: str) -> "ExportedProgram":
+    """Trace a model into a program for any number of samples, and for other lengths where the model allows them.
+
+    Args:
+        predictor: the model, in eval mode.
+        args, kwargs: a batch of its inputs.
+        size: the samples in it, two or more: torch takes a single one for a property of the model.
+        safe_name: a name for the file that can always be written, for the error.
+
+    Raises:
+        CheckpointError: torch.export cannot take the model.
+    """
+    from torch.export import Dim, export
+
+    def shape(t: Tensor) -> dict[int, Any]:
+        kinds = [Dim.AUTO if length > 1 else Dim.STATIC for length in t.shape]
+        return dict(enumerate([Dim.DYNAMIC, *kinds[1:]] if t.ndim and len(t) == size else kinds))
+
+    def shapes(inputs: Any) -> Any:
+        return map_batch(shape, inputs, lambda x: None)
+
+    dynamic = {"kwargs": shapes(kwargs)} if kwargs else {"args": shapes(args)}
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            program = export(predictor, args, kwargs, dynamic_shapes=dynamic, strict=False)
+    except Exception as e:
+        raise CheckpointError(
+            f"torch.export cannot take {type(predictor.model).__name__}: {in_one_line(e)}. Its weights alone can "
+            f"always be exported: learn.export({safe_name!r})"
+        ) from e
+    torch_internals.forget_guards(program)
+    return program
+
+
+def compare(found: Any, expected: Any, what: str, safe_name: str) -> None:
+    """Refuse predictions that are not the model's, up to the rounding of other kernels.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    ours, theirs = list(tensors_in(expected)), list(tensors_in(found))
+    shapes = [[tuple(t.shape) for t in tensors] for tensors in (theirs, ours)]
+    gap = 0.0
+    if shapes[0] == shapes[1]:
+        for a, b in zip(theirs, ours, strict=True):
+            apart = (a.detach().cpu().double() - b.detach().cpu().double()).abs().nan_to_num(nan=0.0)
+            scale = max(1.0, float(b.abs().max())) if b.numel() else 1.0
+            rounding = 1e-3 if b.itemsize >= 4 else 3e-2
+            gap = max(gap, float(apart.max()) / scale / rounding if b.numel() else 0.0)
+        if gap <= 1:
+            return
+    why = f"shapes {shapes[0]} instead of {shapes[1]}" if shapes[0] != shapes[1] else "other values"
+    raise CheckpointError(
+        f"{what} does not predict as the model does ({why}), so no file was written. The model may do something else "
+        f"for other batches, which a program cannot; its weights can always be exported: learn.export({safe_name!r})"
+    )
+
+
+# Writing and reading
+
+
+def write(program: "ExportedProgram", facts: Facts, file: Path, check: Callable[[nn.Module], None]) -> None:
+    """Write a program with its record, as a whole, once what can be read back has passed a check.
+
+    Args:
+        program: the program; it loses its example inputs, which are the user's data, and the lines of the user's code.
+        facts: the record.
+        file: where to.
+        check: gets the program as it is read back, on the host.
+    """
+    from torch.export import save
+    from torch.export.passes import move_to_device_pass
+
+    program.example_inputs = None
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)
+    program = move_to_device_pass(program, "cpu")
+    with replacing(file) as temporary:
+        with open(temporary, "xb") as opened, warnings.catch_warnings(action="ignore"):
+            save(program, opened, extra_files={KEY: facts.as_json()})
+            opened.flush()
+            os.fsync(opened.fileno())
+        check(read(temporary, torch.device("cpu"))[0])
+
+
+class Program(nn.Module):
+    """A program of torch.export, which predicts as the model did from which it was made.
+
+    Args:
+        program: the program.
+        inputs: the names of its inputs, where it takes keywords; others are left out.
+    """
+
+    def __init__(self, program: "ExportedProgram") -> None:
+        super().__init__()
+        self.program = program.module()
+        self.inputs: list[str] | None = None
+        self.training = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inputs is not None:
+            if missing := [name for name in self.inputs if name not in kwargs]:
+                raise ValueError(f"the batch has no {', '.join(missing)}; the program takes {', '.join(self.inputs)}")
+            kwargs = {name: kwargs[name] for name in self.inputs}
+        return self.program(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> "Program":
+        """Stay in the mode of prediction: a program has no other."""
+        if mode:
+            raise ValueError(
+                "a program of torch.export predicts as it was exported, and cannot be trained: load the weights "
+                "(.safetensors) into the model"
+            )
+        return self
+
+
+def read(file: Path, device: torch.device) -> tuple[Program, str | None]:
+    """Read a program, and the text of its record, without running anything that the file says.
+
+    Raises:
+        CheckpointError: a damaged file, or one with more in it than tensors and operations on them.
+    """
+    from torch.export.passes import move_to_device_pass
+
+    try:
+        content = BytesIO(file.read_bytes())  # what is checked is what is read, whatever happens to the file
+        with warnings.catch_warnings(action="ignore"):
+            refuse_code(content)
+            content.seek(0)
+            programs, texts = torch_internals.read_archive(content)
+            (program,) = programs.values()
+            return Program(move_to_device_pass(program, device)), texts.get(KEY)
+    except CheckpointError as e:
+        raise CheckpointError(f"{file}: {e}") from None
+    except Exception as e:
+        raise CheckpointError(f"{file} is damaged, or not made by learn.export: {in_one_line(e)}") from e
+
+
+# What may stand in an archive
+
+_ENTRIES = re.compile(
+    r"archive_(format|version)|byteorder|(\.data/)?(version|serialization_id|\.format_version|\.storage_alignment)"
+    r"|models/model\.json|data/(weights/(model_weights_config\.json|weight_\d+)"
+    r"|constants/(model_constants_config\.json|tensor_\d+)|sample_inputs/model\.pt)|extra/learnerkit\.export"
+)
+_SAMPLES, _PROGRAM = "data/sample_inputs/model.pt", "models/model.json"
+_CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
+
+_NAME = re.compile(r"[\w.]*")
+_WORDS = re.compile(r"[\w ,.:+>\[\]-]*")  # what operations take: 'mean', 'bilinear', 'ij,jk->ik', and a device
+_OPERATORS = (
+    "eq", "ne", "le", "ge", "lt", "gt", "neg", "pos", "mul", "add", "sub", "floordiv", "mod", "pow", "truediv", "and_",
+    "or_", "getitem",
+)  # fmt: skip
+_TARGET = re.compile(rf"torch\.ops\.aten\.\w+\.\w+|_operator\.({'|'.join(_OPERATORS)})|torch\.sym_\w+|math\.trunc")
+_FILE_OPERATIONS = re.compile(r".*\.(from_file|save|load|open|file)\b.*")
+_SIZE_WORDS = (
+    "Symbol", "Integer", "Float", "Rational", "Add", "Mul", "Pow", "Max", "Min", "Mod", "PythonMod", "FloorDiv",
+    "CleanDiv", "CeilDiv", "ModularIndexing", "IntTrueDiv", "FloatTrueDiv", "TruncToInt", "FloorToInt", "RoundToInt",
+    "ToFloat", "Eq", "Ne", "Le", "Ge", "Lt", "Gt", "Equality", "Unequality", "LessThan", "GreaterThan",
+    "StrictLessThan", "StrictGreaterThan", "And", "Or", "Not", "int_oo", "oo", "true", "false", "True", "False",
+    "positive", "integer", "nonnegative", "precision",
+)  # fmt: skip
+_ARITHMETIC = re.compile(rf"([-+*/()., \d<>=!&|~]|\b({'|'.join(_SIZE_WORDS)}|[suz]f?\d+)\b|'([suz]f?\d+|[-+.\de]+)')*")
+_STRUCTURES = (None, "builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
+
+
+def refuse_code(content: BytesIO) -> None:
+    """Refuse an archive with anything in it by which reading it, or running it, could run code.
+
+    Raises:
+        CheckpointError: it has a pickle, a compiled library, or a name that is not one of a tensor operation.
+    """
+    from torch.export.pt2_archive import PT2ArchiveReader  # the same reader that reads it afterwards
+
+    archive = PT2ArchiveReader(content)
+    names = archive.get_file_names()
+    for name in names:
+        if not _ENTRIES.fullmatch(name):
+            raise _refused("the part", name)
+    if len(set(names)) < len(names):
+        raise _refused("two parts of one name", first_twice(names))
+    if archive.read_bytes(_SAMPLES):
+        raise _refused("a pickle of example inputs", _SAMPLES)
+    for name in _CONFIGS:
+        for key, payload in json.loads(archive.read_string(name))["config"].items():
+            if payload["use_pickle"]:
+                raise _refused("a pickle of", key)
+            _check(payload, key)
+    _check(json.loads(archive.read_string(_PROGRAM)), "")
+
+
+def first_twice(names: Sequence[str]) -> str:
+    """The first name that stands there twice."""
+    return next(name for name in names if names.count(name) > 1)
+
+
+def _refused(what: str, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"it has {what} {name[:120]!r}, which could run code, or is none of learn.export's; it is not read. Of "
+        "somebody whom you do not know take the weights: a .safetensors file"
+    )
+
+
+def _check(part: Any, key: str) -> None:
+    "Refuse a part of a program, the entry `key` of another, that has something else than it should."
+    if isinstance(part, Mapping):
+        for name, value in part.items():
+            if name == "metadata" and all(isinstance(text, str) for text in value.values()):
+                continue  # about the code that it was made of
+            if not _NAME.fullmatch(name):
+                raise _refused("the name", name)
+            _check(value, name)
+    elif isinstance(part, list):
+        for value in part:
+            _check(value, key)
+    elif isinstance(part, str):
+        _check_text(part, key)
+
+
+def _check_text(text: str, key: str) -> None:
+    if key == "guards_code":
+        raise _refused("code for its inputs", text)
+    if key in ("in_spec", "out_spec"):
+        if text:
+            _check_structure(json.loads(text)[1])
+    elif key == "expr_str":
+        if not _ARITHMETIC.fullmatch(text):
+            raise _refused("the size", text)
+    elif key in ("target", "as_operator"):
+        if not _TARGET.fullmatch(text) or _FILE_OPERATIONS.fullmatch(text):
+            raise _refused("the operation", text)
+    elif not (_NAME if key in _NAMES else _WORDS).fullmatch(text):
+        raise _refused("the text", text)
+
+
+_NAMES = ("name", "as_name", "parameter_name", "buffer_name", "tensor_constant_name", "forward_arg_names", "fqn")
+
+
+def _check_structure(spec: Any) -> None:
+    "How inputs and outputs are nested: of the types that torch would import by name, none."
+    if spec["type"] not in _STRUCTURES or "__enum__" in (spec["context"] or ""):
+        raise _refused("the type", f"{spec['type']} {spec['context']}")
+    for part in spec["children_spec"]:
+        _check_structure(part)

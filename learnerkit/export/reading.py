@@ -1,0 +1,97 @@
+"""`load_learner`: a learner that predicts, from a file that `Learner.export` has written. Nothing is unpickled."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from learnerkit import tensor_files, world
+from learnerkit.data.loaders import DataLoaders
+from learnerkit.export import programs
+from learnerkit.export.facts import KEY, NotExported, read_facts
+from learnerkit.export.writing import ONNX, PROGRAM, SUFFIXES, exported_path
+from learnerkit.files import CheckpointError
+from learnerkit.text import in_one_line
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+
+class NoData:
+    """Stands for the loaders of a learner that was loaded without data."""
+
+    why_empty = "the learner was loaded without data; load_learner(..., dls=...) gives it some"
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator:
+        return iter(())
+
+
+def load(
+    make: Callable[..., "Learner"], fname: Any, model: Any, dls: DataLoaders | None, loss_func: Any, device: Any,
+    path: str | Path, model_dir: str | Path,
+) -> "Learner":  # fmt: skip
+    """Make the learner for `load_learner`, which see, by the class `make`."""
+    file = exported_path(fname, Path(path) / model_dir)
+    if dls is not None and device is not None:
+        raise ValueError(f"got dls and device={device!r}; the device is that of dls")
+    if file.suffix == ONNX:
+        raise ValueError(
+            f"{file} is for onnxruntime and the like; load_learner reads '.safetensors' and '.pt2': export one of them"
+        )
+    world.follow_rank0("load_learner")
+    if not file.is_file():
+        found = (p.name for p in file.parent.iterdir() if p.suffix in SUFFIXES) if file.parent.is_dir() else ()
+        raise FileNotFoundError(f"there is no file {file}; exported there: {', '.join(sorted(found)) or 'nothing'}")
+    own = DataLoaders(NoData(), NoData(), device=device) if dls is None else dls
+    if file.suffix == PROGRAM:
+        if model is not None:
+            raise ValueError(f"{file} is a program that needs no model: leave model= out")
+        program, text = programs.read(file, own.device)
+        facts = read_facts(text, file)
+        program.inputs, model = facts.inputs, program
+    else:
+        facts = read_facts(_record(file), file)
+        model = _made(model, file, facts.model)
+    if dls is None:
+        own.n_inp = facts.n_inp
+        own.target_keys = own.target_keys if facts.target_keys is None else tuple(facts.target_keys)
+    if own.classes is None:
+        own.classes = facts.classes
+    if own.preprocessing is None:
+        own.preprocessing = facts.preprocessing
+    makes_loss = facts.own_loss and file.suffix != PROGRAM
+    loss_func = NotExported(facts.decoding) if loss_func is None and not makes_loss else loss_func
+    learn = make(own, model, loss_func, path=path, model_dir=model_dir)
+    if file.suffix != PROGRAM:
+        with world.alone():
+            learn.load(file, with_opt=False)
+    model.eval()
+    return learn
+
+
+def _record(file: Path) -> str | None:
+    try:
+        return tensor_files.notes_of(file).get(KEY)
+    except Exception as e:  # random bytes cause several types of errors
+        raise CheckpointError(f"{file} is damaged, or not a safetensors file: {in_one_line(e)}") from e
+
+
+def _made(model: Any, file: Path, name: str) -> nn.Module:
+    "The user's model, for weights that a model of this name had."
+    if isinstance(model, nn.Module):
+        return model
+    if model is None:
+        raise ValueError(
+            f"{file} has the weights of a {name[:80]!r}, and no code: give load_learner(..., model=) the module, or "
+            "the function or class that makes it. A '.pt2' export needs none"
+        )
+    if not callable(model):
+        raise TypeError(f"got model={model!r}; it is a module, or the function or class that makes it, and no name")
+    made = model()
+    if not isinstance(made, nn.Module):
+        raise TypeError(f"model={model!r} returned {made!r}; it must return an nn.Module")
+    return made

@@ -1,0 +1,201 @@
+"""`Learner.export`: the model of a learner as a file of weights, a program of torch.export, or ONNX."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from learnerkit import files, world
+from learnerkit.callbacks.precision import ChannelsLast, MixedPrecision
+from learnerkit.data.batches import loader_len, map_batch, rows_of, tensors_in, to_device
+from learnerkit.data.order import keep_seeds, with_batches
+from learnerkit.export import programs
+from learnerkit.export.facts import KEY, Facts, facts_of
+from learnerkit.files import CheckpointError, plain_name, replacing, save_weights
+from learnerkit.snapshot import give_shapes, trial
+from learnerkit.utils import unwrap, warn
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+PROGRAM, ONNX = ".pt2", ".onnx"
+SUFFIXES = (files.SAFETENSORS, PROGRAM, ONNX)
+_PICKLES = (".pkl", ".pickle", ".pth", ".pt", ".bin", ".joblib")
+
+
+def exported_path(fname: Any, folder: Path) -> Path:
+    """The path of an exported file.
+
+    Args:
+        fname: a plain name in `folder`, which without a known suffix gets that of weights; or a path, as it is.
+        folder: for names.
+
+    Raises:
+        TypeError, ValueError: no name, or the suffix of another format.
+    """
+    if not isinstance(fname, str | Path):
+        raise TypeError(f"got fname={fname!r}; it is a name, or a pathlib.Path")
+    path = fname if isinstance(fname, Path) else folder / plain_name(fname)
+    if path.suffix in SUFFIXES:
+        return path
+    kinds = "'.safetensors' (weights), '.pt2' (a program that needs no code) or '.onnx'"
+    if path.suffix in _PICKLES:
+        raise ValueError(
+            f"got {path.name!r}: '{path.suffix}' files are pickles, which can run any code when they are read, and "
+            f"learn.export writes none: end the name in {kinds}; learn.save and learn.load take '.pth'"
+        )
+    if isinstance(fname, Path):
+        raise ValueError(f"got the path {str(path)!r}, whose end says no format: let it be {kinds}")
+    return path.with_name(path.name + files.SAFETENSORS)
+
+
+def export(learn: "Learner", fname: Any) -> Path:
+    """Write the file for `Learner.export`, which see."""
+    path = exported_path(fname, learn.path / learn.model_dir)
+    if path.suffix == ONNX:
+        require_onnx()
+    if not world.is_main():
+        return path
+    _warn_of_callbacks(learn)
+    with world.alone():
+        learn._to_device()
+        give_shapes(learn)
+        if path.suffix == files.SAFETENSORS:
+            save_weights(unwrap(learn.model).state_dict(), path, {KEY: facts_of(learn).as_json()})
+        else:
+            _write_traced(learn, path)
+    return path
+
+
+def _warn_of_callbacks(learn: "Learner") -> None:
+    """Warn of callbacks that may change what the model gets or returns in prediction: they are in no file."""
+    found = [
+        repr(cb)
+        for cb in learn.cbs
+        if cb.run_valid and not cb.only_fit and (cb._owns("before_batch") or cb._owns("after_pred"))
+        if not isinstance(cb, MixedPrecision | ChannelsLast)  # these change no more than the rounding
+    ]
+    if found:
+        warn(
+            f"{', '.join(found)} may change batches or predictions, and only the model is exported: whoever loads it "
+            "needs them too (load_learner(...).add_cbs(...)), or must do the same by other means"
+        )
+
+
+def require_onnx() -> None:
+    """Refuse to begin without the packages that torch's exporter needs."""
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    if missing:
+        raise ImportError(f"learn.export to '.onnx' needs {' and '.join(missing)}: pip install 'learnerkit[onnx]'")
+
+
+def _write_traced(learn: "Learner", path: Path) -> None:
+    args, kwargs, size = example(learn)
+    facts = facts_of(learn, kwargs or None)
+    safe_name = path.with_suffix(files.SAFETENSORS).name
+    with predicting(learn) as predictor:
+        program = programs.traced(predictor, args, kwargs, size, safe_name)
+        # Of all samples, and of one: what holds for the example's number of samples alone is found out here.
+        batches = [(args, kwargs), map_batch(lambda t: t[:1] if t.ndim and len(t) == size else t, (args, kwargs))]
+        expected = [predictor(*some, **named) for some, named in batches]
+        cases = list(zip(map_batch(lambda t: t.cpu(), batches), expected, strict=True))
+
+        def check(what: str, call: Callable[..., Any]) -> None:
+            for (some, named), pred in cases:
+                try:
+                    found = call(*some, **named)
+                except Exception as e:
+                    raise CheckpointError(
+                        f"{what} fails on a batch of {rows_of((some, named))} where the model does not "
+                        f"({type(e).__name__}: {str(e)[:300]}), so no file was written; the weights can always be "
+                        f"exported: learn.export({safe_name!r})"
+                    ) from e
+                programs.compare(found, pred, what, safe_name)
+
+        if path.suffix == PROGRAM:
+            programs.write(program, facts, path, lambda read: check("the exported program", read))
+        else:
+            names = list(kwargs) or [f"x{i}" for i in range(len(args))] if len(args) != 1 else ["x"]
+            flat = all(isinstance(x, Tensor) for x in (*args, *kwargs.values()))
+            named = {"input_names": names if flat else None}
+            named["output_names"] = ["pred"] if isinstance(expected[0], Tensor) else None
+            _write_onnx(program, facts, path, named, check)
+
+
+def example(learn: "Learner") -> tuple[tuple, dict[str, Any], int]:
+    """The inputs of the first batch of validation, or of training, on the device, as arguments; and their number.
+
+    A batch of one sample has it twice.
+
+    Raises:
+        ValueError: there is no batch, or it could not be read again.
+    """
+    dls = learn.dls
+    dl: Any = next((dl for dl in (dls.valid, dls.train) if dl is not None and loader_len(dl) != 0), None)
+    if dl is None or hasattr(dl, "__next__"):
+        why = "has no data" if dl is None else "has a loader that can be read only once"
+        raise ValueError(
+            f"a model is traced from a batch, and the learner {why}: give it a DataLoader, or export the weights "
+            "(.safetensors)"
+        )
+    if isinstance(dl, DataLoader):  # for one batch no workers need to start
+        dl = with_batches(dl, num_workers=0, timeout=0, persistent_workers=False)
+    with keep_seeds(dl):
+        batch = to_device(next(iter(dl)), dls.device)
+    inputs, _ = dls.split(batch)
+    size = dls.batch_size(batch) if dls.batch_size is not None else rows_of(inputs)
+    if size == 1:
+        inputs, size = map_batch(lambda t: torch.cat([t, t]) if t.ndim and len(t) == 1 else t, inputs), 2
+    return ((), dict(inputs[0]), size) if isinstance(inputs[0], Mapping) else (inputs, {}, size)
+
+
+@contextmanager
+def predicting(learn: "Learner") -> Iterator[programs.Predictor]:
+    """The plain model in eval mode, to be traced; afterwards learner and model are as they were."""
+    batch, model = learn.batch, unwrap(learn.model)
+    with trial(learn, model), torch.no_grad():
+        model.eval()
+        try:
+            predictor = programs.Predictor(learn)
+            yield predictor.eval()
+        finally:
+            learn.batch = batch
+
+
+def _write_onnx(
+    program: Any, facts: Facts, path: Path, named: dict[str, Any], check: Callable[[str, Callable[..., Any]], None]
+) -> None:
+    """Write ONNX with torch's exporter, and run it on the example if onnxruntime is there."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            found: Any = torch.onnx.export(program, dynamo=True, verbose=False, **named)
+        found.model.metadata_props[KEY] = facts.as_json()
+    except Exception as e:
+        raise CheckpointError(
+            f"torch's exporter to ONNX cannot take {facts.model}: {str(e).strip().splitlines()[0]}"
+        ) from e
+    with replacing(path) as temporary:
+        found.save(str(temporary), external_data=False)  # one file, also of more than a gigabyte
+        files.sync(temporary)
+        if find_spec("onnxruntime") is not None:
+            check("the ONNX file under onnxruntime", _Runtime(temporary))
+
+
+class _Runtime:
+    """An ONNX file, run by onnxruntime on the CPU."""
+
+    def __init__(self, file: Path) -> None:
+        import onnxruntime
+
+        self.session = onnxruntime.InferenceSession(file.read_bytes(), providers=["CPUExecutionProvider"])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        names = [each.name for each in self.session.get_inputs()]
+        given = kwargs if kwargs.keys() >= set(names) else dict(zip(names, tensors_in((args, kwargs)), strict=True))
+        return [torch.from_numpy(out) for out in self.session.run(None, {name: given[name].numpy() for name in names})]
