@@ -66,13 +66,13 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.inspection.hooks import Hooks as Hooks
     from learnerkit.inspection.interpretation import ClassificationInterpretation as ClassificationInterpretation
     from learnerkit.learner import Learner as Learner
+    from learnerkit.learner import load_learner as load_learner
     from learnerkit.loggers.tables import CSVLogger as CSVLogger
     from learnerkit.loggers.tables import JSONLogger as JSONLogger
     from learnerkit.loggers.trackers import CometCallback as CometCallback
     from learnerkit.loggers.trackers import MLflowCallback as MLflowCallback
     from learnerkit.loggers.trackers import TensorBoardCallback as TensorBoardCallback
     from learnerkit.loggers.trackers import WandbCallback as WandbCallback
-    from learnerkit.learner import load_learner as load_learner
     from learnerkit.metrics import AccumMetric as AccumMetric
     from learnerkit.metrics import Metric as Metric
     from learnerkit.metrics import accuracy as accuracy
@@ -124,7 +124,6 @@ _HOMES = {
     "files": ["CheckpointError"],
     "inspection.hooks": ["ActivationStats", "Hook", "Hooks"],
     "inspection.interpretation": ["ClassificationInterpretation"],
-    "learner": ["Learner"],
     "loggers.tables": ["CSVLogger", "JSONLogger"],
     "loggers.trackers": ["CometCallback", "MLflowCallback", "TensorBoardCallback", "WandbCallback"],
     "learner": ["Learner", "load_learner"],

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from learnerkit import world
 from learnerkit.data.batches import lengths_in, likely_sizes, loader_len, to_device
-from learnerkit.data.order import first_batch, samplers_of, with_batches
+from learnerkit.data.order import first_batch, keep_seeds, samplers_of, with_batches
 from learnerkit.data.rows import IndexBatches, RowsLoader
 from learnerkit.data.samplers import SamplerStates
 from learnerkit.data.streams import Draws, InitWorker, Numbered, PerSample, starts_workers
@@ -45,7 +45,6 @@ class DataLoaders:
         ValueError: `n_inp` below 1, or `batch_size` that is not a function.
     """
 
-    classes: Any = None  # the names of the classes, in the order of their numbers
     preprocessing: Mapping[str, Any] | None = None
 
     def __init__(
@@ -222,6 +221,10 @@ class DataLoaders:
             found, parts = getattr(ds, "classes", None), getattr(ds, "datasets", None)  # of a ConcatDataset
             ds = parts[0] if parts else getattr(ds, "dataset", None)  # of a Subset
         return None if found is None else list(map(str, found))
+
+    @classes.setter
+    def classes(self, names: Iterable[str] | None) -> None:
+        self._classes = None if names is None else list(names)
 
     def show_batch(self, n: int = 9, ds_idx: int = 0) -> Any:
         """Show samples of the first batch of a loader, as it gives them, with their targets.
