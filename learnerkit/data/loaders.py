@@ -214,16 +214,16 @@ class DataLoaders:
         return to_device(first_batch(self.train), self.device)
 
     @property
-    def classes(self) -> list[str] | None:
+    def classes(self) -> list[Any] | None:
         """The names of the classes: those given, else `classes` of the training set; `None` if it has none."""
         found, ds = self._classes, self.train_ds
         while found is None and ds is not None:
             found, parts = getattr(ds, "classes", None), getattr(ds, "datasets", None)  # of a ConcatDataset
             ds = parts[0] if parts else getattr(ds, "dataset", None)  # of a Subset
-        return None if found is None else list(map(str, found))
+        return None if found is None else list(found)
 
     @classes.setter
-    def classes(self, names: Iterable[str] | None) -> None:
+    def classes(self, names: Iterable[Any] | None) -> None:
         self._classes = None if names is None else list(names)
 
     def show_batch(self, n: int = 9, ds_idx: int = 0) -> Any:

@@ -60,7 +60,7 @@ class ClassificationInterpretation:
         self.preds, self.targets, self.decoded, self.losses = preds, targets, decoded, losses
         scored = preds.shape[1] if preds.ndim == 2 else 0
         most = max(scored, 2, int(targets.max()) + 1, int(decoded.max()) + 1)
-        names = dls.classes or []
+        names = list(map(str, dls.classes or []))
         self.classes = [*names, *map(str, range(len(names), most))]
 
     @classmethod
