@@ -137,6 +137,8 @@ class PredictOne(Callback):
 
     def after_batch(self) -> None:
         learn, classes = self.learn, self.learn.dls.classes
+        if learn.pred is None:
+            return  # the batch was cancelled
         pred = on_host(learn.pred)
         decoded = without_batch(self._decode(pred, classes))
         self.found = Prediction(

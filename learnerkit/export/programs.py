@@ -10,6 +10,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, Signature, signature
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,20 +38,25 @@ class Predictor(nn.Module):
 
     Args:
         learn: the learner, whose `model` is the plain one.
+        names: of the inputs, as the program will have them. torch needs to find them in the signature of `forward`: it
+            has had several ways to take `**kwargs`.
     """
 
-    def __init__(self, learn: "Learner") -> None:
+    def __init__(self, learn: "Learner", names: Sequence[str]) -> None:
         super().__init__()
-        self.model, self.learn = learn.model, learn
+        self.model = learn.model
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        learn = self.learn
-        learn.batch, learn.xb = (kwargs, (kwargs,)) if kwargs else (args, args)
-        try:
-            learn._forward()
-            return learn.pred
-        finally:
-            learn.batch, learn.xb, learn.pred, learn.output = None, (), None, None
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            learn.batch, learn.xb = (kwargs, (kwargs,)) if kwargs else (args, args)
+            try:
+                learn._forward()
+                return learn.pred
+            finally:
+                learn.batch, learn.xb, learn.pred, learn.output = None, (), None, None
+
+        found: Any = forward
+        found.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
+        self.forward = found
 
 
 def traced(predictor: Predictor, args: tuple, kwargs: dict[str, Any], size: int, safe_name: str) -> "ExportedProgram":
@@ -71,17 +77,15 @@ def traced(predictor: Predictor, args: tuple, kwargs: dict[str, Any], size: int,
         kinds = [Dim.AUTO if length > 1 else Dim.STATIC for length in t.shape]
         return dict(enumerate([Dim.DYNAMIC, *kinds[1:]] if t.ndim and len(t) == size else kinds))
 
-    def shapes(inputs: Any) -> Any:
-        return map_batch(shape, inputs, lambda x: None)
-
-    dynamic = {"kwargs": shapes(kwargs)} if kwargs else {"args": shapes(args)}
+    inputs = signature(predictor.forward).bind(*args, **kwargs).arguments
     try:
         with warnings.catch_warnings(action="ignore"):
-            program = export(predictor, args, kwargs, dynamic_shapes=dynamic, strict=False)
+            shapes = map_batch(shape, inputs, lambda x: None)
+            program = export(predictor, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as e:
         raise CheckpointError(
-            f"torch.export cannot take {type(predictor.model).__name__}: {in_one_line(e)}. Its weights alone can "
-            f"always be exported: learn.export({safe_name!r})"
+            f"torch.export cannot take {type(predictor.model).__name__}: {in_one_line(e).rstrip('.')}. Its weights "
+            f"alone can always be exported: learn.export({safe_name!r})"
         ) from e
     torch_internals.forget_guards(program)
     return program

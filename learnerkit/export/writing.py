@@ -99,7 +99,8 @@ def _write_traced(learn: "Learner", path: Path) -> None:
     args, kwargs, size = example(learn)
     facts = facts_of(learn, kwargs or None)
     safe_name = path.with_suffix(files.SAFETENSORS).name
-    with predicting(learn) as predictor:
+    names = list(kwargs) or (["x"] if len(args) == 1 else [f"x{i}" for i in range(len(args))])
+    with predicting(learn, names) as predictor:
         program = programs.traced(predictor, args, kwargs, size, safe_name)
         # Of all samples, and of one: what holds for the example's number of samples alone is found out here.
         batches = [(args, kwargs), map_batch(lambda t: t[:1] if t.ndim and len(t) == size else t, (args, kwargs))]
@@ -121,11 +122,7 @@ def _write_traced(learn: "Learner", path: Path) -> None:
         if path.suffix == PROGRAM:
             programs.write(program, facts, path, lambda read: check("the exported program", read))
         else:
-            names = list(kwargs) or [f"x{i}" for i in range(len(args))] if len(args) != 1 else ["x"]
-            flat = all(isinstance(x, Tensor) for x in (*args, *kwargs.values()))
-            named = {"input_names": names if flat else None}
-            named["output_names"] = ["pred"] if isinstance(expected[0], Tensor) else None
-            _write_onnx(program, facts, path, named, check)
+            _write_onnx(program, facts, path, ["pred"] if isinstance(expected[0], Tensor) else None, check)
 
 
 def example(learn: "Learner") -> tuple[tuple, dict[str, Any], int]:
@@ -156,25 +153,25 @@ def example(learn: "Learner") -> tuple[tuple, dict[str, Any], int]:
 
 
 @contextmanager
-def predicting(learn: "Learner") -> Iterator[programs.Predictor]:
+def predicting(learn: "Learner", names: list[str]) -> Iterator[programs.Predictor]:
     """The plain model in eval mode, to be traced; afterwards learner and model are as they were."""
     batch, model = learn.batch, unwrap(learn.model)
     with trial(learn, model), torch.no_grad():
         model.eval()
         try:
-            predictor = programs.Predictor(learn)
+            predictor = programs.Predictor(learn, names)
             yield predictor.eval()
         finally:
             learn.batch = batch
 
 
 def _write_onnx(
-    program: Any, facts: Facts, path: Path, named: dict[str, Any], check: Callable[[str, Callable[..., Any]], None]
+    program: Any, facts: Facts, path: Path, outputs: list[str] | None, check: Callable[[str, Callable[..., Any]], None]
 ) -> None:
     """Write ONNX with torch's exporter, and run it on the example if onnxruntime is there."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            found: Any = torch.onnx.export(program, dynamo=True, verbose=False, **named)
+            found: Any = torch.onnx.export(program, dynamo=True, verbose=False, output_names=outputs)
         found.model.metadata_props[KEY] = facts.as_json()
     except Exception as e:
         raise CheckpointError(

@@ -6,12 +6,12 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from helpers import make_classes, make_data, make_dls, make_learner, make_model
+from helpers import make_classes, make_data, make_dls, make_learner, make_model, raising
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from learnerkit import Callback, DataLoaders, set_seed, world
+from learnerkit import Callback, CancelBatchException, DataLoaders, set_seed, world
 
 
 def classifier(loss=None, **kwargs):
@@ -395,6 +395,7 @@ def test_predict_gives_the_row_of_get_preds_and_leaves_no_trace():
     learn.model.train()
     preds, _, decoded = learn.get_preds(with_decoded=True)
     learn.model.train()
+    learn._workers = "of a notebook, which have nothing to do with it"
     before, rows, cbs = streams(), list(learn.recorder.values), list(learn.cbs)
     for i in range(3):
         label, number, pred = learn.predict(learn.dls.valid_ds[i][0])
@@ -431,6 +432,17 @@ def test_predict_decodes_where_somebody_knows_how():
     assert label == [name for name, score in zip("abc", pred, strict=True) if score > pred.mean()]
     learn.loss_func = None
     assert learn.predict(x).label == "abc"[learn.predict(x).pred.argmax()]
+
+
+def test_predict_has_the_precision_of_the_learner_and_needs_no_torch_loader():
+    x, y = make_data(4).tensors
+    learn = make_learner(DataLoaders([(x, y)], device="cpu")).to_bf16()
+    pred = learn.predict(x[1]).pred
+    assert pred.dtype == torch.float32
+    torch.testing.assert_close(pred, learn.get_preds(dl=[x])[0][1], rtol=0, atol=1e-6)
+    assert not torch.equal(pred, learn.to_fp32().predict(x[1]).pred)
+    with pytest.raises(ValueError, match="a callback has cancelled the prediction"):
+        learn.add_cb(raising("before_batch", CancelBatchException())).predict(x[1])
 
 
 def test_predict_takes_the_only_entry_of_what_is_no_tensor():

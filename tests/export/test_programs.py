@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import zipfile
 from pathlib import Path
@@ -16,10 +17,10 @@ from learnerkit import CheckpointError, DataLoaders, load_learner
 
 
 class Evil:
-    """Leaves a file when it is unpickled."""
+    """Leaves a folder when it is unpickled."""
 
     def __reduce__(self):
-        return open, ("evil", "w")
+        return os.mkdir, ("evil",)
 
 
 ORDER = "__import__('os').mkdir('evil')"
