@@ -212,7 +212,7 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
                 tensors[key] = value.to(device)
             return Saved(name, tensors)
         with warnings.catch_warnings(action="ignore"):  # of a damaged file, for which there is an error
-            _refuse_compressed(file)
+            refuse_compressed(file)
             state = torch.load(file, map_location=device, weights_only=True)
     except Exception as e:  # random bytes cause a dozen types of errors, from AssertionError to struct.error
         raise CheckpointError(
@@ -228,7 +228,7 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
     return Saved(name, weights, _entry(state, _OPT_NAMES), scaler if is_scaler else None)
 
 
-def _refuse_compressed(file: Path | BinaryIO) -> None:
+def refuse_compressed(file: Path | BinaryIO) -> None:
     """Refuse what torch never writes: a small file that would fill the memory."""
     start = 0 if isinstance(file, Path) else file.tell()
     if zipfile.is_zipfile(file):

@@ -36,6 +36,15 @@ def items(kind):
 
 @pytest.mark.ranks(2, slow=[3])
 def test_every_input_once_in_order():
+    predict_without_targets()
+
+
+def test_every_input_once_in_order_on_one_process():
+    predict_without_targets()
+
+
+def predict_without_targets():
+    """Compare with the model itself, for each kind of inputs and each kind of loader."""
     for kind in ("tensors", "tuples", "mappings", "two inputs"):
         found = items(kind)
         dls = DataLoaders(DataLoader(make_data(8), 2), device="cpu", n_inp=2 if kind == "two inputs" else None)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from learnerkit import Callback, CheckpointError, DataLoaders, MixedPrecision, load_learner, world
+from learnerkit import Callback, CheckpointError, DataLoaders, MixedPrecision, load_learner
 
 
 class Pair(nn.Module):
@@ -132,6 +132,8 @@ def test_a_program_needs_no_code(kind):
     with pytest.raises(ValueError, match="predicts as it was exported, and cannot be trained"):
         load_learner(path, dls=learn.dls, loss_func=nn.CrossEntropyLoss()).fit(1)
     if kind == "cnn":
+        x = torch.stack(items[:1])
+        torch.testing.assert_close(torch.export.load(path).module()(x), other.model(x))  # without this package
         larger = torch.randn(5, 1, 12, 9)
         with torch.no_grad():
             torch.testing.assert_close(other.model(larger), learn.model.eval()(larger))
@@ -281,14 +283,41 @@ def test_classes_that_are_no_text_are_stored_as_text_or_number():
         assert json.loads(file.metadata()["learnerkit.export"])["model"] == "Sequential"
 
 
+class Exports(Callback):
+    """Exports after each epoch, on rank 0 alone."""
+
+    rank0_only = True
+
+    def __init__(self, fname):
+        super().__init__()
+        self.fname = fname
+
+    def after_step(self):
+        self.learn.export(self.fname)
+
+
 @pytest.mark.ranks(2)
 def test_rank_0_writes_one_file_and_waits_for_nobody():
-    learn = make_learner(DataLoaders(DataLoader(make_data(), 2), device="cpu"))
-    with learn.distrib_ctx():
-        learn.fit(1)
-        if world.is_main():
-            path = learn.export("alone")  # as a callback on rank 0 may
-        path = learn.export("both")
-        other = load_learner(path, make_model, device="cpu")
-        assert same_weights(other.model, learn.model)
-    assert sorted(each.name for each in path.parent.iterdir()) == ["alone.safetensors", "both.safetensors"]
+    export_on_ranks("alone.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_rank_0_writes_a_program_in_the_middle_of_a_fit():
+    export_on_ranks("alone.pt2")
+
+
+def export_on_ranks(fname):
+    """Export on rank 0 in a fit, and on all ranks after it, and compare with a fit without."""
+    models = []
+    for cbs in ([], [Exports(fname)]):
+        torch.manual_seed(0)
+        learn = make_learner(DataLoaders(DataLoader(make_data(), 2), device="cpu"), make_model(dropout=0.5))
+        with learn.distrib_ctx():
+            learn.fit(2, cbs=cbs)
+            path = learn.export("both")
+            other = load_learner(path, lambda: make_model(dropout=0.5), device="cpu")
+            assert same_weights(other.model, learn.model)
+        models.append(learn.model)
+    assert same_weights(*models)
+    assert sorted(each.name for each in path.parent.iterdir()) == [fname, "both.safetensors"]
