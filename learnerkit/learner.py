@@ -666,11 +666,11 @@ class Learner(RunState):
         "What this process does without other ranks, also in the middle of a fit; streams and modes are given back."
         agreement, model, in_fit, plain = self._agreement, self.model, self._in_fit, unwrap(self.model)
         try:
-            with world.alone(), kept_flags(self.cbs), training_modes(plain), keep_seeds(device=self.dls.device):
+            with world.alone(), kept_flags(self.cbs), training_modes(plain):
                 for cb in self.cbs:
                     if isinstance(cb, ProgressCallback | parallel.DistributedCallback | parallel.ParallelCallback):
                         cb.run = False
-                self._agreement, self.model, self._in_fit = None, plain, True
+                self._agreement, self.model, self._in_fit = None, plain, True  # so that streams are given back
                 yield
         finally:
             self._agreement, self.model, self._in_fit = agreement, model, in_fit
