@@ -157,10 +157,8 @@ def predicting(learn: "Learner", names: list[str]) -> Iterator[programs.Predicto
     """The plain model in eval mode, to be traced; afterwards learner and model are as they were."""
     batch, model = learn.batch, unwrap(learn.model)
     with trial(learn, model), torch.no_grad():
-        model.eval()
         try:
-            predictor = programs.Predictor(learn, names)
-            yield predictor.eval()
+            yield programs.Predictor(learn, names).eval()
         finally:
             learn.batch = batch
 
