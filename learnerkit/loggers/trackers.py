@@ -129,7 +129,8 @@ class WandbCallback(Tracker):
             run.finish()
             run = None
         if run is None:
-            run = wandb.init(**self.init, **({} if self._id is None else {"id": self._id, "resume": "allow"}))
+            known = {} if self._id is None else {"id": self._id, "resume": "allow"}
+            run = wandb.init(**self.init | known)
             _begun_here.add(run.id)
         if self._goes_back and run.id == self._id:
             last = int(run.summary.get("step") or 0)
@@ -275,7 +276,7 @@ class MLflowCallback(Tracker):
         self._is_own = run is None
         if run is None:
             run = mlflow.start_run(self._id, self._experiment_id(client), None if self._id else self.run_name)
-        if self._goes_back and run.info.run_id == self._id:
+        if self._goes_back and self._id == run.info.run_id:
             self._there = _last_step(client, self._id, "step/lr"), _last_step(client, self._id, "train_loss")
         self._id = run.info.run_id
         return client
@@ -323,7 +324,7 @@ class MLflowCallback(Tracker):
             mlflow.end_run("FINISHED" if error is None else "FAILED" if isinstance(error, Exception) else "KILLED")
 
 
-def _last_step(client: Any, run: str, name: str) -> int:
+def _last_step(client: Any, run: Any, name: str) -> int:
     return max((at.step for at in client.get_metric_history(run, name)), default=-1)
 
 
