@@ -205,8 +205,7 @@ def content(folder):
 
 @pytest.mark.filterwarnings("ignore:not as in the checkpoint")
 @pytest.mark.parametrize(
-    "steps",
-    [pytest.param((5, 12), id="in either fit"), pytest.param(range(1, 21, 2), id="all", marks=pytest.mark.slow)],
+    "steps", [pytest.param((5, 12), id="few"), pytest.param(range(1, 21, 2), id="many", marks=pytest.mark.slow)]
 )
 def test_a_run_that_was_killed_goes_on_without_doubles(steps, tmp_path):
     run(tmp_path / "whole")

@@ -103,8 +103,8 @@ def comet_archives():
                     metric = payload["metric"]
                     found = metrics.setdefault(metric["metricName"], [])
                     found.append([metric["step"], float(metric["metricValue"])])
-                elif payload.get("additional_params", {}).get("type") == "visualization":
-                    figures.append(payload["additional_params"]["fileName"])
+                elif payload.get("upload_type") == "visualization":
+                    figures.append(payload["additional_params"]["figName"])
         yield key, params, metrics, figures
 
 
@@ -158,6 +158,7 @@ def main():
             for tracker in theirs:
                 tracker.close()
         assert wandb.run is run
+        assert (run.config["parameters"], run.config["arch"]) == ("mine", "mlp")
         assert mlflow.active_run() is not None
         assert not experiment.ended
         found["users"] = [run.id, experiment.get_key(), active.info.run_id]
