@@ -260,7 +260,7 @@ class ActivationStats(Callback):
             ax.set(xlabel="step", title=title)
         lines = axes[0].lines
         shown = lines if len(lines) <= 12 else [lines[0], lines[len(lines) // 2], lines[-1]]
-        figure.legend(handles=list(shown), loc="outside right center", fontsize=9, frameon=False)
+        figure.legend(handles=list(shown), loc="outside right center", title="layer", fontsize=9, frameon=False)
         return axes
 
     def plot_hist(self, layers: Layers = None) -> Any:
@@ -294,7 +294,7 @@ class ActivationStats(Callback):
             ax.imshow(counts[:, i].T.log1p().numpy(), origin="lower", aspect="auto", extent=extent)
             powers = range(_LOW, _HIGH + 1, 2)
             ax.set_yticks(powers, [f"$10^{{{power}}}$" for power in powers])
-            ax.set(xlabel="step", ylabel="magnitude", title=self.layers[i])
+            ax.set(xlabel="step", ylabel="magnitude", title=f"layer {self.layers[i]}")
         for ax in axes.flat[len(found) :]:
             ax.set_visible(False)
         return axes.flat[: len(found)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from learnerkit.callbacks.precision import MODES, MixedPrecision
 from learnerkit.data.batches import entries, tensors_in
 from learnerkit.data.order import first_batch
-from learnerkit.data.show import Table
+from learnerkit.data.show import WIDTH, Table
 from learnerkit.losses import loss_name
 from learnerkit.snapshot import give_shapes, predict, trial
 from learnerkit.text import in_units
@@ -19,8 +19,6 @@ from learnerkit.utils import count_parameters, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
-
-_LONGEST = 36  # characters of a layer's name or of its output; the middle of a longer one is left out
 
 
 class Layer(NamedTuple):
@@ -67,17 +65,16 @@ class Summary:
 
     def __repr__(self) -> str:
         names = ["layer", "class", "output", "parameters", "trained"]
-        rows = [
-            [
-                _shortened(layer.name or "(the model)"),
-                layer.kind + (f" (x{layer.calls})" if layer.calls > 1 else ""),
-                _shortened(layer.output or "not called"),
-                f"{layer.parameters:,}",
-                layer.trained,
-            ]
-            for layer in self.layers
-        ]
-        table = repr(Table(names, rows)).split("\n")
+        kinds = [_shortened(x.kind + (f" (x{x.calls})" if x.calls > 1 else ""), 24) for x in self.layers]
+        outputs = [_shortened(x.output or "not called", 26) for x in self.layers]
+        numbers = [f"{x.parameters:,}" for x in self.layers]
+        taken = sum(
+            max(map(len, column)) for column in ([names[1], *kinds], [names[2], *outputs], [names[3], *numbers])
+        )
+        room = WIDTH - taken - len(names[4]) - 2 * 4
+        layers = [_shortened(x.name or "(the model)", room) for x in self.layers]
+        trained = [x.trained for x in self.layers]
+        table = repr(Table(names, zip(layers, kinds, outputs, numbers, trained, strict=True))).split("\n")
         rule = "-" * max(map(len, table))
         state = "not known before the first step" if self.state is None else in_units(self.state)
         return "\n".join([
@@ -173,9 +170,10 @@ def _shape(x: Any) -> str:
     return ", ".join(parts) if parts else type(x).__name__
 
 
-def _shortened(text: str) -> str:
-    half = (_LONGEST - 3) // 2
-    return text if len(text) <= _LONGEST else f"{text[:half]}...{text[-half:]}"
+def _shortened(text: str, width: int) -> str:
+    """Leave out the middle of a text that is too long."""
+    half = (width - 3) // 2
+    return text if len(text) <= width else f"{text[:half]}...{text[-half:]}"
 
 
 def _bytes(tensors: Iterable[Any]) -> int:

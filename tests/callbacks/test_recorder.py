@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import (
     AccumMetric,
+    ActivationStats,
     Callback,
     CancelBatchException,
     CancelEpochException,
@@ -526,6 +527,7 @@ def test_training_steps_read_nothing_from_the_device(loss_func):
         loss_func,
         metrics=accuracy,
         cbs=[
+            ActivationStats(with_hist=True),
             Callback(before_fit=lambda cb: setattr(Lazy, "reads", 0)),
             Callback(after_batch=lambda cb: cb.learn.log_metric("logged", cb.loss * 2), order=49),
             Callback(after_batch=lambda cb: reads.append((cb.training, Lazy.reads)), order=1000),

@@ -4,10 +4,10 @@ import pickle
 
 import pytest
 import torch
-from helpers import make_dls, make_learner, make_model
+from helpers import make_dls, make_learner, make_model, raising
 from torch import nn
 
-from learnerkit import ActivationStats, Callback, CancelBatchException, Hook, Hooks
+from learnerkit import ActivationStats, Callback, CancelBatchException, CheckpointCallback, Hook, Hooks
 
 
 def hooked(model):
@@ -132,9 +132,21 @@ def test_they_take_part_in_a_fit_alone_and_go_on(plt, tmp_path):
     assert list(axes[1].lines[1].get_ydata()) == stats.stats["3"]["std"]
     (ax,) = other.color_dim("3")
     assert ax.images[0].get_array().shape == (48, 2)
-    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title()) == ("step", "magnitude", "3")
+    assert (ax.get_xlabel(), ax.get_ylabel(), ax.get_title()) == ("step", "magnitude", "layer 3")
     for wrong in ("4", 2):
         with pytest.raises(ValueError, match="got layer "):
             other.plot_hist(wrong)
     with pytest.raises(ValueError, match="with_hist=True"):
         learn.remove_cb(stats).fit(1, cbs=(without := ActivationStats())) or without.plot_hist()
+
+
+def test_a_run_that_goes_on_has_the_statistics_of_all_of_it():
+    whole, broken, rest = (ActivationStats(every=2, with_hist=True) for _ in range(3))
+    make_learner().fit(3, cbs=whole)
+    stop = raising("before_batch", ZeroDivisionError(), when=lambda cb: cb.training and cb.train_iter == 3)
+    with pytest.raises(ZeroDivisionError):
+        make_learner().fit(3, cbs=[broken, stop, CheckpointCallback("run", every=1)])
+    make_learner().fit(3, cbs=[rest, Callback(), CheckpointCallback("run", every=1, resume=True)])
+    assert (broken.steps, rest.steps) == ([0, 2], [0, 2, 4])
+    assert rest.stats == whole.stats
+    assert all(map(torch.equal, rest._counts, whole._counts))
