@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import make_dls
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from learnerkit import DataLoaders
 from learnerkit.data.show import Table
@@ -79,6 +79,16 @@ def test_rows_of_tables():
     assert make_dls(train=8).show_batch(2).names == ["0", "1", "2", "3", "target"]
 
 
+class Here(Dataset):
+    """Tells whether it is read in this process."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return torch.tensor([float(get_worker_info() is None)])
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         yield from ((f"text {i}", i) for i in range(5))
@@ -89,6 +99,7 @@ def test_a_batch_is_shown_without_moving_anything():
     state = torch.get_rng_state()
     assert dls.show_batch().rows == dls.show_batch().rows
     assert torch.equal(state, torch.get_rng_state())
+    assert DataLoaders(DataLoader(Here(), 2, num_workers=1)).show_batch().rows == [[1.0]] * 2
     assert DataLoaders(DataLoader(Stream(), 2)).show_batch().rows == [["text 0", "0"], ["text 1", "1"]]
     with pytest.raises(ValueError, match="read only once"):
         DataLoaders(iter([])).show_batch()

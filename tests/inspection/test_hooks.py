@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import make_dls, make_learner, make_model, raising
+from helpers import make_data, make_dls, make_learner, make_model, raising
 from torch import nn
 
 from learnerkit import ActivationStats, Callback, CancelBatchException, CheckpointCallback, Hook, Hooks
@@ -88,7 +88,9 @@ class Twice(nn.Module):
 def test_modules_by_class_and_what_is_not_called():
     learn = make_learner(model=Twice())
     stats = ActivationStats([nn.Linear, learn.model.cell])
+    once = learn.model.first(make_data(8)[:4][0]).detach()
     learn.fit(1, cbs=stats)
+    assert stats.stats["first"]["mean"][0] == pytest.approx(float(once.mean()), abs=1e-6)  # of its first call
     assert stats.layers == ["first", "never", "cell"]
     assert torch.tensor(stats.stats["never"]["mean"]).isnan().all()
     assert torch.tensor([stats.stats[name]["std"] for name in ("first", "cell")]).gt(0).all()
@@ -118,7 +120,7 @@ def test_hooks_go_after_an_error_and_a_cancel(error):
 def test_they_take_part_in_a_fit_alone_and_go_on(plt, tmp_path):
     learn, stats = make_learner(), ActivationStats(with_hist=True)
     learn.add_cb(stats)
-    learn.validate()
+    learn.lr_find(num_it=10, show_plot=False, stop_div=False)
     assert stats.steps == []
     with pytest.raises(ValueError, match="nothing was recorded"):
         stats.plot_layer_stats()

@@ -24,6 +24,7 @@ class Everything(nn.Module):
         self.head.weight = self.twice.weight
 
     def forward(self, a, b):
+        self.trained = self.training
         x = self.twice(self.twice(a) * self.scale) + b
         x = x + self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0]
         return self.head(self.dropout(self.norm(x)))
@@ -49,6 +50,7 @@ def test_the_layers_are_those_that_ran_with_each_parameter_once():
     learn = everything()
     learn.model.norm.requires_grad_(False)
     found = learn.summary()
+    assert not learn.model.trained
     assert [(layer.name, layer.output, layer.calls) for layer in found.layers] == [
         ("", "4 x 4", 1), ("twice", "4 x 4", 2), ("unused", "", 0), ("attention", "4 x 1 x 4, 4 x 1 x 1", 1),
         ("attention.out_proj", "", 0), ("norm", "4 x 4", 1), ("dropout", "4 x 4", 1), ("head", "4 x 4", 1),
