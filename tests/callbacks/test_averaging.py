@@ -230,6 +230,7 @@ def test_what_is_validated_is_what_is_saved(average):
 
 def test_the_best_model_is_an_average():
     later = Callback(order=90, after_fit=lambda cb: cb.learn.save("later"))
+    later.only_fit = True
     learn = learner(EMA(0.7), SaveModelCallback(), later)
     learn.fit(3, 0.5)
     best, last = min(row[1] for row in learn.recorder.values), learn.recorder.values[-1][1]
