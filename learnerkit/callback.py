@@ -92,7 +92,8 @@ class Callback:
     def __setattr__(self, name: str, value: Any) -> None:
         learn = self.__dict__.get("learn")
         dispatch = learn and learn._dispatch
-        if dispatch and name not in _FREE and name[0] != "_" and not self._owns(name) and hasattr(learn, name):
+        is_free = not dispatch or name in _FREE or name[0] == "_" or self._owns(name)
+        if not is_free and getattr(learn, name, self) is not self:  # a class `Average` may set `self.average`
             raise AttributeError(
                 f"{type(self).__name__} assigned self.{name}, but {name!r} belongs to the learner: write "
                 f"`self.learn.{name} = ...`, or set self.{name} in __init__ to make it the callback's own"

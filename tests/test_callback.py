@@ -797,3 +797,13 @@ def test_the_shown_loop_has_every_callback_at_its_events_in_order(capsys):
     assert [names for event, names in found if event == "before_batch"] == [["TrainOnly"], []]
     (cleanup,) = [names for event, names in found if event == "cleanup_fit"]
     assert {name.rstrip(",") for name in cleanup} == {"Early", "ProgressCallback"}
+
+
+def test_a_callback_may_set_an_attribute_of_its_own_name():
+    class Average(Callback):
+        def before_fit(self):
+            self.average = 3
+
+    learn = make_learner(cbs=Average())
+    learn.fit(1)
+    assert (learn.average.average, learn.average) == (3, learn.cbs[-1])
