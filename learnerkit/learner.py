@@ -42,14 +42,14 @@ from learnerkit.events import (
     FitDone,
 )
 from learnerkit.files import CheckpointError, File, Saved, fitted, plain_name, save_whole
-from learnerkit.losses import LossWeight, loss_name, no_loss, take_loss
+from learnerkit.losses import LossWeight, accept_no_loss, loss_name, no_loss, own_loss, take_loss
 from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import Workers, distrib_ctx
 from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
 from learnerkit.snapshot import give_shapes, restorer, unchanged
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
-from learnerkit.utils import count_parameters, listify, training_modes, unwrap, warn
+from learnerkit.utils import count_parameters, listify, own_loss_arguments, training_modes, unwrap, warn
 
 if TYPE_CHECKING:
     from learnerkit.inspection.summary import Summary
@@ -93,7 +93,9 @@ class Learner(RunState):
     Args:
         dls: the loaders.
         model: any module; it moves to the loaders' device at first use and stays there.
-        loss_func: f(pred, *targets) -> scalar; `None` for a model that returns its own loss as `output.loss`.
+        loss_func: f(pred, *targets) -> scalar; `None` for a model that makes its own loss. That is `output.loss`, or,
+            of an output that is a dict of scalars, their sum; each of them gets a column of the table. A model that
+            makes none in evaluation, such as a detector, is validated by its metrics alone.
         opt_func: called as `opt_func(param_groups, lr=lr)`: any torch optimizer class, or a function.
         lr: the learning rate of `fit` where none is given; by default the one that is bound in `opt_func`
             (`partial(SGD, lr=0.1)`), else 0.001.
@@ -209,7 +211,8 @@ class Learner(RunState):
     def _all_batches(self) -> None:
         self.n_iter, self.iter = loader_len(self.dl), self._first_batch - 1
         agreement = self._agreement
-        self._unpack = Unpacker(self.dls, self.dl, self._device, self.loss_func is None, agreement is not None)
+        arguments_taken = own_loss_arguments(self.loss_func, self.model)
+        self._unpack = Unpacker(self.dls, self.dl, self._device, arguments_taken, agreement is not None)
         with arguments.last_batch_checked(self), optim.no_gradients_left(self), reading(self):
             for self.iter, self.batch in enumerate(self._unpack.dl, self._first_batch):
                 self._batch_index = self.iter
@@ -238,7 +241,7 @@ class Learner(RunState):
             self._events("step", self._step, CancelStepException)
             self._zero_grad()
         elif self.loss is None and self.task != "predict":
-            raise no_loss(self)
+            accept_no_loss(self)
 
     def _weighted_backward(self) -> None:
         if self.loss_grad is None:
@@ -278,7 +281,7 @@ class Learner(RunState):
 
     def _loss(self) -> None:
         "Set `loss_grad`, which is differentiated, and `loss`, which is recorded."
-        loss = self.loss_func(self.pred, *self.yb) if self.loss_func is not None else get_field(self.output, "loss")
+        loss = self.loss_func(self.pred, *self.yb) if self.loss_func is not None else own_loss(self.output)
         self.loss_grad, self.loss = loss, loss.detach() if isinstance(loss, Tensor) else loss
 
     def _backward(self) -> None:
@@ -580,7 +583,7 @@ class Learner(RunState):
 
     @on_workers
     def validate(self, ds_idx: int = 1, dl: Iterable | None = None, cbs: Callbacks = None) -> list[float]:
-        """The loss and each metric on a loader: `[valid_loss, *metrics]`.
+        """The loss and each metric on a loader: `[valid_loss, *metrics]`; NaN for a loss that the model does not make.
 
         Can also be called from a callback in mid-fit, whose random streams it leaves alone. Under DDP every rank must
         reach this; each sample counts once.

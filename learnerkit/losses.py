@@ -5,7 +5,7 @@ samples weighted by class) weighted by the number of those; sums are added.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from learnerkit import world
-from learnerkit.data.batches import rows_of, tensors_in
+from learnerkit.data.batches import get_field, rows_of, tensors_in
 from learnerkit.gradient_mean import zero_loss
 from learnerkit.utils import add_note_once, describe, unbound
 
@@ -66,6 +66,7 @@ class LossWeight:
         sums: the loss is a sum.
         unknown: the model's own loss is none of the means known here, so the count is a guess.
         found_alone: only this rank has found that out; the others may not know.
+        absent: the model has made no loss of targets.
 
     Raises:
         ValueError: another `loss_weight`, or a loss made with reduction='none'.
@@ -85,7 +86,7 @@ class LossWeight:
         if self._count is None and not self.sums and is_cross_entropy(loss_func):
             ignored = loss_option(loss_func, "ignore_index", -100)  # torch's own default
             self._count = partial(_count_classes, loss_option(loss_func, "weight"), ignored)
-        self.unknown = self.found_alone = False
+        self.unknown = self.found_alone = self.absent = False
         self._left_alone = self._left_together = 0  # batches to inspect: by this rank itself, by all ranks together
         if loss_func is None and loss_weight is None:
             self._left_alone = self._left_together = _N_INSPECTED
@@ -326,6 +327,19 @@ def take_loss(learn: "Learner") -> None:
         warn_of_unknown_count(learn, f"{rows}if it is another one, say so by loss_weight=")
 
 
+def own_loss(output: Any) -> Any:
+    """Return the loss that a model has made itself: `loss` of its output, or the sum of its `loss_parts`."""
+    parts = loss_parts(output)
+    return sum(parts.values()) if parts else get_field(output, "loss")
+
+
+def loss_parts(output: Any) -> dict[str, Tensor]:
+    """Return the losses of a model that makes several, as detectors do: an output that is a mapping of scalars."""
+    if not isinstance(output, Mapping) or "loss" in output:
+        return {}
+    return dict(output) if all(isinstance(part, Tensor) and not part.ndim for part in output.values()) else {}
+
+
 def check_shapes(loss_func: Any, pred: Any, yb: tuple) -> None:
     """Refuse predictions and targets that an elementwise loss would silently broadcast."""
     if len(yb) != 1 or not is_one_of(loss_func, ELEMENTWISE):
@@ -376,13 +390,26 @@ def no_scalar(loss: Any) -> ValueError:
     )
 
 
+def accept_no_loss(learn: "Learner") -> None:
+    """Accept a batch of evaluation without a loss if the model makes its own: detectors make theirs in training alone.
+
+    Raises:
+        ValueError: there is a loss function, or there are no targets, without which no model makes a loss.
+    """
+    if learn.loss_func is not None or not learn.yb:
+        raise no_loss(learn)
+    learn._loss_weighting.absent = True
+
+
 def no_loss(learn: "Learner") -> ValueError:
     """Return the error for a batch without a loss."""
     if learn.loss_func is None:
-        return ValueError(
+        message = (
             f"there is no loss: loss_func is None and the model returned {describe(learn.output)} without a `loss`; "
             "give the Learner a loss_func, or let the model return its own"
         )
+        only = "" if learn.training else ". If it makes one in training alone, name the targets, which metrics need: "
+        return ValueError(message + (only and f"{only}DataLoaders(target_keys=..., n_inp=...)"))
     return ValueError(
         f"there is no loss: the batch {describe(learn.batch)} has no targets; let the dataset return "
         "(input, target), set DataLoaders(n_inp=..., target_keys=...), or set learn.yb in a callback's before_batch"

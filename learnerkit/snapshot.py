@@ -16,7 +16,7 @@ from learnerkit import world
 from learnerkit.data.batches import rows_of, to_device
 from learnerkit.data.order import first_batch, keep_seeds, samplers_of, with_batches
 from learnerkit.torch_internals import uncompiled
-from learnerkit.utils import training_modes, unwrap
+from learnerkit.utils import own_loss_arguments, training_modes, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -112,7 +112,7 @@ def give_shapes(learn: "Learner") -> None:
 def predict(learn: "Learner", batch: Any) -> None:
     """Run `learn.model` on a batch of the training loader; it becomes the learner's batch."""
     learn.batch = to_device(batch, learn.dls.device)
-    learn.xb, learn.yb = learn.dls.split(learn.batch, keep_targets=learn.loss_func is None)
+    learn.xb, learn.yb = learn.dls.split(learn.batch, own_loss_arguments(learn.loss_func, learn.model))
     learn.batch_size = rows_of(learn.xb)
     learn._forward()
 

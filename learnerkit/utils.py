@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -89,6 +90,17 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = inner
         else:
             return model
+
+
+def own_loss_arguments(loss_func: Any, model: nn.Module) -> list[str] | None:
+    """Return what a model that makes its own loss takes by position, by name; `None` where there is a `loss_func`."""
+    if loss_func is not None:
+        return None
+    try:
+        parameters = signature(unwrap(model).forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 @contextmanager

@@ -125,8 +125,19 @@ def test_readme_prediction_runs(capsys):
     assert namespace["preds"].shape == (2, 10)
 
 
+@pytest.mark.slow
+def test_readme_code_for_other_libraries_names_what_they_have():
+    example, *_, others, _ = code_blocks("python")
+    namespace = {}
+    for code in (example.partition("train_ds,")[0], others):
+        exec(compile(code, "README.md", "exec"), namespace)
+    functions = [namespace[name] for name in ("classify_images", "classify_texts", "detect")]
+    named = {name for function in functions for name in function.__code__.co_names if name[0].isupper()}
+    assert named <= set(namespace)
+
+
 def test_readme_search_runs_as_a_script_of_its_own(capsys):
-    example, _, _, _, search, _ = code_blocks("python")
+    example, _, _, _, search, *_ = code_blocks("python")
     namespace = {}
     for code in (example, search):
         exec(compile(code.replace("one_cycle(3,", "one_cycle(1,"), "README.md", "exec"), namespace)

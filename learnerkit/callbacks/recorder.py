@@ -18,8 +18,8 @@ from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.data.show import pyplot
 from learnerkit.host_scalars import HostScalars
-from learnerkit.losses import rows_compared
-from learnerkit.metrics import DEPENDS_ON_CUT, Meter, make_meters, weighted_mean
+from learnerkit.losses import loss_parts, rows_compared
+from learnerkit.metrics import DEPENDS_ON_CUT, Meter, check_columns, make_meters, weighted_mean
 from learnerkit.text import columns, did_you_mean, escaped_line, format_time
 from learnerkit.utils import add_note_once, describe, listify
 
@@ -155,9 +155,11 @@ class Evaluation:
     def metrics(self) -> list[float]:
         """The value of each metric; every rank must reach this if the data are sharded."""
         if not (world.reduce(self.batches) if self.sharded else self.batches):
-            return [float("nan")] * len(self.meters)
+            return [float("nan")] * sum(len(meter.columns) for meter in self.meters)
         self._begin()  # on a rank without data
-        return [meter.result(self.sharded) for meter in self.meters]
+        values = [value for meter in self.meters for value in meter.row(self.sharded)]
+        check_columns(self.meters)
+        return values
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank has seen. A host-device sync."""
@@ -200,6 +202,8 @@ class EvaluationCallback(Callback):
         evaluation, sums = self._evaluation, self.learn._loss_weighting.sums
         with world.grouped_collectives():
             self.values = [evaluation.loss.mean(sums, evaluation.sharded), *evaluation.metrics()]
+        if hasattr(self.learn, "recorder"):
+            self.learn.recorder.note_columns(evaluation.meters)
 
 
 class Smoother:
@@ -300,6 +304,8 @@ class Recorder(Callback):
         self.metric_names: list[str] = []
         self._columns: list[list[str]] = []  # of each row: logged metrics may differ from row to row
         self.logged: dict[str, HostScalars] = {}
+        self._weights: dict[str, HostScalars] = {}  # of the logged values
+        self._has_valid_loss = True  # until the model makes none
         self._train_meters: list[Meter] = []
         self._valid_meters: list[Meter] = []
         self._smooth = Smoother(self.beta)
@@ -328,8 +334,13 @@ class Recorder(Callback):
         losses = self.recent_losses()
         return losses[-1] if losses else None
 
-    def log_metric(self, name: str, value: float | Tensor) -> None:
+    def log_metric(self, name: str, value: float | Tensor, weight: float | Tensor = 1) -> None:
         """Add a value to the column `name` of this epoch's row, which has the mean of its values.
+
+        Args:
+            name: the column.
+            value: a number or a tensor with one element.
+            weight: of the value in the mean.
 
         Raises:
             ValueError: a tensor that is not a single number, or the name of another column.
@@ -341,10 +352,11 @@ class Recorder(Callback):
         if name not in self.logged:
             if name in (*self._names(), "epoch", "time"):
                 raise ValueError(f"log_metric got {name!r}, which is a column already; choose another name")
-            self.logged[name] = HostScalars()
-        self.logged[name].append(value)
-        if not len(self.logged[name]) % 1024:  # so that they do not pile up on the device
-            self.logged[name].poll()
+            self.logged[name], self._weights[name] = HostScalars(), HostScalars()
+        for scalars, new in ((self.logged[name], value), (self._weights[name], weight)):
+            scalars.append(new)
+            if not len(scalars) % 1024:  # so that they do not pile up on the device
+                scalars.poll()
 
     def before_fit(self) -> None:
         if self.values or self.lrs:
@@ -358,11 +370,18 @@ class Recorder(Callback):
         self.metric_names = ["epoch", *self._names(), *(["time"] if self.add_time else [])]
         self._start_epoch()  # here too: an epoch may be cancelled before this callback's `before_epoch`
 
+    def note_columns(self, meters: list[Meter]) -> None:
+        """Take the columns of metrics that compute dicts from an evaluation in mid-fit, whose row `add_row` may get."""
+        for own, other in zip(self._valid_meters, meters, strict=False):
+            own.columns = other.columns
+
     def _names(self) -> list[str]:
-        train, valid = [m.name for m in self._train_meters], [m.name for m in self._valid_meters]
+        train = [name for meter in self._train_meters for name in meter.columns]
+        valid = [name for meter in self._valid_meters for name in meter.columns]
         if self.train_metrics:
             train, valid = [f"train_{name}" for name in train], [f"valid_{name}" for name in valid]
-        return ["train_loss", *train, *(["valid_loss", *valid] if self.learn.dls.valid is not None else [])]
+        valid = ["valid_loss", *valid] if self._has_valid_loss else valid
+        return ["train_loss", *train, *(valid if self.learn.dls.valid is not None else [])]
 
     def before_epoch(self) -> None:
         self._start_epoch()
@@ -382,6 +401,8 @@ class Recorder(Callback):
             self._valid.update(learn)
         elif learn.loss is not None or learn._sharded:  # ranks must agree on the number of steps
             (self._train if self._train_meters else self._train.loss).update(learn)
+            for name, part in loss_parts(learn.output).items() if learn.loss_func is None else ():
+                self.log_metric(name, part, learn._loss_count)
             lr = self._last_opt.param_groups[-1]["lr"]
             # Of a tensor, which only the user can have put there, this is a host-device sync.
             self.lrs.append(lr if type(lr) is float else float(lr))
@@ -391,7 +412,8 @@ class Recorder(Callback):
         with world.grouped_collectives():
             values = [self._train_loss(), *self._train.metrics()]
             if self.learn.dls.valid is not None:
-                values += [self._valid.loss.mean(sums, self._valid.sharded), *self._valid.metrics()]
+                loss = self._valid.loss.mean(sums, self._valid.sharded)
+                values += self._columns([loss, *self._valid.metrics()])
             logged = self._logged_means()
         self._write(self.learn.epoch, values, logged)
         self._start_epoch()
@@ -404,10 +426,19 @@ class Recorder(Callback):
         """
         learn, sums = self.learn, self.learn._loss_weighting.sums
         with world.grouped_collectives():
-            training = [self._train.loss.mean(sums, self._train.sharded), *self._train.metrics()]
+            values = [self._train.loss.mean(sums, self._train.sharded), *self._train.metrics()]
+            values += self._columns(validation if self._valid_meters else validation[:1])
             logged = self._logged_means()
         epoch = f"{learn.epoch} {(learn.iter + 1) / learn.n_iter:.0%}" if learn.n_iter else learn.epoch
-        self._write(epoch, [*training, *validation[: 1 + len(self._valid_meters)]], logged)
+        self._write(epoch, values, logged)
+
+    def _columns(self, validation: list[float]) -> list[float]:
+        """The values of a validation, without the loss if the model makes none; every rank must reach this."""
+        if not math.isnan(validation[0]):  # equal on all ranks
+            return validation
+        absent = int(self.learn._loss_weightings[False].absent)
+        self._has_valid_loss = not (world.reduce(absent, "max") if self.learn._sharded else absent)
+        return validation if self._has_valid_loss else validation[1:]
 
     def _write(self, epoch: int | str, values: list[float], logged: dict[str, float]) -> None:
         self.metric_names = ["epoch", *self._names(), *logged, *(["time"] if self.add_time else [])]
@@ -438,22 +469,28 @@ class Recorder(Callback):
         return sum(totals) / sum(counts) if sum(counts) else float("nan")
 
     def _logged_means(self) -> dict[str, float]:
-        own = {name: (sum(values.all()), len(values)) for name, values in self.logged.items()}
-        totals, counts = defaultdict[str, float](float), defaultdict[str, int](int)
+        pairs = {name: self._weighed(name) for name in self.logged}
+        # Where the weight is 0, the value may be the mean of nothing, a NaN.
+        own = {name: (sum(v * w for v, w in found if w), sum(w for _, w in found)) for name, found in pairs.items()}
+        totals, counts = defaultdict[str, float](float), defaultdict[str, float](float)
         # A callback may log on some ranks only, so the names travel with their sums.
         for rank in world.all_gather(own) if self._train.sharded else [own]:
             for name, (total, count) in rank.items():
                 totals[name] += total
                 counts[name] += count
-        return {name: total / counts[name] for name, total in totals.items()}
+        return {name: total / counts[name] if counts[name] else math.nan for name, total in totals.items()}
+
+    def _weighed(self, name: str) -> list[tuple[float, float]]:
+        return list(zip(self.logged[name].all(), self._weights[name].all(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """The record of this fit and the earlier ones; what this rank has seen of the epoch is its own."""
-        own = {name: list(values.all()) for name, values in self.logged.items()}
+        own = {name: self._weighed(name) for name in self.logged}
         return {
             **{name: list(getattr(self, name)) for name in _LISTS},
             "smooth": self._smooth.state_dict(),
             "history": [vars(fit) for fit in self.history],
+            "has_valid_loss": self._has_valid_loss,
             "epoch": (self._in_epoch, self._first_batch, time.perf_counter() - self._start_time),
             "own": {"train": self._train.state_dict(), "logged": own},
         }
@@ -464,15 +501,19 @@ class Recorder(Callback):
             setattr(self, name, list(state[name]))
         self._smooth.load_state_dict(state["smooth"])
         self.history[:] = [SimpleNamespace(**fit) for fit in state["history"]]
+        self._has_valid_loss = state["has_valid_loss"]
         self._in_epoch, self._first_batch, seconds = state["epoch"]
         self._start_time = time.perf_counter() - seconds
         ranks = [state["own"]] if "own" in state else state["ranks"]
         if "own" not in state and not world.is_main():
             ranks = [_nothing_of(rank) for rank in ranks]
         self._train.load_state_dict([rank["train"] for rank in ranks], self.learn._loss_weighting.sums)
-        self.logged = {}
-        for name, value in ((name, v) for rank in ranks for name, values in rank["logged"].items() for v in values):
-            self.logged.setdefault(name, HostScalars()).append(value)
+        self.logged, self._weights = {}, {}
+        for name, pairs in (item for rank in ranks for item in rank["logged"].items()):
+            values, weights = (all_.setdefault(name, HostScalars()) for all_ in (self.logged, self._weights))
+            for value, weight in pairs:
+                values.append(value)
+                weights.append(weight)
 
     def plot_loss(
         self, skip_start: int = 5, with_valid: bool = True, all_fits: bool = False, log: bool = False, ax: Any = None
@@ -649,7 +690,7 @@ def check_monitor(learn: "Learner", name: str) -> None:
     recorder = learn.recorder
     columns = recorder.metric_names[1 : -1 if recorder.add_time else None]
     columns += dict.fromkeys(name for cb in learn.cbs for name in cb.logs if name not in columns)
-    if name not in columns:
+    if name not in columns and not any(meter.may_have_columns for meter in recorder._valid_meters):
         missing = " and, without a validation loader, none of validation" if learn.dls.valid is None else ""
         near = did_you_mean(name, columns, cutoff=0.5)  # low enough to find 'valid_mae' for 'mae'
         raise ValueError(

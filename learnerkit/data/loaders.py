@@ -1,7 +1,7 @@
 """The loaders of a Learner, and the split of a batch into inputs and targets."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,9 @@ class DataLoaders:
         more: further loaders, read as `dls[2]`, ...
         device: where batches and model go; by default the accelerator of this local rank, else the CPU.
         n_inp: the number of inputs in a tuple batch; by default all entries except the last.
-        target_keys: the entries of a mapping batch that are targets.
+        target_keys: the entries of a mapping batch that are targets. A model that makes its own loss gets them too: of
+            a mapping in any case; of a tuple if its `forward` has parameters of these names, or 'targets', in their
+            places, and if `n_inp` does not say otherwise.
         batch_size: a function of a batch that returns its number of samples. By default a batch has as many as its
             loader has drawn, else as many as its parts have rows; the function is needed where neither is known.
         classes: the names of the classes, where plots and tables name them; by default the training set's `classes`.
@@ -301,12 +303,13 @@ class DataLoaders:
         copies = [twin for original, twin in self._twins.values() if any(original is known for known in self.loaders)]
         return any(dl is known for known in (*self.loaders, *copies))
 
-    def split(self, batch: Any, keep_targets: bool = False) -> tuple[tuple, tuple]:
+    def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple, tuple]:
         """Split a batch into (xb, yb): inputs and targets.
 
         Args:
             batch: a tuple or list, a mapping, or anything else, which is the only input.
-            keep_targets: keep the targets of a mapping among its inputs too, for a model that makes its own loss.
+            arguments: of a model that makes its own loss, the names of what it takes by position: the targets that it
+                takes stay among the inputs, too.
 
         Raises:
             ValueError: a tuple batch that is empty or shorter than `n_inp`.
@@ -315,12 +318,20 @@ class DataLoaders:
             cut = self.n_inp or max(1, len(batch) - 1)
             if len(batch) < cut or not batch:
                 raise ValueError(f"got a batch of {len(batch)} entries; n_inp={self.n_inp} asks for that many inputs")
-            return tuple(batch[:cut]), tuple(batch[cut:])
+            takes = self.takes_targets(arguments, cut, len(batch))
+            return tuple(batch if takes else batch[:cut]), tuple(batch[cut:])
         if isinstance(batch, Mapping):
             targets = tuple(batch[k] for k in self.target_keys if k in batch)
-            inputs = batch if keep_targets else {k: v for k, v in batch.items() if k not in self.target_keys}
+            inputs = batch if arguments is not None else {k: v for k, v in batch.items() if k not in self.target_keys}
             return (inputs,), targets
         return (batch,), ()
+
+    def takes_targets(self, arguments: Sequence[str] | None, cut: int, end: int) -> bool:
+        """Tell whether the entries from `cut` to `end` of a tuple batch are targets that the model takes."""
+        if arguments is None or self.n_inp is not None:
+            return False
+        names = arguments[cut:end]
+        return len(names) == end - cut and set(names) <= {*self.target_keys, "targets"}
 
 
 class Unpacker:
@@ -330,21 +341,24 @@ class Unpacker:
         dls: say how a batch is split and, perhaps, counted.
         dl: the loader, as it is read.
         device: where batches go.
-        keep_targets: as in `DataLoaders.split`.
+        arguments: as in `DataLoaders.split`.
         sharded: several ranks read a part each, so that a likely count is not enough.
 
     Attributes:
         dl: the loader to read.
     """
 
-    def __init__(self, dls: DataLoaders, dl: Any, device: torch.device, keep_targets: bool, sharded: bool) -> None:
-        self.dls, self.device, self.keep_targets, self.sharded = dls, device, keep_targets, sharded
+    def __init__(
+        self, dls: DataLoaders, dl: Any, device: torch.device, arguments: Sequence[str] | None, sharded: bool
+    ) -> None:
+        self.dls, self.device, self.arguments, self.sharded = dls, device, arguments, sharded
         self.dl = dl
         self._size, self._total = (0, 0) if sharded else _drawn_by(dl)
         self._draws: Any = None if sharded else next(iter(samplers_of(dl)), None)
         self._sizes: deque[int] | None = None
         self._only_inputs = getattr(getattr(dl, "loader", dl), "only_inputs", False)
-        self._pairs = dls.n_inp in (None, 1) and dls.batch_size is None and not self._only_inputs
+        plain = not self._only_inputs and not dls.takes_targets(arguments, 1, 2)
+        self._pairs = dls.n_inp in (None, 1) and dls.batch_size is None and plain
         self._places: list[tuple] = []  # where the lengths of a full batch are its number of samples
 
     def __call__(self, batch: Any, index: int) -> tuple[Any, tuple, tuple, int]:
@@ -370,7 +384,7 @@ class Unpacker:
         if self._only_inputs and isinstance(batch, tuple | list):
             # A collate function for samples with targets may have left their place empty.
             return batch, tuple(x for x in batch[: self.dls.n_inp] if x is not None), ()
-        return batch, *self.dls.split(batch, self.keep_targets)
+        return batch, *self.dls.split(batch, self.arguments)
 
     def _drawn(self, index: int) -> int | None:
         "The samples that a loader on one process has drawn for a batch, if it knows."

@@ -13,6 +13,7 @@ from learnerkit.metrics.meters import (
     MergingMeter,
     Meter,
     StatesMeter,
+    check_columns,
     make_meters,
     metric_names,
     weighted_mean,
@@ -21,6 +22,6 @@ from learnerkit.metrics.objects import AccumMetric, Metric, metric_name, perplex
 
 __all__ = [
     "DEPENDS_ON_CUT", "AccumMetric", "GatheringMeter", "MeanMeter", "MergingMeter", "Meter", "Metric", "StatesMeter",
-    "accuracy", "error_rate", "mae", "make_meters", "metric_name", "metric_names", "mse", "perplexity", "rmse",
-    "top_k_accuracy", "weighted_mean",
+    "accuracy", "check_columns", "error_rate", "mae", "make_meters", "metric_name", "metric_names", "mse", "perplexity",
+    "rmse", "top_k_accuracy", "weighted_mean",
 ]  # fmt: skip

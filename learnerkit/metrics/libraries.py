@@ -14,7 +14,6 @@ _REFUSED = {
     "MetricTracker": "holds a metric for each epoch; give the metric inside it: `learn.recorder.values` has its value "
     "in each epoch",
 }
-_DICTS = ("MetricCollection", "FeatureShare")
 
 
 # torchmetrics
@@ -32,11 +31,18 @@ def refusal(metric: Any) -> str | None:
     for cls in (cls for module in modules for cls in type(module).__mro__ if _is_own(cls)):
         if cls.__name__ in _REFUSED:
             return f"{cls.__name__} {_REFUSED[cls.__name__]}"
-    if _is_own(type(metric)) and type(metric).__name__ in _DICTS:
-        return (
-            f"{type(metric).__name__} computes a dict; give its metrics, one for each column: metrics=dict(it.items())"
-        )
     return None
+
+
+def members(metric: Any) -> list[tuple[str, Any]] | None:
+    """Return the metrics of a torchmetrics collection by their names in it, with its prefix; `None` of anything else.
+
+    Each is updated by itself. The collection would find by its first batch which metrics share their states, and on
+    another rank, which sees another batch, find otherwise.
+    """
+    library = sys.modules.get("torchmetrics")
+    is_one = library is not None and isinstance(metric, library.MetricCollection)
+    return list(metric.items()) if is_one else None  # these have states of their own, copies where they shared them
 
 
 def _is_own(cls: type) -> bool:

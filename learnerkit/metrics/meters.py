@@ -3,9 +3,10 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
+from inspect import signature
+from typing import Any, get_origin
 
 import torch
 from torch import Tensor
@@ -36,21 +37,36 @@ def make_meters(metrics: Any) -> list["Meter"]:
     """Make a meter for each metric.
 
     Args:
-        metrics: a function, an object, a subclass of `Metric`, a list of these, or a dict of them by name.
+        metrics: a function, an object, a subclass of `Metric`, a torchmetrics collection, a list of these, or a dict of
+            them by name.
 
     Raises:
         TypeError: something that is not a metric.
         ValueError: two metrics with the same name.
     """
-    named = metrics.items() if isinstance(metrics, Mapping) else [(None, m) for m in listify(metrics)]
-    meters = [_make_meter(metric, name) for name, metric in named]
-    names = [m.name for m in meters]
+    meters = [_make_meter(metric, name) for name, metric in _each(metrics)]
+    check_columns(meters)
+    return meters
+
+
+def check_columns(meters: Iterable["Meter"]) -> None:
+    """Refuse metrics with columns of the same name."""
+    names = [name for meter in meters for name in meter.columns]
     repeated = {n for n in names if names.count(n) > 1}
     if repeated:
         raise ValueError(
             f"two metrics are named {sorted(repeated)}; name them by a dict: metrics={{'name': metric, ...}}"
         )
-    return meters
+
+
+def _each(metrics: Any) -> Iterator[tuple[str | None, Any]]:
+    """Yield each metric with the name it was given; those of a collection one by one."""
+    for name, metric in metrics.items() if isinstance(metrics, Mapping) else ((None, m) for m in listify(metrics)):
+        inner = libraries.members(metric)
+        if inner is None:
+            yield name, metric
+        else:
+            yield from (((f"{name}_{each}" if name else each), m) for each, m in inner)
 
 
 def _make_meter(metric: Any, name: str | None) -> "Meter":
@@ -77,7 +93,7 @@ def _make_meter(metric: Any, name: str | None) -> "Meter":
 
 def metric_names(metrics: Any) -> list[str]:
     """The columns of a Learner's metrics."""
-    return list(metrics) if isinstance(metrics, Mapping) else list(map(metric_name, listify(metrics)))
+    return [name or metric_name(metric) for name, metric in _each(metrics)]
 
 
 class Meter:
@@ -86,10 +102,15 @@ class Meter:
     Args:
         metric: the metric as the user gave it.
         name: its column; by default the metric's own name.
+
+    Attributes:
+        columns: the names of its columns: one, or of a metric that computes a dict one for each number in it, which are
+            known once it has computed them.
     """
 
     def __init__(self, metric: Any, name: str | None = None) -> None:
         self.metric, self.name = metric, name or metric_name(metric)
+        self.columns, self._prefix = [self.name], f"{name}_" if name else ""
 
     def reset(self) -> None:
         """Forget everything."""
@@ -113,14 +134,28 @@ class Meter:
         """
         return False
 
-    def result(self, sharded: bool) -> float:
+    def row(self, sharded: bool) -> list[float]:
+        """Return the value of each column, as `result` computes them."""
+        found = self.result(sharded)
+        if not isinstance(found, dict):
+            return [found] * len(self.columns)  # NaN, if they are several
+        self.columns = list(found)
+        return list(found.values())
+
+    @property
+    def may_have_columns(self) -> bool:
+        """Whether the metric computes a dict, of which nobody knows the names yet."""
+        made = signature(self.metric.compute).return_annotation if hasattr(self.metric, "compute") else None
+        return self.columns == [self.name] and (get_origin(made) or made) is dict
+
+    def result(self, sharded: bool) -> float | dict[str, float]:
         """Return the metric over all batches; if `sharded`, over all ranks, each of which must reach this.
 
         The object has the states of all ranks then, until it is reset or updated.
         """
         return self.value(sharded)
 
-    def value(self, sharded: bool) -> float:
+    def value(self, sharded: bool) -> float | dict[str, float]:
         """Compute the metric from the states that the object has: if `sharded`, those of all ranks.
 
         Raises:
@@ -134,7 +169,7 @@ class Meter:
         with alone, warnings.catch_warnings():
             # torchmetrics warns if there was no batch, which is allowed here.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
-            return self.scalar(self.metric.compute())
+            return self.numbers(self.metric.compute())
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank has seen, for a checkpoint in mid-epoch."""
@@ -143,18 +178,32 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what this rank had seen, after a reset."""
 
+    def numbers(self, value: Any) -> float | dict[str, float]:
+        """Return `value` as a float; of a dict the numbers in it, by their columns: it may have others, such as lists.
+
+        Raises:
+            ValueError: it is neither a single number nor a dict.
+        """
+        if not isinstance(value, Mapping):
+            return self.scalar(value)
+        return {f"{self._prefix}{key}": float(each) for key, each in value.items() if _is_number(each)}
+
     def scalar(self, value: Any) -> float:
         """Return `value` as a float.
 
         Raises:
             ValueError: it is not a single number.
         """
-        if value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, "__float__"):
+        if _is_number(value):
             return float(value)
         raise ValueError(
             f"metric {self.name!r} returned {describe(value)}; a metric returns a number or a tensor with one element "
             "(take the mean inside it, or give one metric for each value)"
         )
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, "__float__")
 
 
 def _detached(pred: Any) -> Any:
@@ -242,7 +291,7 @@ class GatheringMeter(Meter):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.batches = list(state["batches"])
 
-    def result(self, sharded: bool) -> float:
+    def result(self, sharded: bool) -> float | dict[str, float]:
         return self.value(sharded) if self.feed(sharded) else float("nan")
 
     def feed(self, sharded: bool) -> bool:
@@ -325,7 +374,7 @@ class StatesMeter(Meter):
                     if new < 0 or not isinstance(getattr(holder.object, name), list):
                         self._trouble = f"{name!r} of {type(holder.object).__name__}, a list that lost items"
 
-    def result(self, sharded: bool) -> float:
+    def result(self, sharded: bool) -> float | dict[str, float]:
         if self._own is not None:
             self._put_back()
         if self._agree_to_gather(sharded):
@@ -407,7 +456,7 @@ class MergingMeter(Meter):
         else:
             vars(self.metric).update(state["state"])
 
-    def result(self, sharded: bool) -> float:
+    def result(self, sharded: bool) -> float | dict[str, float]:
         if sharded and world.world_size() > 1:
             self._put_back()
             self._merge()

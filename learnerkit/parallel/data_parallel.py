@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from learnerkit.callback import Callback, is_ours
 from learnerkit.data.batches import get_field, in_float32, map_batch, rows_of, tensors_in
 from learnerkit.events import INNER_EVENTS, Event
-from learnerkit.losses import LossWeight, check_shapes, is_cross_entropy, loss_option, no_scalar, unwrap_partial
+from learnerkit.losses import (
+    LossWeight,
+    check_shapes,
+    is_cross_entropy,
+    loss_option,
+    no_scalar,
+    own_loss,
+    unwrap_partial,
+)
 from learnerkit.parallel.transparent import wrapped
 from learnerkit.utils import add_note_once, describe, unwrap, warn
 
@@ -173,7 +181,7 @@ class _Replica(nn.Module):
 
     def _loss(self, output: Any, targets: tuple) -> Tensor | None:
         if self.loss_func is None:
-            return get_field(output, "loss")
+            return own_loss(output)
         pred = map_batch(in_float32, _pred(output))  # as MixedPrecision has them
         check_shapes(self.loss_func, pred, targets)
         try:

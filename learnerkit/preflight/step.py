@@ -204,11 +204,12 @@ class StepCheck(Callback):
 
     def after_batch(self) -> None:
         learn = self.learn
-        if learn.training or not learn.batch_size or learn.loss is None:
+        absent = learn._loss_weighting.absent
+        if learn.training or not learn.batch_size or (learn.loss is None and not absent):
             return
-        value = float(learn.loss)
-        found = Finding(OK, f"loss {value:.4g}")
-        if not math.isfinite(value):
+        value = math.nan if absent else float(learn.loss)
+        found = Finding(OK, "no loss, as the model makes its own in training alone" if absent else f"loss {value:.4g}")
+        if not (absent or math.isfinite(value)):
             found = Finding(WRONG, f"loss {value}, which is not a finite number", "look at the model in eval mode")
         self.found["validation"].append(found)
         self.stage = "metrics"
@@ -434,7 +435,8 @@ def judge_metrics(learn: "Learner") -> list[Finding]:
         try:
             meter.reset()
             meter.update(0, losses.rows_compared(learn.pred, learn.yb, learn.batch_size), learn.pred, learn.yb)
-            values.append(f"{meter.name} {meter.result(sharded=False):.4g}")
+            row = meter.row(sharded=False)
+            values += [f"{name} {value:.4g}" for name, value in zip(meter.columns, row, strict=True)]
         except Exception as e:
             got = f"predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}"
             found.append(Finding(WRONG, f"{meter.name}: {in_one_line(e)}; it got {got}"))

@@ -86,7 +86,12 @@ def test_split():
     assert dls.split((a,)) == ((a,), ())
     assert dls.split(a) == ((a,), ())
     assert dls.split({"x": a, "y": b, "z": c}) == (({"x": a},), (b, c))
-    assert dls.split({"x": a, "y": b}, keep_targets=True) == (({"x": a, "y": b},), (b,))
+    assert dls.split({"x": a, "y": b}, []) == (({"x": a, "y": b},), (b,))
+    assert dls.split((a, b), ["x", "y"]) == ((a, b), (b,))
+    assert dls.split((a, b, c), ["x", "w", "y"]) == ((a, b, c), (c,))
+    assert dls.split((a, b, c), ["x", "y", "w"]) == ((a, b), (c,))
+    assert dls.split((a, b), ["x"]) == dls.split((a, b), ["x", "w"]) == ((a,), (b,))
+    assert DataLoaders([1], n_inp=1, target_keys="y").split((a, b), ["x", "y"]) == ((a,), (b,))
     assert DataLoaders([1], n_inp=1).split((a, b, c)) == ((a,), (b, c))
     assert DataLoaders([1], target_keys="x").split({"x": a, "w": b}) == (({"w": b},), (a,))
     with pytest.raises(ValueError, match="n_inp=3"):
@@ -95,24 +100,24 @@ def test_split():
         DataLoaders([1], n_inp=0)
 
 
-def unpacked(dls, batch, device, keep_targets=False):
-    return Unpacker(dls, None, torch.device(device), keep_targets, sharded=False)(batch, 0)
+def unpacked(dls, batch, device, arguments=None):
+    return Unpacker(dls, None, torch.device(device), arguments, sharded=False)(batch, 0)
 
 
 def test_unpack_is_split_of_a_batch_on_the_device():
     a, b, c, scalar = torch.ones(3), torch.ones(3, 2), torch.ones(3), torch.tensor(1.0)
     batches = [(a, b), [a, b], (a,), a, (a, b, c), ("text", a), (scalar, a), ([a, b], c), {"x": a, "y": b}, (None, a)]
-    for keep_targets in (False, True):
+    for arguments in (None, ["x", "z"], ["x", "y"]):
         for n_inp in (None, 1, 2, 3):
             dls = DataLoaders([1], n_inp=n_inp, target_keys="y")
             for batch in batches:
                 try:
-                    expected = dls.split(batch, keep_targets)
+                    expected = dls.split(batch, arguments)
                 except ValueError as e:
                     with pytest.raises(ValueError, match=re.escape(str(e))):
-                        unpacked(dls, batch, "cpu", keep_targets)
+                        unpacked(dls, batch, "cpu", arguments)
                     continue
-                there, xb, yb, size = unpacked(dls, batch, "cpu", keep_targets)
+                there, xb, yb, size = unpacked(dls, batch, "cpu", arguments)
                 assert type(there) is type(batch)
                 assert same((xb, yb), expected), (batch, n_inp)
                 assert size == 3
