@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from learnerkit.losses import (
     check_shapes,
     is_cross_entropy,
     loss_option,
+    loss_parts,
+    own_loss,
     possible_means,
     unwrap_partial,
 )
@@ -353,3 +356,14 @@ def test_equal_shapes_pass_and_other_losses_are_left_alone(loss_func):
     check_shapes(nn.CrossEntropyLoss(), torch.zeros(4, 2), (torch.zeros(4),))
     check_shapes(loss_func, torch.zeros(4, 2), (torch.zeros(4), torch.zeros(3)))
     check_shapes(loss_func, {"a": 1}, (torch.zeros(4),))
+
+
+def test_the_loss_of_a_model_is_its_loss_or_the_sum_of_a_dict_of_scalars():
+    one, two, rows = torch.tensor(1.0), torch.tensor(2.0), torch.ones(3)
+    assert own_loss({"a": one, "b": two}) == 3
+    assert own_loss({"loss": one, "b": two}) == 1
+    assert own_loss(SimpleNamespace(loss=two)) == 2
+    for output in ({}, {"a": one, "rows": rows}, {"loss": None, "a": one}, [{"a": one}], rows, (one, two)):
+        assert own_loss(output) is None, output
+    assert loss_parts({"a": one, "b": two}) == {"a": one, "b": two}
+    assert loss_parts({"loss": one, "b": two}) == {}

@@ -5,10 +5,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import make_classes, make_dls, make_learner, make_model
+from helpers import make_classes, make_data, make_dls, make_learner, make_model
 from torch.nn import functional as F
 
 from learnerkit import AccumMetric, Metric, accuracy, error_rate, mae, mse, perplexity, rmse, top_k_accuracy
+from learnerkit.callbacks.tracking import TrackerCallback, ValidateEvery
 from learnerkit.metrics import make_meters
 
 PRED = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0], [1.0, 3.0, 2.0], [0.5, 0.1, 0.2]])
@@ -268,3 +269,34 @@ def test_in_a_fit_each_sample_counts_once():
 
 def mean_class(pred, target):
     return (pred.argmax(1) * target).float().mean()
+
+
+class Extremes(Metric):
+    """Computes several numbers, and something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("low", torch.inf, "min")
+        self.add_state("high", -torch.inf, "max")
+
+    def update(self, pred, target):
+        self.low, self.high = torch.minimum(self.low, target.min()), torch.maximum(self.high, target.max())
+
+    def compute(self) -> dict:
+        return {"low": self.low, "high": self.high, "both": [self.low, self.high]}
+
+
+def test_a_metric_that_computes_a_dict_has_a_column_for_each_number_in_it():
+    target = make_data(4, seed=1).tensors[1]
+    low, high = target.min().item(), target.max().item()
+    learn = make_learner(metrics={"mae": mae, "of": Extremes()})
+    tracker = TrackerCallback("of_high")
+    with learn.no_logging():
+        learn.fit(1, cbs=[tracker, ValidateEvery(1)])
+    names = ["epoch", "train_loss", "valid_loss", "mae", "of_low", "of_high", "time"]
+    assert learn.recorder.metric_names == names
+    assert [row[3:] for row in learn.recorder.values] == [[pytest.approx(low), pytest.approx(high)]] * 2
+    assert tracker.best == pytest.approx(high)
+    assert learn.validate()[2:] == [pytest.approx(low), pytest.approx(high)]
+    with pytest.raises(ValueError, match=r"two metrics are named \['high', 'low'\]"), learn.no_logging():
+        make_learner(metrics=[Extremes(), type("Others", (Extremes,), {})()]).fit(1)

@@ -9,7 +9,16 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from learnerkit import DataLoaders
-from learnerkit.data.batches import concat, gather_batches, likely_sizes, map_batch, tensors_in, to_device
+from learnerkit.data.batches import (
+    Rows,
+    concat,
+    gather_batches,
+    likely_sizes,
+    map_batch,
+    tensors_in,
+    to_device,
+    with_rows,
+)
 from learnerkit.data.loaders import Unpacker
 
 Pair = namedtuple("Pair", "a b")
@@ -162,3 +171,10 @@ def test_typed_tensors_of_fastai_become_plain_ones():
     assert type(moved["b"]) is own
     assert torch.equal(moved["a"][0], torch.ones(2, 3))
     assert moved["a"][0].data_ptr() == image.data_ptr()  # not copied
+
+
+def test_a_list_of_mappings_has_one_for_each_sample_whatever_their_lengths():
+    detections = [{"boxes": torch.ones(2, 4)}, {"boxes": torch.zeros(2, 4)}]
+    assert isinstance(with_rows(detections, 2), Rows)
+    assert not isinstance(with_rows({"of each layer": detections}, 2)["of each layer"], Rows)
+    assert not isinstance(with_rows([torch.ones(2), torch.ones(2)], 2), Rows)  # two outputs
