@@ -302,7 +302,7 @@ class Recorder(Callback):
         self.log: list = []
         self.final_record: list[float] = []
         self.metric_names: list[str] = []
-        self._columns: list[list[str]] = []  # of each row: logged metrics may differ from row to row
+        self._row_columns: list[list[str]] = []  # of each row: logged metrics may differ from row to row
         self.logged: dict[str, HostScalars] = {}
         self._weights: dict[str, HostScalars] = {}  # of the logged values
         self._has_valid_loss = True  # until the model makes none
@@ -443,7 +443,7 @@ class Recorder(Callback):
     def _write(self, epoch: int | str, values: list[float], logged: dict[str, float]) -> None:
         self.metric_names = ["epoch", *self._names(), *logged, *(["time"] if self.add_time else [])]
         self.final_record = [*values, *logged.values()]
-        self._columns.append([*self._names(), *logged])
+        self._row_columns.append([*self._names(), *logged])
         self.values.append(self.final_record)
         self.iters.append(len(self.lrs))
         duration = [format_time(time.perf_counter() - self._start_time)] if self.add_time else []
@@ -595,7 +595,7 @@ class Recorder(Callback):
         """
         if not world.is_main():
             return None
-        names = dict.fromkeys(name for row in self._columns for name in row)
+        names = dict.fromkeys(name for row in self._row_columns for name in row)
         if not names:
             raise ValueError("the table has no rows yet: plot_metrics shows those of the last fit")
         panels = defaultdict[str, list[str]](list)
@@ -608,7 +608,7 @@ class Recorder(Callback):
             ax.set_visible(False)
         for ax, (title, curves) in zip(axes.flat, panels.items(), strict=False):
             for name in curves:
-                rows = zip(self.iters, self._columns, self.values, strict=True)
+                rows = zip(self.iters, self._row_columns, self.values, strict=True)
                 points = [(step, row[there.index(name)]) for step, there, row in rows if name in there]
                 ax.plot(*zip(*points, strict=True), "o-", markersize=4, label=name)
             ax.set(xlabel="step", title=title)
@@ -636,7 +636,7 @@ class Recorder(Callback):
         return plot_lr_find(*self.lr_find_curve, ax=ax)
 
 
-_LISTS = ("values", "_columns", "iters", "lrs", "log", "final_record", "metric_names")
+_LISTS = ("values", "_row_columns", "iters", "lrs", "log", "final_record", "metric_names")
 
 
 def _nothing_of(rank: dict[str, Any]) -> dict[str, Any]:

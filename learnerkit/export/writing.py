@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from learnerkit import files, world
 from learnerkit.callbacks.precision import ChannelsLast, MixedPrecision
 from learnerkit.data.batches import loader_len, map_batch, rows_of, tensors_in, to_device
-from learnerkit.data.order import keep_seeds, with_batches
+from learnerkit.data.order import first_batch
 from learnerkit.export import programs
 from learnerkit.export.facts import KEY, Facts, facts_of
 from learnerkit.files import CheckpointError, plain_name, replacing, save_weights
@@ -63,7 +62,7 @@ def export(learn: "Learner", fname: Any) -> Path:
     if not world.is_main():
         return path
     _warn_of_callbacks(learn)
-    with world.alone():
+    with world.alone(), learn._as_validated():
         learn._to_device()
         give_shapes(learn)
         if path.suffix == files.SAFETENSORS:
@@ -141,10 +140,7 @@ def example(learn: "Learner") -> tuple[tuple, dict[str, Any], int]:
             f"a model is traced from a batch, and the learner {why}: give it a DataLoader, or export the weights "
             "(.safetensors)"
         )
-    if isinstance(dl, DataLoader):  # for one batch no workers need to start
-        dl = with_batches(dl, num_workers=0, timeout=0, persistent_workers=False)
-    with keep_seeds(dl):
-        batch = to_device(next(iter(dl)), dls.device)
+    batch = to_device(first_batch(dl), dls.device)
     inputs, _ = dls.split(batch)
     size = dls.batch_size(batch) if dls.batch_size is not None else rows_of(inputs)
     if size == 1:

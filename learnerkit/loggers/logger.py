@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from learnerkit import __version__, arguments, world
 from learnerkit.callback import Callback
-from learnerkit.callbacks.recorder import pyplot
 from learnerkit.checkpoints.state import configuration
+from learnerkit.data.show import pyplot
 from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
