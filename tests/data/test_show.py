@@ -112,4 +112,4 @@ def test_classes_are_those_of_the_dataset():
     assert DataLoaders(DataLoader(data, 2)).classes is None
     data.classes = ("a", "b")
     assert DataLoaders.from_datasets(Subset(data, [1, 2])).classes == ["a", "b"]
-    assert DataLoaders.from_datasets(data, classes=range(2)).classes == ["0", "1"]
+    assert DataLoaders.from_datasets(data, classes=range(2)).classes == [0, 1]
