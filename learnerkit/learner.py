@@ -935,7 +935,8 @@ class Learner(RunState):
             self.cbs.remove(gone)
             if getattr(self, gone.name, None) is gone:
                 delattr(self, gone.name)
-                self.__dict__.update({c.name: c for c in self.cbs if c.name == gone.name})
+                for other in (c for c in self.cbs if c.name == gone.name):
+                    setattr(self, other.name, other)
             self._parting.append(gone)
         if self._dispatch is None:
             self._part()

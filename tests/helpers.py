@@ -32,6 +32,11 @@ ROOT = Path(__file__).parents[1]
 # Data, models, learners
 
 
+def mostly_slow(values, *quick):
+    """The values of a parameter, of which all but some are for `pytest -m slow`."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def make_data(n=8, n_in=4, n_out=1, seed=0):
     """Random inputs and targets."""
     generator = torch.Generator().manual_seed(seed)

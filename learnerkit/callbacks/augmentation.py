@@ -110,7 +110,7 @@ class _Mixing(_Drawing):
 
         self.alpha = alpha
         self._mix = getattr(v2, kind)(alpha=alpha)
-        self._turn = (0, 1)  # its place among the callbacks of this kind, and how many there are
+        self._place = (0, 1)  # among the callbacks of this kind, and how many there are
         self._mixed: tuple[Tensor, Tensor] | None = None  # a sample's own share, and the other sample's index
         self._others: tuple = ()  # the other samples' targets
 
@@ -125,10 +125,10 @@ class _Mixing(_Drawing):
     def before_train(self) -> None:
         super().before_train()
         mixing = [cb for cb in self.learn.cbs if isinstance(cb, _Mixing) and cb.run]
-        self._turn = mixing.index(self), len(mixing)
+        self._place = mixing.index(self), len(mixing)
 
     def before_batch(self) -> None:
-        learn, (place, of) = self.learn, self._turn
+        learn, (place, of) = self.learn, self._place
         self._mixed = None
         if learn.batch_size < 2 or (of > 1 and self._seed() % of != place):
             return

@@ -303,6 +303,7 @@ def found(rank_pools):
     return Results(rank_pools, do)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["smoothing", "all"])
 def test_label_smoothing_on_ranks(found, job):
     (alone,) = found[1, job]

@@ -7,7 +7,7 @@ from contextlib import nullcontext, suppress
 
 import pytest
 import torch
-from helpers import make_dls, make_learner, make_model, raises, raising, weights
+from helpers import make_dls, make_learner, make_model, mostly_slow, raises, raising, weights
 from resume_jobs import (
     CARRIED,
     EPOCHS,
@@ -71,7 +71,7 @@ def whole():
     return of
 
 
-QUICK = ("one cycle", "workers", "accumulation", "EMA", "mixing")
+QUICK = ("one cycle", "accumulation", "EMA", "mixing")
 STEPS_OF = [
     *(pytest.param(name, (EPOCH, EPOCH + 5), id=name) for name in QUICK),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in ONE_FIT if name not in QUICK),
@@ -224,9 +224,7 @@ def test_the_fits_before_return_at_once_with_what_they_were(at, tmp_path, whole,
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if "workers" in name else ()) for name in CARRIED]
 )
-@pytest.mark.parametrize(
-    "at", [0, 2 * EPOCH, *(pytest.param(at, marks=pytest.mark.slow) for at in (EPOCH + 2, 2 * EPOCH + 1, STEPS - 1))]
-)
+@pytest.mark.parametrize("at", mostly_slow([0, 2 * EPOCH, EPOCH + 2, 2 * EPOCH + 1, STEPS - 1], 2 * EPOCH))
 def test_a_second_fit_finds_the_loader_as_the_first_one_has_left_it(name, at, tmp_path, whole):
     name = f"{name}, twice"
     learn = make(name, tmp_path, Kill(at))

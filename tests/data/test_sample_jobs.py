@@ -6,9 +6,8 @@ from rank_pool import Results
 from sample_jobs import JOBS, REFUSED, do
 
 QUICK = [
-    "dataclass", "positions first, accumulated", "positions first, sizes of the sampler", "mapping, stream",
-    "detection", "graphs, accumulated", "nodes, accumulated", "packed", "left out", "nodes, stream",
-    "nodes, whole batches",
+    "dataclass", "positions first, sizes of the sampler", "mapping, stream", "detection", "graphs, accumulated",
+    "packed",
 ]  # fmt: skip
 
 

@@ -174,6 +174,7 @@ def test_r01_r02_kill9_restart_every_time(faulty, uninterrupted, rank, opt, time
         assert run.digests(opt) == uninterrupted[opt]
 
 
+@pytest.mark.slow
 def test_r03_kill9_no_restart(faulty):
     run = faulty(fault="kill:1:37")
     assert run.finish() == 137, run
@@ -406,6 +407,7 @@ def test_r32_listen(looked_at):
     assert looked_at.open_ports == []
 
 
+@pytest.mark.slow
 def test_r18_launcher_kill9(looked_at):
     assert looked_at.family >= 5  # the launcher, two ranks, a loader worker of each
     assert looked_at.left == []

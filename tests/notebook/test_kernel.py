@@ -740,6 +740,7 @@ with learn.distrib_ctx(nproc=2):
     assert second.startswith("held (used by"), second
 
 
+@pytest.mark.slow
 def test_refusals(kernel):
     shown = kernel.run("""
 import pytest
@@ -867,6 +868,7 @@ def test_from_a_prompt(command, tmp_path):
     assert "Traceback" not in shown
 
 
+@pytest.mark.slow
 def test_a_script_is_told_of_the_launcher(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f"{CELLS}\nlearn = make_learner()\nlearn.distrib_ctx(nproc=2)\n")

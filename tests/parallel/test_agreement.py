@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import mostly_slow
 from launching import SCRIPTS, environment, in_time
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -209,7 +210,7 @@ class Late(Callback):
 
 @on_ranks
 @kinds(CancelFitException, slow=[CancelBatchException, KeyboardInterrupt])
-@pytest.mark.parametrize("event", [event for event in EVENTS if event in INNER_EVENTS])
+@pytest.mark.parametrize("event", mostly_slow([e for e in EVENTS if e in INNER_EVENTS], "after_loss", "after_batch"))
 def test_where_the_host_must_not_wait_for_the_device_all_leave_a_step_later(kind, event):
     learn = make_learner([Do(event, action_of(exception(kind))), Late()])
     error, took = fit(learn)
@@ -232,8 +233,8 @@ class Meets(Callback):
 
 
 @on_ranks
-@kinds(CancelFitException, CancelBatchException, slow=[CancelTrainException, KeyboardInterrupt])
-@pytest.mark.parametrize("event", ["after_batch", "after_step", "before_step"])
+@kinds(CancelFitException, slow=[CancelBatchException, CancelTrainException, KeyboardInterrupt])
+@pytest.mark.parametrize("event", mostly_slow(["after_batch", "after_step", "before_step"], "after_step"))
 @pytest.mark.parametrize("late", [False, True], ids=["read at once", "read late"])
 def test_a_cancel_before_a_collective_of_the_users_own(kind, event, late):
     learn = make_learner([Do(event, action_of(exception(kind)), order=5), Meets(), *([Late()] if late else [])])
@@ -338,7 +339,9 @@ def test_a_cancelled_fit_has_made_its_whole_steps(kind, event, order):
 
 @on_ranks
 @kinds(CancelFitException, CancelBatchException)
-@pytest.mark.parametrize("event", [event for event in EVENTS if event in INNER_EVENTS])
+@pytest.mark.parametrize(
+    "event", mostly_slow([e for e in EVENTS if e in INNER_EVENTS], "before_batch", "after_pred", "after_step")
+)
 @pytest.mark.parametrize("order", [0, pytest.param(70, marks=pytest.mark.soak)], ids="order {}".format)
 @pytest.mark.parametrize(
     "batches", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.soak)],

@@ -301,6 +301,7 @@ def test_ranks_together_evaluate_every_sample_once_and_in_order(monkeypatch):
                 assert all(share.size == len(mine) for _, mine, share in found), case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "batch sampler", OPAQUE])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_with_workers_too(kind, persistent, monkeypatch):

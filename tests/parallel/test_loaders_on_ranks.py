@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from helpers import mostly_slow
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
@@ -119,7 +120,7 @@ CASES = {  # (the loaders, split_batches, how many batches a step has)
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_slow(CASES, *list(CASES)[::2]))
 def test_ranks_together_see_the_steps_and_the_evaluation_of_one_process(case):
     made, split, accumulated = CASES[case]
     of_one = accumulated if split else accumulated * N  # without splitting N batches make up a global one

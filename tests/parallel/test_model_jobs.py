@@ -18,15 +18,10 @@ REFUSED = {
 """The jobs that are refused on several ranks, with a piece of the message; a warning is an error in these tests."""
 
 QUICK = [
-    "loss with parameters, in the splitter",
-     "auxiliary loss in _loss",
-    "callback's loss by a method of the model", "callback's own backward pass before the loss's",
-    "the model's attributes",  "LBFGS with a line search",
-     "a _backward of its own, of experts",
-     "lazy layers", "a mask of attention", "a dataclass",
-      "experts",
-     "cancel in a forward hook, on one rank", "a part left out in the last batch of one rank",
-    "a buffer of features", "callback with an optimizer of its own",
+    "loss with parameters, in the splitter", "callback's own backward pass before the loss's",
+    "LBFGS with a line search",
+    "a _backward of its own, of experts", "a mask of attention", "experts", "cancel in a forward hook, on one rank",
+    "a buffer of features",
 ]  # fmt: skip
 """The others are for `pytest -m slow`."""
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import raises
+from helpers import mostly_slow, raises
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -257,8 +257,9 @@ DDP_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", DDP_OPTIONS.values(), ids=DDP_OPTIONS)
-def test_ddps_own_options_reach_it_and_change_no_number(options):
+@pytest.mark.parametrize("name", mostly_slow(DDP_OPTIONS, "several"))
+def test_ddps_own_options_reach_it_and_change_no_number(name):
+    options = DDP_OPTIONS[name]
     exact, _ = trained()
     seen = []
     learn, told = trained(cbs=Callback(after_train=lambda cb: seen.append(cb.learn.model)), **options)

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import mostly_slow
 from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
@@ -155,7 +156,7 @@ EVALUATIONS = {"validate": lambda learn: learn.validate(), "get_preds": lambda l
 
 @on_ranks
 @pytest.mark.parametrize("name", EVALUATIONS)
-@pytest.mark.parametrize("event", ["before_fit", "after_train", "after_epoch", "after_fit"])
+@pytest.mark.parametrize("event", mostly_slow(["before_fit", "after_train", "after_epoch", "after_fit"], "after_train"))
 def test_an_evaluation_on_one_rank_alone_is_noticed_at_once(event, name):
     error, took = run(make_learner(once(event, EVALUATIONS[name])))
     assert took < SOON
@@ -238,7 +239,7 @@ ENDINGS = {
 
 
 @on_ranks
-@pytest.mark.parametrize("how", [how if how == "in a batch" else pytest.param(how, marks=SLOW) for how in ENDINGS])
+@pytest.mark.parametrize("how", mostly_slow(ENDINGS))
 def test_nothing_of_a_run_is_left_to_the_garbage_collector(how):
     check_nothing_is_left(how)
 

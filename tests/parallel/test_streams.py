@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from helpers import mostly_slow
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -106,7 +107,7 @@ def batches(n, size):
     return [list(range(n))[i : i + size] for i in range(0, n, size)]
 
 
-@pytest.mark.parametrize("split", [True, False], ids=["batches cut", "batches per rank"])
+@pytest.mark.parametrize("split", mostly_slow([True, False], False), ids=["batches cut", "batches per rank"])
 @pytest.mark.parametrize(
     ("n", "workers", "aware"),
     [(23, 0, False), pytest.param(23, 2, False, marks=pytest.mark.slow), (22, 2, True), (3, 0, False)],
@@ -177,7 +178,9 @@ def test_r35_parts_of_40_and_24_samples_stop_together_at_the_shorter():
     assert [text.partition(",")[0] for text in told] == ["the data of rank 1 ended after step 6"] * 2 * (RANK == 0)
 
 
-@pytest.mark.parametrize(("n", "size"), [(40, 2), (23, 2), (23, 4), (21, 4)])
+@pytest.mark.parametrize(
+    ("n", "size"), [(23, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(40, 2), (23, 4), (21, 4)])]
+)
 def test_groups_of_batches_are_the_steps_of_one_process(n, size):
     """Also where ranks end in the middle of one."""
     learn = make_learner(Stream(n), cbs=GradientAccumulation(n_batches=size))

@@ -164,6 +164,7 @@ def test_a_right_learner_passes(case, says, capsys):
     assert out.endswith("\nall is well\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "single"), [(PartlySingle, True), (Single, True), (lambda: None, False)])
 def test_the_rounding_of_float32_is_told_from_that_of_float64(model, single, capsys):
     found, report, _ = verdict(capsys, make(model()))
@@ -172,6 +173,7 @@ def test_the_rounding_of_float32_is_told_from_that_of_float64(model, single, cap
     assert any(text in said for _, said in report.values()) == single, report
 
 
+@pytest.mark.slow
 def test_more_ranks_than_samples_in_a_batch(capsys):
     found, report, out = verdict(capsys, make(dls=make_dls(7, 2)), n=3, steps=9)
     assert found is True
@@ -520,6 +522,7 @@ def test_bad_numbers_are_refused(wrong):
         check_distributed(make(), **wrong)
 
 
+@pytest.mark.slow
 def test_a_process_that_can_fork_no_more_says_so():
     def refuse():  # what torch's autograd says in a fork of a process that has trained on a machine with a GPU
         raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")

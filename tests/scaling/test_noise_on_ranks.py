@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from helpers import mostly_slow
 from noise_jobs import Batches, exact, make_data, make_learner, make_model, recomputed, shown
 from torch import nn
 from torch.utils.data import RandomSampler
@@ -76,7 +77,7 @@ JOBS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", mostly_slow(JOBS, *list(JOBS)[:3]))
 def test_each_part_counts_by_what_it_had(job):
     """Tails over which the ranks have unequal shares, or none; weights; gradients that are averaged in other ways."""
     options = dict(JOBS[job])

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from helpers import make_data
+from helpers import make_data, mostly_slow
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset
@@ -39,8 +39,8 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("split", mostly_slow([False, True], True))
+@pytest.mark.parametrize("name", mostly_slow(CASES, "rows, two batches", "a stream"))
 def test_a_step_is_said_once_by_rank_0(name, split):
     stream, group = CASES[name]
     n, learn, seen = world.world_size(), learner(stream), []

@@ -68,6 +68,7 @@ def test_kills_and_errors_cost_one_trial_each(search):
     assert os.listdir("sweeps/c/running") == []
 
 
+@pytest.mark.slow
 def test_a_search_that_is_killed_goes_on_also_on_a_machine_that_joins(search):
     write_config(maxCombo=8, retryLimit=1)
     first = search("-j", 2, FATES={1: "wait", 2: "wait"})
@@ -144,6 +145,7 @@ def test_64_trials_with_3_kills_end_with_64_results(search, victim, time):
     assert 64 < frame["attempts"].sum() <= 64 + 9
 
 
+@pytest.mark.slow
 def test_each_trial_has_gpus_and_threads_of_its_own(search):
     write_config(maxCombo=4)
     env = {"CUDA_VISIBLE_DEVICES": "3,5,GPU-a,7,8", "OMP_NUM_THREADS": ""}
