@@ -5,6 +5,7 @@ from setuptools import find_packages, setup
 
 EXAMPLES = ["matplotlib>=3.8"]
 SWEEP = ["optuna>=4.2", "pandas>=2", "scipy>=1.11", "cmaes>=0.10"]
+TABULAR = ["pandas>=2"]
 TRACKERS = {
     "tensorboard": ["tensorboard>=2.14"],
     "wandb": ["wandb>=0.19"],
@@ -15,6 +16,7 @@ ONNX = ["onnx>=1.17", "onnxscript>=0.5"]
 DEV = [
     *EXAMPLES,
     *SWEEP,
+    *TABULAR,
     *ONNX,
     "onnxruntime>=1.20",
     "pytest>=8",
@@ -36,6 +38,7 @@ DEV = [
     *TRACKERS["wandb"],
     *TRACKERS["comet"],
     "mlflow-skinny>=2.14",  # all of it but the server and the viewer
+    "scikit-learn>=1.5",
 ]
 
 VERSION = re.search(
@@ -60,5 +63,7 @@ setup(
         "cloudpickle>=3",
         "safetensors>=0.5",
     ],
-    extras_require={"examples": EXAMPLES, "sweep": SWEEP, "onnx": ONNX, "dev": DEV, **TRACKERS},
+    extras_require={
+        "examples": EXAMPLES, "sweep": SWEEP, "tabular": TABULAR, "onnx": ONNX, "dev": DEV, **TRACKERS
+    },
 )

