@@ -21,7 +21,7 @@ def accuracy_of_trees(data):
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     cats, conts, target = data.train_ds.tensors
-    trees = HistGradientBoostingClassifier(categorical_features=range(cats.shape[1]), random_state=0)
+    trees = HistGradientBoostingClassifier(categorical_features=list(range(cats.shape[1])), random_state=0)
     trees.fit(torch.cat([cats, conts], 1).numpy(), target.numpy())
     cats, conts, target = data.valid_ds.tensors
     return trees.score(torch.cat([cats, conts], 1).numpy(), target.numpy())

@@ -100,6 +100,8 @@ class TabularData:
         if conts is None:
             conts = [name for name, role in roles.items() if role in ("conts", "few") and name not in cats]
         target = (Categories if is_class else Numbers).of(train[y])
+        if isinstance(target, Categories) and len(target.values) < 2:
+            raise ValueError(f"all rows to train on have {y!r} = {target.values[0]!r}; there is nothing to learn")
         data = cls([Categories.of(train[name]) for name in cats], [Numbers.of(train[name]) for name in conts], target)
         data.train_ds, data.valid_ds = data._dataset(train), data._dataset(held_out) if len(held_out) else None
         if decides and world.is_main():
@@ -239,9 +241,12 @@ def _as_frame(rows: Rows) -> "DataFrame":
     import pandas as pd
 
     if isinstance(rows, pd.DataFrame):
-        if not rows.columns.is_unique:
-            names = rows.columns[rows.columns.duplicated()]
-            raise ValueError(f"the frame has several columns {first_few(map(repr, names))}; rename them")
+        names = zip(rows.columns.tolist(), rows.columns.duplicated(keep=False), strict=True)
+        wrong = [name for name, is_double in names if is_double or not isinstance(name, str | int)]
+        if wrong:
+            raise ValueError(
+                f"the frame has columns {first_few(map(repr, wrong))}; each needs a name of its own, text or a number"
+            )
         return rows.infer_objects()
     rows = [rows] if isinstance(rows, Mapping | pd.Series) else list(rows)
     if others := [row for row in rows if not isinstance(row, Mapping | pd.Series)]:
@@ -261,12 +266,12 @@ def _check_columns(frame: "DataFrame", names: list) -> None:
 
 def _role(column: "Series") -> str:
     """What a column is by its values: 'cats', 'conts', 'few' (whole numbers, which may be either) or ''."""
-    from pandas.api.types import is_bool_dtype, is_numeric_dtype
+    from pandas.api.types import is_any_real_numeric_dtype
 
-    if is_numeric_dtype(column.dtype) and not is_bool_dtype(column.dtype):
+    if is_any_real_numeric_dtype(column.dtype):
         values = numbers_in(column)
-        values = np.unique(values[np.isfinite(values)])
-        few = len(values) <= FEW and bool((values == np.round(values)).all())
+        values = values[np.isfinite(values)]
+        few = column.nunique() <= FEW and bool((values == np.round(values)).all())
         return ("few" if few else "conts") if len(values) else ""
     try:
         _, found = distinct(column)

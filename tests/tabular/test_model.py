@@ -81,6 +81,7 @@ def test_what_a_learner_takes():
     dls = loaders("price")
     learn = tabular_learner(dls, y_range=(0, 2e6), embedding_sizes={"town": 7}, loss_func=nn.L1Loss(), lr=0.5)
     assert type(learn) is Learner
+    assert learn.model.embeddings[0].num_embeddings == 1 + 3  # of what is not known, and of three towns
     assert (learn.model.embeddings[0].embedding_dim, learn.lr, type(learn.loss_func)) == (7, 0.5, nn.L1Loss)
     assert not any(isinstance(m, nn.BatchNorm1d) for m in learn.model.modules())
     with raises(ValueError, "embedding_sizes has area", "are town"):
