@@ -63,7 +63,5 @@ setup(
         "cloudpickle>=3",
         "safetensors>=0.5",
     ],
-    extras_require={
-        "examples": EXAMPLES, "sweep": SWEEP, "tabular": TABULAR, "onnx": ONNX, "dev": DEV, **TRACKERS
-    },
+    extras_require={"examples": EXAMPLES, "sweep": SWEEP, "tabular": TABULAR, "onnx": ONNX, "dev": DEV, **TRACKERS},
 )

@@ -1306,6 +1306,7 @@ def load_learner(
     model: nn.Module | Callable[[], nn.Module] | None = None,
     *,
     dls: DataLoaders | None = None,
+    data: Any = None,
     loss_func: Callable[..., Tensor] | None = None,
     device: torch.device | str | int | None = None,
     path: str | Path = ".",
@@ -1321,6 +1322,7 @@ def load_learner(
         fname: a name inside path/model_dir, or a `pathlib.Path`; without an end '.safetensors' is meant.
         model: for weights, the module, or the function or class that makes it; a program needs none.
         dls: the loaders, if it shall train or validate.
+        data: the class that made its inputs, such as `TabularData`: `predict` and `test_dl` then take raw ones again.
         loss_func: the loss, likewise. Predictions are decoded as at the export without it.
         device: where to; by default the accelerator, else the CPU.
         path, model_dir: as for `Learner`.
@@ -1332,4 +1334,4 @@ def load_learner(
     """
     from learnerkit.export.reading import load
 
-    return load(Learner, fname, model, dls, loss_func, device, path, model_dir)
+    return load(Learner, fname, model, dls, data, loss_func, device, path, model_dir)

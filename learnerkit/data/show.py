@@ -43,7 +43,7 @@ class Table:
 
     Args:
         names: the columns.
-        rows: a list of cells for each; floats are shown with four digits.
+        rows: a list of cells for each; floats are shown with four digits, or as whole numbers.
     """
 
     def __init__(self, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -89,7 +89,7 @@ def cell(x: Any) -> str:
     if isinstance(x, Tensor) and x.numel() == 1:
         x = x.item()
     if isinstance(x, float):
-        return f"{x:.4g}"
+        return f"{x:.0f}" if 1e4 <= abs(x) < 1e9 else f"{x:.4g}"
     if isinstance(x, Tensor) and x.ndim == 1:
         x = x.tolist()
     if isinstance(x, list | tuple) and not any(isinstance(each, Tensor | list | tuple | Mapping) for each in x):

@@ -1,5 +1,6 @@
 """`load_learner`: a learner that predicts, from a file that `Learner.export` has written. Nothing is unpickled."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,11 +32,13 @@ class NoData:
 
 
 def load(
-    make: Callable[..., "Learner"], fname: Any, model: Any, dls: DataLoaders | None, loss_func: Any, device: Any,
-    path: str | Path, model_dir: str | Path,
+    make: Callable[..., "Learner"], fname: Any, model: Any, dls: DataLoaders | None, data: Any, loss_func: Any,
+    device: Any, path: str | Path, model_dir: str | Path,
 ) -> "Learner":  # fmt: skip
     """Make the learner for `load_learner`, which see, by the class `make`."""
     file = exported_path(fname, Path(path) / model_dir)
+    if dls is not None and data is not None:
+        raise ValueError("got dls= and data=; the loaders of data= have no batches, and take raw inputs")
     if dls is not None and device is not None:
         raise ValueError(f"got dls and device={device!r}; the device is that of dls")
     if file.suffix == ONNX:
@@ -56,7 +59,9 @@ def load(
     else:
         facts = read_facts(_record(file), file)
         model = _made(model, file, facts.model)
-    if dls is None:
+    if data is not None:
+        own = _prepared(data, facts.preprocessing, file, own.device)
+    elif dls is None:
         own.n_inp = facts.n_inp
         own.target_keys = own.target_keys if facts.target_keys is None else tuple(facts.target_keys)
     if own.classes is None:
@@ -71,6 +76,14 @@ def load(
             learn.load(file, with_opt=False)
     model.eval()
     return learn
+
+
+def _prepared(data: Any, preprocessing: Any, file: Path, device: Any) -> DataLoaders:
+    "Loaders without batches that turn raw inputs into those of the model."
+    try:
+        return data.from_json(json.dumps(preprocessing)).dataloaders(device=device)
+    except Exception as e:
+        raise CheckpointError(f"the preprocessing in {file} is none of {data!r}: {in_one_line(e)}") from e
 
 
 def _record(file: Path) -> str | None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import world
 from learnerkit.data.loaders import DataLoaders
-from learnerkit.data.rows import RowsLoader
+from learnerkit.export.reading import NoData
 from learnerkit.tabular.columns import FEW, Categories, Numbers, distinct, numbers_in
 from learnerkit.text import did_you_mean, first_few
 
@@ -146,16 +146,18 @@ class TabularData:
         conts = [z for z, _ in numbers.values()] + [numbers[column.name][1] for column in self._flagged]
         return _stack(cats, len(frame), np.int64), _stack(conts, len(frame), np.float32)
 
-    def decode(self, row: tuple[Tensor, Tensor]) -> dict:
-        """Turn the (cats, conts) of one row into values by column: `None` for what was missing, or not in training."""
-        cats, conts = (part.tolist() for part in row)
-        numbers, marks = conts[: len(self.conts)], conts[len(self.conts) :]
+    def decode(self, cats: Tensor, conts: Tensor) -> dict:
+        """Turn the tensors of one row into values by column: `None` for what was missing, or not in training."""
+        numbers, marks = conts[: len(self.conts)].tolist(), conts[len(self.conts) :].tolist()
         missing = {column.name for column, mark in zip(self._flagged, marks, strict=True) if mark}
-        categories = {column.name: column.decode(i) for column, i in zip(self.cats, cats, strict=True)}
+        categories = {column.name: column.decode(i) for column, i in zip(self.cats, cats.tolist(), strict=True)}
         return categories | {
             column.name: None if column.name in missing else column.decode(z)
             for column, z in zip(self.conts, numbers, strict=True)
         }
+
+    def _shown(self, cats: Tensor, conts: Tensor) -> dict[str, str]:
+        return {str(name): "" if value is None else str(value) for name, value in self.decode(cats, conts).items()}
 
     def _dataset(self, frame: "DataFrame") -> TensorDataset:
         _check_columns(frame, [self.target.name])
@@ -179,19 +181,19 @@ class TabularData:
     def dataloaders(self, bs: int = 64, **kwargs: Any) -> "TabularDataLoaders":
         """Make loaders of the training and validation part, which read whole batches at once.
 
+        What comes from `from_json` has no rows; its loaders have no batches, and predict for new rows.
+
         Args:
             bs: rows in a training batch.
-            kwargs: those of `DataLoaders.from_datasets`.
-
-        Raises:
-            ValueError: there are no rows, as after `from_json`.
+            kwargs: those of `DataLoaders.from_datasets`; without rows, of `DataLoaders`.
         """
-        if self.train_ds is None:
-            raise ValueError(
-                "there are no rows, as from_json gives the columns alone; encode(df) turns a frame into tensors"
-            )
-        dls: Any = TabularDataLoaders.from_datasets(self.train_ds, self.valid_ds, bs=bs, n_inp=2, **kwargs)
-        dls.data = self
+        kwargs |= {"n_inp": 2, "classes": self.classes, "decode": self._shown}
+        dls: Any = (
+            TabularDataLoaders(NoData(), NoData(), **kwargs)
+            if self.train_ds is None
+            else TabularDataLoaders.from_datasets(self.train_ds, self.valid_ds, bs=bs, **kwargs)
+        )
+        dls.data, dls.preprocessing = self, json.loads(self.to_json())
         return dls
 
     # Files
@@ -216,13 +218,18 @@ class TabularData:
 
 
 class TabularDataLoaders(DataLoaders):
-    """Loaders of a table, with its `data`."""
+    """Loaders of a table, with its `data`; `test_dl` and `learn.predict` take rows."""
 
     data: TabularData
 
-    def test_dl(self, rows: Rows, bs: int = 64) -> RowsLoader:
-        """A loader of rows without target, as `TabularData.encode` takes them."""
-        return RowsLoader(TensorDataset(*self.data.encode(rows)), batch_size=bs)
+    def test_dl(self, items: Rows, bs: int | None = None, **loader_kwargs: Any) -> DataLoader:
+        """A loader of rows as `TabularData.encode` takes them; a target among their columns is not read.
+
+        Args:
+            items: a frame, a row, or a list of rows.
+            bs, loader_kwargs: as in `DataLoaders.test_dl`.
+        """
+        return super().test_dl(TensorDataset(*self.data.encode(items)), bs, **loader_kwargs)
 
 
 def _said(what: str, names: Iterable[str]) -> str:

@@ -70,10 +70,10 @@ def test_text_and_tokens():
 
 
 def test_rows_of_tables():
-    rows = [({"age": 30 + i, "fare": 1.5 * i, "name": f"p{i}"}, float(i)) for i in range(3)]
+    rows = [({"age": 30 + i, "fare": 1.5 * i, "name": f"p{i}"}, 12345.5 * i) for i in range(3)]
     table = DataLoaders(DataLoader(rows, 3)).show_batch(2)
     assert table.names == ["age", "fare", "name", "target"]
-    assert str(table).splitlines() == ["age  fare  name  target", " 30     0  p0         0", " 31   1.5  p1         1"]
+    assert str(table).splitlines() == ["age  fare  name  target", " 30     0  p0         0", " 31   1.5  p1     12346"]
     pairs = DataLoaders(DataLoader([(torch.ones(2), torch.zeros(1), 3)], 1)).show_batch()
     assert pairs.rows == [["1 1", "0", "3"]]
     assert make_dls(train=8).show_batch(2).names == ["0", "1", "2", "3", "target"]

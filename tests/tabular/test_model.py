@@ -7,7 +7,7 @@ from helpers import raises
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import DataLoaders, Learner, accuracy, mae, set_seed
+from learnerkit import CheckpointError, DataLoaders, Learner, accuracy, load_learner, mae, set_seed
 from learnerkit.data.rows import RowsLoader
 from learnerkit.tabular.data import TabularData
 from learnerkit.tabular.model import TabularModel, embedding_size, tabular_learner
@@ -70,11 +70,48 @@ def test_classes_are_learned_and_batches_are_read_whole():
     with learn.no_logging(), learn.no_bar():
         learn.fit(8, 3e-2)
         assert learn.final_record[-1] > 0.9
-        preds, _ = learn.get_preds(dl=dls.test_dl(table().drop(columns=["dear", "price"])))
-        assert preds.shape == (240, 2)
-        assert (preds.argmax(1).numpy() == table()["dear"]).mean() > 0.9
-        new = {"town": "Paris", "area": None}
-        assert learn.get_preds(dl=dls.test_dl(new))[0].shape == (1, 2)
+        preds, targets = learn.get_preds(dl=dls.test_dl(table().drop(columns=["dear", "price"])))
+    assert (preds.shape, targets) == ((240, 2), None)
+    assert (preds.argmax(1).numpy() == table()["dear"]).mean() > 0.9
+    for item in ({"town": "Paris", "area": None}, table().iloc[3]):
+        label, number, pred = learn.predict(item)
+        assert torch.equal(pred, learn.get_preds(dl=dls.test_dl(item))[0][0])
+        assert label is dls.classes[number] is bool(pred.argmax())
+
+
+def test_rows_are_shown_in_the_units_of_the_frame():
+    for y, classes in (("dear", True), ("price", False)):
+        dls = loaders(y)
+        learn = tabular_learner(dls, (5,))
+        for shown, names in ((dls.show_batch(ds_idx=1), ["target"]), (learn.show_results(), ["target", "prediction"])):
+            assert shown.names == ["town", "area", *names]
+            assert len(shown.rows) == 9
+            for town, area, target, *_ in shown.rows:
+                row = table().iloc[(table()["area"] - float(area)).abs().argmin()]
+                assert town == (row["town"] if isinstance(row["town"], str) else "")
+                assert target == str(row["dear"]) if classes else float(target) == pytest.approx(row["price"])
+        assert any(row[0] == "" for row in loaders(y, bs=240).show_batch(240).rows)
+
+
+@pytest.mark.slow
+def test_what_was_learned_of_columns_goes_along_with_an_export():
+    learn = tabular_learner(loaders("dear"), (5,))
+    row = {"town": "Oslo", "area": 120.5}
+    before = learn.predict(row)
+    for file, model in (("a.pt2", None), ("a.safetensors", learn.model)):
+        learn.export(file)
+        again = load_learner(file, model, data=TabularData, device="cpu")
+        label, number, pred = again.predict(row)
+        assert (label, number) == before[:2]
+        assert torch.allclose(pred, before.pred, atol=1e-4)
+        assert len(again.get_preds(dl=again.dls.test_dl(table()))[0]) == 240
+        with raises(ValueError, "loaded without data"):
+            again.fit(1)
+    with raises(ValueError, "got dls= and data="):
+        load_learner("a.pt2", data=TabularData, dls=learn.dls)
+    Learner(DataLoaders([]), nn.Linear(1, 1), nn.MSELoss()).export("b")
+    with raises(CheckpointError, "preprocessing in models/b.safetensors is none of", "TabularData"):
+        load_learner("b", nn.Linear(1, 1), data=TabularData)
 
 
 def test_what_a_learner_takes():
