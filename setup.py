@@ -4,6 +4,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 EXAMPLES = ["matplotlib>=3.8"]
+TEXT = ["tokenizers>=0.21"]
 SWEEP = ["optuna>=4.2", "pandas>=2", "scipy>=1.11", "cmaes>=0.10"]
 TABULAR = ["pandas>=2"]
 TRACKERS = {
@@ -19,6 +20,7 @@ DEV = [
     *TABULAR,
     *ONNX,
     "onnxruntime>=1.20",
+    *TEXT,
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.7",
@@ -63,5 +65,7 @@ setup(
         "cloudpickle>=3",
         "safetensors>=0.5",
     ],
-    extras_require={"examples": EXAMPLES, "sweep": SWEEP, "tabular": TABULAR, "onnx": ONNX, "dev": DEV, **TRACKERS},
+    extras_require={
+        "examples": EXAMPLES, "sweep": SWEEP, "tabular": TABULAR, "text": TEXT, "onnx": ONNX, "dev": DEV, **TRACKERS
+    },
 )

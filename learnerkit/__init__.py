@@ -65,6 +65,8 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.inspection.hooks import Hook as Hook
     from learnerkit.inspection.hooks import Hooks as Hooks
     from learnerkit.inspection.interpretation import ClassificationInterpretation as ClassificationInterpretation
+    from learnerkit.language.data import TextData as TextData
+    from learnerkit.language.models import TextClassifier as TextClassifier
     from learnerkit.learner import Learner as Learner
     from learnerkit.learner import load_learner as load_learner
     from learnerkit.loggers.tables import CSVLogger as CSVLogger
@@ -129,6 +131,8 @@ _HOMES = {
     "inspection.interpretation": ["ClassificationInterpretation"],
     "loggers.tables": ["CSVLogger", "JSONLogger"],
     "loggers.trackers": ["CometCallback", "MLflowCallback", "TensorBoardCallback", "WandbCallback"],
+    "language.data": ["TextData"],
+    "language.models": ["TextClassifier"],
     "learner": ["Learner", "load_learner"],
     "metrics": [
         "AccumMetric", "Metric", "accuracy", "error_rate", "mae", "mse", "perplexity", "rmse", "top_k_accuracy",

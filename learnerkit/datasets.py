@@ -1,7 +1,7 @@
-"""Real data for examples: a sample of Fashion-MNIST and a table that are part of the package, and larger ones.
+"""Real data for examples: images, lines of chat and a table that are part of the package, and larger ones.
 
-Fashion-MNIST is (c) 2017 Zalando SE, MIT licence; the notice is in `learnerkit/assets/FASHION_MNIST_LICENSE`. The table
-of penguins is in the public domain (CC0); see `learnerkit/assets/PENGUINS_NOTICE`.
+Fashion-MNIST is (c) 2017 Zalando SE, MIT licence; the chat lines are by the authors of chatterbot-corpus, BSD licence;
+the table of penguins is in the public domain (CC0). The notices are in `learnerkit/assets`.
 """
 
 from importlib.resources import files
@@ -22,6 +22,19 @@ FASHION_MNIST_CLASSES = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
 )  # fmt: skip
 """The names of the labels 0 to 9."""
+
+
+def chat_lines() -> tuple[list[str], list[str]]:
+    """Return 1,470 lines of chat in six languages from the package's files, and the language of each.
+
+    Returns:
+        (lines, languages): the languages are 'en', 'es', 'id', 'it', 'pt' and 'tr', of some 240 lines each.
+    """
+    import lzma
+
+    text = lzma.decompress((files("learnerkit") / "assets" / "chat_lines.txt.xz").read_bytes()).decode()
+    languages, lines = zip(*(line.split("\t") for line in text.splitlines()), strict=True)
+    return list(lines), list(languages)
 
 
 def fashion_mnist_sample() -> tuple[TensorDataset, TensorDataset]:

@@ -90,4 +90,4 @@ def scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:
             for grad in alike:
                 grad.mul_(factor)
         else:
-            scale_together(alike, factor.to(kind[1]) if isinstance(factor, Tensor) else factor)
+            scale_together(alike, factor.to(kind[0], kind[1]) if isinstance(factor, Tensor) else factor)

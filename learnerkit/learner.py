@@ -49,7 +49,7 @@ from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
 from learnerkit.snapshot import give_shapes, restorer, unchanged
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
-from learnerkit.utils import count_parameters, listify, own_loss_arguments, training_modes, unwrap, warn
+from learnerkit.utils import count_parameters, listify, own_loss_arguments, spanned_devices, training_modes, unwrap, warn
 
 if TYPE_CHECKING:
     from learnerkit.inspection.summary import Summary
@@ -92,7 +92,9 @@ class Learner(RunState):
 
     Args:
         dls: the loaders.
-        model: any module; it moves to the loaders' device at first use and stays there.
+        model: any module; it moves to the loaders' device at first use and stays there. One that spans several devices
+            (`device_map=` of transformers, or parameters on several GPUs) stays where it is, and gets its inputs on its
+            first device.
         loss_func: f(pred, *targets) -> scalar; `None` for a model that makes its own loss. That is `output.loss`, or,
             of an output that is a dict of scalars, their sum; each of them gets a column of the table. A model that
             makes none in evaluation, such as a detector, is validated by its metrics alone.
@@ -788,7 +790,10 @@ class Learner(RunState):
     def _to_device(self) -> None:
         for module in (self.model, self.loss_func):
             if isinstance(module, nn.Module):
-                module.to(self.dls.device)
+                if devices := spanned_devices(module):
+                    self.dls.prefer(devices[0])
+                else:
+                    module.to(self.dls.device)
         for opt in self.opts:
             optim.state_to_params(opt)
 

@@ -8,6 +8,7 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -101,6 +102,22 @@ def own_loss_arguments(loss_func: Any, model: nn.Module) -> list[str] | None:
     except (TypeError, ValueError):
         return []
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def spanned_devices(model: nn.Module) -> list[torch.device]:
+    """Return the devices of a model that spans several and must stay there, accelerators first; none of another model.
+
+    Such a model has been placed by transformers or accelerate, which leave an `hf_device_map`, or has parameters on
+    several accelerators.
+    """
+    maps = [found for m in model.modules() if isinstance(found := getattr(m, "hf_device_map", None), Mapping)]
+    names = dict.fromkeys(str(name) for found in maps for name in found.values())
+    found = [torch.device("meta" if n == "disk" else int(n) if n.isdigit() else n) for n in names]
+    found = found or list(dict.fromkeys(p.device for p in model.parameters() if p.device.type not in _HOST))
+    return sorted(found, key=lambda device: device.type in _HOST) if len(found) > 1 else []
+
+
+_HOST = ("cpu", "meta")
 
 
 @contextmanager

@@ -36,6 +36,7 @@ FLOORS = [
     ["export", "notebook", "preflight", "sweep"],
     ["learner", "doctor"],
     ["tabular", "vision", "__init__"],
+    ["vision", "language", "__init__"],
 ]
 
 # A worker runs the user's own script as `__main__`; nothing else is run as code.
@@ -50,7 +51,7 @@ HEAVY = {"torchvision", "matplotlib", "IPython", "torchmetrics", "torcheval", "c
 HEAVY |= {"tensorboard", "wandb", "comet_ml", "mlflow"}
 HEAVY = {
     "torchvision", "matplotlib", "IPython", "torchmetrics", "torcheval", "cloudpickle", "pandas", "PIL", "optuna",
-    "onnx", "onnxscript", "onnxruntime",
+    "onnx", "onnxscript", "onnxruntime", "tokenizers", "transformers",
 }  # fmt: skip
 
 

@@ -125,6 +125,49 @@ def test_training_modes_come_back_also_after_an_error():
     assert [m.training for m in list(model.modules())[: len(before)]] == before
 
 
+def on(*devices):
+    """What stands for a model with a parameter on each of these devices; this machine may have none of them."""
+    places = [SimpleNamespace(device=torch.device(device)) for device in devices]
+    return SimpleNamespace(modules=lambda: [], parameters=lambda: places)
+
+
+@pytest.mark.parametrize(
+    ("devices", "found"),
+    [
+        ([], []),
+        (["cpu", "cpu"], []),
+        (["cuda:1", "cuda:1"], []),
+        (["cpu", "cuda:1"], []),  # half-way there: it moves as a whole
+        (["meta", "cpu"], []),
+        (["cuda:1", "cpu", "cuda:0", "cuda:1"], ["cuda:1", "cuda:0"]),
+    ],
+)
+def test_a_model_spans_devices_by_its_parameters(devices, found):
+    assert utils.spanned_devices(on(*devices)) == list(map(torch.device, found))
+
+
+@pytest.mark.parametrize(
+    ("placed", "found"),
+    [
+        ({"": 0}, []),
+        ({"": "cpu"}, []),
+        ({"embed": torch.device("cuda", 1), "head": "cuda:1"}, []),
+        ({"embed": "cpu", "head": "disk"}, ["cpu", "meta"]),
+        ({"embed": "cpu", "body": "cuda:1", "head": torch.device("cuda", 2)}, ["cuda:1", "cuda:2", "cpu"]),
+    ],
+)
+def test_a_model_spans_devices_by_the_map_that_placed_it(placed, found):
+    model = make_model()
+    model[0].hf_device_map = placed  # of a part of a larger model
+    assert utils.spanned_devices(model) == list(map(torch.device, found))
+
+
+def test_a_number_in_that_map_is_an_accelerator():
+    model = make_model()
+    model.hf_device_map = {"embed": 1, "head": 0}
+    assert [(device.type != "cpu", device.index) for device in utils.spanned_devices(model)] == [(True, 1), (True, 0)]
+
+
 def test_where_a_person_types(monkeypatch):
     import IPython
 

@@ -139,6 +139,11 @@ class DataLoaders:
                     dl.pin_memory = True
         return self._device
 
+    def prefer(self, device: torch.device) -> None:
+        """Take this device, unless one was given or has been chosen."""
+        if self._device is None:
+            self._device = device
+
     @property
     def train(self) -> Iterable:
         return self.loaders[0]

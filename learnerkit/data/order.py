@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from learnerkit import world
+from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.rows import IndexBatches
 from learnerkit.data.streams import Numbered
 from learnerkit.torch_internals import has_iterator, loader_attributes
@@ -96,7 +97,8 @@ def seeded_samplers(dl: Any, seed: int) -> Iterator[None]:
 
 # Samplers that never draw from the global generators once `seeded_samplers` has given them a generator.
 _SEEDED = (BatchSampler, IndexBatches, SequentialSampler, DistributedSampler)
-_LENT = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)  # which `seeded_samplers` gives one
+# Those that `seeded_samplers` gives one.
+_LENT = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, LengthBatches)
 
 
 def draws_globally(dl: Any, seeded: bool = False) -> bool:
@@ -172,6 +174,8 @@ def in_order(dl: Any, name: str) -> Any:
             f"loader {name} has batch_size=None and a {type(dl.sampler).__name__}, so its dataset cannot be read in "
             "order; pass get_preds a loader of your own as dl="
         )
+    if isinstance(dl.batch_sampler, LengthBatches):
+        return with_batches(dl, batch_sampler=dl.batch_sampler.in_order())
     size = getattr(dl.batch_sampler, "batch_size", None) or 64
     kind = IndexBatches if getattr(dl, "reads_rows", False) else BatchSampler
     return with_batches(dl, batch_sampler=kind(sampler, size, False))

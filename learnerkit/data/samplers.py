@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.order import samplers_of
 from learnerkit.data.rows import IndexBatches
 from learnerkit.data.streams import Numbered
 
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _WITHOUT = (  # they keep nothing from epoch to epoch but their generators
-    BatchSampler, IndexBatches, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+    BatchSampler, IndexBatches, LengthBatches, RandomSampler, SequentialSampler, SubsetRandomSampler,
+    WeightedRandomSampler,
 )  # fmt: skip
 _SCALARS = (bool, int, float, str, type(None))
 

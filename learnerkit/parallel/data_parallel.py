@@ -22,7 +22,8 @@ from learnerkit.losses import (
     unwrap_partial,
 )
 from learnerkit.parallel.transparent import wrapped
-from learnerkit.utils import add_note_once, describe, unwrap, warn
+from learnerkit.text import first_few
+from learnerkit.utils import add_note_once, describe, spanned_devices, unwrap, warn
 
 _AFTER_PRED = [e for e in INNER_EVENTS if e != Event.before_batch]
 
@@ -49,7 +50,7 @@ class ParallelCallback(Callback):
             of a batch with each other, say), or that keeps a state of its own.
 
     Raises:
-        ValueError: a GPU that is not there, or one twice.
+        ValueError: a GPU that is not there, or one twice; when a fit begins, a model that spans several devices.
     """
 
     def __init__(self, device_ids: list[int] | None = None, loss_on_replicas: bool = True) -> None:
@@ -64,6 +65,11 @@ class ParallelCallback(Callback):
 
     def before_fit(self) -> None:
         learn = self.learn
+        if devices := spanned_devices(learn.model):
+            raise ValueError(
+                f"the model spans {first_few(devices)}, and DataParallel would put a whole copy of it on each GPU; "
+                "train it as it is, or by distrib_ctx, where each process has such a model on devices of its own"
+            )
         count = torch.cuda.device_count()
         ids = list(range(count)) if self.device_ids is None else list(self.device_ids)
         if count >= 2 and any(i >= count for i in ids):

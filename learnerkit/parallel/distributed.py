@@ -1,6 +1,7 @@
 """DistributedDataParallel for as long as a fit lasts: what it compares, wraps and shares out, and puts back."""
 
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,7 +27,7 @@ from learnerkit.parallel.loaders import RankLoader, rank_loader
 from learnerkit.parallel.rank_step import RankStep
 from learnerkit.parallel.wrapping import COMM_HOOKS
 from learnerkit.text import did_you_mean, first_few
-from learnerkit.utils import listify, warn
+from learnerkit.utils import listify, spanned_devices, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -43,6 +44,9 @@ class DistributedCallback(Callback):
 
     Buffers, BatchNorm's statistics among them, are rank 0's: DDP sends them before each forward pass (not with `wrap`,
     and not with broadcast_buffers=False), and this callback once more before validation and at the end of training.
+
+    A model that spans several devices, as by transformers' `device_map`, is trained by processes that have devices of
+    their own each. It must be whole on each of them: what is divided among processes is not DDP's work.
 
     On one process it does nothing.
 
@@ -166,8 +170,10 @@ class DistributedCallback(Callback):
         }
         order = None if learn._position is None else learn._position.order.generator
         optimizers = [_digest(opt.state_dict()) for opt in learn.opts]
-        mine = facts, optimizers, world.seed_digest(), order and order.get_state()
-        everyone, others, seeds, orders = zip(*world.all_gather(mine), strict=True)
+        placed = socket.gethostname(), list(map(str, spanned_devices(learn.model)))
+        mine = facts, optimizers, world.seed_digest(), order and order.get_state(), placed
+        everyone, others, seeds, orders, places = zip(*world.all_gather(mine), strict=True)
+        wrapping.check_devices(places)
         for name, fact in facts.items():
             found = [other[name] for other in everyone]
             if any(other != fact for other in found):

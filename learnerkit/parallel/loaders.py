@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len, map_batch, tensors_in
+from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.order import draws_globally, keep_seeds, samplers_of, with_batches
 from learnerkit.data.position import Resumed, has_state, say_read_forward, source_of
 from learnerkit.data.streams import Draws, Numbered, Share, same_stream
@@ -45,7 +46,7 @@ def join_batches(batches: list) -> Any:
     return [i for b in batches for i in b]
 
 
-def distribute(batches: Iterable, ranks: int, split: bool, least: int) -> Iterator[list]:
+def distribute(batches: Iterable, ranks: int, split: bool, least: int, join: bool = True) -> Iterator[list]:
     """Distribute a stream of index batches over ranks: for each step a list with a piece for each rank.
 
     Args:
@@ -54,6 +55,7 @@ def distribute(batches: Iterable, ranks: int, split: bool, least: int) -> Iterat
         split: cut each batch into a piece for each rank; otherwise a step takes a batch for each rank, and the last,
             uneven step is spread over all of them.
         least: the fewest samples a rank should get of what is cut or spread; whole batches stay as they are.
+        join: whether the batches of an uneven step may be joined; otherwise each is cut by itself.
     """
     if split:
         for batch in batches:
@@ -66,8 +68,11 @@ def distribute(batches: Iterable, ranks: int, split: bool, least: int) -> Iterat
             yield group
             group = []
         group.append(batch)
-    if len(group) == ranks and len({len(b) for b in group}) == 1:
+    if len(group) == ranks and (not join or len({len(b) for b in group}) == 1):
         yield group
+    elif group and not join:
+        pieces = [ranks // len(group) + (i < ranks % len(group)) for i in range(len(group))]
+        yield [piece for batch, n in zip(group, pieces, strict=True) for piece in split_evenly(batch, n, least)]
     elif group:
         yield split_evenly(join_batches(group), ranks, least)
 
@@ -116,7 +121,9 @@ class RankBatches(Numbered):
             yield batch[0] if self.opaque else batch
 
     def _spread(self, stream: Iterable) -> Iterator[tuple[Share, Any]]:
-        for step, pieces in enumerate(distribute(stream, self.ranks, self.split, self.least), self.first):
+        # Samples of other batches would be padded to the length of the longest, which may be more than fits.
+        join = not isinstance(self.draws.batches, LengthBatches)
+        for step, pieces in enumerate(distribute(stream, self.ranks, self.split, self.least, join), self.first):
             sizes = [len(piece) for piece in pieces]
             mine = sizes[self.rank]
             if mine or self.training:

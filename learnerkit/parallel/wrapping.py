@@ -13,6 +13,7 @@ from learnerkit.parallel.rank_step import CARRIER, RankStep, Wrapper
 from learnerkit.parallel.transparent import wrapped
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm, reduction_check, remove_ddp_hooks, without_compiler
+from learnerkit.utils import spanned_devices
 
 COMM_HOOKS = ("bf16", "fp16", "powersgd")
 
@@ -45,7 +46,8 @@ def wrap_module(
     group = world.group("gradients", device.type)
     options = {"process_group": group} | options
     try:
-        wrapper = wrapped(Wrapper, module, [device] if device.type != "cpu" else None, **options)
+        alone = device.type != "cpu" and not spanned_devices(module)  # else DDP takes each parameter where it is
+        wrapper = wrapped(Wrapper, module, [device] if alone else None, **options)
         beside = {id(p): name_beside(p) for p in step.beside}
         names = [beside.get(id(p), name) for name, p in inner.named_parameters() if p.requires_grad]
     finally:
@@ -85,6 +87,27 @@ def check_parts(model: nn.Module, names: tuple[str, ...]) -> None:
             f"wrap={names} leaves out {first_few(outside)}, which each rank would train by itself; name their modules "
             "too, or freeze them"
         )
+
+
+def check_devices(placed: list[tuple[str, list[str]]]) -> None:
+    """Refuse models that span several devices of which two ranks use the same.
+
+    Args:
+        placed: of each rank, its machine and the devices of its model, if that spans several.
+
+    Raises:
+        ValueError: with the ranks and the device.
+    """
+    users: dict[tuple[str, str], int] = {}
+    for rank, (machine, devices) in enumerate(placed):
+        for device in devices:
+            other = users.setdefault((machine, device), rank)
+            if other != rank and device not in ("cpu", "meta"):
+                raise ValueError(
+                    f"the models of ranks {other} and {rank} both span {device} of {machine}; under DDP each process "
+                    "needs devices of its own: start fewer processes, and give each a device_map of its GPUs, or show "
+                    "it those alone (CUDA_VISIBLE_DEVICES)"
+                )
 
 
 def _unused_like(module: nn.Module, device: torch.device) -> nn.Parameter:

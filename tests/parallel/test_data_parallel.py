@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, Wrapped, make_classes, make_data, make_dls, make_learner, make_model, notes
+from helpers import ROOT, Wrapped, make_classes, make_data, make_dls, make_learner, make_model, notes, raises
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import scatter_gather
@@ -34,6 +34,14 @@ def test_with_fewer_than_two_gpus_it_says_so_once_and_trains(monkeypatch):
     assert len([w for w in caught if "DataParallel needs two GPUs" in str(w.message)]) == 1
     assert not any(isinstance(cb, ParallelCallback) for cb in learn.cbs)
     assert learn.recorder.history
+
+
+def test_a_model_that_spans_devices_is_refused():
+    learn = make_learner()
+    learn.model.hf_device_map = {"0": "cpu", "2": "disk"}
+    with learn.parallel_ctx(), raises(ValueError, "the model spans cpu, meta, and DataParallel", "distrib_ctx"):
+        learn.fit(1)
+    learn.fit(1)
 
 
 def test_to_and_detach():

@@ -1,0 +1,77 @@
+"""Batches of samples of similar length, within a budget of padded tokens."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+
+class LengthBatches(Sampler[list[int]]):
+    """A batch sampler that puts samples of similar length together: little padding, and as much work in each batch.
+
+    Lengths are rounded up to bounds that are 8 apart, and beyond 64 an eighth apart or less. Which samples of one bound
+    come together is drawn anew in each epoch, and so is the order of the batches. How many there are, and how many
+    samples each has, stays the same. The longest batch comes first, so that memory that does not suffice is known at
+    once.
+
+    Args:
+        lengths: of each sample.
+        tokens: what a batch may have at most, padding included: its samples times the length of the longest. A sample
+            that is longer is a batch of its own.
+        shuffle: draw in random order; otherwise the longest come first.
+        generator: of the random order; `None`: a fit lends one, else it is seeded from torch's global generator.
+
+    Raises:
+        ValueError: no samples, or `tokens` below 1.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int] | Tensor, tokens: int, shuffle: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:  # fmt: skip
+        if tokens < 1 or not len(lengths):
+            raise ValueError(f"got {len(lengths)} samples and tokens={tokens}; there must be at least one of each")
+        self.lengths, self.tokens, self.shuffle, self.generator = torch.as_tensor(lengths), tokens, shuffle, generator
+        self._bounds = _bounds(self.lengths)
+        self._sizes: list[int] = []
+        longest, start = self._bounds.sort(descending=True).values.tolist(), 0
+        while start < len(longest):
+            self._sizes.append(min(max(1, tokens // longest[start]), len(longest) - start))
+            start += self._sizes[-1]
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if not self.shuffle:
+            order = self.lengths.argsort(descending=True, stable=True)
+            yield from (batch.tolist() for batch in order.split(self._sizes))
+            return
+        generator = self.generator
+        if generator is None:
+            generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+        order = torch.randperm(len(self.lengths), generator=generator)
+        batches = order[self._bounds[order].argsort(descending=True, stable=True)].split(self._sizes)
+        turns = torch.randperm(len(batches) - 1, generator=generator) + 1
+        yield from (batches[turn].tolist() for turn in (0, *turns.tolist()))
+
+    def in_order(self) -> list[list[int]]:
+        """Batches of all samples in the order of the dataset, within the same budget."""
+        batches: list[list[int]] = []
+        longest = 0
+        for i, length in enumerate(self.lengths.tolist()):
+            longest = max(longest, length)
+            if not batches or (len(batches[-1]) + 1) * longest > self.tokens:
+                batches.append([])
+                longest = length
+            batches[-1].append(i)
+        return batches
+
+
+def _bounds(lengths: Tensor) -> Tensor:
+    """Each length, rounded up, but not above the greatest."""
+    found = np.maximum(lengths.numpy(), 1)
+    step = (2 ** np.floor(np.log2(np.maximum(found - 1, 64))) / 8).astype(np.int64)
+    return torch.from_numpy(np.minimum(-(-found // step) * step, found.max(initial=1)))

@@ -1,0 +1,44 @@
+"""The rows of a data set that are kept for validation."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def held_out(valid: Any, groups: Any, seed: int) -> np.ndarray:
+    """Return a mask of the rows to validate on.
+
+    Args:
+        valid: a share between 0 and 1, drawn at random from each group by itself; a mask; a list of row numbers; or
+            `None` for nothing.
+        groups: of each row, such as its class; one row of a group at least is left to train on.
+        seed: of the draw.
+
+    Raises:
+        ValueError: another `valid`, or one that leaves nothing to train on.
+    """
+    groups = np.asarray(groups)
+    n = len(groups)
+    mask = np.zeros(n, bool)
+    if isinstance(valid, float) and 0 < valid < 1:
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).numpy()
+        for group in np.unique(groups):
+            rows = order[groups[order] == group]
+            mask[rows[: min(round(len(rows) * valid), len(rows) - 1)]] = True
+        return mask
+    rows = np.asarray([] if valid is None else valid)
+    if rows.dtype == bool and rows.shape == (n,):
+        mask = rows
+    elif valid is None or (
+        rows.dtype.kind in "iu" and rows.ndim == 1 and len(rows) and -1 < min(rows) <= max(rows) < n
+    ):
+        mask[rows.astype(int)] = True
+    else:
+        raise ValueError(
+            f"got valid={valid!r}; it is a share between 0 and 1, a mask of the {n:,} rows, a list of row numbers from "
+            "0 to the last, or None"
+        )
+    if mask.all():
+        raise ValueError("valid= takes all rows, so that none is left to train on")
+    return mask

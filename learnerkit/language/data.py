@@ -1,0 +1,240 @@
+"""Texts with their classes, or texts for a language model, made ready for training."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from learnerkit.data.lengths import LengthBatches
+from learnerkit.data.loaders import DataLoaders
+from learnerkit.data.parts import held_out
+from learnerkit.language.batches import IGNORED, EncodedTexts, Padded, TokenBlocks
+from learnerkit.language.codec import TextCodec, train_tokenizer
+from learnerkit.text import did_you_mean, first_few
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+class TextData:
+    """Texts as token ids: each with its class, or all together for a language model, which predicts the next token.
+
+    `from_texts`, `from_df` and `from_folder` make one. Everything is encoded once, then; each of several processes
+    does so, and comes to the same.
+
+    Args:
+        codec: turns texts into token ids and back.
+        classes: what the labels 0, 1, ... stand for; `None` for a language model.
+        train_ds, valid_ds: `EncodedTexts`; for a language model the ids of all texts one after the other.
+    """
+
+    def __init__(
+        self, codec: TextCodec, classes: Sequence | None = None, train_ds: Any = None, valid_ds: Any = None
+    ) -> None:
+        self.codec, self.classes = codec, None if classes is None else list(classes)
+        self.train_ds, self.valid_ds = train_ds, valid_ds
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: Iterable[str],
+        labels: Iterable | None = None,
+        valid: Any = 0.2,
+        tokenizer: Any = None,
+        *,
+        max_len: int = 512,
+        vocab_size: int = 8000,
+        seed: int = 42,
+    ) -> "TextData":
+        """Encode texts.
+
+        Args:
+            texts: the texts.
+            labels: the class of each: text, whole numbers or truth values; `None`: for a language model.
+            valid: what is validated on: a share of the texts, drawn at random, of each class as many (of a single text
+                for a language model its end); a mask; a list of their numbers; or `None` for nothing.
+            tokenizer: any of Hugging Face, such as `AutoTokenizer.from_pretrained(...)` of transformers, or a
+                `tokenizers.Tokenizer`; by default one is trained on the texts of the training part.
+            max_len: tokens after which a text that has a class is cut.
+            vocab_size: tokens of a tokenizer that is trained here.
+            seed: of the draw.
+
+        Raises:
+            ImportError: the library tokenizers is not installed.
+            TypeError: a text that is no str, or a tokenizer of another kind.
+            ValueError: labels that do not fit the texts, or another `valid`.
+        """
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        if labels is None and len(texts) == 1 and isinstance(valid, float):
+            cut = round(len(texts[0]) * (1 - valid))
+            texts, valid = [texts[0][:cut], texts[0][cut:]], [1]
+        numbers, classes = (np.zeros(len(texts), np.int64), None) if labels is None else _numbered(labels, len(texts))
+        mask = held_out(valid, numbers, seed)
+        if tokenizer is None:
+            tokenizer = train_tokenizer([text for text, held in zip(texts, mask, strict=True) if not held], vocab_size)
+        data = cls(TextCodec(tokenizer, max_len), classes)
+        data.train_ds, data.valid_ds = (
+            data._encoded([texts[i] for i in np.flatnonzero(part)], numbers[part]) if part.any() else None
+            for part in (~mask, mask)
+        )
+        return data
+
+    @classmethod
+    def from_df(cls, df: "DataFrame", text: str = "text", label: str | None = "label", **kwargs: Any) -> "TextData":
+        """Encode a column of a frame.
+
+        Args:
+            df: the frame; its index does not matter.
+            text: the column with the texts.
+            label: the column with the classes; `None`: for a language model.
+            kwargs: those of `from_texts`.
+
+        Raises:
+            ValueError: a column that is not there.
+        """
+        for name in (text, *([] if label is None else [label])):
+            if name not in df.columns:
+                near = did_you_mean(str(name), map(str, df.columns))
+                raise ValueError(f"there is no column {name!r}{near}; the frame has {first_few(df.columns, n=20)}")
+        return cls.from_texts(df[text], None if label is None else df[label], **kwargs)
+
+    @classmethod
+    def from_folder(
+        cls, path: str | Path, valid: Any = 0.2, classes: Sequence[str] | None = None, **kwargs: Any
+    ) -> "TextData":
+        """Encode the .txt files (UTF-8) in folders that are named after their classes.
+
+        Args:
+            path: the folder around them, at any depth.
+            valid: as in `from_texts`; or the name of a folder in `path` whose files are all validated on.
+            classes: which folders to read; by default all with such files.
+            kwargs: those of `from_texts`.
+
+        Raises:
+            ValueError: no files.
+        """
+        root = Path(path)
+        found = sorted(file for file in root.rglob("*.txt") if classes is None or file.parent.name in classes)
+        if not found:
+            among = "" if classes is None else f" among {first_few(classes)}"
+            raise ValueError(f"there are no .txt files in folders of {root}{among}")
+        if isinstance(valid, str):
+            valid = np.array([file.relative_to(root).parts[0] == valid for file in found])
+        texts = (file.read_text(encoding="utf-8") for file in found)
+        return cls.from_texts(texts, [file.parent.name for file in found], valid, **kwargs)
+
+    def __repr__(self) -> str:
+        parts = ((self.train_ds, "train on"), (self.valid_ds, "validate on"))
+        unit = "tokens" if self.classes is None else "texts"
+        sizes = [f"{len(ds):,} {unit} to {what}" for ds, what in parts if ds is not None]
+        classes = [] if self.classes is None else [f"{len(self.classes)} classes: {first_few(self.classes)}"]
+        return f"{type(self).__name__}({', '.join([*sizes, f'{self.vocab_size:,} different tokens', *classes])})"
+
+    @property
+    def vocab_size(self) -> int:
+        """How many different tokens there are, for the model's first layer."""
+        return self.codec.vocab_size
+
+    def _encoded(self, texts: list[str], numbers: np.ndarray) -> EncodedTexts | Tensor:
+        if self.classes is None:
+            return self.codec.encode_stream(texts)
+        return EncodedTexts(*self.codec.encode(texts), torch.from_numpy(numbers))
+
+    def decode(self, sample: Mapping[str, Tensor]) -> str:
+        """Return the text of a sample, a row of a batch."""
+        ids = sample["input_ids"]
+        return self.codec.decode((ids[sample["attention_mask"].bool()] if "attention_mask" in sample else ids).tolist())
+
+    def dataloaders(
+        self, tokens: int = 4096, seq_len: int = 128, *, device: torch.device | str | int | None = None, **kwargs: Any
+    ) -> "TextDataLoaders":
+        """Make loaders, whose batches are mappings as models of transformers take them.
+
+        Texts with classes come sorted by length, so that little is padding: `input_ids` and `attention_mask` (n, t),
+        `labels` (n,). For a language model the texts are cut into contiguous blocks: `input_ids` and `labels`
+        (n, seq_len + 1) are alike for models that make their own loss, as those of transformers do; for a `loss_func`,
+        labels are the next tokens: `input_ids` and `labels` (n, seq_len). The last block is padded, with labels of
+        -100, which torch's losses ignore.
+
+        Args:
+            tokens: in a batch at most, with padding.
+            seq_len: predictions in a block of a language model.
+            device: as for `DataLoaders`.
+            kwargs: for `torch.utils.data.DataLoader`.
+
+        Raises:
+            ValueError: there are no texts, as after `from_json`.
+        """
+        if self.train_ds is None:
+            raise ValueError("there are no texts, as from_json gives the tokenizer and the classes alone")
+        train, valid = (
+            None if ds is None else self._loader(ds, tokens, seq_len, ds is self.train_ds, **kwargs)
+            for ds in (self.train_ds, self.valid_ds)
+        )
+        dls = TextDataLoaders(cast(DataLoader, train), valid, device=device)
+        dls.data, dls.tokens, dls.classes = self, tokens, self.classes
+        dls._pins = "pin_memory" not in kwargs
+        return dls
+
+    def _loader(self, ds: Any, tokens: int, seq_len: int, training: bool, **kwargs: Any) -> DataLoader:
+        if isinstance(ds, Tensor):
+            kwargs = {"batch_size": max(1, tokens // seq_len), "shuffle": training} | kwargs
+            found: Dataset = TokenBlocks(ds, seq_len)
+        else:
+            found, kwargs["batch_sampler"] = ds, LengthBatches(ds.lengths, tokens, shuffle=training)
+        return DataLoader(found, collate_fn=Padded(self.codec.pad), **kwargs)
+
+    # Files
+
+    def to_json(self) -> str:
+        """The tokenizer and the classes as JSON, which `from_json` reads."""
+        return json.dumps({"codec": self.codec.to_json(), "classes": self.classes})
+
+    @classmethod
+    def from_json(cls, text: str) -> "TextData":
+        """Read what `to_json` wrote: the same but for the texts."""
+        facts = json.loads(text)
+        return cls(TextCodec.from_json(facts["codec"]), facts["classes"])
+
+
+class TextDataLoaders(DataLoaders):
+    """Loaders of texts, with their `data` and `classes`, and the most `tokens` that a batch has."""
+
+    data: TextData
+    tokens: int
+    classes: list | None
+
+    def split(self, batch: Any, keep_targets: bool = False) -> tuple[tuple, tuple]:
+        """Split a batch as `DataLoaders` do; the targets of a language model are the next tokens of its predictions."""
+        if self.classes is not None or "labels" not in batch:
+            return super().split(batch, keep_targets)
+        ids, following = batch["input_ids"], batch["labels"][:, 1:]
+        if keep_targets:  # the model itself compares predictions with the labels that come next
+            return (batch,), (F.pad(following, (0, 1), value=IGNORED),)
+        return ({"input_ids": ids[:, :-1]},), (following,)
+
+    def test_dl(self, texts: str | Iterable[str]) -> DataLoader:
+        """Make a loader of texts without labels, in their order."""
+        ds = EncodedTexts(*self.data.codec.encode([texts] if isinstance(texts, str) else list(texts)))
+        return DataLoader(
+            ds, batch_sampler=LengthBatches(ds.lengths, self.tokens).in_order(),
+            collate_fn=Padded(self.data.codec.pad),
+        )  # fmt: skip
+
+
+def _numbered(labels: Iterable, n: int) -> tuple[np.ndarray, list]:
+    """Return the number of each label's class, and the classes, sorted."""
+    found = np.asarray(list(labels))
+    if found.shape != (n,) or found.dtype.kind not in "iubU":
+        raise ValueError(
+            f"got labels of type {found.dtype} and shape {found.shape} for {n:,} texts; there is one for each, and all "
+            "are text, whole numbers or truth values"
+        )
+    classes, numbers = np.unique(found, return_inverse=True)
+    return numbers.astype(np.int64), classes.tolist()

@@ -1,0 +1,33 @@
+"""What is kept for validation."""
+
+import numpy as np
+import pytest
+from helpers import raises
+
+from learnerkit.data.parts import held_out
+
+
+def test_a_share_takes_as_many_of_each_group_and_leaves_one_to_train_on():
+    groups = np.array(["a"] * 60 + ["b"] * 40 + ["c"])
+    mask = held_out(0.25, groups, seed=1)
+    assert {group: int(mask[groups == group].sum()) for group in "abc"} == {"a": 15, "b": 10, "c": 0}
+    assert (mask == held_out(0.25, groups, seed=1)).all()
+    assert (mask != held_out(0.25, groups, seed=2)).any()
+    assert mask[:15].sum() < 15  # not the first ones
+
+
+@pytest.mark.parametrize("valid", [[1, 3], range(1, 4, 2), np.array([3, 1]), [False, True, False, True]])
+def test_rows_by_number_or_mask(valid):
+    assert held_out(valid, np.zeros(4), 0).tolist() == [False, True, False, True]
+
+
+def test_nothing_is_held_out():
+    assert not held_out(None, np.zeros(4), 0).any()
+
+
+@pytest.mark.parametrize("valid", [1.5, 0.0, "test", [4], [-1], [0.5], [], [True, False]])
+def test_what_is_no_part(valid):
+    with raises(ValueError, "it is a share between 0 and 1, a mask of the 4 rows, a list of row numbers"):
+        held_out(valid, np.zeros(4), 0)
+    with raises(ValueError, "takes all rows"):
+        held_out(range(4), np.zeros(4), 0)

@@ -1,0 +1,194 @@
+"""Texts made ready: parts, batches, padding, language models, files."""
+
+import json
+
+import pytest
+import torch
+from helpers import raises
+from text_jobs import Bag, Next, OwnNext, make_data, make_stream, make_texts
+from torch import nn
+from torch.nn import functional as F
+
+from learnerkit import Callback, Learner, accuracy, perplexity, set_seed
+from learnerkit.language.data import TextData
+
+
+def test_labels_parts_and_classes():
+    texts, labels = make_texts()
+    data = make_data(valid=[0, 1, 2])
+    assert data.classes == ["animal", "food"]
+    assert [data.decode(sample) for sample in data.valid_ds] == texts[:3]
+    assert [data.decode(sample) for sample in data.train_ds] == texts[3:]
+    assert [data.classes[i] for i in data.train_ds.labels] == labels[3:]
+    assert repr(data) == (
+        f"TextData(57 texts to train on, 3 texts to validate on, {data.vocab_size} different tokens, "
+        "2 classes: animal, food)"
+    )
+    assert len(make_data(valid=0.25).valid_ds) == 16
+    numbers = TextData.from_texts(texts, [label == "food" for label in labels], tokenizer=data.codec._tokenizer)
+    assert numbers.classes == [False, True]
+    with raises(ValueError, "got labels of type <U6 and shape (59,) for 60 texts"):
+        TextData.from_texts(texts, labels[1:])
+    with raises(ValueError, "got labels of type float64"):
+        TextData.from_texts(texts, [0.5] * 60)
+
+
+def test_batches_are_padded_masked_and_within_the_budget():
+    dls = make_data().dataloaders(tokens=64, device="cpu")
+    pad = dls.data.codec.pad
+    for dl, ds in ((dls.train, dls.data.train_ds), (dls.valid, dls.data.valid_ds)):
+        texts = []
+        for batch in dl:
+            ids, mask = batch["input_ids"], batch["attention_mask"]
+            assert ids.shape == mask.shape
+            assert ids.numel() <= 64
+            assert (ids[mask == 0] == pad).all()
+            assert (mask.diff(dim=1) <= 0).all()  # padding is at the end
+            assert mask.any(0).all()  # and no longer than the longest
+            rows = [{name: part[i] for name, part in batch.items()} for i in range(len(ids))]
+            texts += [(dls.data.decode(row), int(row["labels"])) for row in rows]
+        assert sorted(texts) == sorted((dls.data.decode(sample), int(sample["labels"])) for sample in ds)
+
+
+def test_a_model_learns_the_classes_and_predicts_texts_in_their_order():
+    set_seed(1)
+    dls = make_data().dataloaders(tokens=64, device="cpu")
+    learn = Learner(dls, Bag(dls.data.vocab_size), nn.CrossEntropyLoss(), lr=0.1, metrics=accuracy)
+    learn.fit(4)
+    assert learn.recorder.values[-1][-1] > 0.95
+    assert learn.effective_batch_size is None
+    texts = ["cat dog", "rice", "horse fish bird cat", "soup " * 20]
+    preds, targets = learn.get_preds(dl=dls.test_dl(texts))
+    assert targets is None
+    assert [dls.classes[i] for i in preds.argmax(1)] == ["animal", "food", "animal", "food"]
+    assert len(learn.get_preds(dl=dls.test_dl("cat"))[0]) == 1
+    preds, targets = learn.get_preds()  # in the order of the dataset, which the batches are not
+    assert targets.tolist() == dls.data.valid_ds.labels.tolist()
+    assert (preds.argmax(1) == targets).double().mean() > 0.95
+
+
+def test_the_loss_does_not_depend_on_the_padding():
+    data = make_data()
+    values, model = [], Bag(data.vocab_size).double()
+    for tokens in (16, 64, 4096):
+        dls = data.dataloaders(tokens=tokens, device="cpu")
+        learn = Learner(dls, model, nn.CrossEntropyLoss(), metrics=accuracy)
+        values.append(learn.validate())
+    torch.testing.assert_close(values, [values[0]] * 3, rtol=1e-12, atol=0)
+
+
+# Language models
+
+
+def test_blocks_are_contiguous_and_each_token_is_predicted_once():
+    data = make_stream(valid=[59])
+    ids = data.train_ds.long()
+    assert ids.tolist().count(data.codec.end) == 59
+    dls = data.dataloaders(tokens=64, seq_len=16, device="cpu")
+    pairs = []
+    for batch in dls.train:
+        assert batch["input_ids"].shape[0] <= 4
+        (inputs,), (targets,) = dls.split(batch)
+        assert inputs["input_ids"].shape == targets.shape
+        counted = targets >= 0
+        pairs += zip(inputs["input_ids"][counted].tolist(), targets[counted].tolist(), strict=True)
+    assert sorted(pairs) == sorted(zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True))
+
+
+def test_of_a_single_long_text_the_end_is_validated_on():
+    text = " ".join(make_texts()[0])
+    data = TextData.from_texts(text, valid=0.1, vocab_size=300)
+    whole = [data.codec.decode(part.tolist()) for part in (data.train_ds, data.valid_ds)]
+    assert "".join(whole).replace(" ", "") == text.replace(" ", "")
+    assert 0.05 < len(whole[1]) / len(text) < 0.15
+    assert make_stream(valid=None).valid_ds is None
+    with raises(ValueError, "got 1 tokens and seq_len=128"):
+        make_stream(valid=None).__class__(data.codec, None, data.train_ds[:1]).dataloaders()
+
+
+def test_a_loss_function_and_a_models_own_loss_come_to_the_same_by_exact_counts():
+    data = make_stream()
+    found = []
+    for model, loss in ((OwnNext, None), (Next, F.cross_entropy)):
+        set_seed(1)
+        dls = data.dataloaders(tokens=48, seq_len=16, device="cpu")
+        learn = Learner(dls, model(data.vocab_size).double(), loss, metrics=perplexity(axis=-1 if loss is None else 1))
+        learn.fit(2, 0.1)
+        found.append((learn.recorder.values, list(learn.model.parameters())[0].detach()))
+        train, valid, measured = learn.recorder.values[-1]
+        assert measured == pytest.approx(torch.tensor(valid).exp().item())
+        assert train < 0.8 * learn.recorder.values[0][0]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
+    ids = data.valid_ds.long()
+    exact = F.cross_entropy(found[0][1][ids[:-1]], ids[1:])
+    assert found[0][0][-1][1] == pytest.approx(exact.item(), rel=1e-9)
+
+
+# Frames, folders, files
+
+
+def test_folders_are_classes(tmp_path):
+    texts, labels = make_texts(12)
+    for i, (text, label) in enumerate(zip(texts, labels, strict=True)):
+        folder = tmp_path / ("train" if i < 8 else "test") / label
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{i}.txt").write_text(text, encoding="utf-8")
+    data = TextData.from_folder(tmp_path, valid="test", vocab_size=300)
+    assert data.classes == ["animal", "food"]
+    for ds, rows in ((data.train_ds, range(8)), (data.valid_ds, range(8, 12))):
+        found = {(data.decode(sample), data.classes[sample["labels"]]) for sample in ds}
+        assert found == {(texts[i], labels[i]) for i in rows}
+    assert TextData.from_folder(tmp_path, classes=["food"], vocab_size=300).classes == ["food"]
+    with raises(ValueError, "there are no .txt files in folders of", "among foot"):
+        TextData.from_folder(tmp_path, classes=["foot"])
+
+
+@pytest.mark.slow
+def test_columns_of_a_frame():
+    pandas = pytest.importorskip("pandas")
+    texts, labels = make_texts()
+    df = pandas.DataFrame({"said": texts, "kind": labels}, index=range(100, 160))
+    data = TextData.from_df(df, "said", "kind", vocab_size=300)
+    expected = make_data()
+    assert data.to_json() == expected.to_json()
+    assert torch.equal(data.train_ds.ids, expected.train_ds.ids)
+    assert torch.equal(data.valid_ds.labels, expected.valid_ds.labels)
+    assert TextData.from_df(df, "said", None, vocab_size=300).classes is None
+    with raises(ValueError, "there is no column 'text'; the frame has said, kind"):
+        TextData.from_df(df)
+
+
+def test_the_tokenizer_and_the_classes_are_kept_as_json():
+    data = make_data(max_len=5)
+    again = TextData.from_json(data.to_json())
+    assert again.classes == data.classes
+    assert again.codec.to_json() == data.codec.to_json()
+    assert json.loads(data.to_json())["classes"] == ["animal", "food"]
+    with raises(ValueError, "there are no texts, as from_json gives"):
+        again.dataloaders()
+
+
+# On several ranks and after a break
+
+
+def batches_seen(learn):
+    """The batches of two epochs of training."""
+    seen = []
+    learn.fit(2, cbs=Callback(before_batch=lambda cb: cb.training and seen.append(ids(cb))))
+    return seen
+
+
+def ids(cb):
+    return cb.x["input_ids"].tolist()
+
+
+def test_each_epoch_has_another_order_which_the_seed_decides():
+    data = make_data()
+    runs = []
+    for seed in (1, 1, 2):
+        set_seed(seed)
+        dls = data.dataloaders(tokens=64, device="cpu")
+        runs.append(batches_seen(Learner(dls, Bag(data.vocab_size), nn.CrossEntropyLoss())))
+    half = len(runs[0]) // 2
+    assert runs[0] == runs[1] != runs[2]
+    assert sorted(runs[0][:half]) != sorted(runs[0][half:])
