@@ -49,7 +49,15 @@ from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
 from learnerkit.snapshot import give_shapes, restorer, unchanged
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
-from learnerkit.utils import count_parameters, listify, own_loss_arguments, spanned_devices, training_modes, unwrap, warn
+from learnerkit.utils import (
+    count_parameters,
+    listify,
+    own_loss_arguments,
+    spanned_devices,
+    training_modes,
+    unwrap,
+    warn,
+)
 
 if TYPE_CHECKING:
     from learnerkit.inspection.summary import Summary
