@@ -18,10 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from learnerkit import GradientAccumulation, GradientClip, Learner, TextData, accuracy, perplexity, set_seed
 from learnerkit.datasets import chat_lines
 
-SMALL = {
-    "classify": {"model_type": "bert", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "next": {"model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1},
-}
+SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
 
 
 def imdb():
@@ -59,7 +56,8 @@ def main():
     if args.model:
         model = kind.from_pretrained(args.model, pad_token_id=data.codec.pad, **facts)
     else:
-        model = kind.from_config(AutoConfig.for_model(**SMALL[args.task], vocab_size=data.vocab_size, **facts))
+        facts |= {"vocab_size": data.vocab_size, "pad_token_id": data.codec.pad, "eos_token_id": data.codec.end}
+        model = kind.from_config(AutoConfig.for_model("bert" if classify else "llama", **SMALL, **facts))
     if args.checkpointing:
         model.activation_checkpointing_enable()
     model.train()  # from_pretrained leaves it in eval mode, in which its dropout would stay off

@@ -1335,7 +1335,8 @@ def load_learner(
         fname: a name inside path/model_dir, or a `pathlib.Path`; without an end '.safetensors' is meant.
         model: for weights, the module, or the function or class that makes it; a program needs none.
         dls: the loaders, if it shall train or validate.
-        data: the class that made its inputs, such as `TabularData`: `predict` and `test_dl` then take raw ones again.
+        data: the class that made its inputs, such as `TabularData`, `TextData` or `ImageData`: with what the file has
+            of it `predict` and `test_dl` take raw inputs again.
         loss_func: the loss, likewise. Predictions are decoded as at the export without it.
         device: where to; by default the accelerator, else the CPU.
         path, model_dir: as for `Learner`.

@@ -47,11 +47,9 @@ RUNS_CODE = {"launch.rank_main": 1}
 TRUSTS = "notebook.pickling"
 
 # Imported where they are used, because they are slow to import or may not be installed.
-HEAVY = {"torchvision", "matplotlib", "IPython", "torchmetrics", "torcheval", "cloudpickle", "pandas", "PIL", "optuna"}
-HEAVY |= {"tensorboard", "wandb", "comet_ml", "mlflow"}
 HEAVY = {
     "torchvision", "matplotlib", "IPython", "torchmetrics", "torcheval", "cloudpickle", "pandas", "PIL", "optuna",
-    "onnx", "onnxscript", "onnxruntime", "tokenizers", "transformers",
+    "onnx", "onnxscript", "onnxruntime", "tensorboard", "wandb", "comet_ml", "mlflow", "tokenizers", "transformers",
 }  # fmt: skip
 
 

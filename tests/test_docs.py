@@ -138,6 +138,19 @@ def test_readme_code_for_other_libraries_names_what_they_have():
     assert named <= set(namespace) | set(vars(nn))
 
 
+def test_readme_texts_are_classified(capsys):
+    example, *_ = code_blocks("python")
+    (texts,) = [code for code in code_blocks("python") if "TextData" in code]
+    namespace = {}
+    exec(compile(example.replace("one_cycle(3,", "one_cycle(1,"), "README.md", "exec"), namespace)
+    capsys.readouterr()
+    exec(compile(texts, "README.md", "exec"), namespace)
+    printed = capsys.readouterr().out
+    (table,) = tables(printed)
+    assert float(table[-1][3]) > 0.9
+    assert printed.splitlines()[-1] == "en"
+
+
 def test_readme_search_runs_as_a_script_of_its_own(capsys):
     example, _, _, _, search, *_ = code_blocks("python")
     namespace = {}
@@ -305,6 +318,29 @@ def test_train_autoencoder_goes_on_by_itself_with_what_two_processes_have_left(t
     assert float(found[-1][2]) < 0.0195
     assert rest.count("saved ") == rest.count("drew ") == 1
     assert Path("models/reconstructions.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_train_text_comes_to_the_same_numbers_on_one_process_and_two():
+    found = {}
+    for nproc in (1, 2):
+        (table,) = tables(run_script(EXAMPLES / "train_text.py", nproc=nproc))
+        found[nproc] = [float(cell) for cell in table[-1][:4]]
+        assert os.listdir("models") == ["text.pth"]
+    assert found[1][3] > 0.9
+    assert found[1] == pytest.approx(found[2], abs=0.05)  # dropout differs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "nproc", "options"), [
+    ("classify", 1, []), ("classify", 2, ["--accumulate", 2, "--bf16", "--checkpointing"]), ("next", 2, []),
+])  # fmt: skip
+def test_train_transformer_learns(task, nproc, options):
+    pytest.importorskip("transformers")
+    printed = run_script(EXAMPLES / "train_transformer.py", "--task", task, "--epochs", 2, *options, nproc=nproc)
+    (table,) = tables(printed.replace("perplexity", "accuracy"))
+    assert float(table[-1][2]) < 0.95 * float(table[1][2])
+    assert os.listdir("models") == ["transformer.pth"]
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Datasets of token ids, and how their samples are put together."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -65,22 +63,21 @@ class Padded:
 
     Args:
         pad: the id of the padding.
-
-    Returns:
-        `input_ids` (n, t) of int64; `attention_mask` (n, t), 0 for padding, unless there are targets for each token;
-        and `labels`, in which padding is ignored.
+        masked: say by an `attention_mask` (n, t) what is padding: 0, and 1 for tokens. Causal models need none, as they
+            do not look ahead.
     """
 
-    def __init__(self, pad: int) -> None:
-        self.pad = pad
+    def __init__(self, pad: int, masked: bool = True) -> None:
+        self.pad, self.masked = pad, masked
 
     def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the batch."""
+        """Return `input_ids` (n, t) of int64, and `labels` (n,) or (n, t), which of padding are -100."""
         ids = [sample["input_ids"] for sample in samples]
         batch = {"input_ids": pad_sequence(ids, True, self.pad).long()}
-        labels: Any = [sample["labels"] for sample in samples if "labels" in sample]
-        if labels and labels[0].ndim:
-            return {**batch, "labels": pad_sequence(labels, True, IGNORED).long()}
-        lengths = torch.tensor([len(each) for each in ids])
-        batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
-        return {**batch, "labels": torch.stack(labels)} if labels else batch
+        if self.masked:
+            lengths = torch.tensor([len(each) for each in ids])
+            batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
+        labels = [sample["labels"] for sample in samples if "labels" in sample]
+        if labels:
+            batch["labels"] = pad_sequence(labels, True, IGNORED).long() if labels[0].ndim else torch.stack(labels)
+        return batch

@@ -1,6 +1,5 @@
 """Texts as token ids, by a tokenizer of Hugging Face."""
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -94,15 +93,14 @@ class TextCodec:
         return self._tokenizer.decode([int(i) for i in ids]).strip()
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` takes: plain values, the tokenizer's own JSON among them."""
+        """What `from_json` takes: plain values, the text of the tokenizer's own JSON among them."""
         self._tokenizer.no_truncation()
-        tokenizer = json.loads(self._tokenizer.to_str())
-        return {"tokenizer": tokenizer, "max_len": self.max_len, "pad": self.pad, "end": self.end}
+        return {"tokenizer": self._tokenizer.to_str(), "max_len": self.max_len, "pad": self.pad, "end": self.end}
 
     @classmethod
     def from_json(cls, state: dict[str, Any]) -> "TextCodec":
         """Return the codec that `to_json` was called on."""
-        tokenizer = _tokenizers().Tokenizer.from_str(json.dumps(state["tokenizer"]))
+        tokenizer = _tokenizers().Tokenizer.from_str(state["tokenizer"])
         return cls(tokenizer, state["max_len"], state["pad"], state["end"])
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -177,9 +177,16 @@ class TextData:
             None if ds is None else self._loader(ds, tokens, seq_len, ds is self.train_ds, **kwargs)
             for ds in (self.train_ds, self.valid_ds)
         )
-        dls = TextDataLoaders(cast(DataLoader, train), valid, device=device)
-        dls.data, dls.tokens, dls.classes = self, tokens, self.classes
+        dls = self.as_loaders(train, valid, device=device, tokens=tokens)
         dls._pins = "pin_memory" not in kwargs
+        return dls
+
+    def as_loaders(
+        self, train: Any, valid: Any = None, *, device: torch.device | str | int | None = None, tokens: int = 4096
+    ) -> "TextDataLoaders":
+        """Make `TextDataLoaders` of loaders that are there already."""
+        dls = TextDataLoaders(train, valid, device=device, classes=self.classes, decode=self.decode)
+        dls.data, dls.tokens, dls.preprocessing = self, tokens, json.loads(self.to_json())
         return dls
 
     def _loader(self, ds: Any, tokens: int, seq_len: int, training: bool, **kwargs: Any) -> DataLoader:
@@ -188,7 +195,12 @@ class TextData:
             found: Dataset = TokenBlocks(ds, seq_len)
         else:
             found, kwargs["batch_sampler"] = ds, LengthBatches(ds.lengths, tokens, shuffle=training)
-        return DataLoader(found, collate_fn=Padded(self.codec.pad), **kwargs)
+        return DataLoader(found, collate_fn=self.collate, **kwargs)
+
+    @property
+    def collate(self) -> Padded:
+        """What makes a batch of samples."""
+        return Padded(self.codec.pad, masked=self.classes is not None)
 
     # Files
 
@@ -204,28 +216,35 @@ class TextData:
 
 
 class TextDataLoaders(DataLoaders):
-    """Loaders of texts, with their `data` and `classes`, and the most `tokens` that a batch has."""
+    """Loaders of texts, with their `data`, and the most `tokens` that a batch has."""
 
     data: TextData
     tokens: int
-    classes: list | None
 
-    def split(self, batch: Any, keep_targets: bool = False) -> tuple[tuple, tuple]:
+    def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple, tuple]:
         """Split a batch as `DataLoaders` do; the targets of a language model are the next tokens of its predictions."""
-        if self.classes is not None or "labels" not in batch:
-            return super().split(batch, keep_targets)
+        if self.data.classes is not None or "labels" not in batch:
+            return super().split(batch, arguments)
         ids, following = batch["input_ids"], batch["labels"][:, 1:]
-        if keep_targets:  # the model itself compares predictions with the labels that come next
+        if arguments is not None:  # the model itself compares predictions with the labels that come next
             return (batch,), (F.pad(following, (0, 1), value=IGNORED),)
         return ({"input_ids": ids[:, :-1]},), (following,)
 
-    def test_dl(self, texts: str | Iterable[str]) -> DataLoader:
-        """Make a loader of texts without labels, in their order."""
-        ds = EncodedTexts(*self.data.codec.encode([texts] if isinstance(texts, str) else list(texts)))
-        return DataLoader(
-            ds, batch_sampler=LengthBatches(ds.lengths, self.tokens).in_order(),
-            collate_fn=Padded(self.data.codec.pad),
-        )  # fmt: skip
+    def test_dl(self, items: Iterable[str], bs: int | None = None, **loader_kwargs: Any) -> DataLoader:
+        """A loader of texts without labels, in their order, for `learn.get_preds(dl=...)`.
+
+        Args:
+            items: the texts.
+            bs: samples in a batch, instead of the budget of tokens.
+            loader_kwargs: for `torch.utils.data.DataLoader`.
+        """
+        if isinstance(items, str):
+            raise TypeError("got a str; test_dl takes a list of texts (learn.predict takes one)")
+        ds = EncodedTexts(*self.data.codec.encode(list(items)))
+        if bs is not None:
+            return DataLoader(ds, bs, collate_fn=self.data.collate, **loader_kwargs)
+        batches = LengthBatches(ds.lengths, self.tokens).in_order()
+        return DataLoader(ds, batch_sampler=batches, collate_fn=self.data.collate, **loader_kwargs)
 
 
 def _numbered(labels: Iterable, n: int) -> tuple[np.ndarray, list]:

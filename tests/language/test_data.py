@@ -9,7 +9,7 @@ from text_jobs import Bag, Next, OwnNext, make_data, make_stream, make_texts
 from torch import nn
 from torch.nn import functional as F
 
-from learnerkit import Callback, Learner, accuracy, perplexity, set_seed
+from learnerkit import Callback, Learner, accuracy, load_learner, perplexity, set_seed
 from learnerkit.language.data import TextData
 
 
@@ -61,7 +61,9 @@ def test_a_model_learns_the_classes_and_predicts_texts_in_their_order():
     preds, targets = learn.get_preds(dl=dls.test_dl(texts))
     assert targets is None
     assert [dls.classes[i] for i in preds.argmax(1)] == ["animal", "food", "animal", "food"]
-    assert len(learn.get_preds(dl=dls.test_dl("cat"))[0]) == 1
+    assert learn.predict("bird fish")[:2] == ("animal", 0)
+    with raises(TypeError, "got a str; test_dl takes a list of texts"):
+        dls.test_dl("cat")
     preds, targets = learn.get_preds()  # in the order of the dataset, which the batches are not
     assert targets.tolist() == dls.data.valid_ds.labels.tolist()
     assert (preds.argmax(1) == targets).double().mean() > 0.95
@@ -118,6 +120,8 @@ def test_a_loss_function_and_a_models_own_loss_come_to_the_same_by_exact_counts(
         train, valid, measured = learn.recorder.values[-1]
         assert measured == pytest.approx(torch.tensor(valid).exp().item())
         assert train < 0.8 * learn.recorder.values[0][0]
+        pred = learn.predict("cat dog").pred
+        assert sorted(pred.shape) == sorted([data.vocab_size, len(data.codec.encode(["cat dog"])[0])])
     torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
     ids = data.valid_ds.long()
     exact = F.cross_entropy(found[0][1][ids[:-1]], ids[1:])
@@ -156,6 +160,41 @@ def test_columns_of_a_frame():
     assert TextData.from_df(df, "said", None, vocab_size=300).classes is None
     with raises(ValueError, "there is no column 'text'; the frame has said, kind"):
         TextData.from_df(df)
+
+
+def test_texts_are_shown_as_texts():
+    dls = make_data().dataloaders(tokens=64, device="cpu")
+    lines = str(dls.show_batch(3)).splitlines()
+    assert lines[0].split() == ["text", "target"]
+    batch = dls.one_batch()
+    rows = [{name: part[i] for name, part in batch.items()} for i in range(3)]
+    assert [line.split() for line in lines[1:]] == [
+        [*dls.data.decode(row).split(), dls.classes[row["labels"]]] for row in rows
+    ]
+    learn = Learner(dls, Bag(dls.data.vocab_size), nn.CrossEntropyLoss())
+    assert str(learn.show_results(3)).splitlines()[0].split() == ["text", "target", "prediction"]
+
+
+@pytest.mark.slow
+def test_an_exported_classifier_takes_texts_again():
+    dls = make_data().dataloaders(tokens=64, device="cpu")
+    learn = Learner(dls, Bag(dls.data.vocab_size), nn.CrossEntropyLoss(), lr=0.1)
+    learn.fit(2)
+    texts = ["cat dog", "rice apple rice", ""]
+    preds = learn.get_preds(dl=dls.test_dl(texts))[0]
+    for name, model in (("bag", Bag(dls.data.vocab_size)), ("bag.pt2", None)):
+        learn.export(name)
+        again = load_learner(name, model, data=TextData, device="cpu")
+        torch.testing.assert_close(again.get_preds(dl=again.dls.test_dl(texts))[0], preds)
+        assert again.predict("cat dog")[:2] == ("animal", 0)
+        again.export("again")  # and passes it on
+        assert load_learner("again", Bag(dls.data.vocab_size), data=TextData).predict("rice").label == "food"
+    with raises(ValueError, "got dls and data="):
+        load_learner("bag", model, data=TextData, dls=dls)
+    dls.preprocessing = None
+    learn.export("other")
+    with raises(ValueError, "has nothing of data="):
+        load_learner("other", Bag(dls.data.vocab_size), data=TextData)
 
 
 def test_the_tokenizer_and_the_classes_are_kept_as_json():
