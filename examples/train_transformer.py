@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from learnerkit import GradientAccumulation, GradientClip, Learner, TextData, accuracy, perplexity, set_seed
 from learnerkit.datasets import chat_lines
 
-SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
 
 
 def imdb():
@@ -34,8 +34,8 @@ def parse_args():
     parser.add_argument("--task", choices=["classify", "next"], default="classify")
     parser.add_argument("--data", choices=["chat", "imdb"], default="chat")
     parser.add_argument("--model", help="a pretrained one, by name or directory")
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=2e-3, help="the highest learning rate")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate")
     parser.add_argument("--tokens", type=int, default=1024, help="in a batch of all processes together")
     parser.add_argument("--accumulate", type=int, default=1, help="batches in an optimizer step")
     parser.add_argument("--bf16", action="store_true", help="mixed precision")

@@ -339,7 +339,7 @@ def test_train_transformer_learns(task, nproc, options):
     pytest.importorskip("transformers")
     printed = run_script(EXAMPLES / "train_transformer.py", "--task", task, "--epochs", 2, *options, nproc=nproc)
     (table,) = tables(printed.replace("perplexity", "accuracy"))
-    assert float(table[-1][2]) < 0.95 * float(table[1][2])
+    assert float(table[-1][2]) < 0.99 * float(table[1][2])
     assert os.listdir("models") == ["transformer.pth"]
 
 

@@ -233,6 +233,11 @@ class DataLoaders:
     def classes(self, names: Iterable[Any] | None) -> None:
         self._classes = None if names is None else list(names)
 
+    @property
+    def target_names(self) -> Sequence[Any] | Callable[[Tensor], str] | None:
+        """By what plots and tables name targets and decoded predictions: `classes`, or a function of one of them."""
+        return self.classes
+
     def show_batch(self, n: int = 9, ds_idx: int = 0) -> Any:
         """Show samples of the first batch of a loader, as it gives them, with their targets.
 
@@ -257,7 +262,7 @@ class DataLoaders:
         from learnerkit.data.show import label, samples_of, show  # here, as most scripts never need it
 
         samples = samples_of(self, first_batch(self[ds_idx]), n)
-        targets = {"target": [label(y, self.classes) for _, y in samples]} if any(y for _, y in samples) else {}
+        targets = {"target": [label(y, self.target_names) for _, y in samples]} if any(y for _, y in samples) else {}
         return show(self, [x for x, _ in samples], targets)
 
     def twin(self, dl: Any, training: bool, always: bool = False) -> Any:

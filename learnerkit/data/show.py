@@ -3,7 +3,7 @@
 import html
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,15 +98,17 @@ def cell(x: Any) -> str:
     return escaped_line(str(x) if isinstance(x, str | int) else describe(x))
 
 
-def label(y: Any, classes: Sequence[str] | None) -> str:
+def label(y: Any, classes: Sequence[str] | Callable[[Tensor], str] | None) -> str:
     """The text of a target or of a decoded prediction: the name of a class, of several, or a number.
 
     Args:
         y: of one sample.
-        classes: their names, if they are known.
+        classes: their names, if they are known, or a function that makes text of a target.
     """
     if isinstance(y, tuple):
         return ", ".join(label(each, classes) for each in y)
+    if callable(classes):
+        return classes(y)
     if isinstance(y, Tensor) and y.numel() == 1:
         y = y.item()
     if isinstance(y, bool | int | float) and y == int(y if math.isfinite(y) else 0):

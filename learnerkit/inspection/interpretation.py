@@ -228,7 +228,7 @@ def _classes(x: Any) -> Tensor | None:
     return x.long() if whole else None
 
 
-def _notes(targets: Iterable[Any], found: Iterable[Any], classes: list[str] | None) -> dict[str, list[str]]:
+def _notes(targets: Iterable[Any], found: Iterable[Any], classes: Any) -> dict[str, list[str]]:
     """What to write to samples with these targets and decoded predictions."""
     pairs = [(label(y, classes), label(p, classes)) for y, p in zip(targets, found, strict=True)]
     return {"target": [y for y, _ in pairs], "prediction": [p if p == y else WRONG + p for y, p in pairs]}
@@ -247,7 +247,7 @@ def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:
     preds, targets = learn.get_preds(dl=dl)
     if not world.is_main():
         return None
-    found, classes = decode(learn.loss_func, preds, targets), dls.classes
+    found, classes = decode(learn.loss_func, preds, targets), dls.target_names
     rows = with_rows(preds if found is None else found, len(samples))
     answers = [nth(rows, i) for i in range(len(samples))]
     if targets is None or found is None:

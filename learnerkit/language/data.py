@@ -1,7 +1,7 @@
 """Texts with their classes, or texts for a language model, made ready for training."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -225,10 +225,15 @@ class TextDataLoaders(DataLoaders):
         """Split a batch as `DataLoaders` do; the targets of a language model are the next tokens of its predictions."""
         if self.data.classes is not None or "labels" not in batch:
             return super().split(batch, arguments)
-        ids, following = batch["input_ids"], batch["labels"][:, 1:]
+        ids, following = batch["input_ids"], batch["labels"][..., 1:]  # of a batch, or of a single sample
         if arguments is not None:  # the model itself compares predictions with the labels that come next
             return (batch,), (F.pad(following, (0, 1), value=IGNORED),)
-        return ({"input_ids": ids[:, :-1]},), (following,)
+        return ({"input_ids": ids[..., :-1]},), (following,)
+
+    @property
+    def target_names(self) -> Sequence[Any] | Callable[[Tensor], str] | None:
+        """The classes; for a language model what makes text of the next tokens."""
+        return self.classes if self.data.classes is not None else lambda ids: self.data.codec.decode(ids[ids >= 0])
 
     def test_dl(self, items: Iterable[str], bs: int | None = None, **loader_kwargs: Any) -> DataLoader:
         """A loader of texts without labels, in their order, for `learn.get_preds(dl=...)`.

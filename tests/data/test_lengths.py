@@ -42,7 +42,7 @@ def test_epochs_differ_in_samples_but_not_in_the_number_of_batches_or_their_size
     alike = {frozenset(batch) for batch in first} & {frozenset(batch) for batch in second}
     assert len(alike) < len(first) / 3
     longest = [int(lengths()[batch].max()) for batch in first[1:]]
-    assert longest != sorted(longest, reverse=True)
+    assert min(longest[:20]) < max(longest[-20:])  # in no order
 
 
 def test_without_a_generator_the_global_one_decides():

@@ -14,6 +14,7 @@ def test_a_share_takes_as_many_of_each_group_and_leaves_one_to_train_on():
     assert (mask == held_out(0.25, groups, seed=1)).all()
     assert (mask != held_out(0.25, groups, seed=2)).any()
     assert mask[:15].sum() < 15  # not the first ones
+    assert not held_out(0.9, groups, seed=1)[groups == "c"].any()
 
 
 @pytest.mark.parametrize("valid", [[1, 3], range(1, 4, 2), np.array([3, 1]), [False, True, False, True]])

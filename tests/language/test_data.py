@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from helpers import raises
-from text_jobs import Bag, Next, OwnNext, make_data, make_stream, make_texts
+from text_jobs import WORDS, Bag, Next, OwnNext, make_data, make_stream, make_texts
 from torch import nn
 from torch.nn import functional as F
 
@@ -175,6 +175,16 @@ def test_texts_are_shown_as_texts():
     assert str(learn.show_results(3)).splitlines()[0].split() == ["text", "target", "prediction"]
 
 
+def test_next_tokens_are_shown_as_text():
+    dls = make_stream().dataloaders(tokens=64, seq_len=8, device="cpu")
+    text, target = (cell.split() for cell in dls.show_batch(1).rows[0])
+    assert set(text + target) <= set(" ".join(WORDS.values()).split())
+    assert "".join(target).startswith("".join(text[1:]))  # one token later
+    for model, loss in ((OwnNext, None), (Next, F.cross_entropy)):
+        learn = Learner(dls, model(dls.data.vocab_size), loss)
+        assert str(learn.show_results(2)).splitlines()[0].split() == ["text", "target", "prediction"]
+
+
 @pytest.mark.slow
 def test_an_exported_classifier_takes_texts_again():
     dls = make_data().dataloaders(tokens=64, device="cpu")
@@ -182,13 +192,13 @@ def test_an_exported_classifier_takes_texts_again():
     learn.fit(2)
     texts = ["cat dog", "rice apple rice", ""]
     preds = learn.get_preds(dl=dls.test_dl(texts))[0]
-    for name, model in (("bag", Bag(dls.data.vocab_size)), ("bag.pt2", None)):
+    for name, model in (("bag.pt2", None), ("bag", Bag(dls.data.vocab_size))):
         learn.export(name)
         again = load_learner(name, model, data=TextData, device="cpu")
         torch.testing.assert_close(again.get_preds(dl=again.dls.test_dl(texts))[0], preds)
         assert again.predict("cat dog")[:2] == ("animal", 0)
-        again.export("again")  # and passes it on
-        assert load_learner("again", Bag(dls.data.vocab_size), data=TextData).predict("rice").label == "food"
+    again.export("again")  # and passes it on
+    assert load_learner("again", Bag(dls.data.vocab_size), data=TextData).predict("rice").label == "food"
     with raises(ValueError, "got dls and data="):
         load_learner("bag", model, data=TextData, dls=dls)
     dls.preprocessing = None
