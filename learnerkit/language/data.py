@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.loaders import DataLoaders
+from learnerkit.export.reading import NoData
 from learnerkit.data.parts import held_out
 from learnerkit.language.batches import IGNORED, EncodedTexts, Padded, TokenBlocks
 from learnerkit.language.codec import TextCodec, train_tokenizer
@@ -160,19 +161,17 @@ class TextData:
         `labels` (n,). For a language model the texts are cut into contiguous blocks: `input_ids` and `labels`
         (n, seq_len + 1) are alike for models that make their own loss, as those of transformers do; for a `loss_func`,
         labels are the next tokens: `input_ids` and `labels` (n, seq_len). The last block is padded, with labels of
-        -100, which torch's losses ignore.
+        -100, which torch's losses ignore. What comes from `from_json` has no texts; its loaders have no batches, and
+        predict for new texts.
 
         Args:
             tokens: in a batch at most, with padding.
             seq_len: predictions in a block of a language model.
             device: as for `DataLoaders`.
             kwargs: for `torch.utils.data.DataLoader`.
-
-        Raises:
-            ValueError: there are no texts, as after `from_json`.
         """
         if self.train_ds is None:
-            raise ValueError("there are no texts, as from_json gives the tokenizer and the classes alone")
+            return self.as_loaders(NoData(), NoData(), device=device, tokens=tokens)
         train, valid = (
             None if ds is None else self._loader(ds, tokens, seq_len, ds is self.train_ds, **kwargs)
             for ds in (self.train_ds, self.valid_ds)
