@@ -61,6 +61,8 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.events import CancelValidException as CancelValidException
     from learnerkit.events import Event as Event
     from learnerkit.files import CheckpointError as CheckpointError
+    from learnerkit.images.augmentation import ImageAugmentation as ImageAugmentation
+    from learnerkit.images.data import ImageData as ImageData
     from learnerkit.inspection.hooks import ActivationStats as ActivationStats
     from learnerkit.inspection.hooks import Hook as Hook
     from learnerkit.inspection.hooks import Hooks as Hooks
@@ -127,6 +129,8 @@ _HOMES = {
         "CancelStepException", "CancelTrainException", "CancelValidException", "Event",
     ],
     "files": ["CheckpointError"],
+    "images.augmentation": ["ImageAugmentation"],
+    "images.data": ["ImageData"],
     "inspection.hooks": ["ActivationStats", "Hook", "Hooks"],
     "inspection.interpretation": ["ClassificationInterpretation"],
     "loggers.tables": ["CSVLogger", "JSONLogger"],

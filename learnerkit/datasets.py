@@ -7,6 +7,7 @@ the table of penguins is in the public domain (CC0). The notices are in `learner
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,41 @@ def fashion_mnist_sample() -> tuple[TensorDataset, TensorDataset]:
             for part in ("train", "valid")
         )
     return train, valid
+
+
+def fashion_mnist_files(path: str | Path) -> Path:
+    """Write the sample of `fashion_mnist_sample` as PNG files into path/train/<class>/ and path/valid/<class>/.
+
+    A folder that is there already is left as it is. With several processes rank 0 writes and the others wait; every
+    rank must reach this.
+
+    Args:
+        path: the folder.
+
+    Returns:
+        The folder.
+    """
+    found: Any = world.rank0_first(_write_files, Path(path))
+    return found
+
+
+def _write_files(path: Path) -> Path:
+    from PIL import Image
+
+    if path.is_dir():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=path.parent) as folder:
+        whole = Path(folder, path.name)
+        for part, ds in zip(("train", "valid"), fashion_mnist_sample(), strict=True):
+            for name in FASHION_MNIST_CLASSES:
+                (whole / part / name.replace("/", "-")).mkdir(parents=True)
+            images, labels = ds.tensors
+            for i, (pixels, label) in enumerate(zip(images.mul(255).round().to(torch.uint8), labels, strict=True)):
+                name = FASHION_MNIST_CLASSES[label].replace("/", "-")
+                Image.fromarray(pixels[0].numpy()).save(whole / part / name / f"{i:04}.png")
+        whole.rename(path)  # so that it is whole or not there
+    return path
 
 
 def fashion_mnist(root: str | Path) -> tuple[TensorDataset, TensorDataset]:

@@ -176,7 +176,7 @@ class Learner(RunState):
         self._bare_model: Any = None  # the model of a run as it was before callbacks could wrap it
         self._eval_modules: set[str] = set()  # the names of its modules that the user has put into eval mode
         self.add_cbs([TrainEvalCallback(), Recorder(), ProgressCallback()] if default_cbs else [])
-        self.add_cbs(cbs)
+        self.add_cbs([*dls.cbs, *listify(cbs)])
         self._dispatch = Dispatch(self.cbs, fitting=True)
         try:
             self._dispatch.fire(Event.after_create)

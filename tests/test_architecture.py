@@ -31,7 +31,7 @@ FLOORS = [
     ["losses"],
     ["arguments", "metrics"],
     ["callbacks", "parallel"],
-    ["checkpoints", "inspection"],
+    ["checkpoints", "images", "inspection"],
     ["scaling", "loggers"],
     ["export", "notebook", "preflight", "sweep"],
     ["learner", "doctor"],

@@ -41,6 +41,7 @@ class DataLoaders:
     Attributes:
         preprocessing: what turned raw data into the datasets' inputs, as a mapping that JSON can hold, or `None`:
             `Learner.export` stores it and `load_learner` gives it back.
+        cbs: callbacks that every Learner with these loaders gets, such as an augmentation of its batches.
 
     Raises:
         TypeError: a loader that cannot be iterated over.
@@ -48,6 +49,7 @@ class DataLoaders:
     """
 
     preprocessing: Mapping[str, Any] | None = None
+    cbs: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -369,6 +371,7 @@ class Unpacker:
         self._only_inputs = getattr(getattr(dl, "loader", dl), "only_inputs", False)
         plain = not self._only_inputs and not dls.takes_targets(arguments, 1, 2)
         self._pairs = dls.n_inp in (None, 1) and dls.batch_size is None and plain
+        self._pairs = self._pairs and type(dls).split is DataLoaders.split  # a subclass may change what it splits
         self._places: list[tuple] = []  # where the lengths of a full batch are its number of samples
 
     def __call__(self, batch: Any, index: int) -> tuple[Any, tuple, tuple, int]:

@@ -1,0 +1,142 @@
+"""Pictures and their classes: how folders are read, how pictures are divided, what a Learner sees."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import raises
+from PIL import Image
+from torch import nn
+
+from learnerkit import Callback, ImageData, Learner, accuracy
+
+
+def write(path, value, size=(8, 8)):
+    """Write a picture of one brightness."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full(size, value, np.uint8)).save(path)
+
+
+@pytest.fixture
+def folder():
+    """Folders of dark and light pictures, 20 and 10 of them, with what else lies in such folders."""
+    for i in range(20):
+        write(Path(f"pictures/dark/{'deeper/' if i == 3 else ''}{i}.png"), i)
+    for i in range(10):
+        write(Path(f"pictures/light/{i}.PNG"), 255 - i)
+    Path("pictures/dark/deeper/3.png").rename("pictures/dark/3.png")
+    for name in (".DS_Store", "dark/._1.png", "dark/notes.txt"):
+        Path("pictures", name).write_text("no picture")
+    return Path("pictures")
+
+
+def make_learner(dls, **kwargs):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
+    return Learner(dls, model, nn.CrossEntropyLoss(), metrics=accuracy, **kwargs)
+
+
+def names(ds):
+    return [path for path, _ in ds.samples]
+
+
+def test_a_share_of_each_class_is_held_out(folder):
+    data = ImageData.from_folder(folder, valid=0.3, size=8)
+    assert data.classes == ["dark", "light"]
+    assert (len(data.train_ds), len(data.valid_ds)) == (21, 9)
+    assert sum("light" in name for name in names(data.valid_ds)) == 3
+    assert set(names(data.train_ds)).isdisjoint(names(data.valid_ds))
+    assert names(ImageData.from_folder(folder, valid=0.3, size=8).valid_ds) == names(data.valid_ds)
+    assert names(ImageData.from_folder(folder, valid=0.3, size=8, seed=1).valid_ds) != names(data.valid_ds)
+    for image, number in (data.train_ds[i] for i in range(21)):
+        assert image.shape == (3, 8, 8)
+        assert (image.float().mean() > 100) == number
+    assert "21 pictures to train on, 9 pictures to validate on" in repr(data)
+    assert "8 x 8, colours, crop" in repr(data)
+    whole = ImageData.from_folder(str(folder), None, size=8, channels=1)
+    assert (len(whole.train_ds), whole.valid_ds) == (30, None)
+
+
+def test_a_class_is_what_a_function_says(folder):
+    data = ImageData.from_folder(folder, label=lambda path: "odd" if int(path.stem) % 2 else "even", size=8)
+    assert data.classes == ["even", "odd"]
+    assert all(int(Path(path).stem) % 2 == number for path, number in data.train_ds.samples)
+
+
+def test_training_and_validation_have_folders_of_their_own(folder):
+    Path("parts").mkdir()
+    folder.rename("parts/train")
+    for i in range(4):
+        write(Path(f"parts/val/dark/{i}.png"), i)
+    data = ImageData.from_folder("parts", "val", size=8)
+    assert (len(data.train_ds), len(data.valid_ds)) == (30, 4)
+    with raises(ValueError, "parts has the folders 'train' and 'val'", "valid='val'"):
+        ImageData.from_folder("parts")
+    with raises(FileNotFoundError, "there is no folder parts/valid; beside it there are: train, val"):
+        ImageData.from_folder("parts", "valid")
+    write(Path("parts/val/grey/0.png"), 100)
+    with raises(ValueError, "validated on, but not trained on: the classes grey"):
+        ImageData.from_folder("parts", "val")
+
+
+def test_what_is_refused(folder):
+    with raises(FileNotFoundError, "there are no pictures in empty; their names end in .jpg"):
+        Path("empty").mkdir()
+        ImageData.from_folder("empty")
+    with raises(ValueError, "the classes to train on are: dark; there have to be two"):
+        ImageData.from_folder("pictures/dark", label=lambda path: "dark")
+    write(folder / "stray.png", 0)
+    with raises(ValueError, "1 pictures lie in no folder of a class, such as pictures/stray.png", "label="):
+        ImageData.from_folder(folder)
+    with raises(ValueError, "got 2 pictures and 1 labels"):
+        ImageData.from_items(["a.png", "b.png"], ["x"])
+    with raises(ValueError, "got valid=2; it is a share between 0 and 1"):
+        ImageData.from_items(["a.png", "b.png"], ["x", "y"], valid=2)
+    with raises(ValueError, "there are no pictures, as from_json gives only"):
+        ImageData.from_json(ImageData(size=8).to_json()).dataloaders()
+
+
+def test_damaged_files_are_named_by_the_loaders_worker_or_left_out(folder, capsys):
+    (folder / "dark/5.png").write_bytes(b"no picture")
+    learn = make_learner(ImageData.from_folder(folder, None, size=8).dataloaders(10, num_workers=1, device="cpu"))
+    with learn.no_logging(), pytest.raises(OSError, match=r"the picture pictures/dark/5\.png cannot be read"):
+        learn.fit(1)  # not in `raises`, which would keep the error, and with it the worker
+    assert capsys.readouterr().out == ""
+    data = ImageData.from_folder(folder, None, size=8, skip_damaged=True)
+    assert capsys.readouterr().out == "left out as damaged: 1 of 30 pictures, such as pictures/dark/5.png\n"
+    assert len(data.train_ds) == 29
+    assert len(list(data.dataloaders(10, num_workers=0, device="cpu").train)) == 3
+
+
+def test_json_has_all_but_the_pictures(folder):
+    data = ImageData.from_folder(folder, size=(8, 6), channels=1, method="pad")
+    again = ImageData.from_json(data.to_json())
+    assert (again.reader, again.classes, again.train_ds) == (data.reader, ["dark", "light"], None)
+
+
+def test_loaders_have_bytes_and_the_model_gets_floats(folder):
+    seen = []
+    data = ImageData.from_folder(folder, size=8)
+    dls = data.dataloaders(8, num_workers=0, device="cpu")
+    x, y = dls.one_batch()
+    assert (x.shape, x.dtype, y.dtype) == ((8, 3, 8, 8), torch.uint8, torch.int64)
+    learn = make_learner(dls, cbs=Callback(after_pred=lambda cb: seen.append(cb.x)))
+    with learn.no_logging():
+        learn.fit(5, 0.1)
+    assert {x.dtype for x in seen} == {torch.float32}
+    assert 0 <= min(x.min() for x in seen) < 0.05
+    assert 0.95 < max(x.max() for x in seen) <= 1
+    assert learn.recorder.final_record[-1] > 0.95
+    preds, targets = learn.get_preds()
+    assert [number for _, number in data.valid_ds.samples] == targets.tolist()
+
+
+def test_a_dataset_that_holds_images_is_taken_as_it_is():
+    pictures = [(torch.full((1, 4, 4), i / 10), i % 2) for i in range(10)]
+    data = ImageData(pictures, pictures[:2], ["even", "odd"], size=4, channels=1)
+    dls = data.dataloaders(5, device="cpu", shuffle=False)
+    assert dls.train.num_workers == 0
+    (x,), (y,) = dls.split(dls.one_batch())
+    assert torch.allclose(x[:, 0, 0, 0], torch.arange(5) / 10, atol=0.003)
+    assert y.tolist() == [0, 1, 0, 1, 0]
+    assert data.train_ds.classes == ["even", "odd"]
