@@ -229,7 +229,7 @@ class ImageDataLoaders(DataLoaders):
     @property
     def preprocessing(self) -> dict[str, Any]:  # type: ignore[override]  # nobody else may set it
         """How pictures are read, for `Learner.export`."""
-        return {"kind": "images", **asdict(self.data.reader)}
+        return {"kind": "images", **asdict(self.data.reader), "size": list(self.data.reader.size)}
 
     def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple, tuple]:
         """Split a batch as `DataLoaders` do, with images as floats."""

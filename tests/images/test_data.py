@@ -9,7 +9,7 @@ from helpers import raises
 from PIL import Image
 from torch import nn
 
-from learnerkit import Callback, ImageData, Learner, accuracy
+from learnerkit import Callback, ImageData, Learner, accuracy, load_learner
 
 
 def write(path, value, size=(8, 8)):
@@ -96,11 +96,11 @@ def test_what_is_refused(folder):
         ImageData.from_json(ImageData(size=8).to_json()).dataloaders()
 
 
-def test_damaged_files_are_named_by_the_loaders_worker_or_left_out(folder, capsys):
+def test_damaged_files_are_named_or_left_out(folder, capsys):
     (folder / "dark/5.png").write_bytes(b"no picture")
-    learn = make_learner(ImageData.from_folder(folder, None, size=8).dataloaders(10, num_workers=1, device="cpu"))
-    with learn.no_logging(), pytest.raises(OSError, match=r"the picture pictures/dark/5\.png cannot be read"):
-        learn.fit(1)  # not in `raises`, which would keep the error, and with it the worker
+    learn = make_learner(ImageData.from_folder(folder, None, size=8).dataloaders(10, num_workers=0, device="cpu"))
+    with learn.no_logging(), raises(OSError, "the picture pictures/dark/5.png cannot be read"):
+        learn.fit(1)
     assert capsys.readouterr().out == ""
     data = ImageData.from_folder(folder, None, size=8, skip_damaged=True)
     assert capsys.readouterr().out == "left out as damaged: 1 of 30 pictures, such as pictures/dark/5.png\n"
@@ -140,3 +140,57 @@ def test_a_dataset_that_holds_images_is_taken_as_it_is():
     assert torch.allclose(x[:, 0, 0, 0], torch.arange(5) / 10, atol=0.003)
     assert y.tolist() == [0, 1, 0, 1, 0]
     assert data.train_ds.classes == ["even", "odd"]
+
+
+def test_what_is_raw_is_predicted_from_files_and_after_an_export(folder):
+    dls = ImageData.from_folder(folder, size=8).dataloaders(8, device="cpu", num_workers=0)
+    learn = make_learner(dls)
+    with learn.no_logging():
+        learn.fit(5, 0.1)
+    path = folder / "light/1.PNG"
+    expected = learn.predict(path)
+    assert (expected.label, int(expected.decoded)) == ("light", 1)
+    paths = [path, str(folder / "dark/1.png"), Image.open(path), np.full((20, 30), 3, np.uint8)]
+    preds, targets = learn.get_preds(dl=dls.test_dl(paths, bs=3))
+    assert (preds.argmax(1).tolist(), targets) == ([1, 0, 1, 0], None)
+    assert torch.allclose(preds[0], expected.pred, atol=1e-5)
+    with raises(TypeError, "test_dl takes a dataset, or a sequence"):
+        dls.test_dl("pictures/dark")
+    loaded = load_learner(learn.export("shades"), make_learner(dls).model, device="cpu")
+    found = loaded.predict(path)
+    assert found.label == "light"
+    assert torch.allclose(found.pred, expected.pred, atol=1e-5)
+    assert loaded.dls.preprocessing == {"kind": "images", "size": [8, 8], "channels": 3, "method": "crop"}
+    assert len(loaded.get_preds(dl=loaded.dls.test_dl(paths))[0]) == 4
+
+
+@pytest.mark.parametrize("augment", [True, lambda x: 1 - x])
+def test_training_batches_are_augmented_on_the_device_and_others_are_not(folder, augment):
+    seen = {True: [], False: []}
+    data = ImageData.from_folder(folder, 0.5, size=8)
+    dls = data.dataloaders(8, augment=augment, device="cpu", num_workers=0)
+    learn = make_learner(dls, cbs=Callback(after_pred=lambda cb: seen[cb.training].append(cb.x)))
+    with learn.no_logging():
+        learn.fit(1)
+    found = {training: torch.cat(xs)[:, 0].flatten(1).mean(1).mul(255).round().long() for training, xs in seen.items()}
+    expected = [sorted(int(x[0, 0, 0]) for x, _ in ds) for ds in (data.train_ds, data.valid_ds)]
+    assert sorted(found[False].tolist()) == expected[1]
+    train = found[True] if augment is True else 255 - found[True]  # pictures of one brightness stay so
+    assert sorted(train.tolist()) == expected[0]
+    assert make_learner(dls).batch_transform.fn is learn.batch_transform.fn
+
+
+def test_show_batch_shows_what_training_sees(folder):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    plt.switch_backend("Agg")
+    data = ImageData.from_folder(folder, size=8)
+    dls = data.dataloaders(8, augment=lambda x: x * 0 + 0.5, device="cpu", num_workers=0)
+    state = torch.get_rng_state()
+    for ds_idx, shows_augmented in ((0, True), (1, False)):
+        figure = dls.show_batch(4, ds_idx)
+        pictures = [ax.images[0].get_array() for ax in figure.axes]
+        assert len(pictures) == 4
+        assert all((np.abs(p - 0.5) < 1e-3).all() for p in pictures) == shows_augmented
+        assert {ax.get_title() for ax in figure.axes} <= {"dark", "light"}
+        plt.close(figure)
+    assert torch.equal(torch.get_rng_state(), state)

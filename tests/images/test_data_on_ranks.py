@@ -1,0 +1,61 @@
+"""Pictures from files on several ranks: what one process learns, each picture read once."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rank_pool import Results
+from torch import nn
+
+from learnerkit import ImageData, Learner, accuracy, set_seed, world
+
+
+def write_pictures():
+    generator = np.random.default_rng(0)
+    for i in range(43):
+        path = Path(f"pictures/{'even' if i % 2 == 0 else 'odd'}/{i}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 255, (6, 6), dtype=np.uint8)).save(path)
+
+
+class InDouble(nn.Module):
+    def forward(self, x):
+        return x.double().flatten(1)
+
+
+def train(name):
+    augmented = name == "augmented"
+    if world.is_main():
+        write_pictures()
+    world.barrier()
+    set_seed(1)
+    data = ImageData.from_folder("pictures", 0.3, size=6, channels=1)
+    dls = data.dataloaders(8, augment=augmented, num_workers=0 if augmented else 1, device="cpu")
+    model = nn.Sequential(InDouble(), nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    learn = Learner(dls, model, nn.CrossEntropyLoss(), metrics=accuracy)
+    with learn.distrib_ctx(split_batches=True), learn.no_logging():
+        learn.fit(2, 0.01)
+        preds, targets = learn.get_preds()
+    assert targets.tolist() == [number for _, number in data.valid_ds.samples]
+    return learn.recorder.values, [w.tolist() for w in learn.model.state_dict().values()], preds.tolist()
+
+
+@pytest.fixture(scope="module")
+def results(rank_pools):
+    return Results(rank_pools, train)
+
+
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_learn_what_one_process_learns(results, n):
+    (expected,) = results[1, "plain"]
+    for found in results[n, "plain"]:
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_ranks_augment_their_own_pictures_and_keep_the_same_weights(results):
+    ranks = results[2, "augmented"]
+    assert ranks[0] == ranks[1]
+    assert ranks[0] != results[2, "plain"][0]
