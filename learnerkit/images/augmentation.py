@@ -50,22 +50,46 @@ class ImageAugmentation:
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return the images (n, channels, height, width), floats from 0 to 1, augmented."""
+        if images.device.type != "cpu":
+            return self._changed(images)
+        some = max(1, _IN_CACHE // max(1, images[:1].numel()))  # a processor is quicker with few at a time
+        return torch.cat([self._changed(part) for part in images.split(some)])
+
+    def _changed(self, images: Tensor) -> Tensor:
         n, channels, height, width = images.shape
 
         def draw(least: float, largest: float) -> Tensor:
-            return images.new_empty(n).uniform_(least, largest)
+            return images.new_empty(n, 1, 1).uniform_(least, largest)
 
         root, stretch = draw(*self.scale).sqrt(), draw(*map(math.log, self.ratio)).div(2).exp()
         w, h = (root * stretch).clamp(max=1), (root / stretch).clamp(max=1)
         x, y = (1 - w) * draw(-1, 1), (1 - h) * draw(-1, 1)  # the image reaches from -1 to 1
         mirrored = w * torch.where(draw(0, 1) < self.flip, -1, 1)
-        angle = draw(-self.rotate, self.rotate).deg2rad() if self.rotate else images.new_zeros(n)
-        cos, sin = angle.cos(), angle.sin()
-        # From a place in the crop to one in the image. An angle is one of pixels, whatever the image's proportions.
-        rows = [mirrored * cos, -h * sin * (height / width), x, mirrored * sin * (width / height), h * cos, y]
-        grid = F.affine_grid(torch.stack(rows, 1).view(n, 2, 3), [n, channels, *(self.size or (height, width))], False)
+        out_height, out_width = self.size or (height, width)
+        right, down = (
+            torch.arange(1 - side, side, 2, device=images.device, dtype=images.dtype) / side
+            for side in (out_width, out_height)
+        )
+        # From a place in the crop to one in the image: across = x + mirrored * right, and so on.
+        across, along = (
+            (x + mirrored * right).expand(n, out_height, -1),
+            (y + h * down[:, None]).expand(-1, -1, out_width),
+        )
+        if self.rotate:
+            angle = draw(-self.rotate, self.rotate).deg2rad()
+            cos, sin = angle.cos(), angle.sin()
+            # An angle is one of pixels, whatever the image's proportions.
+            across, along = (
+                x + mirrored * cos * right - h * sin * (height / width) * down[:, None],
+                y + mirrored * sin * (width / height) * right + h * cos * down[:, None],
+            )
+        grid = torch.stack([across, along], -1)
         images = F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
         if self.light:
-            contrast, brightness = (draw(-self.light, self.light).view(-1, 1, 1, 1) for _ in range(2))
-            images = (images + (images - images.mean((1, 2, 3), keepdim=True)) * contrast + brightness).clamp(0, 1)
+            contrast, brightness = 1 + draw(-self.light, self.light), draw(-self.light, self.light)
+            shift = images.mean((1, 2, 3)).view(-1, 1, 1) * (1 - contrast) + brightness
+            images = torch.addcmul(shift[:, None], images, contrast[:, None]).clamp_(0, 1)
         return images
+
+
+_IN_CACHE = 1 << 20  # numbers
