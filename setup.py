@@ -66,6 +66,12 @@ setup(
         "safetensors>=0.5",
     ],
     extras_require={
-        "examples": EXAMPLES, "sweep": SWEEP, "tabular": TABULAR, "text": TEXT, "onnx": ONNX, "dev": DEV, **TRACKERS
+        "examples": EXAMPLES,
+        "sweep": SWEEP,
+        "tabular": TABULAR,
+        "text": TEXT,
+        "onnx": ONNX,
+        "dev": DEV,
+        **TRACKERS,
     },
 )

@@ -31,12 +31,11 @@ FLOORS = [
     ["losses"],
     ["arguments", "metrics"],
     ["callbacks", "parallel"],
-    ["checkpoints", "images", "inspection"],
+    ["checkpoints", "inspection"],
     ["scaling", "loggers"],
     ["export", "notebook", "preflight", "sweep"],
     ["learner", "doctor"],
-    ["tabular", "vision", "__init__"],
-    ["vision", "language", "__init__"],
+    ["images", "language", "tabular", "vision", "__init__"],
 ]
 
 # A worker runs the user's own script as `__main__`; nothing else is run as code.

@@ -16,6 +16,8 @@ from learnerkit import world
 from learnerkit.callbacks.augmentation import BatchTransform
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import keep_seeds
+from learnerkit.data.parts import held_out
+from learnerkit.export.reading import NoData
 from learnerkit.images.augmentation import ImageAugmentation
 from learnerkit.images.reading import ImageReader, ReadImages
 from learnerkit.launch.environment import usable_cores
@@ -135,8 +137,8 @@ class ImageData:
             return cls._numbered([(items, labels)], reading)
         if not isinstance(valid, float) or not 0 < valid < 1:
             raise ValueError(f"got valid={valid!r}; it is a share between 0 and 1, such as 0.2, or None")
-        held_out = _held_out(labels, valid, seed)
-        rows = [[i for i, out in enumerate(held_out) if out is is_valid] for is_valid in (False, True)]
+        out = held_out(valid, labels, seed)
+        rows = [[i for i, is_out in enumerate(out) if is_out == is_valid] for is_valid in (False, True)]
         return cls._numbered([([items[i] for i in part], [labels[i] for i in part]) for part in rows], reading)
 
     @classmethod
@@ -176,7 +178,8 @@ class ImageData:
     ) -> "ImageDataLoaders":
         """Make loaders of the training and validation part. Pictures are read in workers, as uint8.
 
-        On the device each batch becomes floats from 0 to 1, and in training it is augmented there.
+        On the device each batch becomes floats from 0 to 1, and in training it is augmented there. What comes from
+        `from_json` has no pictures; its loaders have no batches, and predict for new ones.
 
         Args:
             bs: pictures in a training batch.
@@ -186,21 +189,22 @@ class ImageData:
                 and none for pictures in memory.
             kwargs: those of `DataLoaders.from_datasets`.
 
-        Raises:
-            ValueError: there are no pictures, as after `from_json`.
         """
         if self.train_ds is None:
-            raise ValueError("there are no pictures, as from_json gives only the classes and how pictures are read")
+            return self._with_loaders(ImageDataLoaders(NoData(), NoData(), classes=self.classes, **kwargs))
         if num_workers is None:
             first = self.train_ds.samples[0][0] if len(self.train_ds) else None
             cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             num_workers = min(_MOST_WORKERS, cores) if isinstance(first, str | os.PathLike) else 0
         kwargs |= {"bs": bs, "num_workers": num_workers}
-        dls: Any = ImageDataLoaders.from_datasets(self.train_ds, self.valid_ds, **kwargs)
-        dls.data = self
+        dls = self._with_loaders(ImageDataLoaders.from_datasets(self.train_ds, self.valid_ds, **kwargs))
         if augment:
             dls.augment = ImageAugmentation() if augment is True else augment
             dls.cbs = [BatchTransform(dls.augment)]
+        return dls
+
+    def _with_loaders(self, dls: Any) -> "ImageDataLoaders":
+        dls.data, dls.preprocessing = self, json.loads(self.to_json())
         return dls
 
     # Files
@@ -225,11 +229,6 @@ class ImageDataLoaders(DataLoaders):
     data: ImageData
     augment: Callable[[Tensor], Tensor] | None = None
     _shows_augmented = False
-
-    @property
-    def preprocessing(self) -> dict[str, Any]:  # type: ignore[override]  # nobody else may set it
-        """How pictures are read, for `Learner.export`."""
-        return {"kind": "images", **asdict(self.data.reader), "size": list(self.data.reader.size)}
 
     def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple, tuple]:
         """Split a batch as `DataLoaders` do, with images as floats."""
@@ -306,12 +305,3 @@ def _readable(paths: list[str]) -> list[str]:
     if damaged and world.is_main():
         print(f"left out as damaged: {len(damaged):,} of {len(paths):,} pictures, such as {first_few(damaged, n=3)}")
     return [path for path, wrong in marked if not wrong]
-
-
-def _held_out(labels: list, share: float, seed: int) -> list[bool]:
-    "Draw a share of each class, but leave one of it at least."
-    found: dict[Any, list[int]] = {}
-    for i in torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).tolist():
-        found.setdefault(labels[i], []).append(i)
-    drawn = {i for rows in found.values() for i in rows[: min(round(len(rows) * share), len(rows) - 1)]}
-    return [i in drawn for i in range(len(labels))]

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.loaders import DataLoaders
-from learnerkit.export.reading import NoData
 from learnerkit.data.parts import held_out
+from learnerkit.export.reading import NoData
 from learnerkit.language.batches import IGNORED, EncodedTexts, Padded, TokenBlocks
 from learnerkit.language.codec import TextCodec, train_tokenizer
 from learnerkit.text import did_you_mean, first_few

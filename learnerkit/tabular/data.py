@@ -90,10 +90,10 @@ class TabularData:
         _check_columns(frame, [y, *named])
         is_class = frame[y].dtype.kind not in "fc" and _role(frame[y]) != "conts"
         if hasattr(valid, "columns"):
-            train, held_out = frame, _as_frame(valid)
+            train, rest = frame, _as_frame(valid)
         else:
-            mask = _held_out(valid, frame[y] if is_class else frame[y].notna(), seed)
-            train, held_out = frame[~mask], frame[mask]
+            mask = held_out(valid, distinct(frame[y])[0] if is_class else frame[y].notna(), seed)
+            train, rest = frame[~mask], frame[mask]
         decides = cats is None or conts is None
         roles = {name: _role(train[name]) for name in frame if name not in (y, *named)} if decides else {}
         cats = [name for name, role in roles.items() if role in ("cats", "few")] if cats is None else list(cats)
@@ -103,7 +103,7 @@ class TabularData:
         if isinstance(target, Categories) and len(target.values) < 2:
             raise ValueError(f"all rows to train on have {y!r} = {target.values[0]!r}; there is nothing to learn")
         data = cls([Categories.of(train[name]) for name in cats], [Numbers.of(train[name]) for name in conts], target)
-        data.train_ds, data.valid_ds = data._dataset(train), data._dataset(held_out) if len(held_out) else None
+        data.train_ds, data.valid_ds = data._dataset(train), data._dataset(rest) if len(rest) else None
         if decides and world.is_main():
             print(data, _said("left out", [str(name) for name in roles if name not in (*cats, *conts)]), sep="\n")
         return data
@@ -286,28 +286,3 @@ def _role(column: "Series") -> str:
         return ""
     most = FEW if column.dtype.kind == "M" else max(FEW, len(column) / 2)
     return "cats" if 0 < len(found) <= most else ""
-
-
-def _held_out(valid: Any, groups: "Series", seed: int) -> np.ndarray:
-    """Return a mask of the rows to validate on; a share is drawn from the rows of each value in `groups`."""
-    n, mask = len(groups), np.zeros(len(groups), bool)
-    rows = np.asarray([] if valid is None else valid)
-    if isinstance(valid, float) and 0 < valid < 1:
-        order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).numpy()
-        drawn = groups.iloc[order].reset_index(drop=True).groupby(groups.to_numpy()[order])
-        sizes = drawn.transform("size")
-        # A class keeps one row at least in the training part, which alone can teach it.
-        held_out = (sizes * valid).round().clip(upper=sizes - 1)
-        mask[order[(drawn.cumcount() < held_out).to_numpy()]] = True
-    elif rows.dtype == bool and rows.shape == (n,):
-        mask = rows
-    elif rows.dtype.kind in "iu" and rows.ndim == 1 and len(rows) and -1 < min(rows) <= max(rows) < n:
-        mask[rows] = True
-    elif valid is not None:
-        raise ValueError(
-            f"got valid={valid!r}; it is a share between 0 and 1, a mask of the {n:,} rows, a list of row numbers from "
-            "0 on, another frame, or None"
-        )
-    if mask.all() or (valid is not None and not mask.any()):
-        raise ValueError(f"valid={valid!r} leaves {n - mask.sum()} rows to train on and {mask.sum()} to validate on")
-    return mask

@@ -156,11 +156,11 @@ def test_what_is_raw_is_predicted_from_files_and_after_an_export(folder):
     assert torch.allclose(preds[0], expected.pred, atol=1e-5)
     with raises(TypeError, "test_dl takes a dataset, or a sequence"):
         dls.test_dl("pictures/dark")
-    loaded = load_learner(learn.export("shades"), make_learner(dls).model, device="cpu")
+    loaded = load_learner(learn.export("shades"), make_learner(dls).model, data=ImageData, device="cpu")
     found = loaded.predict(path)
     assert found.label == "light"
     assert torch.allclose(found.pred, expected.pred, atol=1e-5)
-    assert loaded.dls.preprocessing == {"kind": "images", "size": [8, 8], "channels": 3, "method": "crop"}
+    assert loaded.dls.preprocessing == {"size": [8, 8], "channels": 3, "method": "crop", "classes": ["dark", "light"]}
     assert len(loaded.get_preds(dl=loaded.dls.test_dl(paths))[0]) == 4
 
 
