@@ -414,8 +414,11 @@ class Unpacker:
             return 0
         if self.dls.batch_size is not None:
             return _checked_count(self.dls.batch_size(batch))
-        tensors = drawn is not None and type(batch) in (tuple, list)
-        if tensors and all(type(t) is Tensor and t.shape[:1] == (drawn,) for t in batch):
+        if (
+            drawn
+            and isinstance(batch, tuple | list)
+            and all(type(t) is Tensor and t.shape[:1] == (drawn,) for t in batch)
+        ):
             return drawn  # as below, in less time
         likely = likely_sizes(batch)
         if drawn in likely or (drawn is not None and len(likely) != 1):
