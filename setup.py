@@ -60,6 +60,7 @@ setup(
     install_requires=[
         "torch>=2.10",
         "torchvision",
+        "pillow>=10.1",
         "fastcore>=1.7",
         "tqdm>=4.66",
         "cloudpickle>=3",

@@ -410,6 +410,33 @@ def test_batch_and_rate_prints_both_halves_of_its_table():
     assert "512 samples a step, rather than 64 (linear rule, SGD)" in printed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "nproc"), [("python", 1), ("launch", 2), pytest.param("torchrun", 2, marks=pytest.mark.soak)]
+)
+def test_train_images_reads_folders_and_exports(way, nproc):
+    from PIL import Image
+
+    for i in range(100):
+        path = Path("pictures", ("dark", "light")[i % 2], f"{i}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (20, 20), i + 150 * (i % 2)).save(path)
+    options = ["--data", "pictures", "--epochs", 3, "--bs", 10]
+    printed = run_script(EXAMPLES / "train_images.py", *options, nproc=nproc, way=way)
+    (table,) = tables(printed)
+    assert (table[0], len(table)) == (HEADER, 4)
+    assert float(table[-1][3]) > 0.8
+    assert printed.count("saved models/images.safetensors; dark: predicted") == 1
+    assert "Warning" not in printed
+
+
+@pytest.mark.soak
+def test_train_images_learns_the_sample():
+    (table,) = tables(run_script(EXAMPLES / "train_images.py", nproc=2))
+    assert float(table[-1][3]) > 0.84
+    assert sorted(os.listdir("data/fashion")) == ["train", "valid"]
+
+
 # Notebook
 
 

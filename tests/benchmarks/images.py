@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 from run import take_turns
 from torch.utils.data import DataLoader, Dataset
-from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
 from learnerkit import ImageAugmentation, ImageData
 from learnerkit.datasets import fashion_mnist_sample
+from learnerkit.images.reading import ImageReader
 
 WORKERS, BATCH, SIDE, SIZE = 2, 64, 256, 224
 
@@ -33,7 +33,7 @@ def write_pictures(folder, n):
 
 
 class ByHand(Dataset):
-    """What one writes with torchvision."""
+    """What one writes with PIL, as torchvision's own datasets do, and torchvision's transforms."""
 
     def __init__(self, paths, labels, transform):
         self.paths, self.labels, self.transform = paths, labels, transform
@@ -42,14 +42,14 @@ class ByHand(Dataset):
         return len(self.paths)
 
     def __getitem__(self, i):
-        image = decode_image(self.paths[i], ImageReadMode.RGB, apply_exif_orientation=True)
-        return self.transform(image), self.labels[i]
+        with Image.open(self.paths[i]) as image:
+            return self.transform(image.convert("RGB")), self.labels[i]
 
 
 def reading(paths, rounds):
     """Seconds of an epoch: by hand, by `ImageData`."""
     labels = [i % 10 for i in range(len(paths))]
-    fit = v2.Compose([v2.Resize(SIZE), v2.CenterCrop(SIZE)])
+    fit = v2.Compose([v2.PILToTensor(), v2.Resize(SIZE), v2.CenterCrop(SIZE)])
     loader = DataLoader(ByHand(paths, labels, fit), BATCH, shuffle=True, num_workers=WORKERS)
     dls = ImageData.from_items(paths, labels, None, size=SIZE).dataloaders(BATCH, num_workers=WORKERS, device="cpu")
 
@@ -65,8 +65,8 @@ def reading(paths, rounds):
 
 def augmenting(paths, rounds, size, everything):
     """Seconds for a batch: image by image with torchvision's transforms, and the whole batch."""
-    fit = v2.Compose([v2.Resize(size), v2.CenterCrop(size)])
-    batch = torch.stack([fit(decode_image(path, ImageReadMode.RGB)) for path in paths[:BATCH]])
+    read = ImageReader(size)
+    batch = torch.stack([read(path) for path in paths[:BATCH]])
     transforms = [v2.RandomResizedCrop(size, (0.5, 1)), v2.RandomHorizontalFlip()]
     if everything:
         transforms += [v2.RandomRotation(10, v2.InterpolationMode.BILINEAR), v2.ColorJitter(0.2, 0.2)]
