@@ -16,7 +16,7 @@ def held_out(valid: Any, groups: Any, seed: int) -> np.ndarray:
         seed: of the draw.
 
     Raises:
-        ValueError: another `valid`, or one that leaves nothing to train on.
+        ValueError: another `valid`, or one that leaves nothing to train or to validate on.
     """
     groups = np.asarray(groups)
     n = len(groups)
@@ -26,9 +26,7 @@ def held_out(valid: Any, groups: Any, seed: int) -> np.ndarray:
         for group in np.unique(groups):
             rows = order[groups[order] == group]
             mask[rows[: min(round(len(rows) * valid), len(rows) - 1)]] = True
-        return mask
-    rows = np.asarray([] if valid is None else valid)
-    if rows.dtype == bool and rows.shape == (n,):
+    elif (rows := np.asarray([] if valid is None else valid)).dtype == bool and rows.shape == (n,):
         mask = rows
     elif valid is None or (
         rows.dtype.kind in "iu" and rows.ndim == 1 and len(rows) and -1 < min(rows) <= max(rows) < n
@@ -39,6 +37,6 @@ def held_out(valid: Any, groups: Any, seed: int) -> np.ndarray:
             f"got valid={valid!r}; it is a share between 0 and 1, a mask of the {n:,} rows, a list of row numbers from "
             "0 to the last, or None"
         )
-    if mask.all():
-        raise ValueError("valid= takes all rows, so that none is left to train on")
+    if mask.all() or (valid is not None and not mask.any()):
+        raise ValueError(f"valid={valid!r} leaves {n - mask.sum()} rows to train on and {mask.sum()} to validate on")
     return mask

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import world
 from learnerkit.data.loaders import DataLoaders
+from learnerkit.data.parts import held_out
 from learnerkit.export.reading import NoData
 from learnerkit.tabular.columns import FEW, Categories, Numbers, distinct, numbers_in
 from learnerkit.text import did_you_mean, first_few

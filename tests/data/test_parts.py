@@ -30,5 +30,5 @@ def test_nothing_is_held_out():
 def test_what_is_no_part(valid):
     with raises(ValueError, "it is a share between 0 and 1, a mask of the 4 rows, a list of row numbers"):
         held_out(valid, np.zeros(4), 0)
-    with raises(ValueError, "takes all rows"):
+    with raises(ValueError, "leaves 0 rows to train on"):
         held_out(range(4), np.zeros(4), 0)

@@ -92,8 +92,6 @@ def test_what_is_refused(folder):
         ImageData.from_items(["a.png", "b.png"], ["x"])
     with raises(ValueError, "got valid=2; it is a share between 0 and 1"):
         ImageData.from_items(["a.png", "b.png"], ["x", "y"], valid=2)
-    with raises(ValueError, "there are no pictures, as from_json gives only"):
-        ImageData.from_json(ImageData(size=8).to_json()).dataloaders()
 
 
 def test_damaged_files_are_named_or_left_out(folder, capsys):

@@ -213,8 +213,7 @@ def test_the_tokenizer_and_the_classes_are_kept_as_json():
     assert again.classes == data.classes
     assert again.codec.to_json() == data.codec.to_json()
     assert json.loads(data.to_json())["classes"] == ["animal", "food"]
-    with raises(ValueError, "there are no texts, as from_json gives"):
-        again.dataloaders()
+    assert len(again.dataloaders(device="cpu").train) == 0
 
 
 # On several ranks and after a break
