@@ -162,7 +162,7 @@ def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Link:
         return [seconds_of(*pair) for pair in pairs]
 
     shortest = min(sum(measure()) for _ in range(WARM))
-    times = int(world.reduce(max(LEAST, min(MOST, SECONDS / shortest)), "min"))
+    times = int(world.reduce(float(max(LEAST, min(MOST, SECONDS / shortest))), "min"))
     found = torch.tensor(world.all_gather([measure() for _ in range(times)]), dtype=torch.float64)
     # Of ranks, times, sizes. All ranks leave an all-reduce together: the last to come has waited for nobody.
     return fitted(sizes, found.amin(0).quantile(0.5, 0).tolist(), n)
