@@ -5,11 +5,14 @@
     python examples/train_images.py --data full                       # all 70,000 of Fashion-MNIST
     python -m learnerkit.launch --nproc 2 examples/train_images.py    # or torchrun --nproc-per-node 2
 
-Leaves OUT/images.safetensors, with which `load_learner` predicts, and prints what it predicts for one picture.
+Leaves OUT/images.safetensors, from which `load_learner(path, model, data=ImageData)` predicts for files, and prints
+what it predicts for one.
 """
 
 import argparse
 from pathlib import Path
+
+import torch
 
 from learnerkit import ImageAugmentation, ImageData, MixUp, accuracy, set_seed, vision_learner, world
 from learnerkit.datasets import FASHION_MNIST_CLASSES, fashion_mnist, fashion_mnist_files
@@ -41,7 +44,7 @@ def main():
     dls = data.dataloaders(args.bs, augment=ImageAugmentation(scale=(0.7, 1)))
     cbs = MixUp() if args.mixup else None
     learn = vision_learner(dls, args.net, weights=args.weights, metrics=accuracy, model_dir=args.out, cbs=cbs)
-    with learn.distrib_ctx(split_batches=True):
+    with learn.distrib_ctx(split_batches=True, sync_bn=torch.cuda.is_available()):
         fit = learn.fine_tune if args.weights else learn.fit_one_cycle
         fit(args.epochs, args.lr)
     path = learn.export("images")

@@ -188,7 +188,6 @@ class ImageData:
             num_workers: processes that read; by default the cores of the machine over its ranks, up to 8, for files,
                 and none for pictures in memory.
             kwargs: those of `DataLoaders.from_datasets`.
-
         """
         if self.train_ds is None:
             return self._with_loaders(ImageDataLoaders(NoData(), NoData(), classes=self.classes, **kwargs))
