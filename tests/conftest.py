@@ -56,7 +56,7 @@ def place_of(item):
 
 def runs_on_ranks(nodeid):
     """Tell whether a test runs on ranks, by its name."""
-    return re.search(r"-ranks|_on_ranks\.py", nodeid) is not None
+    return re.search(r"-ranks|on_ranks", nodeid) is not None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -378,7 +378,7 @@ def found(rank_pools):
 
 
 @pytest.mark.parametrize("job", ["EMA", "EMA, accumulated", "SWA"])
-def test_ranks_average_as_one_process(found, job):
+def test_averages_on_ranks_are_those_of_one_process(found, job):
     (alone,) = found[1, job]
     for rank in found[2, job]:
         close(rank["end"], alone["end"])
@@ -388,7 +388,7 @@ def test_ranks_average_as_one_process(found, job):
 
 
 @pytest.mark.parametrize("job", ["EMA, norms", "SWA, norms"])
-def test_ranks_validate_and_save_the_same_statistics(found, job):
+def test_statistics_on_ranks_are_validated_and_saved_alike(found, job):
     first, second = found[2, job]
     assert len(first["seen"]) == 2
     assert all(map(same_weights, first["seen"], second["seen"]))
@@ -397,14 +397,14 @@ def test_ranks_validate_and_save_the_same_statistics(found, job):
     assert same_weights(first["end"], first["saved"][-1])
 
 
-def test_ranks_end_with_the_same_average_in_mid_epoch(found):
+def test_averages_on_ranks_are_the_same_in_mid_epoch(found):
     first, second = found[2, "EMA, ended"]
     assert (first["n"], len(first["seen"])) == (9, 1)
     assert same_weights(first["end"], second["end"])
     assert same_weights(first["end"], first["saved"][-1])
 
 
-def test_statistics_of_ranks_are_the_means_over_all_batches(found):
+def test_statistics_on_ranks_are_the_means_over_all_batches(found):
     (alone, _), *ranks = found[1, "statistics"] + found[2, "statistics"]
     for rank, left in ranks:
         close(rank, alone)

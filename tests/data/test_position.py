@@ -242,7 +242,7 @@ def check_all_places(make, places=PLACES, cbs=tuple, Log=Log):
     return whole
 
 
-QUICK = {"shuffled": ["workers"], "own generator": ["persistent"]}
+QUICK = {"shuffled": ["workers"]}
 SLOW = ("own generator", "global", "buckets", "batches of the dataset")  # with workers: the others are for `-m soak`
 
 

@@ -79,7 +79,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.ranks(2, slow=[3])
+@pytest.mark.slow
+@pytest.mark.ranks(2, soak=[3])
 def test_a_classifier_in_steps_of_two_batches_with_clipped_gradients():
     pytest.importorskip("transformers")
     check(classifier, cbs=[GradientAccumulation(n_batches=2), GradientClip(0.05)])

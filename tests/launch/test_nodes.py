@@ -256,6 +256,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch_is_tested(), reason="a torch that is not known is imported, and asked, first")
 def test_the_launcher_prints_one_line_about_something_else_before_it_imports_torch(launcher, tmp_path):
     (tmp_path / "train.py").write_text("print('ran')")

@@ -42,6 +42,7 @@ def test_the_same_parts_give_the_same_as_on_one_process():
     assert len(set(world.all_gather(several.value))) == 1
 
 
+@pytest.mark.slow
 def test_it_is_that_of_single_samples():
     sampler = RandomSampler(make_data(), replacement=True, num_samples=64 * 400)
     learn, scale = measured(batch_size=64, sampler=sampler, epochs=1)

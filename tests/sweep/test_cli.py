@@ -86,9 +86,8 @@ def test_a_search_that_is_killed_goes_on_also_on_a_machine_that_joins(search):
     assert [len(runs(number)) for number in range(8)] == [1, 2, 2, 1, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_stops_all_and_keeps_everything(search, signum, code):
     write_config(maxCombo=4, retryLimit=0)
     first = search("-j", 2, FATES={1: "wait", 2: "wait"})
@@ -105,6 +104,7 @@ def test_ctrl_c_stops_all_and_keeps_everything(search, signum, code):
     assert states(printed) == {1: "complete (run 2)", 2: "complete (run 2)", 3: "complete"}
 
 
+@pytest.mark.slow
 def test_it_goes_on_when_nobody_reads_what_it_prints(search):
     write_config(maxCombo=2)
     running = search("-j", 1, PYTHONUNBUFFERED="")
@@ -185,6 +185,7 @@ def test_a_script_that_knows_nothing_of_it(search):
     assert re.search(r"  python own.py --quick yes --x [\d.e-]+ --n-layers \d\n", printed)
 
 
+@pytest.mark.slow
 def test_a_module_that_runs_in_the_present_folder(search):
     write_config(maxCombo=2)
     Path("own.py").write_text(
