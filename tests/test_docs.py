@@ -221,7 +221,7 @@ def test_train_fashion_says_when_the_full_set_cannot_be_had(monkeypatch):
         runpy.run_path(str(EXAMPLES / "train_fashion.py"), run_name="__main__")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_train_fashion_survives_a_process_that_is_killed():
     command = [EXAMPLES / "train_fashion.py", "--resume", "--epochs", "2"]
     run_script(*command, "--out", "whole", nproc=2)
@@ -331,7 +331,8 @@ def test_train_text_comes_to_the_same_numbers_on_one_process_and_two():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "nproc", "options"), [
-    ("classify", 1, []), ("classify", 2, ["--accumulate", 2, "--bf16", "--checkpointing"]), ("next", 2, []),
+    ("classify", 1, []), ("classify", 2, ["--accumulate", 2, "--bf16", "--checkpointing"]),
+    pytest.param("next", 2, [], marks=pytest.mark.soak),
 ])  # fmt: skip
 def test_train_transformer_learns(task, nproc, options):
     pytest.importorskip("transformers")

@@ -80,6 +80,8 @@ def load(
 
 def _prepared(data: Any, preprocessing: Any, file: Path, device: Any) -> DataLoaders:
     "Loaders without batches that turn raw inputs into those of the model."
+    if preprocessing is None:
+        raise ValueError(f"{file} has nothing of data={data!r}: it was exported by a learner of other data")
     try:
         return data.from_json(json.dumps(preprocessing)).dataloaders(device=device)
     except Exception as e:

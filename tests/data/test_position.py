@@ -309,7 +309,7 @@ def together(samples):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sampler", ["shuffled", "global", *(pytest.param(s, marks=pytest.mark.soak) for s in ("own generator", "weighted"))]
+    "sampler", ["shuffled", *(pytest.param(s, marks=pytest.mark.soak) for s in ("global", "own generator", "weighted"))]
 )
 def test_t3_the_order_goes_on_in_a_new_process(sampler, tmp_path, script_env):
     whole, stopped = Log(), Log((1, 2))

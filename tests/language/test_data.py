@@ -199,7 +199,7 @@ def test_an_exported_classifier_takes_texts_again():
         assert again.predict("cat dog")[:2] == ("animal", 0)
     again.export("again")  # and passes it on
     assert load_learner("again", Bag(dls.data.vocab_size), data=TextData).predict("rice").label == "food"
-    with raises(ValueError, "got dls and data="):
+    with raises(ValueError, "got dls= and data="):
         load_learner("bag", model, data=TextData, dls=dls)
     dls.preprocessing = None
     learn.export("other")

@@ -197,7 +197,7 @@ def test_r04_restart_budget(launch):
     assert run.files("logs/attempt-2/*") == ["rank-0.log", "rank-1.log"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r04_restart_budget_of_a_training(faulty):
     run = faulty("--max-restarts", 2, fault="kill:1:37,kill:0:37,kill:1:37,none:0:0")
     assert run.finish() == 137, run
@@ -246,7 +246,7 @@ def test_r40_log_escape(raised):
     assert all(line.startswith("[rank ") for line in raised.out.splitlines())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("kind", "code", "how"),
     [("exit3", 3, "exit code 3"), pytest.param("segv", 139, "signal 11", marks=pytest.mark.soak)],
@@ -416,7 +416,7 @@ def test_r18_launcher_kill9(looked_at):
 # Ports and variables
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r20_port_busy(launch):
     """A port that was asked for and is taken is refused; that 29500 is taken does not matter where none was."""
     with socket.create_server(("127.0.0.1", 0)) as busy:

@@ -398,7 +398,7 @@ def flat(x):
     return [number for part in x for number in flat(part)] if isinstance(x, list) else [x]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_host_that_is_killed_ends_the_run_of_the_others(launcher, hosts):
     a, b, _ = hosts
     at = ["--nnodes", 2, "--master-addr", a[1], "--nproc", 1]

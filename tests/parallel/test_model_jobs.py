@@ -39,8 +39,8 @@ def on_ranks(*numbers):
     """Parametrize by the number of processes and the job."""
     found = []
     for n in numbers:
-        for job in JOBS:
-            marks = pytest.mark.slow if n == 2 else pytest.mark.soak
+        for i, job in enumerate(JOBS):
+            marks = pytest.mark.slow if n == 2 and i % 2 else pytest.mark.soak
             found.append(pytest.param(n, job, marks=() if n == 2 and job in QUICK else marks, id=f"{n}-ranks-{job}"))
     return pytest.mark.parametrize(("n", "job"), found)
 

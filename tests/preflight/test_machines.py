@@ -366,7 +366,7 @@ def test_a_rank_that_cannot_import_torch_says_so():
     assert "install torch there" in err
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_rank_that_does_not_come():
     code, out, err = run_case("silent")
     assert code == 1, out + err

@@ -163,6 +163,7 @@ def main():
         assert not experiment.ended
         found["users"] = [run.id, experiment.get_key(), active.info.run_id]
         experiment.end()
+    wandb.teardown()  # waits for its service, which writes the files
     found |= {"wandb": [*wandb_runs()], "comet": [*comet_archives()]}
     found["mlflow"] = [mlflow_run(ids[2]) for ids in (found["ids"], found["users"])]
     print(json.dumps(found))
