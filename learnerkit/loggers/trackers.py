@@ -3,6 +3,7 @@
 Each writes the records of steps as 'step/loss', 'step/lr' and so on, and the rows of the table under their columns.
 """
 
+import os
 import re
 import secrets
 import sys
@@ -60,6 +61,7 @@ class TensorBoardCallback(Tracker):
             hidden_from = 0
         elif self._goes_back and _has_row(self._id, self._newest):
             self._there = -1, self._newest  # the row of an epoch may come after a checkpoint of its last step
+        _wait_for_a_later_name(self._id)
         return SummaryWriter(self._id, purge_step=hidden_from)
 
     def _write_config(self, config: dict[str, Any]) -> None:
@@ -78,6 +80,17 @@ class TensorBoardCallback(Tracker):
 
     def _leave(self) -> None:
         self._handle.close()
+
+
+def _wait_for_a_later_name(folder: str) -> None:
+    """Wait until a new event file's name sorts after those of other processes: TensorBoard reads them in that order.
+
+    Names begin with the second in which a file was made, and go on with the process's number.
+    """
+    parts = [path.name.split(".") for path in Path(folder).glob("events.out.tfevents.*")]
+    seconds = [int(second) for _, _, _, second, *rest in parts if second.isdigit() and str(os.getpid()) not in rest]
+    while seconds and 0 <= max(seconds) - int(time.time()) < 2:  # none of a clock that was set back
+        time.sleep(0.02)
 
 
 def _has_row(folder: str, step: int) -> bool:

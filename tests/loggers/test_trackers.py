@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import suppress
 
 import pytest
@@ -124,6 +125,15 @@ def test_tensorboard_has_steps_rows_text_and_plots(tmp_path, plt):
     assert b"| arch | a\\|b |" in text.tensor_proto.string_val[0]
     with raises(ValueError, "a plain name inside learn.path/runs"):
         TensorBoardCallback("../x")
+
+
+def test_tensorboard_reads_the_files_of_several_processes_in_the_order_of_their_making(tmp_path):
+    pytest.importorskip("torch.utils.tensorboard")
+    learn = make_learner(make_dls(), cbs=TensorBoardCallback(tmp_path))
+    others = tmp_path / f"events.out.tfevents.{int(time.time()) + 1:010d}.zebra.1.0"
+    others.touch()
+    learn.fit(1, 0.01)
+    assert sorted(path.name for path in tmp_path.iterdir())[0] == others.name
 
 
 def test_tensorboard_goes_on_in_the_same_directory_without_doubles(tmp_path):
