@@ -441,6 +441,8 @@ class Recorder(Callback):
         return validation if self._has_valid_loss else validation[1:]
 
     def _write(self, epoch: int | str, values: list[float], logged: dict[str, float]) -> None:
+        columns = self._row_columns[-1] if self._row_columns else []
+        logged = {name: logged[name] for name in (*columns, *logged) if name in logged}  # as in the row before
         self.metric_names = ["epoch", *self._names(), *logged, *(["time"] if self.add_time else [])]
         self.final_record = [*values, *logged.values()]
         self._row_columns.append([*self._names(), *logged])

@@ -350,6 +350,17 @@ def test_a_column_that_comes_later_stands_in_the_rows_from_then_on(capsys):
     ]
 
 
+def test_columns_keep_the_order_of_the_row_before():
+    def log(cb):
+        for name in ("a", "b") if cb.epoch == 0 else ("b", "c", "a"):
+            cb.learn.log_metric(name, ord(name))
+
+    learn = learner([], cbs=Callback(after_train=log))
+    learn.fit(2)
+    assert learn.recorder.metric_names[3:-1] == ["a", "b", "c"]
+    assert [row[2:] for row in learn.recorder.values] == [[97, 98], [97, 98, 99]]
+
+
 @pytest.mark.parametrize("name", ["train_loss", "valid_loss", "mae", "epoch", "time"])
 def test_a_logged_name_that_is_taken_is_refused(name):
     learn = learner(cbs=Callback(after_batch=lambda cb: cb.learn.log_metric(name, 1)))
