@@ -8,10 +8,10 @@ A page is read as its reader would try it, from the top to the bottom, in one Py
 - Of a ```` ```sh ```` fence the lines that begin with `python ` are run in that folder. A text may follow it, too.
 - A code block with a caption that names a file (```` ```{code-block} python ```` and `:caption: train.py`) is written
   to that file. Any other code block is not run, but if it is Python it must be valid.
-- Comments of HTML say what else is needed: `<!-- needs: optuna, pandas -->` anywhere, packages without which the page is
-  skipped; `<!-- raises: ValueError -->` before a Python fence, which must end with that error: of the traceback, its last
-  part alone is printed (`ValueError: ...`); `<!-- exit: 1 -->` before a sh fence, whose last command must end with that
-  code, or with any code but 0 if `fail` is said instead of a number.
+- Comments of HTML say what else is needed. `<!-- needs: optuna, pandas -->` anywhere names packages without which the
+  page is skipped. `<!-- raises: ValueError -->` before a Python fence says that it must end with that error: of the
+  traceback its last part alone is printed (`ValueError: ...`). `<!-- exit: 1 -->` before a sh fence says that its last
+  command must end with that code, or with any code but 0 if it says `fail`.
 
 A page that contains `examples/` finds the folder of the repository there. Fences inside of other directives
 (```` ```{note} ````) are not looked at; those between `:::{note}` and `:::` are.
@@ -132,7 +132,7 @@ def plain(text: str) -> list[str]:
 
     Of a line that was drawn several times (a bar's) the last state is left.
     """
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.splitlines()]
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
     lines = [re.sub(r"\s+", " ", _NUMBER.sub("N", line)).strip() for line in lines]
     return "\n".join(lines).strip("\n").split("\n")
 

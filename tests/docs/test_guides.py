@@ -6,7 +6,9 @@ import importlib.util
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from launching import SCRIPTS, environment, without_chatter
@@ -47,6 +49,7 @@ class PageServer:
 
     def run(self, page, folder):
         """Run a page in an empty folder; return what is wrong with it."""
+        folder.mkdir()
         results = folder.parent / f"{folder.name}.results"
         print(json.dumps({"page": str(page), "folder": str(folder), "results": str(results)}), file=self.process.stdin)
         self.process.stdin.flush()
@@ -92,23 +95,51 @@ def compared(text: Fence, printed: str) -> str:
 
 @pytest.fixture(scope="module")
 def server():
-    """The process that runs the pages."""
+    """A process that runs pages."""
     server = PageServer()
     yield server
     server.close()
 
 
+@pytest.fixture(scope="module")
+def found(request, tmp_path_factory):
+    """What is wrong with each page that is tested: they are run two at a time, as they often wait for processes."""
+    pages = [item.callspec.params["page"] for item in request.session.items if item.originalname == RUNS]
+    pages = [page for page in pages if not missing(page)]
+    servers: SimpleQueue[PageServer] = SimpleQueue()
+    for _ in range(min(2, len(pages))):
+        servers.put(PageServer())
+
+    def run(page):
+        server = servers.get()
+        try:
+            return server.run(page, tmp_path_factory.mktemp(page.stem) / "page")
+        except AssertionError as error:  # the server has ended
+            return str(error)
+        finally:
+            servers.put(server)
+
+    with ThreadPoolExecutor(2) as threads:
+        results = dict(zip(pages, threads.map(run, pages), strict=True))
+    while not servers.empty():
+        servers.get().close()
+    return results
+
+
+def missing(page):
+    """The packages that a page needs and that are not there."""
+    return [name for name in needs(page.read_text(encoding="utf-8")) if importlib.util.find_spec(name) is None]
+
+
 @pytest.mark.slow
 @EACH_PAGE
-def test_the_code_of_a_page_runs(page, server, tmp_path):
-    for package in needs(page.read_text(encoding="utf-8")):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"the page needs {package}")
-    folder = tmp_path / "page"
-    folder.mkdir()
-    wrong = server.run(page, folder)
-    assert not wrong, f"\n{wrong}"
+def test_the_code_of_a_page_runs(page, found):
+    if missing(page):
+        pytest.skip(f"the page needs {', '.join(missing(page))}")
+    assert not found[page], f"\n{found[page]}"
 
+
+RUNS = "test_the_code_of_a_page_runs"
 
 # Of the test itself
 
@@ -164,7 +195,6 @@ def run(server, folder, text):
     "What is wrong with a page of this text."
     page = folder / "page.md"
     page.write_text(text)
-    Path(folder, "run").mkdir()
     return server.run(page, folder / "run")
 
 

@@ -27,10 +27,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import pages  # noqa: E402
-import torch  # noqa: E402
+import pages
+import torch
 
-import learnerkit.learner  # noqa: E402, F401 - so that no page has to wait for it
+import learnerkit.learner  # noqa: F401 - so that no page has to wait for it
 
 LIMIT = 300.0  # seconds for a page, on a busy machine
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: what a page leaves behind becomes a child of this process
