@@ -95,10 +95,10 @@ def test_limits_and_reasons_take_ten_lines_at_most():
 
 def test_the_licences_of_what_ships_are_named():
     (line,) = [line for line in README.splitlines() if line.startswith("Licence:")]
-    named = {"FASHION_MNIST_LICENSE": "Zalando", "CHAT_LINES_LICENSE": "chatterbot-corpus", "PENGUINS_NOTICE": "penguins"}
+    words = {"FASHION_MNIST_LICENSE": "Zalando", "CHAT_LINES_LICENSE": "chatterbot", "PENGUINS_NOTICE": "penguin"}
     notices = {p.name for p in (ROOT / "learnerkit" / "assets").iterdir() if p.name.endswith(("LICENSE", "NOTICE"))}
-    assert notices == set(named)
-    assert [name for name, word in named.items() if word not in line] == []
+    assert notices == set(words)
+    assert [name for name, word in words.items() if word not in line] == []
 
 
 def test_links_and_files_are_there():
@@ -116,8 +116,8 @@ def test_every_guide_is_linked():
 
 
 def test_contributing_names_the_folders():
-    rows = [line for line in section("What is where", CONTRIBUTING).splitlines() if line.startswith("|") and "`" in line]
-    named = [line.split("|")[1].strip(" `") for line in rows]
+    lines = section("What is where", CONTRIBUTING).splitlines()
+    named = [line.split("|")[1].strip(" `") for line in lines if line.startswith("|") and "`" in line]
     assert len(named) == len(set(named))
     folders = {f"learnerkit/{path.parent.name}/" for path in (ROOT / "learnerkit").glob("*/__init__.py")}
     assert set(named) == folders | {"learnerkit/", "examples/", "nbs/", "tests/"}
