@@ -2,6 +2,8 @@
 
     python tests/benchmarks/run.py               # everything, about a quarter of an hour on two idle cores
     python tests/benchmarks/run.py step data     # some of it
+    python tests/benchmarks/run.py peers         # other libraries, those that are installed
+    python tests/benchmarks/run.py --save        # also into the page of the site that shows them
 
 Needs learnerkit installed, or on PYTHONPATH. Every process computes with one thread on the CPU. The figures are
 ratios because they then depend little on the machine, but a busy machine still blurs those with several processes.
@@ -19,8 +21,11 @@ import termios
 import threading
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+
+import saved
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent))
@@ -33,14 +38,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="name", help=f"any of: {' '.join(BENCHMARKS)} (default: all)")
     parser.add_argument("--rounds", type=int, default=7, help="how often the contestants take turns (default 7)")
+    parser.add_argument("--save", action="store_true", help="keep the figures in nbs/explanations, for the site")
     args = parser.parse_args()
     unknown = set(args.names) - set(BENCHMARKS)
     if unknown:
         parser.error(f"unknown: {' '.join(sorted(unknown))}; there are {' '.join(BENCHMARKS)}")
     print(ROWS.format("what", "figure", "goal"))
     for name in args.names or BENCHMARKS:
-        for row in BENCHMARKS[name](args.rounds):
+        rows = BENCHMARKS[name](args.rounds)
+        for row in rows:
             print(ROWS.format(*row), flush=True)
+        if args.save:
+            saved.save(name, rows, args.rounds)
 
 
 def step(rounds: int) -> list[tuple[str, str, str]]:
@@ -207,6 +216,36 @@ def search(rounds: int) -> list[tuple[str, str, str]]:
     return [(f"a search of 8 trials, two at a time over one by one ({one:.0f} s)", f"{ratio(found):.3f}", "0.55")]
 
 
+IMPORTS = {
+    "learnerkit": "from learnerkit import Learner, DataLoaders, accuracy",
+    "fastai": "from fastai.basics import *",
+    "lightning": "import lightning",
+    "accelerate": "from accelerate import Accelerator",
+    "transformers": "from transformers import Trainer, TrainingArguments",
+}
+"""What a script begins with, by package."""
+
+
+def peers(rounds: int) -> list[tuple[str, str, str]]:
+    """Training steps and imports of the other libraries that are installed, against a hand-written loop and torch."""
+    rows = []
+    steps = measure_in_terminal([sys.executable, HERE / "peers.py", rounds])
+    for net, times in steps["times"].items():
+        (_, by_hand), *others = times.items()
+        rows.append((f"a step by hand, {net}", f"{median(by_hand):.0f} us", ""))
+        for label, found in others:
+            extra = median(theirs - mine for mine, theirs in zip(by_hand, found, strict=True))
+            over = ratio(list(zip(by_hand, found, strict=True)))
+            rows.append((f"    {label}", f"{extra:+.1f} us, x {over:.2f}", ""))
+    lines = {package: line for package, line in IMPORTS.items() if find_spec(package) is not None}
+    commands = [[sys.executable, "-c", line] for line in ("import torch", *lines.values())]
+    found = take_turns(rounds, *(lambda command=command: wall_time(command) for command in commands))
+    rows.append(("import torch", f"{median(times[0] for times in found):.2f} s", ""))
+    for i, line in enumerate(lines.values(), 1):
+        rows.append((f"    {line}", f"x {ratio([(times[0], times[i]) for times in found]):.2f}", ""))
+    return rows + [(name, "not installed", "") for name in steps["missing"]]
+
+
 BENCHMARKS: dict[str, Callable[[int], list[tuple[str, str, str]]]] = {
     "step": step,
     "import": imports,
@@ -219,6 +258,7 @@ BENCHMARKS: dict[str, Callable[[int], list[tuple[str, str, str]]]] = {
     "noise": noise,
     "monitor": monitor,
     "search": search,
+    "peers": peers,
 }
 
 
