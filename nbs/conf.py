@@ -1,0 +1,56 @@
+"""Sphinx's settings for the site. ``python nbs/build.py`` builds it."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE.parent), str(HERE / "_ext")]  # the package beside this folder, and the extensions
+
+import learnerkit  # noqa: E402
+
+project = "learnerkit"
+author = "the learnerkit contributors"
+project_copyright = "the learnerkit contributors"
+version = release = learnerkit.__version__
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "reference"]
+if (HERE / "_ext" / "errors.py").exists():
+    extensions.append("errors")
+exclude_patterns = ["_build", "_ext", "**/.ipynb_checkpoints"]
+
+# Pages
+
+myst_enable_extensions = ["colon_fence", "deflist", "fieldlist"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # the notebooks are stored with their outputs; a test runs them
+nb_merge_streams = True
+nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # by default scripts from another host
+copybutton_exclude = ".linenos, .gp, .go"  # line numbers, prompts, and what a session prints
+copybutton_selector = ":not(.output) > div.highlight pre"  # outputs are there to be read
+
+# The reference, from docstrings
+
+default_role = "name"  # `Learner` is a link, and everything else in single backticks is code; see _ext/reference.py
+autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # what a class only overrides is documented with its base
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+toc_object_entries_show_parents = "hide"
+napoleon_google_docstring, napoleon_numpy_docstring = True, False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+
+# Looks
+
+html_theme = "furo"
+html_title = "learnerkit"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_show_sphinx = False
+html_theme_options = {"top_of_page_buttons": []}
+pygments_style = "default"
+pygments_dark_style = "github-dark"
