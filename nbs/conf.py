@@ -26,7 +26,9 @@ nb_execution_mode = "off"  # the notebooks are stored with their outputs; a test
 nb_merge_streams = True
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # by default scripts from another host
 copybutton_exclude = ".linenos, .gp, .go"  # line numbers, prompts, and what a session prints
-copybutton_selector = ":not(.output) > div.highlight pre"  # outputs are there to be read
+copybutton_selector = ", ".join(
+    f"div.highlight-{language} pre" for language in ("python", "ipython3", "sh", "json", "toml")
+)  # not what is printed
 
 # The reference, from docstrings
 
@@ -52,5 +54,3 @@ html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
 html_theme_options = {"top_of_page_buttons": []}
-pygments_style = "default"
-pygments_dark_style = "github-dark"
