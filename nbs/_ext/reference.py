@@ -2,10 +2,12 @@
 
 - `Learner` in single backticks, in a docstring, is a link if there is such a public name, and code otherwise.
 - A type in a signature is found under its public name, wherever the class is defined.
+- A docstring may have `*` and `|` in its text; they are taken as they are.
 - ``{training-loop}`` is the text in `learnerkit.events`; each event in it can be linked to as ``{ref}`event-after_loss```.
 - ``{command-help} module:function`` is the help text of the parser that the function makes.
 """
 
+import json
 import keyword
 import os
 import re
@@ -66,6 +68,21 @@ def shorten_event(app: Sphinx, what: str, name: str, obj: Any, options: Any, lin
         lines[:] = [lines[0].rstrip(":") + ".", ""]
 
 
+def escape(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Take the text of a docstring as it is: in single backticks is code, and no other character is markup."""
+    parts = re.split(r"(``.*?``|`[^`]*`)", "\n".join(lines), flags=re.DOTALL)
+    parts[::2] = [re.sub(r"[*|]|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
+    lines[:] = "".join(parts).split("\n")
+
+
+def name_lexer(app: Sphinx, docname: str, content: list[str]) -> None:
+    """Say of a notebook that its code is IPython's, which has lines such as ``!ls``."""
+    if app.env.doc2path(docname).suffix == ".ipynb":
+        notebook = json.loads(content[0])
+        notebook["metadata"].setdefault("language_info", {})["pygments_lexer"] = "ipython3"
+        content[0] = json.dumps(notebook)
+
+
 class TrainingLoop(SphinxDirective):
     """The loop as a text, with links to the cancels and targets at the events."""
 
@@ -120,4 +137,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("missing-reference", resolve_public)
     app.connect("autodoc-skip-member", skip_hooks)
     app.connect("autodoc-process-docstring", shorten_event)
+    app.connect("autodoc-process-docstring", escape, priority=400)  # before napoleon, which writes markup
+    app.connect("source-read", name_lexer)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
