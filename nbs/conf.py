@@ -16,6 +16,7 @@ version = release = learnerkit.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "reference"]
 if (HERE / "_ext" / "errors.py").exists():
     extensions.append("errors")
+smartquotes = False  # quotes in a docstring are those of code
 exclude_patterns = ["_build", "_ext", "**/.ipynb_checkpoints"]
 
 # Pages
@@ -36,9 +37,11 @@ default_role = "name"  # `Learner` is a link, and everything else in single back
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # what a class only overrides is documented with its base
 autodoc_preserve_defaults = True
+autoclass_content = "both"  # the types of a constructor go to its arguments, in the docstring of the class
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
-python_maximum_signature_line_length = 100
 toc_object_entries_show_parents = "hide"
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 napoleon_use_ivar = True
@@ -53,4 +56,5 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
+html_show_search_summary = False  # it fetches pages, which a browser refuses where the site is read from a folder
 html_theme_options = {"top_of_page_buttons": []}

@@ -3,7 +3,8 @@
 - `Learner` in single backticks, in a docstring, is a link if there is such a public name, and code otherwise.
 - A type in a signature is found under its public name, wherever the class is defined.
 - A docstring may have `*` and `|` in its text; they are taken as they are.
-- ``{training-loop}`` is the text in `learnerkit.events`; each event in it can be linked to as ``{ref}`event-after_loss```.
+- ``{training-loop}`` is the text in `learnerkit.events`; each event in it is a target of ``{ref}``,
+  such as `event-after_loss`.
 - ``{command-help} module:function`` is the help text of the parser that the function makes.
 """
 
@@ -88,7 +89,7 @@ class TrainingLoop(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Make the block."""
-        block = nodes.literal_block("", "", classes=["training-loop"])
+        block = nodes.literal_block("the loop", "", classes=["training-loop"])  # unlike its text: not highlighted
         seen: set[str] = set()
         for word in re.split(r"(\w+)", LOOP.strip("\n")):
             if word in set(Event) and word not in seen:
