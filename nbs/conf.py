@@ -16,7 +16,7 @@ version = release = learnerkit.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "reference"]
 if (HERE / "_ext" / "errors.py").exists():
     extensions.append("errors")
-smartquotes = False  # quotes in a docstring are those of code
+smartquotes_action = "D"  # dashes; quotes in a docstring stay those of code
 exclude_patterns = ["_build", "_ext", "**/.ipynb_checkpoints"]
 
 # Pages
@@ -26,7 +26,7 @@ myst_heading_anchors = 3
 nb_execution_mode = "off"  # the notebooks are stored with their outputs; a test runs them
 nb_merge_streams = True
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # by default scripts from another host
-copybutton_exclude = ".linenos, .gp, .go"  # line numbers, prompts, and what a session prints
+copybutton_exclude = ".linenos, .gp, .go"  # line numbers, prompts, what a session prints
 copybutton_selector = ", ".join(
     f"div.highlight-{language} pre" for language in ("python", "ipython3", "sh", "json", "toml")
 )  # not what is printed

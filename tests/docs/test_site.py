@@ -156,7 +156,8 @@ def documented(site):
     for _ in range(4):  # lines of the header
         data = data.partition(b"\n")[2]
     lines = [line.split(" ", 4) for line in zlib.decompress(data).decode().splitlines()]
-    return {name: page.partition("#")[0] for name, kind, _, page, _ in lines if kind.startswith("py:")}
+    found = [(name, page) for name, kind, priority, page, _ in lines if kind.startswith("py:") and priority != "-1"]
+    return {name: page.partition("#")[0] for name, page in found}  # without the second names of these
 
 
 def members(name):
