@@ -14,7 +14,9 @@ TRACKERS = {
     "mlflow": ["mlflow>=2.14"],
 }
 ONNX = ["onnx>=1.17", "onnxscript>=0.5"]
+DOCS = ["sphinx>=8.1", "myst-nb>=1.3", "furo>=2025.7.19", "sphinx-copybutton>=0.5.2"]
 DEV = [
+    *DOCS,
     *EXAMPLES,
     *SWEEP,
     *TABULAR,
@@ -72,6 +74,7 @@ setup(
         "tabular": TABULAR,
         "text": TEXT,
         "onnx": ONNX,
+        "docs": DOCS,
         "dev": DEV,
         **TRACKERS,
     },

@@ -42,7 +42,7 @@ def pytest_xdist_make_scheduler(config, log):
     return Scheduling(config, log)
 
 
-LONG = ("checkpoints/test_faults.py", "test_docs.py", "notebook/test_kernel.py", "launch/test_*.py", "test_strays.py")
+LONG = ("checkpoints/test_faults.py", "docs/test_*.py", "notebook/test_kernel.py", "launch/test_*.py", "test_strays.py")
 
 
 def place_of(item):

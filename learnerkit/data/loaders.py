@@ -148,10 +148,12 @@ class DataLoaders:
 
     @property
     def train(self) -> Iterable:
+        """The training loader."""
         return self.loaders[0]
 
     @property
     def valid(self) -> Iterable | None:
+        """The validation loader, or `None`."""
         return self.loaders[1]
 
     def __getitem__(self, i: int) -> Iterable:
@@ -166,10 +168,12 @@ class DataLoaders:
 
     @property
     def train_ds(self) -> Dataset | None:
+        """The training set, if the loader has one."""
         return getattr(self.train, "dataset", None)
 
     @property
     def valid_ds(self) -> Dataset | None:
+        """The validation set, if there is one."""
         return getattr(self.valid, "dataset", None)
 
     def __repr__(self) -> str:

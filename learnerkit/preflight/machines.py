@@ -25,12 +25,8 @@ from learnerkit.preflight.report import NOTHING, OK, WRONG, Finding, Report
 from learnerkit.text import first_few, in_one_line
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0 if there is no problem, 1 if there is one."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    # The first is how the launcher starts its ranks; the second is what torchrun sets.
-    if argv == cli.DOCTOR[2:] or "TORCHELASTIC_RUN_ID" in os.environ:
-        return examine()
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser with the options that the help shows."""
     parser = argparse.ArgumentParser(
         "learnerkit.doctor",
         usage="python -m learnerkit.doctor [options of the launcher]",
@@ -48,7 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--nproc", metavar="N", help="number of processes (default: one per GPU)")
     parser.add_argument("--gpus", metavar="0,1", help="the GPUs to use, by index, with one process each")
-    parser.parse_known_args(argv)  # for --help; the launcher reads the options
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code: 0 if there is no problem, 1 if there is one."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    # The first is how the launcher starts its ranks; the second is what torchrun sets.
+    if argv == cli.DOCTOR[2:] or "TORCHELASTIC_RUN_ID" in os.environ:
+        return examine()
+    make_parser().parse_known_args(argv)  # for --help; the launcher reads the options
     return cli.main(["--check", *argv])
 
 
