@@ -316,7 +316,7 @@ class Watch:
         lines.append(f"not arrived: {names or 'none; the ranks wait in different calls'}")
         for rank in sorted(reports, key=lambda r: r not in late):
             lines.append(f"rank {rank}'s stack:\n{reports[rank]['stack'].rstrip()}")
-        return "\n".join(lines)
+        return "\n".join([*lines, "(errors.html#hang-report)"])
 
     def peer_error(self) -> PeerError:
         """The error of a rank that leaves because another one failed."""
@@ -325,6 +325,7 @@ class Watch:
         error = PeerError(
             f"rank {first['rank']} {verb} in {where(first)}: {first['cause']}\n"
             f"(rank {self.rank} left with it, from {where(mine)}; the next fit begins with rank 0's weights)"
+            " (errors.html#peers)"
         )
         error.standstill = bool(first.get("standstill"))
         return error

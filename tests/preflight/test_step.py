@@ -352,7 +352,7 @@ def test_one_class_alone(capsys):
 def test_several_problems_are_all_told(capsys):
     learn = make_learner(model=Half(), splitter=lambda m: [[m.used.weight]], metrics=broken_metric)
     found, last = checked(capsys, learn, False)
-    assert last == "3 problems"
+    assert last == "3 problems (errors.html#check-findings)"
     assert {topic for topic, (mark, _) in found.items() if mark == "!!"} == {"gradients", "optimizer", "metrics"}
 
 
