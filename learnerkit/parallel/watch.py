@@ -301,7 +301,7 @@ class Watch:
         return {"event": "an unknown event", "callback": "", "epoch": -1, "step": -1, "since": float("nan")}
 
     def _describe(self, reports: dict[int, dict]) -> str:
-        lines = [f"learnerkit: no rank has moved on for {self.timeout:.0f} s"]
+        lines = [f"learnerkit: no rank has moved on for {self.timeout:.0f} s (errors.html#hang-report)"]
         late = self._late(reports)
         for rank in range(self.ranks):
             known = self._known(rank, reports)
@@ -316,7 +316,7 @@ class Watch:
         lines.append(f"not arrived: {names or 'none; the ranks wait in different calls'}")
         for rank in sorted(reports, key=lambda r: r not in late):
             lines.append(f"rank {rank}'s stack:\n{reports[rank]['stack'].rstrip()}")
-        return "\n".join([*lines, "(errors.html#hang-report)"])
+        return "\n".join(lines)
 
     def peer_error(self) -> PeerError:
         """The error of a rank that leaves because another one failed."""
