@@ -29,6 +29,12 @@ WRITERS = {
 }  # fmt: skip
 """Functions that make such text; all text in them counts."""
 
+MAKERS = {
+    "no_loss", "no_scalar", "_refused", "_used", "_refusal", "_not_met", "_parted", "_agreed", "not_together", "peer_error",
+    "error",
+}  # fmt: skip
+"""Functions that make an error with a text, which is collected there."""
+
 TEXTS = {"why_empty", "_SAMPLER", "_DATASET", "_REFUSED"}
 """Constants that are parts of such text."""
 
@@ -104,6 +110,14 @@ def _strings(node: ast.AST) -> Iterator[ast.expr]:
     else:
         for child in ast.iter_child_nodes(node):
             yield from _strings(child)
+
+
+def raised(source: Path = ROOT / "learnerkit") -> Iterator[tuple[str, str]]:
+    """The place of each `raise` of a call, and the name that is called."""
+    for path in sorted(source.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                yield f"{path}:{node.lineno}", ast.unparse(node.exc.func).rpartition(".")[2]
 
 
 def _assigned(nodes: list[Any]) -> dict[str, list[ast.expr]]:

@@ -7,7 +7,7 @@ import subprocess
 from collections import Counter
 
 import pytest
-from error_messages import ROOT, literal, messages, needs_address
+from error_messages import ENDS, MAKERS, ROOT, literal, messages, needs_address, raised
 
 from errors import address, entries, index_script, normal  # isort: skip  # nbs/_ext is put on the path by `error_messages`
 
@@ -50,6 +50,12 @@ def words(text):
 def test_every_message_has_an_entry():
     missing = {f"{m.place}: {m.text}" for m in FOUND if len(words(m.text)) > 1 and normal(m.text) not in OF}
     assert not missing, "\n".join(sorted(missing))
+
+
+def test_whatever_is_raised_is_collected():
+    silent = {"SystemExit", "FitDone", "Interrupted"}  # without a text, as what cancels
+    names = {name for _, name in raised() if not name.endswith("Error") and not name.startswith("Cancel")}
+    assert names <= {*ENDS, *MAKERS} | silent
 
 
 def test_no_entry_has_a_message_that_is_in_the_source_no_more():
