@@ -133,8 +133,10 @@ def test_a_message_is_found_without_its_end_or_with_broken_lines_and_other_queri
         "RuntimeError: DriftCheck: ranks differ after step 3 (epoch 0): learning rate of group 0 is 0.001 on rank 0 "
         "and 0.1 on rank 1; 1 of 12 entries differ. Ranks drift apart when something changes state on one rank alone"
     )
-    whole = f"{text}, such as a callback or code under `if world.is_main()`: do it on every rank, or give all ranks rank 0's "
-    whole += "value with world.broadcast (errors.html#drift)"
+    whole = (
+        f"{text}, such as a callback or code under `if world.is_main()`: do it on every rank, or give all ranks rank 0's "
+        "value with world.broadcast (errors.html#drift)"
+    )
     broken = "\n".join(whole[i : i + 37] for i in range(0, len(whole), 37))
     found = search(text, broken, "distributed training on several gpus", "accuracy", "")
     assert [each[:1] for each in found] == [["errors.html#drift"], ["errors.html#drift"], [], [], []]
