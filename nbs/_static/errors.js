@@ -46,7 +46,8 @@ document.addEventListener("DOMContentLoaded", () => {
     const score = found * (found / all) * (whole ? 2 : 1) + (named ? 1000 : 0);
     if (!best.has(anchor) || best.get(anchor).score < score) best.set(anchor, { score, template, anchor, title });
   });
-  const shown = [...best.values()].sort((a, b) => b.score - a.score).slice(0, 3);
+  const sorted = [...best.values()].sort((a, b) => b.score - a.score);
+  const shown = sorted.filter((each) => each.score > 0.3 * sorted[0].score).slice(0, 3);
   if (!shown.length) return;
 
   const list = document.createElement("ul");
