@@ -7,6 +7,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,9 +53,15 @@ def literal(text: str) -> str:
     return normal(text).replace("{}", "")
 
 
+@cache
+def parsed(source: Path) -> dict[Path, ast.Module]:
+    """The Python files of a folder."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(source.rglob("*.py"))}
+
+
 def messages(source: Path = ROOT / "learnerkit") -> list[Message]:
     """All messages in the Python files of a folder."""
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(source.rglob("*.py"))}
+    trees = parsed(source)
     own = {
         path: {name: given for name, given in _assigned(tree.body).items() if name.isupper()}
         for path, tree in trees.items()
@@ -114,8 +121,8 @@ def _strings(node: ast.AST) -> Iterator[ast.expr]:
 
 def raised(source: Path = ROOT / "learnerkit") -> Iterator[tuple[str, str]]:
     """The place of each `raise` of a call, and the name that is called."""
-    for path in sorted(source.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in parsed(source).items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 yield f"{path}:{node.lineno}", ast.unparse(node.exc.func).rpartition(".")[2]
 
