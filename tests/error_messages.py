@@ -98,12 +98,13 @@ def _defines(node: ast.AST) -> str:
 
 def _shown(call: ast.Call) -> list[ast.expr]:
     """The argument of a call that is shown to the user."""
-    *module, name = ast.unparse(call.func).split(".")
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     place = 0 if name.endswith("Error") else ENDS.get(name)
     if name == "print" and "sys.stderr" in (ast.unparse(keyword.value) for keyword in call.keywords):
         place = 0
-    marks = {getattr(part, "id", "") for part in ast.walk(call.args[0])} if call.args else set()
-    if (name == "Finding" and not {"WRONG", "HINT"} & marks) or (name == "say" and module):
+    if name == "Finding" and not {"WRONG", "HINT"} & {getattr(part, "id", "") for part in ast.walk(call.args[0])}:
+        return []
+    if name == "say" and isinstance(call.func, ast.Attribute):  # not the launcher's
         return []
     if isinstance(place, int):
         return call.args[place : place + 1]

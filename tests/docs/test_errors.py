@@ -5,14 +5,12 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from functools import cache
 
 import pytest
 from error_messages import ENDS, MAKERS, ROOT, literal, messages, needs_address, raised
 
 from errors import address, entries, index_script, normal  # isort: skip  # nbs/_ext is put on the path by `error_messages`
-
-FOUND, ENTRIES = messages(), entries()
-OF = {normal(template): entry for entry in ENTRIES for template in entry.templates}
 
 PASSED_ON = {  # places where a text of elsewhere is passed on, which is collected there or comes from another library
     "learnerkit/arguments.py": 2,  # lone_last_batch
@@ -43,12 +41,24 @@ PASSED_ON = {  # places where a text of elsewhere is passed on, which is collect
 }
 
 
+@cache  # not when the file is imported, which each of pytest's processes does
+def found():
+    return messages()
+
+
+@cache
+def by_template():
+    return {normal(template): entry for entry in entries() for template in entry.templates}
+
+
 def words(text):
     return re.findall(r"[A-Za-z]{2,}", literal(text))
 
 
 def test_every_message_has_an_entry():
-    missing = {f"{m.place}: {m.text}" for m in FOUND if len(words(m.text)) > 1 and normal(m.text) not in OF}
+    missing = {
+        f"{m.place}: {m.text}" for m in found() if len(words(m.text)) > 1 and normal(m.text) not in by_template()
+    }
     assert not missing, "\n".join(sorted(missing))
 
 
@@ -59,32 +69,32 @@ def test_whatever_is_raised_is_collected():
 
 
 def test_no_entry_has_a_message_that_is_in_the_source_no_more():
-    there = {normal(m.text) for m in FOUND}
-    assert not [template for template in OF if template not in there]
+    there = {normal(m.text) for m in found()}
+    assert not [template for template in by_template() if template not in there]
 
 
 def test_messages_without_words_are_those_of_other_errors():
-    bare = Counter(m.place.partition(":")[0] for m in FOUND if len(words(m.text)) < 2)
+    bare = Counter(m.place.partition(":")[0] for m in found() if len(words(m.text)) < 2)
     assert bare == PASSED_ON
 
 
 def test_a_message_is_in_one_entry_and_an_entry_says_what_to_do():
-    templates = Counter(normal(template) for entry in ENTRIES for template in entry.templates)
+    templates = Counter(normal(template) for entry in entries() for template in entry.templates)
     assert not [template for template, n in templates.items() if n > 1]
     slugs = Counter(re.findall(r"^\((.+)\)=$", (ROOT / "nbs/errors.md").read_text(encoding="utf-8"), re.MULTILINE))
-    assert slugs == Counter(entry.slug for entry in ENTRIES)  # so all were understood, and each is there once
-    assert not [entry.slug for entry in ENTRIES if len(entry.text) < 80]
+    assert slugs == Counter(entry.slug for entry in entries())  # so all were understood, and each is there once
+    assert not [entry.slug for entry in entries() if len(entry.text) < 80]
 
 
 def test_long_messages_end_with_the_address_of_their_entry():
-    without = {f"{m.place}: {m.text}" for m in FOUND if needs_address(m) and address(m.text) is None}
+    without = {f"{m.place}: {m.text}" for m in found() if needs_address(m) and address(m.text) is None}
     assert not without, "\n".join(sorted(without))
-    assert not [m for m in FOUND if (slug := address(m.text)) and OF[normal(m.text)].slug != slug]
-    assert not [m for m in FOUND if "errors.html" in normal(m.text)]  # only at the end
+    assert not [m for m in found() if (slug := address(m.text)) and by_template()[normal(m.text)].slug != slug]
+    assert not [m for m in found() if "errors.html" in normal(m.text)]  # only at the end
 
 
 def test_addresses_in_the_source_are_entries():
-    slugs = {entry.slug for entry in ENTRIES}
+    slugs = {entry.slug for entry in entries()}
     for file in (ROOT / "learnerkit").rglob("*.py"):
         assert not set(re.findall(r"errors\.html#([\w-]+)", file.read_text(encoding="utf-8"))) - slugs, file
 
@@ -120,11 +130,15 @@ def search(*queries):
 
 def test_a_message_with_values_finds_its_entry():
     values = ["0.01", "'valid_los'", "Sequential", "(64, 10)", "/tmp/some where/model.pth", "rank 1, rank 2"]
-    asked = [(t, entry.slug) for i, (t, entry) in enumerate(sorted(OF.items())) if i % 14 == 0 and len(words(t)) > 5]
+    asked = [
+        (t, entry.slug)
+        for i, (t, entry) in enumerate(sorted(by_template().items()))
+        if i % 14 == 0 and len(words(t)) > 5
+    ]
     texts = ["ValueError: " + values[len(t) % 6].join(t.split("{}")) for t, _ in asked]
     shown = search(*texts)
-    wrong = [(text, slug, found) for text, (_, slug), found in zip(texts, asked, shown, strict=True)
-             if f"errors.html#{slug}" not in found[:1]]  # fmt: skip
+    wrong = [(text, slug, first) for text, (_, slug), first in zip(texts, asked, shown, strict=True)
+             if f"errors.html#{slug}" not in first[:1]]  # fmt: skip
     assert not wrong
 
 
@@ -138,5 +152,5 @@ def test_a_message_is_found_without_its_end_or_with_broken_lines_and_other_queri
         "0's value with world.broadcast (errors.html#drift)"
     )
     broken = "\n".join(whole[i : i + 37] for i in range(0, len(whole), 37))
-    found = search(text, broken, "distributed training on several gpus", "accuracy", "")
-    assert [each[:1] for each in found] == [["errors.html#drift"], ["errors.html#drift"], [], [], []]
+    shown = search(text, broken, "distributed training on several gpus", "accuracy", "")
+    assert [each[:1] for each in shown] == [["errors.html#drift"], ["errors.html#drift"], [], [], []]
