@@ -269,7 +269,7 @@ def test_what_is_wrong_is_named(kind, capsys):
     mark, text = found[topic]
     assert mark == "!!", found
     assert all(word in text for word in words), text
-    assert last.endswith("problem") or last.endswith("problems")
+    assert last.endswith(("problem (errors.html#check-findings)", "problems (errors.html#check-findings)"))
     assert learn.opt is None
     assert learn.task is None
     assert learn.dl is None
