@@ -188,7 +188,8 @@ def explain(learn: "Learner", error: Exception) -> None:
             add_note_once(
                 error,
                 f"batch {learn.iter} of the {which} loader has one sample, which is too few for the statistics of "
-                f"BatchNorm; {_NOT_ALONE}",
+                f"BatchNorm; {_NOT_ALONE}"
+                " (errors.html#lone-sample)",
             )
     elif isinstance(error, AttributeError) and isinstance(error.obj, Optimizer) and error.name in _FASTAIS:
         add_note_once(
@@ -262,7 +263,10 @@ def lone_last_batch(dl: Any, model: nn.Module) -> str | None:
     else:
         which, advice = f"its last batch has 1 of its {samples} samples (batches of {size})", _NOT_ALONE
     norm = norm or "the model"
-    return f"the training loader: {which}, which is too few for the statistics of {norm} (BatchNorm); {advice}"
+    return (
+        f"the training loader: {which}, which is too few for the statistics of {norm} (BatchNorm); {advice} "
+        "(errors.html#lone-sample)"
+    )
 
 
 @contextmanager
@@ -298,5 +302,6 @@ def check_length(dl: Iterable, who: str) -> int:
         raise ValueError(
             f"{who} needs to know how many batches an epoch has, but the training loader ({type(dl).__name__}) has no "
             "length; give it a __len__, say how long to train by n_steps, or train with fit at a constant rate"
+            " (errors.html#loader-length)"
         )
     return length

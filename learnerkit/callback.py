@@ -65,7 +65,7 @@ class Callback:
             if event not in list(Event):
                 now = _FORMER_EVENTS.get(event)
                 near = f"; here it is {now}" if now else did_you_mean(event, [*Event, "order"])
-                raise TypeError(f"{type(self).__name__} got the keyword {event!r}, which is no event{near}")
+                raise TypeError(f"{type(self).__name__} got the keyword {event!r}, which is not an event{near}")
             setattr(self, event, partial(hook, self))
 
     @classmethod
@@ -154,6 +154,7 @@ def check_hooks(cb: Callback) -> None:
             f"{type(cb).__name__} defines __call__, which fastai calls at every event; here only the hooks are called: "
             "define those of the events it is for (learn.show_training_loop() prints them), and give a function for "
             "other uses another name"
+            " (errors.html#callback-hooks)"
         )
     for name in dir(type(cb)):
         if name in Callback.__dict__ or name.startswith("_") or not callable(getattr(type(cb), name, None)):

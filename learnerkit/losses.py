@@ -323,8 +323,11 @@ def take_loss(learn: "Learner") -> None:
     if weighting.unknown:
         warn_of_unknown_count(learn, unknown_count(learn.yb), on_all=learn.training and weighting.found_alone)
     elif isinstance(count, int) and count != learn.batch_size and not _is_torchs(learn.loss_func):
-        rows = f"the loss compares {count} rows of a batch of {learn.batch_size} samples, and is taken for their mean; "
-        warn_of_unknown_count(learn, f"{rows}if it is another one, say so by loss_weight=")
+        warn_of_unknown_count(
+            learn,
+            f"the loss compares {count} rows of a batch of {learn.batch_size} samples, and is taken for their mean; if "
+            "it is another one, say so by loss_weight=",
+        )
 
 
 def own_loss(output: Any) -> Any:
@@ -350,6 +353,7 @@ def check_shapes(loss_func: Any, pred: Any, yb: tuple) -> None:
             f"the model's predictions have the shape {tuple(pred.shape)}, the targets {tuple(target.shape)}, and "
             f"{loss_name(loss_func)} compares them element by element: "
             "they must be the same (reshape one of them, for instance with .squeeze(1) or .unsqueeze(1))"
+            " (errors.html#loss-shapes)"
         )
 
 
@@ -372,8 +376,11 @@ def unknown_count(yb: tuple) -> str:
 def warn_of_unknown_count(learn: "Learner", why: str, on_all: bool = False) -> None:
     """Warn if the batches of several ranks, or of an accumulated step, are weighted by a count that is only a guess."""
     if learn.task == "fit" and (learn._sharded or learn._gradient is not None):
-        exact = "Until then steps of several batches or ranks are not exactly those of one batch"
-        world.warn_once(f"{why}. {exact}", on_all=on_all)
+        world.warn_once(
+            f"{why}. Until then steps of several batches or ranks are not exactly those of one batch "
+            "(errors.html#loss-weight)",
+            on_all=on_all,
+        )
 
 
 def _is_torchs(loss_func: Any) -> bool:
@@ -409,8 +416,10 @@ def no_loss(learn: "Learner") -> ValueError:
             "give the Learner a loss_func, or let the model return its own"
         )
         only = "" if learn.training else ". If it makes one in training alone, name the targets, which metrics need: "
-        return ValueError(message + (only and f"{only}DataLoaders(target_keys=..., n_inp=...)"))
+        only = only and f"{only}DataLoaders(target_keys=..., n_inp=...)"
+        return ValueError(message + f"{only} (errors.html#loss-missing)")
     return ValueError(
         f"there is no loss: the batch {describe(learn.batch)} has no targets; let the dataset return "
         "(input, target), set DataLoaders(n_inp=..., target_keys=...), or set learn.yb in a callback's before_batch"
+        " (errors.html#loss-missing)"
     )

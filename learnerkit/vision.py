@@ -248,6 +248,7 @@ def _load(builder: Callable, weights: Any, model_kwargs: dict) -> nn.Module:
         raise RuntimeError(
             f"the weights of {_name(builder)} could not be downloaded ({e}). Without a connection, put the file {url} "
             f"into {folder}, pass a module that has its weights, or train a new network with weights=None"
+            " (errors.html#download)"
         ) from e
 
 

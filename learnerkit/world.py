@@ -271,7 +271,8 @@ def await_all(keys: dist.Store, what: str, timeout: float) -> list[str]:
 def not_together(text: str) -> PeerError:
     """The error of a rank that has made a call which others have not made."""
     error = PeerError(
-        f"{text}; every rank must make the same calls of fit, validate, get_preds and the like, in the same order"
+        f"{text}; every rank must make the same calls of fit, validate, get_preds and the like, in the same order "
+        "(errors.html#peers)"
     )
     error.standstill = True  # nothing else will follow
     return error
@@ -286,7 +287,7 @@ def tell(key: str, text: str) -> None:
     try:
         store().set(f"learnerkit/told/{key}", text)
     except dist.DistNetworkError:
-        raise PeerError(f"rank {rank()} had word on {key}, but rank 0 has ended") from None
+        raise PeerError(f"rank {rank()} could not leave its message on {key}: rank 0 has ended") from None
 
 
 def hear(key: str, timeout: float) -> str:
@@ -306,12 +307,12 @@ def hear(key: str, timeout: float) -> str:
         root.add(waiting, 1)  # so that rank 0, which may host the store, stays until this is heard
         while not keys.check([f"learnerkit/told/{key}"]):
             if time.monotonic() > end:
-                raise PeerError(f"rank {rank()} waited {timeout:.0f} s for word on {key}")
+                raise PeerError(f"rank {rank()} waited {timeout:.0f} s for another rank's message on {key}")
             time.sleep(pause)
             pause = min(1.2 * pause, 0.05)
         return keys.get(f"learnerkit/told/{key}").decode()
     except dist.DistNetworkError:
-        raise PeerError(f"rank {rank()} waited for word on {key}, but rank 0 has ended") from None
+        raise PeerError(f"rank {rank()} waited for another rank's message on {key}, but rank 0 has ended") from None
     finally:
         with suppress(RuntimeError):
             if not (port and has_closed(port)):
@@ -354,7 +355,7 @@ def _not_met(what: str) -> RuntimeError:
     said = " ".join(f"{name}={os.environ.get(name)}" for name in names)
     return RuntimeError(
         f"{what}; the environment says that there are others ({said}). Start them all, best with "
-        "`python -m learnerkit.launch`; if these are left over from another run, unset them"
+        "`python -m learnerkit.launch`; if these are left over from another run, unset them (errors.html#ranks-not-met)"
     )
 
 
@@ -447,7 +448,7 @@ def _refusal(refused: tuple[str, str], what: str) -> RuntimeError:
         "the other ranks may not come here (after a failure, or because it runs on rank 0 alone), so it would wait for "
         "ever; communicate in an event that all ranks reach"
     )
-    return RuntimeError(f"{where} called {what}: {why}")
+    return RuntimeError(f"{where} called {what}: {why} (errors.html#collective-refused)")
 
 
 _before_collective: ContextVar[Callable[[], None] | None] = ContextVar("before_collective", default=None)
@@ -524,7 +525,7 @@ def _explained(what: str) -> Iterator[None]:
         if is_collective_error(f"{type(e).__name__}: {text}") or "monitoredBarrier" in text:
             raise PeerError(
                 f"rank {rank()} called world.{what}, but another rank has ended, failed, or did not come; every rank "
-                f"must make the same calls, in the same order ({text})"
+                f"must make the same calls, in the same order ({text}) (errors.html#peers)"
             ) from e
         raise
 

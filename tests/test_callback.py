@@ -98,11 +98,11 @@ def test_helper_methods_are_no_hooks():
 
 
 def test_an_unknown_keyword_is_refused_with_the_near_match():
-    with pytest.raises(TypeError, match="'after_bach', which is no event; did you mean 'after_batch'"):
+    with pytest.raises(TypeError, match="'after_bach', which is not an event; did you mean 'after_batch'"):
         Callback(after_bach=print)
-    with pytest.raises(TypeError, match="'begin_fit', which is no event; here it is before_fit"):
+    with pytest.raises(TypeError, match="'begin_fit', which is not an event; here it is before_fit"):
         Callback(begin_fit=print)
-    with pytest.raises(TypeError, match="'ordr', which is no event; did you mean 'order'"):
+    with pytest.raises(TypeError, match="'ordr', which is not an event; did you mean 'order'"):
         Callback(ordr=1)
 
 

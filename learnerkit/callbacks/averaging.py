@@ -260,6 +260,7 @@ class SWA(_Averaging):
                 f"SWA reads training data anew for BatchNorm's statistics, in each epoch, and this {type(dl).__name__} "
                 "cannot be read from its start each time: it is an iterator, or it keeps its place in the data. Give "
                 "SWA(bn_dl=...) another loader"
+                " (errors.html#weight-averaging)"
             )
 
     def before_train(self) -> None:

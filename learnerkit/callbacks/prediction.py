@@ -95,6 +95,7 @@ def _check_rows(name: str, item: Any, size: int) -> None:
             f"the {name} of a batch of {size} samples have parts of {shown} rows, and on several ranks only what has "
             "as many rows in all its parts can be joined; "
             + ("leave with_input out" if name == "inputs" else "let the model return only what belongs to samples")
+            + " (errors.html#predict-rows)"
         )
 
 

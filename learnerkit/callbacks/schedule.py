@@ -261,6 +261,7 @@ def check_nobody_schedules(learn: Any, who: str) -> None:
         raise ValueError(
             f"{who} cannot be combined with a schedule of 'lr' (fit_one_cycle and the like have one), which sets the "
             "rate before every batch: train with fit at a constant rate, or leave one of them out"
+            " (errors.html#two-schedules)"
         )
 
 

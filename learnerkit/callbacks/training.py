@@ -94,6 +94,7 @@ def _warn_of_dropout(model: nn.Module, in_eval: set[str]) -> None:
                 f"{name} ({type(part).__name__}) is in eval mode and stays so while it is trained: its dropout is off. "
                 "Models loaded with from_pretrained of transformers are in eval mode: call .train() on the model "
                 "before the fit. If this is intended, freeze its parameters, or filter this warning"
+                " (errors.html#dropout-off)"
             )
 
 

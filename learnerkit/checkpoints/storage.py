@@ -150,7 +150,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not os.path.lexists(path / _MANIFEST):
         names = sorted(p.name for p in candidates(path))
         there = f"; the checkpoints in it are {first_few(names)}" if names else ""
-        raise CheckpointError(f"{path} is no whole checkpoint: it has no {_MANIFEST}{there}")
+        raise CheckpointError(f"{path} is not a whole checkpoint: it has no {_MANIFEST}{there}")
     checkpoint = Checkpoint(path, _manifest(path))
     checkpoint.verify()
     return checkpoint
@@ -630,7 +630,7 @@ def _size(path: Path) -> int:
     except OSError as e:
         raise CheckpointError(f"{path} is missing or cannot be read: {e.strerror}") from e
     if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} is damaged: it is no regular file")
+        raise CheckpointError(f"{path} is damaged: it is not a regular file")
     return found.st_size
 
 

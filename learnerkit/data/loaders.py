@@ -75,6 +75,7 @@ class DataLoaders:
                 f"got batch_size={batch_size!r}; it is a function that counts the samples of a batch, such as "
                 "lambda batch: len(batch['image']). How many a batch shall have is for the loader to say "
                 "(from_datasets has bs)"
+                " (errors.html#batch-size-unknown)"
             )
         self.batch_size = batch_size
         self.decode, self._classes = decode, None if classes is None else list(classes)
@@ -434,6 +435,7 @@ class Unpacker:
             self._say(
                 f"the loader drew {drawn} samples for a batch whose parts have {rows} rows; the rows are counted as "
                 f"samples. If they are not, {_ADVICE}"
+                " (errors.html#batch-size-unknown)"
             )
         return rows
 
@@ -452,9 +454,9 @@ class Unpacker:
             f"({lengths or describe(batch)}); {_ADVICE}"
         )
         if self.sharded:
-            raise ValueError(message)
+            raise ValueError(message + " (errors.html#batch-size-unknown)")
         guess = next(iter(found.values()), 1)
-        self._say(f"{message}. Until then the first length is taken, {guess}")
+        self._say(message + f". Until then the first length is taken, {guess} (errors.html#batch-size-unknown)")
         return guess
 
     def _say(self, message: str) -> None:

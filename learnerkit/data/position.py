@@ -226,6 +226,7 @@ class Position:
                 f"the iterable dataset was read in {before} and is read in {after} now, so the place in it cannot be "
                 "found again: some samples would come twice and others not at all. Go on with as many ranks and loader "
                 "workers, or from the end of an epoch"
+                " (errors.html#dataset-parts)"
             )
 
     def _in_batches(self, state: dict[str, Any]) -> int:

@@ -15,8 +15,10 @@ def choose_gpus(gpus: str, names: list[str]) -> list[str]:
     """Return the names of the GPUs whose indices are listed in `gpus`."""
     indices = [int(part) if part.strip().isdecimal() else -1 for part in gpus.split(",")]
     if len(set(indices)) < len(indices) or not all(0 <= index < len(names) for index in indices):
-        allowed = f"give indices from 0 to {len(names) - 1}, each once" if names else "no GPU can be used here"
-        raise ValueError(f"--gpus {gpus}: {allowed}")
+        raise ValueError(
+            f"--gpus {gpus}: "
+            + (f"give indices from 0 to {len(names) - 1}, each once" if names else "no GPU can be used here")
+        )
     return [names[index] for index in indices]
 
 

@@ -66,7 +66,7 @@ def log_errors(ranks: list[Rank]) -> None:
 def outcome_of(ranks: list[Rank], reason: int | Outcome, topology: Topology) -> Outcome:
     """Return how the attempt has ended: of several failures here the first cause counts, once all have ended."""
     if isinstance(reason, int):
-        return Outcome("stopped", topology.node, 128 + reason, f"asked to end by {signal_name(reason)}")
+        return Outcome("stopped", topology.node, 128 + reason, text=f"asked to end by {signal_name(reason)}")
     first = first_failure(ranks)
     return failure(first, topology) if first and not ended_by_another_node(reason, topology) else reason
 

@@ -413,6 +413,7 @@ class StatesMeter(Meter):
             raise ValueError(
                 f"metric {self.name!r} cannot be combined over the ranks: some updates change {found[0]}, which is no "
                 "state with reduction 'sum', 'max', 'min' or 'cat'; declare it by add_state, or take an AccumMetric"
+                " (errors.html#metric-ranks)"
             )
         return gathers
 

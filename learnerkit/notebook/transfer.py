@@ -97,6 +97,7 @@ def send(call: Call, random_states: tuple | None) -> tuple[IO[bytes], str, list[
             f"{where}, a {type(culprit).__name__}, cannot be sent to the workers ({e}); open files, connections, locks "
             "and the like cannot travel: make them when they are first used (in __getitem__ or before_fit, say), or "
             "leave them out of the pickle with __getstate__"
+            " (errors.html#notebook-pickle)"
         ) from e
     return *pickler.save(), pickler.met
 

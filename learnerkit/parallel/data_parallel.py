@@ -69,6 +69,7 @@ class ParallelCallback(Callback):
             raise ValueError(
                 f"the model spans {first_few(devices)}, and DataParallel would put a whole copy of it on each GPU; "
                 "train it as it is, or by distrib_ctx, where each process has such a model on devices of its own"
+                " (errors.html#data-parallel)"
             )
         count = torch.cuda.device_count()
         ids = list(range(count)) if self.device_ids is None else list(self.device_ids)
@@ -111,6 +112,7 @@ class ParallelCallback(Callback):
                 f"DataParallel cuts every input along its first dimension, and those of this batch of "
                 f"{learn.batch_size} samples are {describe(learn.xb)}; give each a row for each sample, keep what all "
                 "samples share in the model, or use distrib_ctx, where every process collates its own samples"
+                " (errors.html#data-parallel)"
             )
         own = learn.loss_func is None
         take = own or self._can_take()

@@ -248,11 +248,13 @@ class DistributedCallback(Callback):
             raise ValueError(
                 "GradientAccumulation cannot weigh the batches of a learner with wrap= or a _backward of its own "
                 "exactly; accumulate in that _backward, or train the whole model by one loss"
+                " (errors.html#accumulation)"
             )
         if self.ddp_kwargs.get("static_graph"):
             raise ValueError(
                 "static_graph=True and GradientAccumulation do not go together: DDP's first iteration must reduce the "
                 "gradients, and accumulation does not; leave static_graph out"
+                " (errors.html#accumulation)"
             )
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -344,6 +346,7 @@ class DistributedCallback(Callback):
                 f"each rank makes {first_few(apart)} (buffers that change in the forward pass) of its own samples, so "
                 "the numbers are not those of one process; make them of all ranks' samples: learnerkit.world.reduce or "
                 "all_gather, in the forward pass"
+                " (errors.html#rank-statistics)"
             )
 
     def _share_out(self, dl: Any, training: bool) -> RankLoader:

@@ -76,6 +76,7 @@ class DriftCheck(Callback):
                 f"{describe_drift(world.all_gather(table))}. Ranks drift apart when something changes state on one "
                 "rank alone, such as a callback or code under `if world.is_main()`: do it on every rank, or give all "
                 "ranks rank 0's value with world.broadcast"
+                " (errors.html#drift)"
             )
 
 

@@ -417,6 +417,7 @@ class RankStreamLoader(RankLoader):
                 f"the data of rank {world.rank()} had not been read to their end when all stopped with the first "
                 "(uneven='stop'), so this rank goes on with the rest of them, which a run without a break leaves out; "
                 "uneven='join' uses all data"
+                " (errors.html#place-in-data)"
             )
         if not self.sharded:
             self.loader.dataset.skip = skip  # type: ignore[attr-defined]  # of a `RankStream`
@@ -476,6 +477,7 @@ class RankStreamLoader(RankLoader):
                 f"sharded=True says that the {type(self.loader.dataset).__name__} gives each rank a part of its own, "
                 f"but the first batches of ranks {first_few(alike)} are the same, so that samples count several times; "
                 "if it shares itself out only among the workers of a loader, leave sharded=True out"
+                " (errors.html#uneven-data)"
             )
         return [found is not None for found in everyone]
 
@@ -595,6 +597,7 @@ def rank_loader(
         raise ValueError(
             f"{name} has a DistributedSampler, which shares the data out a second time; give the loader the sampler of "
             "one process (or shuffle=True), and every rank gets its part of it"
+            " (errors.html#rank-loader)"
         )
     opaque = dl.batch_sampler is None and not isinstance(dl.sampler, BatchSampler)
     if opaque and split:

@@ -416,6 +416,7 @@ class RankStep:
             raise ValueError(
                 f"{owner} trains parameters that are neither the model's nor in learn.opt, and the loss depends on "
                 "them, so each rank would train its own: put them into the model, or into learn.opt (add_param_group)"
+                " (errors.html#foreign-parameters)"
             )
 
     def _check_reduced(self) -> None:
@@ -427,6 +428,7 @@ class RankStep:
                 f"they did in the first batch: {first_few(names)}. Freeze them, use them in every batch, or pass "
                 "find_unused_parameters=True to DistributedCallback, which then averages the gradients after the "
                 "backward pass, whichever there are"
+                " (errors.html#unused-parameters)"
             )
 
     def _correct(self, tolerance: float = 0.0) -> None:

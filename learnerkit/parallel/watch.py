@@ -301,7 +301,7 @@ class Watch:
         return {"event": "an unknown event", "callback": "", "epoch": -1, "step": -1, "since": float("nan")}
 
     def _describe(self, reports: dict[int, dict]) -> str:
-        lines = [f"learnerkit: no rank has moved on for {self.timeout:.0f} s"]
+        lines = [f"learnerkit: no rank has moved on for {self.timeout:.0f} s (errors.html#hang-report)"]
         late = self._late(reports)
         for rank in range(self.ranks):
             known = self._known(rank, reports)
@@ -325,6 +325,7 @@ class Watch:
         error = PeerError(
             f"rank {first['rank']} {verb} in {where(first)}: {first['cause']}\n"
             f"(rank {self.rank} left with it, from {where(mine)}; the next fit begins with rank 0's weights)"
+            " (errors.html#peers)"
         )
         error.standstill = bool(first.get("standstill"))
         return error

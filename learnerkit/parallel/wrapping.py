@@ -107,6 +107,7 @@ def check_devices(placed: list[tuple[str, list[str]]]) -> None:
                     f"the models of ranks {other} and {rank} both span {device} of {machine}; under DDP each process "
                     "needs devices of its own: start fewer processes, and give each a device_map of its GPUs, or show "
                     "it those alone (CUDA_VISIBLE_DEVICES)"
+                    " (errors.html#local-rank-device)"
                 )
 
 
@@ -165,4 +166,5 @@ def explain(error: RuntimeError) -> None:
             "checkpoint with use_reentrant=True, or a loss that leaves it out. Add a callback's own loss to "
             "learn.loss_grad, so that there is one backward pass; or pass find_unused_parameters=True to "
             "DistributedCallback, which then averages the gradients after the backward passes"
+            " (errors.html#unused-parameters)"
         )

@@ -83,7 +83,8 @@ def open_board(rank: int, size: int) -> Board:
         sys.exit(
             f"learnerkit.doctor: rank {rank} ({socket.gethostname()}) could not reach the others at {address}:{port}:\n"
             f"    {in_one_line(error)}\n    rank 0's machine must have that address, rank 0 must run, and no firewall "
-            f"may close the port;\n    from here, try: nc -vz {address} {port}"
+            f"may close the port;\n    from here, try: nc -vz {address} {port}\n"
+            "    (errors.html#launch-meet)"
         )
 
 

@@ -62,13 +62,14 @@ def examine() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that files are removed
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the report has the errors, without the stacks of C++
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    report = Report(shown=rank == 0)
+    report = Report(shown=rank == 0, entry="doctor")
     try:
         import torch  # noqa: F401 - first, as no check works without it; it may take long from a slow disk
     except Exception as error:
         sys.exit(
             f"learnerkit.doctor: rank {rank} ({socket.gethostname()}) cannot import torch with {sys.executable}:\n"
             f"    {in_one_line(error)}\n    install torch there, or start the launcher with the Python that has it"
+            " (errors.html#doctor)"
         )
     from learnerkit.preflight.joint_checks import JOINT
     from learnerkit.preflight.local_checks import LOCAL

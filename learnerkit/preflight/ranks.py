@@ -94,6 +94,7 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
             raise RuntimeError(
                 "check_distributed cannot fork this process any more, as it has trained where torch sees a GPU: call "
                 "it before the first fit, or in a process started with CUDA_VISIBLE_DEVICES= (empty)"
+                " (errors.html#check-distributed)"
             )
         print(f"{title}: {who[first]} failed\n{indent(escaped(error.rstrip()), '  ')}")
         if others := [who[job] for job in late if job != first]:
@@ -102,7 +103,7 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
     one, *ranks = runs
     steps, size = len(one["steps"]), len(one["steps"][0]["samples"])
     print(f"{title}, {steps} steps of {size} samples; differences up to {TOLERANCE:.0e} count as rounding")
-    report = Report()
+    report = Report(entry="check-distributed")
     for topic, finding in _compare(one, ranks).items():
         report.add(topic, [finding])
     if left_out := left_out + one["left_out"]:
@@ -181,7 +182,7 @@ def _run(
     start = [p.detach().clone() for p in learn.model.parameters()]
     learn.fit(1)
     if not notes.steps:
-        raise RuntimeError("the fit ended before its first step was over")
+        raise RuntimeError("the fit ended before its first step was over: has a callback cancelled it?")
     updates = [p.detach() - q for p, q in zip(learn.model.parameters(), start, strict=True)]
     weights = {k: t.clone() for k, t in unwrap(learn.model).state_dict().items() if isinstance(t, Tensor)}
     values, outputs = learn.validate(dl=few), tensors_in(list(learn.get_preds(dl=few)))

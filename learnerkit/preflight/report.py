@@ -40,13 +40,14 @@ class Report:
 
     Args:
         shown: whether to print; False on ranks other than 0.
+        entry: the entry of the error index about these findings.
 
     Attributes:
         problems: how many findings are problems.
     """
 
-    def __init__(self, shown: bool = True) -> None:
-        self.shown, self.problems = shown, 0
+    def __init__(self, shown: bool = True, entry: str = "check-findings") -> None:
+        self.shown, self.entry, self.problems = shown, entry, 0
 
     def add(self, topic: str, findings: Iterable[Finding]) -> None:
         """Print the findings about a topic."""
@@ -56,7 +57,8 @@ class Report:
 
     def close(self) -> bool:
         """Print the verdict. Return whether there is no problem."""
-        self._print(f"{self.problems} problem{'s' * (self.problems > 1)}" if self.problems else "all is well")
+        found = f"{self.problems} problem{'s' * (self.problems > 1)} (errors.html#{self.entry})"
+        self._print(found if self.problems else "all is well")
         return not self.problems
 
     def _print(self, text: str) -> None:

@@ -123,6 +123,7 @@ class StepCheck(Callback):
                 raise ValueError(
                     f"a loader is an iterator ({type(dl).__name__}), which can be read only once, so that the check "
                     "would take its first batch from the fit; pass a list, a DataLoader or a class with __iter__"
+                    " (errors.html#loader-iterator)"
                 )
         if learn.dls.valid is None:
             self.found["validation"].append(Finding(NOTHING, "there is no validation loader"))

@@ -53,6 +53,7 @@ def scaling_report(
         raise ValueError(
             f"the training loader is an iterator ({type(learn.dls.train).__name__}), which can be read only once, so "
             "that the report would take its batches from the fit; pass a DataLoader or a class with __iter__"
+            " (errors.html#loader-iterator)"
         )
     parallel.warn_outside_context(learn)
     together = world.world_size() > 1 and member_of(learn.cbs) is not None

@@ -195,6 +195,7 @@ def settled(learn: "Learner", given: list, cbs: Any = None) -> list:
             f"scaled_lr needs to know how many samples a step has, and the training loader "
             f"({type(learn.dls.train).__name__}) does not tell how many are in a batch: give it, or its batch sampler, "
             "an attribute `batch_size`"
+            " (errors.html#scaled-rate)"
         )
     return [_for_optimizer(learn, value, opt, step.samples) for opt, value in zip(learn.opts, given, strict=True)]
 
@@ -231,4 +232,5 @@ def _rule(rate: ScaledLR, opt: Optimizer) -> str:
     raise ValueError(
         f"{rate!r} has no rule for {type(opt).__name__}: by itself it is 'linear' for SGD, and 'sqrt' for RMSprop and "
         "optimizers with betas, as Adam. Say which: scaled_lr(..., rule='linear') or rule='sqrt'"
+        " (errors.html#scaled-rate)"
     )

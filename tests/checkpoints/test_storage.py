@@ -350,7 +350,7 @@ def test_a_link_is_not_followed(tmp_path):
     file = tmp_path / "run" / "step3" / "model.safetensors"
     os.rename(file, tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
-    with pytest.warns(UserWarning, match="model.safetensors is damaged: it is no regular file"):
+    with pytest.warns(UserWarning, match="model.safetensors is damaged: it is not a regular file"):
         assert is_state(found.newest(), 2)
     (tmp_path / "run" / "step9").symlink_to(tmp_path / "run" / "step2", target_is_directory=True)
     with pytest.warns(UserWarning, match="passed over"):
@@ -370,7 +370,7 @@ def test_what_is_no_checkpoint_says_so(tmp_path):
     three(tmp_path / "run")
     with pytest.raises(FileNotFoundError, match="there is no checkpoint .*nowhere"):
         read_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="run is no whole checkpoint.*in it are step1, step2, step3"):
+    with pytest.raises(CheckpointError, match="run is not a whole checkpoint.*in it are step1, step2, step3"):
         read_checkpoint(tmp_path / "run")
 
 

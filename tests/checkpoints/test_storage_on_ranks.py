@@ -206,7 +206,9 @@ def test_a_rank_that_does_not_come_is_an_error_in_time():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("learnerkit.checkpoints.storage._PATIENCE", 0.2)
         patch.setattr(tensor_files, "write", late)
-        with pytest.raises((CheckpointError, world.PeerError), match="rank 0 waited 0 s for word on checkpoint"):
+        with pytest.raises(
+            (CheckpointError, world.PeerError), match="rank 0 waited 0 s for another rank's message on checkpoint"
+        ):
             save(found, 1)
     save(found, 2)
     assert is_state(found.newest(), 2)

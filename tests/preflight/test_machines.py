@@ -356,7 +356,7 @@ def test_two_machines_that_differ(tmp_path):
     assert "could not be checked on rank 1 (host1\\x1b[2J): ZeroDivisionError" in text
     assert "set to loopback" in text
     assert "the sum is wrong on rank 1 (host1" in text
-    assert out.endswith("\n3 problems\n")
+    assert out.endswith("\n3 problems (errors.html#doctor)\n")
 
 
 def test_a_rank_that_cannot_import_torch_says_so():
@@ -373,7 +373,7 @@ def test_a_rank_that_does_not_come():
     assert "!!  ranks       rank 1 of 2 did not come within 3 s" in out
     assert marks(out)["open files"] == OK
     assert "all-reduce" not in marks(out)
-    assert out.endswith("\n1 problem\n")
+    assert out.endswith("\n1 problem (errors.html#doctor)\n")
 
 
 @pytest.mark.soak
@@ -389,7 +389,7 @@ def test_what_hangs_ends():
     code, out, err = run_case("stuck", "all-reduce")
     assert code == 1, out + err
     assert "!!  all-reduce  has not ended after 3 s\n                -> NCCL_DEBUG=INFO" in out
-    assert out.endswith("\n1 problem\n")
+    assert out.endswith("\n1 problem (errors.html#doctor)\n")
 
 
 @pytest.mark.slow
@@ -399,7 +399,7 @@ def test_what_fails_on_one_rank_is_told_though_the_others_wait():
     assert "!!  backend     failed on rank 1 (" in out
     assert "IndexError: list index out of range" in out
     assert list(marks(out))[-1] == "backend"
-    assert out.endswith("\n1 problem\n")
+    assert out.endswith("\n1 problem (errors.html#doctor)\n")
 
 
 @pytest.mark.slow

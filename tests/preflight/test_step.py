@@ -269,7 +269,7 @@ def test_what_is_wrong_is_named(kind, capsys):
     mark, text = found[topic]
     assert mark == "!!", found
     assert all(word in text for word in words), text
-    assert last.endswith("problem") or last.endswith("problems")
+    assert last.endswith(("problem (errors.html#check-findings)", "problems (errors.html#check-findings)"))
     assert learn.opt is None
     assert learn.task is None
     assert learn.dl is None
@@ -352,7 +352,7 @@ def test_one_class_alone(capsys):
 def test_several_problems_are_all_told(capsys):
     learn = make_learner(model=Half(), splitter=lambda m: [[m.used.weight]], metrics=broken_metric)
     found, last = checked(capsys, learn, False)
-    assert last == "3 problems"
+    assert last == "3 problems (errors.html#check-findings)"
     assert {topic for topic, (mark, _) in found.items() if mark == "!!"} == {"gradients", "optimizer", "metrics"}
 
 

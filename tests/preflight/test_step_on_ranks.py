@@ -83,7 +83,13 @@ def classes():
 
 
 def test_targets_that_are_wrong_on_one_rank():
-    checked(learner(targets=on_rank_1(classes(), classes() + 5)), False, "classes 0 .. 2", "(rank 1)", "1 problem\n")
+    checked(
+        learner(targets=on_rank_1(classes(), classes() + 5)),
+        False,
+        "classes 0 .. 2",
+        "(rank 1)",
+        "1 problem (errors.html#check-findings)\n",
+    )
     learn = learner(targets=classes())
     checked(learn, True)
     fits(learn)
@@ -97,7 +103,7 @@ def test_a_metric_that_fails_on_one_rank():
 
     learn = learner()
     learn.metrics = broken
-    checked(learn, False, "broken: IndexError", "(rank 1)", "1 problem\n")
+    checked(learn, False, "broken: IndexError", "(rank 1)", "1 problem (errors.html#check-findings)\n")
 
 
 def test_inputs_that_are_nan_on_one_rank():
@@ -108,19 +114,32 @@ def test_inputs_that_are_nan_on_one_rank():
 
 
 def test_a_callback_that_fails_on_one_rank():
-    checked(learner(cbs=Fails()), False, "KeyError", "Fails.after_loss", "(rank 1)", "1 problem\n")
+    checked(
+        learner(cbs=Fails()),
+        False,
+        "KeyError",
+        "Fails.after_loss",
+        "(rank 1)",
+        "1 problem (errors.html#check-findings)\n",
+    )
 
 
 def test_a_model_that_fails_on_one_rank():
     learn = learner(nn.Sequential(nn.Linear(4, 3), Picky(world.rank() == 1)))
-    checked(learn, False, "this input is not for me", "(rank 1)", "1 problem\n")
+    checked(learn, False, "this input is not for me", "(rank 1)", "1 problem (errors.html#check-findings)\n")
     learn.model[1].fails = False
     checked(learn, True, "all is well")
     fits(learn)
 
 
 def test_a_problem_of_all_ranks_is_said_once():
-    checked(learner(nn.Sequential(nn.Linear(5, 3))), False, "cannot be multiplied", "the model got", "1 problem\n")
+    checked(
+        learner(nn.Sequential(nn.Linear(5, 3))),
+        False,
+        "cannot be multiplied",
+        "the model got",
+        "1 problem (errors.html#check-findings)\n",
+    )
     checked(learner(nn.Sequential(nn.Linear(4, 2))), False, "classes 0 .. 1")
 
 

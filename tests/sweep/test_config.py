@@ -101,7 +101,7 @@ LR = {"type": "float", "min": 1e-3, "max": 1}
     ("change", "said"),
     [
         ("[1, 2]", r"search.json: got \[1, 2\]; it is a JSON object"),
-        ("{,}", "search.json is no JSON: .*line 1"),
+        ("{,}", "search.json is not valid JSON: .*line 1"),
         ({"spec": 3}, "spec: got 3; it is a JSON object"),
         ({"algorithm": "bayesian"}, "algorithm: got .*; it is one of random, grid, bayes; did you mean 'bayes'"),
         ({"sampler": "tpe", "algorithm": "bayes"}, "algorithm and sampler, which mean the same"),
