@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from learnerkit.callback import Callback, check_hooks
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
+from learnerkit.data.order import why_empty
 from learnerkit.losses import unwrap_partial
 from learnerkit.snapshot import restorer
 from learnerkit.text import killed_by
@@ -162,16 +163,7 @@ def three(name: str, value: Any) -> tuple[float, float, float]:
 def check_not_empty(dl: Iterable, name: str) -> None:
     """Refuse a loader of length 0."""
     if loader_len(dl) == 0:
-        raise ValueError(f"{name} is empty{_why_empty(dl)}")
-
-
-def _why_empty(dl: Any) -> str:
-    if hasattr(dl, "why_empty"):
-        return f": {dl.why_empty}"
-    size, bs = loader_len(getattr(dl, "dataset", None)), getattr(dl, "batch_size", None)
-    if size and getattr(dl, "drop_last", False):
-        return f": {size} samples are less than a batch of {bs}, and drop_last=True; use a smaller batch size"
-    return f": its dataset has {size} samples" if size is not None else ": it has no batches"
+        raise ValueError(f"{name} is empty{why_empty(dl)}")
 
 
 _NOT_ALONE = "choose another batch size, or leave the last batch out: DataLoaders.from_datasets(..., drop_last=True)"

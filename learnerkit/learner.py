@@ -659,9 +659,9 @@ class Learner(RunState):
             act: a function of the predictions, such as `torch.sigmoid` or `partial(torch.softmax, dim=1)`.
 
         Returns:
-            The class's name, or `decoded` where `dls.classes` has no names; the decoded prediction, such as the class's
-            number, or `None` where nobody knows how to decode; and the raw output. They are on the host, and have no
-            batch axis.
+            The class's name, or its number where `dls.classes` has no names, or the number that is predicted; the
+            decoded prediction, such as the class's number, or `None` where nobody knows how to decode; and the raw
+            output. The last two are on the host, and have no batch axis.
 
         Raises:
             ValueError: the loader's `collate_fn` cannot do without targets.

@@ -50,6 +50,21 @@ def is_cross_entropy(loss_func: Any) -> bool:
     return is_one_of(loss_func, (nn.CrossEntropyLoss, nn.NLLLoss, F.cross_entropy, F.nll_loss))
 
 
+_OF_NUMBERS = (
+    nn.MSELoss, F.mse_loss, nn.L1Loss, F.l1_loss, nn.SmoothL1Loss, F.smooth_l1_loss, nn.HuberLoss, F.huber_loss,
+)  # fmt: skip
+
+
+def compares_numbers(loss_func: Any) -> bool:
+    """Tell whether the targets are numbers like those predicted, so that a prediction is what it says."""
+    return is_one_of(loss_func, _OF_NUMBERS)
+
+
+def itself(pred: Any) -> Any:
+    """Return a prediction as it is, which decodes one of numbers."""
+    return pred
+
+
 _N_INSPECTED = 8
 """How many batches to inspect. The first one is nearly always enough, but a later one may contradict it."""
 

@@ -388,3 +388,12 @@ def test_the_table_of_callback_orders_is_right():
             found |= {} if is_only_base else {cls.__name__: cls.order}
     rows = re.findall(r"^ +(-?\d+)  ([\w, ]+): \w", learnerkit.callbacks.__doc__, re.MULTILINE)
     assert {name: int(order) for order, names in rows for name in names.split(", ")} == found
+
+
+EXAMPLES = {"train_images": 60, "train_text": 37, "train_tabular": 35, "train_transformer": 55}
+"""Lines of code, at most."""
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_read_at_a_glance(name):
+    assert code_lines((ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")) <= EXAMPLES[name]

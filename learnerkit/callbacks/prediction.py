@@ -10,7 +10,7 @@ from torch import Tensor
 
 from learnerkit.callback import Callback
 from learnerkit.data.batches import Rows, concat, entries, gather_batches, map_batch, on_host, with_rows
-from learnerkit.losses import is_cross_entropy, loss_option, unwrap_partial
+from learnerkit.losses import compares_numbers, is_cross_entropy, itself, loss_option, unwrap_partial
 from learnerkit.utils import describe
 
 
@@ -110,8 +110,10 @@ class Prediction(NamedTuple):
     """What is predicted for one input, without the batch axis, on the host: `label, decoded, pred = ...`.
 
     Args:
-        label: the class's name, or those of several, where the loaders have `classes`; else `decoded`.
-        decoded: such as the class's number, by the loss's decoder; `None` where it is not known how to decode.
+        label: the class's name, or those of several, where the loaders have `classes`; a single number as Python's;
+            else `decoded`.
+        decoded: the class's number, or a number that is predicted, by the loss; `None` where it is not known how to
+            decode.
         pred: the model's raw output, or what `act` made of it.
     """
 
@@ -137,20 +139,21 @@ class PredictOne(Callback):
         self.found: Prediction | None = None
 
     def after_batch(self) -> None:
-        learn, classes = self.learn, self.learn.dls.classes
+        learn, names = self.learn, self.learn.dls.target_names
         if learn.pred is None:
             return  # the batch was cancelled
         pred = on_host(learn.pred)
-        decoded = without_batch(self._decode(pred, classes))
-        self.found = Prediction(
-            labelled(decoded, classes), decoded, without_batch(self.act(pred) if self.act else pred)
-        )
+        decoded = without_batch(self._decode(pred, names))
+        self.found = Prediction(labelled(decoded, names), decoded, without_batch(self.act(pred) if self.act else pred))
 
-    def _decode(self, pred: Any, classes: Any) -> Any:
+    def _decode(self, pred: Any, names: Any) -> Any:
         loss_func = self.learn.loss_func
         if loss_func is None:  # the model's own: known to be one over classes by their number
-            scores = isinstance(pred, Tensor) and pred.ndim > 1 and classes is not None
-            return pred.argmax(1) if scores and pred.shape[1] == len(classes) else None
+            if not isinstance(pred, Tensor) or pred.ndim < 2 or names is None:
+                return None
+            if callable(names):
+                return pred.argmax(-1)  # of tokens, whose scores models of transformers have at the end
+            return pred.argmax(1) if pred.shape[1] == len(names) else None
         try:
             return decoder(loss_func)(pred)
         except NotDecoded:
@@ -165,9 +168,18 @@ def without_batch(part: Any) -> Any:
 
 
 def labelled(decoded: Any, classes: Any) -> Any:
-    """Return the names of decoded classes, given by number or by a mask over all of them, or `decoded` itself."""
-    if classes is None or not isinstance(decoded, Tensor) or decoded.is_floating_point():
+    """Return the names of decoded classes, given by number or by a mask over all of them, a number, or `decoded`.
+
+    Args:
+        decoded: of one sample.
+        classes: the names, or a function of `decoded` that returns one, or `None`.
+    """
+    if not isinstance(decoded, Tensor):
         return decoded
+    if callable(classes):
+        return classes(decoded)
+    if classes is None or decoded.is_floating_point():
+        return decoded.item() if decoded.numel() == 1 else decoded
     if decoded.dtype == torch.bool:
         is_mask = decoded.shape == (len(classes),)
         return [name for name, is_there in zip(classes, decoded, strict=True) if is_there] if is_mask else decoded
@@ -225,13 +237,15 @@ def decoder(loss_func: Any) -> Callable[[Tensor], Tensor]:
     """Return the function that decodes predictions made for `loss_func`.
 
     Raises:
-        NotDecoded: the loss is not a cross-entropy, and has neither `decode` nor fastai's `decodes`.
+        NotDecoded: the loss is no cross-entropy and none of numbers, and has neither `decode` nor fastai's `decodes`.
     """
     own = loss_option(loss_func, "decode", loss_option(loss_func, "decodes"))
     if callable(own):
         return own
     if is_cross_entropy(loss_func):
         return partial(torch.argmax, dim=1)
+    if compares_numbers(loss_func):
+        return itself
     raise NotDecoded(
         f"with_decoded=True: it is not known how to decode predictions for {loss_func!r}; give the loss a method "
         "`decode(pred)`, or decode the predictions yourself"

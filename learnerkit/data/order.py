@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from learnerkit import world
+from learnerkit.data.batches import loader_len
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.rows import IndexBatches
 from learnerkit.data.streams import Numbered
@@ -145,17 +146,30 @@ def first_batch(dl: Any) -> Any:
     """The first batch of a loader, read in this process and without moving a random stream.
 
     Raises:
-        ValueError: an iterator, which could not give the batch again.
+        ValueError: an iterator, which could not give the batch again, or a loader that has none.
     """
     if hasattr(dl, "__next__"):
         raise ValueError(
             f"the loader is an iterator ({type(dl).__name__}), which can be read only once, so that a batch of it "
             "would be lost for training; pass a list, a DataLoader or a class with __iter__"
         )
+    read = dl
     if isinstance(dl, DataLoader):  # for one batch no workers need to start
-        dl = with_batches(dl, num_workers=0, timeout=0, persistent_workers=False)
-    with keep_seeds(dl):
-        return next(iter(dl))
+        read = with_batches(dl, num_workers=0, timeout=0, persistent_workers=False)
+    with keep_seeds(read):
+        for batch in read:
+            return batch
+    raise ValueError(f"the loader is empty{why_empty(dl)}")
+
+
+def why_empty(dl: Any) -> str:
+    """Say why a loader gives no batch, to be put behind 'is empty'."""
+    if hasattr(dl, "why_empty"):
+        return f": {dl.why_empty}"
+    size, bs = loader_len(getattr(dl, "dataset", None)), getattr(dl, "batch_size", None)
+    if size and getattr(dl, "drop_last", False):
+        return f": {size} samples are less than a batch of {bs}, and drop_last=True; use a smaller batch size"
+    return f": its dataset has {size} samples" if size is not None else ": it has no batches"
 
 
 def in_order(dl: Any, name: str) -> Any:

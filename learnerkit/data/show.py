@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from learnerkit.data.loaders import DataLoaders
 
 WIDTH = 100  # terminal columns that a table may take
+_LEAST = 8  # to which a column may be narrowed
 _COLUMNS = 12  # a vector with more numbers than this is shown in one cell
 _NUMBER = re.compile(r"[-+]?[\d,]*\.?\d*(e[-+]\d+)?|nan|-?inf")  # or nothing
 WRONG = "wrong: "
@@ -52,7 +53,8 @@ class Table:
     def __repr__(self) -> str:
         lines = [self.names, *([cell(x) for x in row] for row in self.rows)]
         right = [all(_NUMBER.fullmatch(line[i]) for line in lines[1:]) for i in range(len(self.names))]
-        widths = _narrowed([max(columns(line[i]) for line in lines) for i in range(len(self.names))])
+        needed = [max((columns(line[i]) for line in lines[1:]), default=0) for i in range(len(self.names))]
+        widths = _narrowed(list(map(max, needed, map(columns, self.names))), needed)
         return "\n".join("  ".join(map(_padded, line, widths, right)).rstrip() for line in lines)
 
     def _repr_html_(self) -> str:
@@ -67,11 +69,18 @@ class Table:
         return f'<table class="dataframe"><thead>{line("th", self.names)}</thead><tbody>{body}</tbody></table>'
 
 
-def _narrowed(widths: list[int]) -> list[int]:
-    """Take from the widest columns what does not fit into a terminal."""
+def _narrowed(widths: list[int], needed: list[int]) -> list[int]:
+    """Take from the widest columns what does not fit into a terminal, first from those that only the name makes wide.
+
+    Args:
+        widths: of the columns with their names.
+        needed: of their cells alone.
+    """
     widths = list(widths)
-    while sum(widths) + 2 * (len(widths) - 1) > WIDTH and max(widths) > 8:
-        widths[widths.index(max(widths))] -= 1
+    while sum(widths) + 2 * (len(widths) - 1) > WIDTH and max(widths) > _LEAST:
+        long_names = [width if width > max(cells, _LEAST) else 0 for width, cells in zip(widths, needed, strict=True)]
+        among = long_names if any(long_names) else widths
+        widths[among.index(max(among))] -= 1
     return widths
 
 

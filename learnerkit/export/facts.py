@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from learnerkit.files import CheckpointError
-from learnerkit.losses import is_cross_entropy, loss_option
+from learnerkit.losses import compares_numbers, is_cross_entropy, itself, loss_option
 from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def _classes(pred: Tensor) -> Tensor:
     return pred.argmax(1)
 
 
-_DECODINGS: dict[str, Callable[[Tensor], Tensor]] = {"argmax": _classes}
+_DECODINGS: dict[str, Callable[[Tensor], Tensor]] = {"argmax": _classes, "itself": itself}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class Facts:
 
     Args:
         model: the name of the model's class, for messages alone.
-        decoding: how predictions are decoded: 'argmax' over dimension 1, or `None`: by nothing that a file can say.
+        decoding: how predictions are decoded: 'argmax' over dimension 1; 'itself', as numbers stay as they are; or
+            `None`: by nothing that a file can say.
         own_loss: the model makes its own loss.
         inputs: the names of the inputs, where batches are mappings.
         classes, n_inp, target_keys, preprocessing: as in `DataLoaders`.
@@ -102,7 +103,9 @@ def _decoding(loss_func: Any, classes: Any) -> str | None:
     if loss_func is None:  # as `Learner.predict` has it
         return "argmax" if classes is not None else None
     own = loss_option(loss_func, "decode", loss_option(loss_func, "decodes"))  # code, which no file here has
-    return "argmax" if is_cross_entropy(loss_func) and own is None else None
+    if own is not None:
+        return None
+    return "argmax" if is_cross_entropy(loss_func) else "itself" if compares_numbers(loss_func) else None
 
 
 def _plain(name: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -116,7 +116,7 @@ class ImageData:
 
     @classmethod
     def from_items(
-        cls, items: Sequence, labels: Iterable, valid: float | None = 0.2, *, seed: int = 42, **reading: Any
+        cls, items: Iterable, labels: Iterable, valid: float | None = 0.2, *, seed: int = 42, **reading: Any
     ) -> "ImageData":
         """Take pictures and their classes from two lists.
 
@@ -130,7 +130,7 @@ class ImageData:
         Raises:
             ValueError: lists of other lengths, a single class, or another share.
         """
-        labels = list(labels)
+        items, labels = list(items), list(labels)  # a column of a frame has indices of its own
         if len(items) != len(labels):
             raise ValueError(f"got {len(items):,} pictures and {len(labels):,} labels; each picture has one")
         if valid is None:
@@ -239,14 +239,21 @@ class ImageDataLoaders(DataLoaders):
         """A loader over pictures without classes, in their order, for `learn.get_preds(dl=...)`.
 
         Args:
-            items: a list of pictures, as for `ImageData`: paths, or PIL pictures, arrays or tensors.
+            items: pictures as for `ImageData`, in a list or another iterable: paths, or PIL pictures, arrays or
+                tensors.
             bs, loader_kwargs: as for `DataLoaders.test_dl`.
 
         Raises:
-            TypeError: a single path rather than a list.
+            TypeError: a single path or picture.
         """
-        single = isinstance(items, str | os.PathLike)
-        return super().test_dl(items if single else ReadImages(items, self.data.reader), bs, **loader_kwargs)
+        if isinstance(items, str | os.PathLike | Mapping) or hasattr(items, "convert") or hasattr(items, "columns"):
+            raise TypeError(
+                f"got a {type(items).__name__}; test_dl takes a list of pictures, or of their paths "
+                "(learn.predict takes one picture)"
+            )
+        if not hasattr(items, "__getitem__") or hasattr(items, "iloc"):  # what Path.glob returns, a column of a frame
+            items = list(items)
+        return super().test_dl(ReadImages(items, self.data.reader), bs, **loader_kwargs)
 
     def show_batch(self, n: int = 9, ds_idx: int = 0) -> Any:
         """Show pictures of the first batch of a loader with their classes; those of training are augmented."""

@@ -62,7 +62,7 @@ class ImageReader:
                     return self._fit(self._pixels(image))
             except Exception as e:  # PIL raises many types for damaged files
                 raise OSError(
-                    f"the picture {os.fspath(picture)} cannot be read ({type(e).__name__}: {e}). Repair or remove it; "
+                    f"the picture {os.fspath(picture)} cannot be read ({type(e).__name__}: {e}). Replace or remove it; "
                     "ImageData.from_folder(..., skip_damaged=True) leaves out files that are damaged"
                 ) from e
         if isinstance(picture, Tensor | np.ndarray):

@@ -14,7 +14,7 @@ from learnerkit.callbacks.prediction import decoder, per_sample
 from learnerkit.data.batches import loader_len, with_rows
 from learnerkit.data.order import first_batch, in_order, keep_seeds
 from learnerkit.data.show import WRONG, Table, label, nth, pyplot, samples_of, show
-from learnerkit.losses import is_one_of
+from learnerkit.losses import is_one_of, itself
 from learnerkit.utils import describe
 
 if TYPE_CHECKING:
@@ -28,15 +28,19 @@ _SHARES = (nn.BCELoss, F.binary_cross_entropy)
 def decode(loss_func: Any, preds: Any, targets: Any) -> Tensor | None:
     """Return the classes that were predicted, by the loss and else by the shapes; `None` if these are no classes."""
     try:
-        return decoder(loss_func)(preds)
+        if (decodes := decoder(loss_func)) is not itself:
+            return decodes(preds)
     except ValueError:
         pass
     if not isinstance(preds, Tensor):
         return None
     if is_one_of(loss_func, (*_LOGITS, *_SHARES)):
         return preds > (0 if is_one_of(loss_func, _LOGITS) else 0.5)
-    integers = isinstance(targets, Tensor) and targets.ndim == 1 and not targets.is_floating_point()
-    return preds.argmax(1) if integers and preds.ndim == 2 and preds.shape[1] > 1 else None
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        return None
+    if loss_func is None and targets.ndim > 1 and preds.shape[:-1] == targets.shape:  # the model's own, over tokens
+        return preds.argmax(-1).where(targets >= 0, targets)
+    return preds.argmax(1) if targets.ndim == 1 and preds.ndim == 2 and preds.shape[1] > 1 else None
 
 
 class ClassificationInterpretation:
@@ -233,7 +237,8 @@ def _classes(x: Any) -> Tensor | None:
 def _notes(targets: Iterable[Any], found: Iterable[Any], classes: Any) -> dict[str, list[str]]:
     """What to write to samples with these targets and decoded predictions."""
     pairs = [(label(y, classes), label(p, classes)) for y, p in zip(targets, found, strict=True)]
-    return {"target": [y for y, _ in pairs], "prediction": [p if p == y else WRONG + p for y, p in pairs]}
+    mark = "" if callable(classes) else WRONG  # of a text some tokens are right, and some are not
+    return {"target": [y for y, _ in pairs], "prediction": [p if p == y else mark + p for y, p in pairs]}
 
 
 def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:

@@ -82,7 +82,7 @@ class TextCodec:
     def _encode(self, texts: Sequence[str], finish: Any, **options: Any) -> tuple[Tensor, Tensor]:
         parts, lengths = [np.empty(0, np.int32)], list[int]()
         for start in range(0, len(texts), _LOT):
-            lot = _checked(texts[start : start + _LOT])
+            lot = checked_texts(texts[start : start + _LOT])
             found = [finish(encoding.ids) for encoding in self._tokenizer.encode_batch_fast(lot, **options)]
             parts.append(np.concatenate([np.array(ids, np.int32) for ids in found]))
             lengths += map(len, found)
@@ -110,7 +110,8 @@ class TextCodec:
         vars(self).update(vars(self.from_json(state)))
 
 
-def _checked(texts: Sequence[Any]) -> list[str]:
+def checked_texts(texts: Iterable) -> list[str]:
+    """Return the texts as a list; refuse anything else among them."""
     texts = list(texts)
     for text in texts:
         if not isinstance(text, str):

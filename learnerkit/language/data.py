@@ -16,11 +16,15 @@ from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.parts import held_out
 from learnerkit.export.reading import NoData
 from learnerkit.language.batches import IGNORED, EncodedTexts, Padded, TokenBlocks
-from learnerkit.language.codec import TextCodec, train_tokenizer
+from learnerkit.language.codec import TextCodec, checked_texts, train_tokenizer
 from learnerkit.text import did_you_mean, first_few
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+
+def _folder_name(file: Path) -> str:
+    return file.parent.name
 
 
 class TextData:
@@ -69,14 +73,17 @@ class TextData:
         Raises:
             ImportError: the library tokenizers is not installed.
             TypeError: a text that is no str, or a tokenizer of another kind.
-            ValueError: labels that do not fit the texts, or another `valid`.
+            ValueError: labels that do not fit the texts, a single class, one that is in the validation part alone, or
+                another `valid`.
         """
-        texts = [texts] if isinstance(texts, str) else list(texts)
+        texts = [texts] if isinstance(texts, str) else checked_texts(texts)
         if labels is None and len(texts) == 1 and isinstance(valid, float):
             cut = round(len(texts[0]) * (1 - valid))
             texts, valid = [texts[0][:cut], texts[0][cut:]], [1]
         numbers, classes = (np.zeros(len(texts), np.int64), None) if labels is None else _numbered(labels, len(texts))
         mask = held_out(valid, numbers, seed)
+        if classes is not None:
+            _check_classes(classes, numbers[~mask])
         if tokenizer is None:
             tokenizer = train_tokenizer([text for text, held in zip(texts, mask, strict=True) if not held], vocab_size)
         data = cls(TextCodec(tokenizer, max_len), classes)
@@ -107,28 +114,50 @@ class TextData:
 
     @classmethod
     def from_folder(
-        cls, path: str | Path, valid: Any = 0.2, classes: Sequence[str] | None = None, **kwargs: Any
+        cls,
+        path: str | Path,
+        valid: Any = 0.2,
+        classes: Sequence[str] | None = None,
+        *,
+        label: Callable[[Path], Any] | None = _folder_name,
+        **kwargs: Any,
     ) -> "TextData":
-        """Encode the .txt files (UTF-8) in folders that are named after their classes.
+        """Encode the .txt files (UTF-8) in a folder and those within it.
 
         Args:
-            path: the folder around them, at any depth.
+            path: the folder.
             valid: as in `from_texts`; or the name of a folder in `path` whose files are all validated on.
-            classes: which folders to read; by default all with such files.
+            classes: the names of the folders to read; by default all with such files.
+            label: a function of a file's path that returns its class, by default the name of its folder; `None`: for a
+                language model.
             kwargs: those of `from_texts`.
 
         Raises:
-            ValueError: no files.
+            ValueError: no files, files beside the folders of classes, or one that is not UTF-8.
         """
         root = Path(path)
         found = sorted(file for file in root.rglob("*.txt") if classes is None or file.parent.name in classes)
         if not found:
             among = "" if classes is None else f" among {first_few(classes)}"
             raise ValueError(f"there are no .txt files in folders of {root}{among}")
+        around = {folder for each in {file.parent for file in found} for folder in each.parents}
+        stray = [file for file in found if file.parent in around]
+        if stray and label is _folder_name:
+            names = sorted({file.parent.name for file in found if file.parent not in around})
+            raise ValueError(
+                f"{len(stray):,} files lie beside folders of classes, such as {stray[0]}; take them away, or say which "
+                f"folders to read: classes=[{first_few(map(repr, names))}]"
+            )
         if isinstance(valid, str):
-            valid = np.array([file.relative_to(root).parts[0] == valid for file in found])
-        texts = (file.read_text(encoding="utf-8") for file in found)
-        return cls.from_texts(texts, [file.parent.name for file in found], valid, **kwargs)
+            folders = [file.relative_to(root).parts[0] for file in found]
+            if valid not in folders:
+                raise ValueError(
+                    f"got valid={valid!r}; there are no .txt files to read in {root / valid}, but in: "
+                    f"{first_few(dict.fromkeys(folders))}"
+                )
+            valid = np.array(folders) == valid
+        labels = None if label is None else list(map(label, found))
+        return cls.from_texts(map(_read, found), labels, valid, **kwargs)
 
     def __repr__(self) -> str:
         parts = ((self.train_ds, "train on"), (self.valid_ds, "validate on"))
@@ -241,23 +270,54 @@ class TextDataLoaders(DataLoaders):
             items: the texts.
             bs: samples in a batch, instead of the budget of tokens.
             loader_kwargs: for `torch.utils.data.DataLoader`.
+
+        Raises:
+            TypeError: something else than texts.
+            ValueError: no texts.
         """
-        if isinstance(items, str):
-            raise TypeError("got a str; test_dl takes a list of texts (learn.predict takes one)")
-        ds = EncodedTexts(*self.data.codec.encode(list(items)))
+        if isinstance(items, str | Mapping) or hasattr(items, "columns"):
+            raise TypeError(
+                f"got a {type(items).__name__}; test_dl takes a list of texts, or a column of a frame such as "
+                "df['text'] (learn.predict takes one text)"
+            )
+        texts = list(items)
+        if not texts:
+            raise ValueError("there is nothing to predict: got no texts")
+        ds = EncodedTexts(*self.data.codec.encode(texts))
         if bs is not None:
             return DataLoader(ds, bs, collate_fn=self.data.collate, **loader_kwargs)
         batches = LengthBatches(ds.lengths, self.tokens).in_order()
         return DataLoader(ds, batch_sampler=batches, collate_fn=self.data.collate, **loader_kwargs)
 
 
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{file} is not UTF-8 ({e}); convert it, or read the files yourself, for from_texts") from e
+
+
 def _numbered(labels: Iterable, n: int) -> tuple[np.ndarray, list]:
     """Return the number of each label's class, and the classes, sorted."""
-    found = np.asarray(list(labels))
-    if found.shape != (n,) or found.dtype.kind not in "iubU":
+    labels = list(labels)
+    found = np.asarray(labels)
+    mixed = [label for label in labels if not isinstance(label, str)] if found.dtype.kind == "U" else []
+    if found.shape != (n,) or found.dtype.kind not in "iubU" or mixed:
+        among = f", {mixed[0]!r} among them," if mixed else ""
         raise ValueError(
-            f"got labels of type {found.dtype} and shape {found.shape} for {n:,} texts; there is one for each, and all "
-            "are text, whole numbers or truth values"
+            f"got labels of type {found.dtype} and shape {found.shape}{among} for {n:,} texts; there is one for each, "
+            "and all are text, whole numbers or truth values"
         )
     classes, numbers = np.unique(found, return_inverse=True)
     return numbers.astype(np.int64), classes.tolist()
+
+
+def _check_classes(classes: list, trained: np.ndarray) -> None:
+    if len(classes) < 2:
+        raise ValueError(
+            f"all texts have the class {classes[0]!r}; there is nothing to learn" if classes else "no texts"
+        )
+    if unknown := [classes[i] for i in sorted(set(range(len(classes))) - set(trained.tolist()))]:
+        raise ValueError(
+            f"validated on, but not trained on: the classes {first_few(map(str, unknown))}; choose another valid="
+        )

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -422,10 +423,16 @@ def test_predict_takes_an_input_as_the_dataset_yields_it(named):
 
 def test_predict_decodes_where_somebody_knows_how():
     x = make_data().tensors[0][0]
-    learn = make_learner(model=make_model(n_out=3))
+    learn = make_learner(model=make_model(n_out=3), loss_func=lambda pred, y: F.mse_loss(pred, y))
     label, decoded, pred = learn.predict(x)
     assert label is decoded is None
     assert pred.shape == (3,)
+    for learn.loss_func in (nn.MSELoss(), F.l1_loss, partial(F.huber_loss, delta=2.0)):  # numbers stay as they are
+        assert learn.predict(x).decoded.equal(pred)
+        assert learn.predict(x).label.equal(pred)
+    one = make_learner(model=make_model(n_out=1)).predict(x)
+    assert type(one.label) is float
+    assert one.label == one.decoded == one.pred
     learn.loss_func, learn.dls.classes = Own(), ["a", "b", "c"]
     learn.loss_func.decode = lambda pred: pred > pred.mean()
     label, decoded, pred = learn.predict(x)

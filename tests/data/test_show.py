@@ -7,7 +7,7 @@ from helpers import make_dls
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from learnerkit import DataLoaders
-from learnerkit.data.show import Table
+from learnerkit.data.show import WIDTH, Table
 
 
 def images(figure):
@@ -113,3 +113,11 @@ def test_classes_are_those_of_the_dataset():
     data.classes = ("a", "b")
     assert DataLoaders.from_datasets(Subset(data, [1, 2])).classes == ["a", "b"]
     assert DataLoaders.from_datasets(data, classes=range(2)).classes == [0, 1]
+
+
+def test_long_names_of_columns_are_cut_before_what_is_in_them():
+    names = [f"a long name of column {i}" for i in range(6)]
+    first, second = str(Table([*names, "prediction"], [[*range(6), "wrong: Chinstrap, Gentoo"]])).splitlines()
+    assert second.endswith("  wrong: Chinstrap, Gentoo")
+    assert len(first) <= WIDTH
+    assert first.count("...") == 6

@@ -20,7 +20,9 @@ from helpers import ROOT
 from launching import WAYS, environment, run_script
 from printed import HEADER, tables
 
-from learnerkit import Learner, sweep
+from learnerkit import Learner, TextData, sweep
+from learnerkit.datasets import chat_lines
+from learnerkit.language.codec import train_tokenizer
 
 EXAMPLES = ROOT / "examples"
 
@@ -177,6 +179,28 @@ def test_train_transformer_learns(task, nproc, options):
     (table,) = tables(printed.replace("perplexity", "accuracy"))
     assert float(table[-1][2]) < 0.99 * float(table[1][2])
     assert os.listdir("models") == ["transformer.pth"]
+
+
+@pytest.mark.slow
+def test_train_transformer_goes_on_with_a_model_of_a_directory():
+    transformers = pytest.importorskip("transformers")
+    lines, languages = chat_lines()
+    specials = {"pad_token": "[PAD]", "eos_token": "[END]"}
+    trained = train_tokenizer(lines, 500)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=trained, **specials)
+    data = TextData.from_texts(lines, languages, tokenizer=tokenizer)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.AutoConfig.for_model("bert", **sizes, vocab_size=500, num_labels=len(data.classes))
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    learn = Learner(data.dataloaders(1024, device="cpu"), model, lr=3e-3)
+    learn.fit(2)
+    (valid_loss,) = learn.validate()
+    assert valid_loss < 1.6  # a new model has 1.79, the logarithm of 6
+    for part in (model, tokenizer):
+        part.save_pretrained("pretrained")
+    printed = run_script(EXAMPLES / "train_transformer.py", "--model", "pretrained", "--epochs", 1, "--lr", 1e-9)
+    (table,) = tables(printed)
+    assert float(table[1][2]) == pytest.approx(valid_loss, abs=1e-3)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ NOTEBOOKS = {  # with so many pictures and tables
     "05_resume": (1, 2),
     "06_scaling": (3, 2),
     "07_looking_inside": (10, 1),
+    "08_data": (2, 4),
     "09_batch_and_rate": (1, 2),
 }
 

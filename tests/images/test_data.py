@@ -57,6 +57,18 @@ def test_a_share_of_each_class_is_held_out(folder):
     assert (len(whole.train_ds), whole.valid_ds) == (30, None)
 
 
+def test_columns_of_a_frame_are_taken_by_their_places(folder):
+    pandas = pytest.importorskip("pandas")
+    paths = sorted(map(str, folder.glob("dark/[0-9]*.png")))[::-1]
+    frame = pandas.DataFrame({"path": paths, "odd": [int(Path(path).stem) % 2 for path in paths]}).sort_values("path")
+    data = ImageData.from_items(frame["path"], frame["odd"], size=8)
+    samples = [*data.train_ds.samples, *data.valid_ds.samples]
+    assert len(samples) == 20
+    assert all(int(Path(path).stem) % 2 == number for path, number in samples)
+    dl = data.dataloaders(4, num_workers=0, device="cpu").test_dl(frame["path"])
+    assert torch.equal(torch.cat(list(dl))[0], data.reader(frame["path"].iloc[0]))
+
+
 def test_a_class_is_what_a_function_says(folder):
     data = ImageData.from_folder(folder, label=lambda path: "odd" if int(path.stem) % 2 else "even", size=8)
     assert data.classes == ["even", "odd"]
@@ -152,8 +164,12 @@ def test_what_is_raw_is_predicted_from_files_and_after_an_export(folder):
     preds, targets = learn.get_preds(dl=dls.test_dl(paths, bs=3))
     assert (preds.argmax(1).tolist(), targets) == ([1, 0, 1, 0], None)
     assert torch.allclose(preds[0], expected.pred, atol=1e-5)
-    with raises(TypeError, "test_dl takes a dataset, or a sequence"):
-        dls.test_dl("pictures/dark")
+    for wrong in ("pictures/dark", path, Image.new("L", (3, 3)), {"a": path}):
+        with raises(TypeError, f"got a {type(wrong).__name__}; test_dl takes a list of pictures"):
+            dls.test_dl(wrong)
+    assert len(learn.get_preds(dl=dls.test_dl((folder / "light").glob("*.PNG")))[0]) == 10
+    with raises(ValueError, "the loader is empty: its dataset has 0 samples"):
+        learn.get_preds(dl=dls.test_dl([]))
     loaded = load_learner(learn.export("shades"), make_learner(dls).model, data=ImageData, device="cpu")
     found = loaded.predict(path)
     assert found.label == "light"

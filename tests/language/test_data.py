@@ -31,6 +31,14 @@ def test_labels_parts_and_classes():
         TextData.from_texts(texts, labels[1:])
     with raises(ValueError, "got labels of type float64"):
         TextData.from_texts(texts, [0.5] * 60)
+    with raises(ValueError, "nan among them", "text, whole numbers or truth values"):
+        TextData.from_texts(texts, [float("nan"), *labels[1:]])
+    with raises(TypeError, "got nan among the texts", "put ''"):
+        TextData.from_texts([float("nan"), *texts[1:]], labels)
+    with raises(ValueError, "all texts have the class 1; there is nothing to learn"):
+        TextData.from_texts(texts, [1] * 60)
+    with raises(ValueError, "validated on, but not trained on: the classes mineral", "another valid="):
+        TextData.from_texts(texts, ["mineral", *labels[1:]], valid=[0, 1])
 
 
 def test_batches_are_padded_masked_and_within_the_budget():
@@ -62,8 +70,11 @@ def test_a_model_learns_the_classes_and_predicts_texts_in_their_order():
     assert targets is None
     assert [dls.classes[i] for i in preds.argmax(1)] == ["animal", "food", "animal", "food"]
     assert learn.predict("bird fish")[:2] == ("animal", 0)
-    with raises(TypeError, "got a str; test_dl takes a list of texts"):
-        dls.test_dl("cat")
+    for wrong in ("cat", {"text": "cat"}):
+        with raises(TypeError, f"got a {type(wrong).__name__}; test_dl takes a list of texts"):
+            dls.test_dl(wrong)
+    with raises(ValueError, "there is nothing to predict"):
+        dls.test_dl([])
     preds, targets = learn.get_preds()  # in the order of the dataset, which the batches are not
     assert targets.tolist() == dls.data.valid_ds.labels.tolist()
     assert (preds.argmax(1) == targets).double().mean() > 0.95
@@ -142,9 +153,26 @@ def test_folders_are_classes(tmp_path):
     for ds, rows in ((data.train_ds, range(8)), (data.valid_ds, range(8, 12))):
         found = {(data.decode(sample), data.classes[sample["labels"]]) for sample in ds}
         assert found == {(texts[i], labels[i]) for i in rows}
-    assert TextData.from_folder(tmp_path, classes=["food"], vocab_size=300).classes == ["food"]
+    food = TextData.from_folder(tmp_path, None, ["food"], label=None, vocab_size=300)
+    assert sorted(food.codec.decode(food.train_ds).split()) == sorted(
+        " ".join(texts[i] for i in range(12) if labels[i] == "food").split()
+    )
     with raises(ValueError, "there are no .txt files in folders of", "among foot"):
         TextData.from_folder(tmp_path, classes=["foot"])
+    with raises(ValueError, "got valid='dev'", "but in: test, train"):
+        TextData.from_folder(tmp_path, valid="dev")
+    stream = TextData.from_folder(tmp_path, valid="test", label=None, vocab_size=300)
+    assert stream.classes is None
+    assert [stream.codec.decode(ids) for ids in (stream.train_ds, stream.valid_ds)] == [
+        " ".join(texts[i] for i in sorted(part, key=lambda i: (labels[i], str(i)))) for part in (range(8), range(8, 12))
+    ]
+    (tmp_path / "train" / "notes.txt").write_text("no text to classify")
+    with raises(ValueError, "1 files lie beside folders of classes, such as", "notes.txt", "'animal', 'food'"):
+        TextData.from_folder(tmp_path, valid="test")
+    assert TextData.from_folder(tmp_path, "test", classes=["animal", "food"], vocab_size=300).classes == data.classes
+    (tmp_path / "train" / "food" / "0.txt").write_bytes(b"caf\xe9")
+    with raises(ValueError, "0.txt is not UTF-8"):
+        TextData.from_folder(tmp_path, valid="test", classes=["animal", "food"])
 
 
 @pytest.mark.slow
@@ -182,7 +210,12 @@ def test_next_tokens_are_shown_as_text():
     assert "".join(target).startswith("".join(text[1:]))  # one token later
     for model, loss in ((OwnNext, None), (Next, F.cross_entropy)):
         learn = Learner(dls, model(dls.data.vocab_size), loss)
-        assert str(learn.show_results(2)).splitlines()[0].split() == ["text", "target", "prediction"]
+        shown = learn.show_results(2)
+        assert shown.names == ["text", "target", "prediction"]
+        assert not any("tensor" in cell or "wrong" in cell for row in shown.rows for cell in row)
+        label, ids, pred = learn.predict("cat dog")
+        assert label == dls.data.codec.decode(ids)
+        assert ids.tolist() == pred.argmax(0 if loss else 1).tolist()
 
 
 @pytest.mark.slow

@@ -196,6 +196,10 @@ def test_what_cannot_be_is_refused():
         data.encode({**frame.iloc[0], "area": "large"})
     with raises(TypeError, "got a int for a row"):
         data.encode([1, 2])
+    with raises(TypeError, "got a DataFrame for a row", "frame.iloc[0]"):
+        data.encode([frame[:1]])
+    with raises(ValueError, "got no rows"):
+        data.encode([])
 
 
 def test_times_of_python_are_timestamps():

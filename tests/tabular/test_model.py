@@ -79,6 +79,16 @@ def test_classes_are_learned_and_batches_are_read_whole():
         assert label is dls.classes[number] is bool(pred.argmax())
 
 
+def test_a_number_is_predicted_in_the_unit_of_the_frame():
+    learn, row = tabular_learner(loaders("price"), (5,)), {"town": "Oslo", "area": 120.5}
+    learn.export("price")
+    for predicting in (learn, load_learner("price", learn.model, data=TabularData, device="cpu")):
+        label, decoded, pred = predicting.predict(row)
+        assert type(label) is float
+        assert label == decoded.item() == pred.item()
+        assert label == pytest.approx(table()["price"].mean(), rel=0.3)
+
+
 def test_rows_are_shown_in_the_units_of_the_frame():
     for y, classes in (("dear", True), ("price", False)):
         dls = loaders(y)
