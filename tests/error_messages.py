@@ -25,7 +25,7 @@ ENDS = {"warn": 0, "warn_once": 0, "_warn_once": 0, "_say": 0, "not_together": 0
 """Functions whose argument of this number or name is shown to the user, besides classes whose names end with Error."""
 
 WRITERS = {
-    "_why_empty", "_advice_for", "lone_last_batch", "unknown_count", "how_it_ended", "killed_by", "advice", "_describe",
+    "why_empty", "_advice_for", "lone_last_batch", "unknown_count", "how_it_ended", "killed_by", "advice", "_describe",
     "_describe_death", "_standstill", "_store_lost", "_likely_reason", "_compare_samples", "_refusal",
 }  # fmt: skip
 """Functions that make such text; all text in them counts."""

@@ -315,7 +315,9 @@ def _numbered(labels: Iterable, n: int) -> tuple[np.ndarray, list]:
 def _check_classes(classes: list, trained: np.ndarray) -> None:
     if len(classes) < 2:
         raise ValueError(
-            f"all texts have the class {classes[0]!r}; there is nothing to learn" if classes else "no texts"
+            f"all texts have the class {classes[0]!r}; there is nothing to learn"
+            if classes
+            else "got no texts to train on"
         )
     if unknown := [classes[i] for i in sorted(set(range(len(classes))) - set(trained.tolist()))]:
         raise ValueError(

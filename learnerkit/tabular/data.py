@@ -258,7 +258,7 @@ def _as_frame(rows: Rows) -> "DataFrame":
         return rows.infer_objects()
     rows = [rows] if isinstance(rows, Mapping | pd.Series) else list(rows)
     if not rows:
-        raise ValueError("got no rows")
+        raise ValueError("got no rows; pass at least one")
     if others := [row for row in rows if not isinstance(row, Mapping | pd.Series)]:
         raise TypeError(
             f"got a {type(others[0]).__name__} for a row; a row is a mapping by column, or a Series "
