@@ -14,6 +14,7 @@ TRACKERS = {
     "mlflow": ["mlflow>=2.14"],
 }
 ONNX = ["onnx>=1.17", "onnxscript>=0.5"]
+PEERS = ["fastai>=2.8", "lightning>=2.5", "accelerate>=1.10"]  # that nbs/coming_from compares with
 DEV = [
     *EXAMPLES,
     *SWEEP,
@@ -72,6 +73,7 @@ setup(
         "tabular": TABULAR,
         "text": TEXT,
         "onnx": ONNX,
+        "peers": PEERS,
         "dev": DEV,
         **TRACKERS,
     },
