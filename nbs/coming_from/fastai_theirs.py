@@ -73,6 +73,9 @@ def main():
     smooth = [learn.recorder.losses[-1]]
 
     learn.dls = make_dls(brightness=0.5)
+    # Else weight decay would go on acting on frozen weights, whose
+    # gradients fastai leaves at zero.
+    learn.model.zero_grad()
     learn.fine_tune(2, 3e-3)
     rows += learn.recorder.values
     smooth += [learn.recorder.losses[-1]]
