@@ -15,6 +15,7 @@ TRACKERS = {
 }
 ONNX = ["onnx>=1.17", "onnxscript>=0.5"]
 DOCS = ["sphinx>=8.1", "myst-nb>=1.3", "furo>=2025.7.19", "sphinx-copybutton>=0.5.2"]
+PEERS = ["fastai>=2.8", "lightning>=2.5", "accelerate>=1.10"]  # with which nbs/coming_from compares
 DEV = [
     *DOCS,
     *EXAMPLES,
@@ -75,6 +76,7 @@ setup(
         "text": TEXT,
         "onnx": ONNX,
         "docs": DOCS,
+        "peers": PEERS,
         "dev": DEV,
         **TRACKERS,
     },
