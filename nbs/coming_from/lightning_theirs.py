@@ -61,6 +61,7 @@ class Classifier(L.LightningModule):
 
 class History(L.Callback):
     "Keep what is logged, epoch by epoch."
+
     def __init__(self):
         self.rows = []
 

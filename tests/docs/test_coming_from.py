@@ -17,7 +17,7 @@ from launching import WAYS, environment
 PROGRAMS = Path(__file__).parents[2] / "nbs" / "coming_from"
 PEERS = ("fastai", "lightning", "accelerate", "pytorch")
 TOLERANCE = 1e-9
-NUMBERED = r"^([a-z_]+)((?: -?\d+\.\d+(?:e-?\d+)?)+)$"  # a line of a program's result: a name and losses in full precision
+NUMBERED = r"^([a-z_]+)((?: -?\d+\.\d+(?:e-?\d+)?)+)$"  # a line of a program's result: a name, and losses
 
 
 def accelerate_launch(nproc):
