@@ -19,7 +19,7 @@ from unittest import mock
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
-from sphinx.domains.python import PythonDomain
+from sphinx.domains.python import PyObject, PythonDomain
 from sphinx.environment import BuildEnvironment
 from sphinx.util.docutils import SphinxDirective
 
@@ -74,6 +74,8 @@ def escape(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: lis
     parts = re.split(r"(``.*?``|`[^`]*`)", "\n".join(lines), flags=re.DOTALL)
     parts[::2] = [re.sub(r"[*|]|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
     lines[:] = "".join(parts).split("\n")
+    if what in ("attribute", "data", "property"):
+        lines[:0] = ["..", ""]  # a comment: napoleon takes what stands before a colon in the first line for a type
 
 
 def name_lexer(app: Sphinx, docname: str, content: list[str]) -> None:
@@ -132,6 +134,9 @@ class CommandHelp(SphinxDirective):
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Add all this to Sphinx."""
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"
     app.add_role("name", name_role)
     app.add_directive("training-loop", TrainingLoop)
     app.add_directive("command-help", CommandHelp)

@@ -197,6 +197,12 @@ def test_events_and_commands_are_drawn_from_the_code(site):
         assert option in commands
 
 
+@pytest.mark.slow
+def test_what_an_attribute_is_may_have_a_colon(site):
+    text = re.sub(r"<[^>]*>", "", (site / "reference" / "learner.html").read_text())
+    assert "The predictions: the model" in text
+
+
 # In a browser
 
 
