@@ -13,9 +13,7 @@ author = "the learnerkit contributors"
 project_copyright = "the learnerkit contributors"
 version = release = learnerkit.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "reference"]
-if (HERE / "_ext" / "errors.py").exists():
-    extensions.append("errors")
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "reference", "errors"]
 smartquotes_action = "D"  # dashes; quotes in a docstring stay those of code
 exclude_patterns = ["_build", "_ext", "**/.ipynb_checkpoints"]
 

@@ -17,14 +17,13 @@ they were added. The orders of all callbacks of the package, with those of the o
       11  DistributedCallback, _BatchHook: replace the model and the loader before callbacks use them
       12  OverfitBatch, ShortEpochCallback: shorten the loader that DistributedCallback has set
       13  ScalingMonitor: waits for the loader that all the above have set
+      14  ActivationStats: hooks the modules that all the above have put in their places
       15  EMA, SWA: put the average into the model that DistributedCallback has set, before others look at it
       16  _Statistics: computes BatchNorm's statistics with the average
-      14  ActivationStats: hooks the modules that all the above have put in their places
       49  _Watch: sees batches and losses as they come to the model
-      50  EvaluationCallback, GatherPredictions, Recorder: record a batch after others may have changed it
+      50  EvaluationCallback, GatherPredictions, PredictOne, Recorder: record a batch after others may have changed it
       51  Logger: writes what the recorder has recorded
       51  JSONLogger, TensorBoardCallback, WandbCallback, CometCallback, MLflowCallback: such loggers
-      50  EvaluationCallback, GatherPredictions, PredictOne, Recorder: record a batch after others may have changed it
       60  ParamScheduler, TorchScheduler: change rates after the recorder has recorded them
       60  CSVLogger, ProgressCallback, TrackerCallback: read what the recorder has recorded
       61  SaveModelCallback: saves before the next two change the rate or end the fit
