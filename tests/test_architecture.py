@@ -1,4 +1,4 @@
-"""The house: who knows whom, what is written nowhere, how long the loop is, what the package shows."""
+"""The architecture: which module imports which, what is written nowhere, how long the loop is, what the package shows."""
 
 import ast
 import importlib
@@ -20,9 +20,9 @@ from learnerkit.events import Event
 
 PACKAGE = ROOT / "learnerkit"
 
-# A room is a folder of the package, or a file at its top. It imports rooms of lower floors only: two rooms on one floor
+# A part is a folder of the package, or a file at its top. It imports parts of lower layers only: two parts of one layer
 # know nothing of each other.
-FLOORS = [
+LAYERS = [
     ["text", "events", "state", "torch_internals", "host_scalars", "tensor_files"],
     ["launch", "utils", "files"],
     ["world", "optim"],
@@ -65,10 +65,10 @@ def modules():
 MODULES = modules()
 
 
-def floor(name):
-    """The floor of a module, by itself or its folder."""
+def layer(name):
+    """The layer of a module, by itself or its folder."""
     top = name.split(".")[0]
-    return next((number for number, rooms in enumerate(FLOORS) if top in rooms), None)
+    return next((number for number, parts in enumerate(LAYERS) if top in parts), None)
 
 
 def for_checkers_only(tree):
@@ -109,16 +109,16 @@ def own_imports(name):
             yield "__init__"
 
 
-def test_every_module_has_its_floor():
-    assert [name for name in MODULES if floor(name) is None] == []
+def test_every_module_has_its_layer():
+    assert [name for name in MODULES if layer(name) is None] == []
     assert {"learner", "callback", "callbacks.recorder", "parallel", "parallel.distributed", "world"} <= MODULES.keys()
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_point_downward(name):
-    room = name.split(".")[0]
-    others = [other for other in own_imports(name) if other.split(".")[0] != room]
-    assert [other for other in others if floor(other) >= floor(name)] == []
+    part = name.split(".")[0]
+    others = [other for other in own_imports(name) if other.split(".")[0] != part]
+    assert [other for other in others if layer(other) >= layer(name)] == []
     assert all(other in MODULES for other in own_imports(name))
 
 
@@ -136,7 +136,7 @@ def test_the_check_of_imports_sees_what_it_should():
 
 def test_the_lower_floors_know_torch_and_the_standard_library_alone():
     allowed = set(sys.stdlib_module_names) | {"torch", "numpy", "safetensors", "learnerkit"}
-    for name in (name for name in MODULES if floor(name) <= floor("world")):
+    for name in (name for name in MODULES if layer(name) <= layer("world")):
         assert {module.split(".")[0] for module, _ in imported(MODULES[name])} <= allowed, name
 
 
