@@ -134,7 +134,7 @@ def test_the_check_of_imports_sees_what_it_should():
     assert "learner" not in set(own_imports("callback"))  # there it is for type checkers alone
 
 
-def test_the_lower_floors_know_torch_and_the_standard_library_alone():
+def test_the_lower_layers_know_torch_and_the_standard_library_alone():
     allowed = set(sys.stdlib_module_names) | {"torch", "numpy", "safetensors", "learnerkit"}
     for name in (name for name in MODULES if layer(name) <= layer("world")):
         assert {module.split(".")[0] for module, _ in imported(MODULES[name])} <= allowed, name
@@ -146,7 +146,7 @@ def test_the_launcher_knows_the_standard_library_alone_but_to_meet_other_machine
         assert found <= set(sys.stdlib_module_names) | {"learnerkit"}, name
 
 
-def test_the_top_floor_has_few_files():
+def test_the_top_has_few_files():
     assert len(list(PACKAGE.glob("*.py"))) <= 20
 
 
