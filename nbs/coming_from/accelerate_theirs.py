@@ -1,6 +1,8 @@
 """Fashion-MNIST with Accelerate, on one process or many.
 
-accelerate launch --cpu --num_processes 2 accelerate_theirs.py
+accelerate launch --multi_gpu --num_processes 2 accelerate_theirs.py
+
+Without GPUs ACCELERATE_USE_CPU=true goes before it.
 """
 
 import math
@@ -59,6 +61,7 @@ def main():
         # schedule takes one step for each of the optimizer's.
         dataloader_config=DataLoaderConfiguration(split_batches=True),
     )
+    accelerator.print(accelerator.num_processes, "processes")
     train_ds, valid_ds = map(in_float64, fashion_mnist_sample())
     order = torch.Generator().manual_seed(0)
     train_dl = DataLoader(train_ds, 60, shuffle=True, generator=order)

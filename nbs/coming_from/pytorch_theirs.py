@@ -70,6 +70,8 @@ def main():
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        print(world_size, "processes")
 
     torch.manual_seed(42)
     train_ds, valid_ds = map(in_float64, fashion_mnist_sample())

@@ -4,7 +4,6 @@
 """
 
 import re
-import socket
 import subprocess
 import sys
 from functools import cache
@@ -21,13 +20,9 @@ NUMBERED = r"^([a-z_]+)((?: -?\d+\.\d+(?:e-?\d+)?)+)$"  # a line of a program's 
 
 
 def accelerate_launch(nproc):
-    """As its page says; the port is a free one, as another test may run beside this one."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    options = ["--cpu", "--num_processes", nproc, "--num_machines", 1, "--mixed_precision", "no"]
-    options += ["--dynamo_backend", "no", "--main_process_port", port]
-    return [sys.executable, "-m", "accelerate.commands.launch", *map(str, options)]
+    """As its program says; on a free port, as another test may run beside this one."""
+    options = ["--multi_gpu", "--num_processes", str(nproc), "--main_process_port", "0"]
+    return ["env", "ACCELERATE_USE_CPU=true", sys.executable, "-m", "accelerate.commands.launch", *options]
 
 
 STARTED_BY = {"pytorch": {1: WAYS["torchrun"], 2: WAYS["torchrun"]}, "accelerate": {2: accelerate_launch}}
@@ -46,6 +41,8 @@ def losses_of(program, nproc, by, folder):
         env=environment(), cwd=place, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, f"{program} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    # Each says so; several processes that train alone would come to the same losses.
+    assert nproc == 1 or f"{nproc} processes" in done.stdout, done.stdout
     # A bar that is not on a terminal has its lines separated by carriage returns alone.
     found = re.findall(NUMBERED, done.stdout.replace("\r", "\n"), re.MULTILINE)
     assert len(found) == 3, done.stdout
