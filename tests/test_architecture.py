@@ -1,4 +1,4 @@
-"""The architecture: which module imports which, what is written nowhere, how long the loop is, what the package shows."""
+"""The architecture: which module imports which, what is not written, how long the loop is, what the package shows."""
 
 import ast
 import importlib
