@@ -101,7 +101,7 @@ def main():
             accelerator.save(weights, "best.pt")  # on the first process
 
     accelerator.wait_for_everyone()
-    weights = torch.load("best.pt", map_location=accelerator.device)
+    weights = torch.load("best.pt", map_location="cpu")
     accelerator.unwrap_model(model).load_state_dict(weights)
     best_loss, accuracy = evaluate(accelerator, model, valid_dl)
     accelerator.print("the best model:", best_loss, accuracy)
