@@ -1,12 +1,12 @@
 """Fashion-MNIST from random weights in 5, 20 or 50 epochs, over several seeds.
 
-    python examples/fashion_challenge.py                                  # on a GPU; --seeds 2 --first 8 for a part of it
-    python examples/fashion_challenge.py --data sample --epochs 5 --seeds 2 --width 1       # a few minutes on a CPU
+    python examples/fashion_challenge.py                    # on a GPU; a part of it by --seeds 2 --first 8
+    python examples/fashion_challenge.py --data sample --epochs 5 --seeds 2 --width 1    # a few minutes on a CPU
 
 Jeremy Howard asked for it in his course of 2022, and had an accuracy of 0.932, 0.938 and 0.946. Prints the accuracy on
 the test images for each seed, and the mean: plain, and as the mean over each image and its mirror image. The network is
-a wide residual one; all else is callbacks: crops and mirror images, erased rectangles, an average of the weights and, on
-a GPU, bf16 and channels-last. The more epochs, the stronger the augmentation.
+a wide residual one. All else is callbacks: crops and mirror images, erased rectangles, an average of the weights and,
+on a GPU, bf16 and channels-last. The more epochs, the stronger the augmentation.
 """
 
 import argparse
@@ -34,9 +34,7 @@ class Block(nn.Module):
         super().__init__()
         conv = partial(nn.Conv2d, bias=False)
         self.norm = nn.Sequential(*norm_relu(n_in))
-        self.convs = nn.Sequential(
-            conv(n_in, n_out, 3, stride, 1), *norm_relu(n_out), conv(n_out, n_out, 3, 1, 1)
-        )
+        self.convs = nn.Sequential(conv(n_in, n_out, 3, stride, 1), *norm_relu(n_out), conv(n_out, n_out, 3, 1, 1))
         self.shortcut = conv(n_in, n_out, 1, stride) if n_in != n_out else None
 
     def forward(self, x):
@@ -122,7 +120,10 @@ def main():
             start = time.perf_counter()
             found.append(run(data, epochs, seed, args))
             plain, mirrored = found[-1]
-            print(f"{epochs:>6}  {seed:>4}  {plain:.4f}    {mirrored:.4f}  {time.perf_counter() - start:>18.1f}", flush=True)
+            print(
+                f"{epochs:>6}  {seed:>4}  {plain:.4f}    {mirrored:.4f}  {time.perf_counter() - start:>18.1f}",
+                flush=True,
+            )
         if len(found) > 1:
             means = "    ".join(f"{mean(each):.4f} +- {stdev(each):.4f}" for each in zip(*found, strict=True))
             print(f"{epochs:>6}  mean  {means}", flush=True)

@@ -22,7 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -144,7 +144,7 @@ NETS = {
     ),
 }  # fmt: skip
 TINY = {
-    "small": SMALL,
+    "small": replace(SMALL, steps=50),
     "resnet50": Net(
         "ResNet-18 (bf16, channels-last, batch 2)", partial(resnet, "resnet18"), partial(images, 2, 3, 64, 1000), SGD,
         steps=3, goal="", bf16=True, channels_last=True,
@@ -267,7 +267,7 @@ class _WithTargets(nn.Module):
 
 def by_fastai(model: nn.Module, data: Rounds) -> None:
     """fastai's Learner with its default callbacks."""
-    import fastai.callback.fp16  # noqa: F401 - to_bf16
+    import fastai.callback.fp16
     import fastai.callback.progress  # noqa: F401 - the bar is a default once it is imported
     from fastai.data.core import DataLoaders
     from fastai.learner import Learner

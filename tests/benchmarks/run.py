@@ -323,7 +323,10 @@ def measure_in_terminal(command: list, gpu: bool = False) -> dict | list:
         file = Path(folder) / "found.json"
         process = subprocess.Popen(
             [*map(str, command), str(file)],
-            env=environment(gpu), stdin=subprocess.DEVNULL, stdout=inside, stderr=inside,
+            env=environment(gpu),
+            stdin=subprocess.DEVNULL,
+            stdout=inside,
+            stderr=inside,
         )
         os.close(inside)
         reader.start()
