@@ -3,10 +3,12 @@
     python tests/benchmarks/run.py               # everything, about a quarter of an hour on two idle cores
     python tests/benchmarks/run.py step data     # some of it
     python tests/benchmarks/run.py peers         # other libraries, those that are installed
+    python tests/benchmarks/run.py gpu           # on a GPU, where there is one
     python tests/benchmarks/run.py --save        # also into the page of the site that shows them
 
-Needs learnerkit installed, or on PYTHONPATH. Every process computes with one thread on the CPU. The figures are
-ratios because they then depend little on the machine, but a busy machine still blurs those with several processes.
+Needs learnerkit installed, or on PYTHONPATH. Every process computes with one thread on the CPU, but for `gpu`. The
+figures are ratios because they then depend little on the machine, but a busy machine still blurs those with several
+processes.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from statistics import median
 import saved
 
 HERE = Path(__file__).parent
+NOT_MEASURED = "not measured"
 sys.path.append(str(HERE.parent))
 LAUNCH = [sys.executable, "-m", "learnerkit.launch", "--nproc", "2"]
 ROWS = "{:<58}{:>16}   {}"
@@ -48,7 +51,7 @@ def main() -> None:
         rows = BENCHMARKS[name](args.rounds)
         for row in rows:
             print(ROWS.format(*row), flush=True)
-        if args.save:
+        if args.save and rows[0][1] != NOT_MEASURED:
             saved.save(name, rows, args.rounds)
 
 
@@ -246,6 +249,15 @@ def peers(rounds: int) -> list[tuple[str, str, str]]:
     return rows + [(name, "not installed", "") for name in steps["missing"]]
 
 
+def gpu(rounds: int) -> list[tuple[str, str, str]]:
+    """Training steps on a GPU, and their peak memory: learnerkit and other libraries over a hand-written loop."""
+    look = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
+    if subprocess.run(look, env=environment(gpu=True), check=False).returncode:
+        return [("training steps on a GPU, of which there is none here", NOT_MEASURED, "")]
+    command = [sys.executable, HERE / "gpu.py", "--rounds", rounds, "--file"]
+    return [(what, figure, goal) for what, figure, goal in measure_in_terminal(command, gpu=True)]
+
+
 BENCHMARKS: dict[str, Callable[[int], list[tuple[str, str, str]]]] = {
     "step": step,
     "import": imports,
@@ -259,6 +271,7 @@ BENCHMARKS: dict[str, Callable[[int], list[tuple[str, str, str]]]] = {
     "monitor": monitor,
     "search": search,
     "peers": peers,
+    "gpu": gpu,
 }
 
 
@@ -279,10 +292,10 @@ def ratio(found: list[tuple[float, ...]]) -> float:
     return median(times[1] / times[0] for times in found)
 
 
-def environment() -> dict[str, str]:
-    """One thread a process, on the CPU; modules are compiled once, as for every user, rather than at each import."""
+def environment(gpu: bool = False) -> dict[str, str]:
+    """One thread a process, on the CPU unless `gpu`; modules are compiled once, as for users, not at each import."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return kept | {"OMP_NUM_THREADS": "1"} | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def wall_time(command: list) -> float:
@@ -300,7 +313,7 @@ def output_of(command: list) -> str:
     return done.stdout
 
 
-def measure_in_terminal(command: list) -> dict | list:
+def measure_in_terminal(command: list, gpu: bool = False) -> dict | list:
     """What a command writes as JSON into a file (its last argument), with a terminal for its output: bars are live."""
     terminal, inside = pty.openpty()
     termios.tcsetwinsize(inside, (24, 100))
@@ -309,7 +322,11 @@ def measure_in_terminal(command: list) -> dict | list:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         process = subprocess.Popen(
-            [*map(str, command), str(file)], env=environment(), stdin=subprocess.DEVNULL, stdout=inside, stderr=inside
+            [*map(str, command), str(file)],
+            env=environment(gpu),
+            stdin=subprocess.DEVNULL,
+            stdout=inside,
+            stderr=inside,
         )
         os.close(inside)
         reader.start()

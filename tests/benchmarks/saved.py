@@ -20,6 +20,7 @@ from pathlib import Path
 PAGES = Path(__file__).resolve().parents[2] / "nbs" / "explanations"
 FILE, PAGE = PAGES / "costs.json", PAGES / "costs.md"
 TABLES = re.compile(r"(<!-- measured: ([\w ]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+ON_GPU = {"gpu"}  # of the benchmarks: measured where there is one
 
 
 def save(name: str, rows: list[tuple[str, str, str]], rounds: int) -> None:
@@ -28,7 +29,7 @@ def save(name: str, rows: list[tuple[str, str, str]], rounds: int) -> None:
     found[name] = {
         "command": f"python tests/benchmarks/run.py {name} --rounds {rounds}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": machine(),
+        "machine": machine(name in ON_GPU),
         "versions": versions(),
         "rows": rows,
     }
@@ -68,14 +69,19 @@ def _line(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def machine() -> str:
-    """The processor, how many cores of it this process may use, and the system."""
+def machine(with_gpu: bool = False) -> str:
+    """The processor, how many cores of it this process may use, the GPU if it is used, and the system."""
     cpu = platform.processor() or platform.machine()
     if (info := Path("/proc/cpuinfo")).exists():
         names = re.findall(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
         cpu = " ".join(names[0].split()) if names else cpu
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"{cores} core{'s' * (cores > 1)} of {cpu}, no GPU used, {platform.system()}"
+    used = "no GPU used"
+    if with_gpu:
+        import torch
+
+        used = torch.cuda.get_device_name()
+    return f"{cores} core{'s' * (cores > 1)} of {cpu}, {used}, {platform.system()}"
 
 
 def versions() -> str:

@@ -737,7 +737,8 @@ def test_a_step_in_bf16_waits_for_nothing():
         torch.cuda.set_sync_debug_mode("default")
 
     learn = on_gpu(cbs=[MixedPrecision("bf16"), GradientClip()])
-    watch = Callback(before_batch=strict, after_step=lax, run_valid=False)
+    watch = Callback(before_batch=strict, after_step=lax)
+    watch.run_valid = False
     try:
         with learn.no_bar():
             learn.fit(1, cbs=watch)

@@ -1,7 +1,9 @@
 """The recorder: columns, losses, logged values, history, the plot, the table."""
 
 import contextlib
+import io
 import re
+import sys
 from functools import partial
 
 import pytest
@@ -13,21 +15,27 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import (
+    EMA,
     AccumMetric,
     ActivationStats,
+    BatchTransform,
     Callback,
     CancelBatchException,
     CancelEpochException,
     CancelFitException,
     CancelTrainException,
+    ChannelsLast,
     DataLoaders,
+    ImageAugmentation,
     Learner,
+    MixedPrecision,
     Recorder,
     accuracy,
     mae,
     mse,
     rmse,
 )
+from learnerkit.callbacks import progress
 
 
 def learner(metrics=(mae,), dls=None, cbs=(), recorder=None, **kwargs):
@@ -553,6 +561,44 @@ def test_training_steps_read_nothing_from_the_device(loss_func):
     Lazy.reads = 0
     float(batches[0][0].sum())
     assert Lazy.reads  # the instrument works
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_no_batch_waits_for_the_device(monkeypatch):
+    "With the defaults, and the bar drawn at every step; what the table needs is read after a phase's last batch."
+    monkeypatch.setattr(progress, "_REFRESH", 0)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    images = TensorDataset(torch.rand(96, 1, 8, 8), torch.arange(96) % 3)
+
+    def watch(cb):
+        torch.cuda.set_sync_debug_mode("error" if cb.iter + 1 < cb.n_iter else "default")
+
+    def learner(*cbs):
+        dls = DataLoaders.from_datasets(images, images, bs=8, device="cuda")
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+        watching = Callback(after_batch=watch, order=1000)
+        return Learner(dls, model, nn.CrossEntropyLoss(), metrics=accuracy, cbs=[*cbs, watching])
+
+    try:
+        for cbs in ([], [BatchTransform(ImageAugmentation()), MixedPrecision("bf16"), ChannelsLast(), EMA()]):
+            learn, drawn = learner(*cbs), terminal.getvalue().count("loss ")
+            learn.fit(1)
+            learn.fit_one_cycle(2)
+            assert len(learn.recorder.losses) == 24
+            assert terminal.getvalue().count("loss ") >= drawn + 36
+        for training in (True, False):  # the instrument works
+            reads = Callback(after_loss=lambda cb: cb.loss.item())
+            reads.run_train, reads.run_valid = training, not training
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                learner(reads).fit(1)
+            torch.cuda.set_sync_debug_mode("default")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_logged_values_do_not_pile_up_on_the_device(monkeypatch):
