@@ -34,7 +34,7 @@ def write_images(folder, n, seed=0):
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_steps_on_a_gpu_are_measured_on_the_cpu_too():
     options = ["--device", "cpu", "--tiny", "--rounds", "1", "--peers"]
     command = [sys.executable, BENCHMARKS / "gpu.py", *options]
