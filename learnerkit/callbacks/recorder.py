@@ -16,6 +16,7 @@ from torch import Tensor
 
 from learnerkit import world
 from learnerkit.callback import Callback
+from learnerkit.data.batches import in_float32, map_batch
 from learnerkit.data.show import pyplot
 from learnerkit.host_scalars import HostScalars
 from learnerkit.losses import loss_parts, rows_compared
@@ -124,21 +125,23 @@ class Evaluation:
         self._begin()
         self.batches += 1
         self.loss.update(learn)
+        if not self.meters or not learn.batch_size or learn.pred is None:
+            return
+        pred = map_batch(in_float32, learn.pred) if learn.training else learn.pred  # see MixedPrecision
         for meter in self.meters:
-            if learn.batch_size and learn.pred is not None:
-                try:
-                    rows = rows_compared(learn.pred, learn.yb, learn.batch_size)
-                    with self._refusing_collectives(meter):
-                        meter.update(learn._batch_index, rows, learn.pred, learn.yb)
-                        self._check_cut(meter, rows, learn)
-                except Exception as e:
-                    got = f"predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}"
-                    add_note_once(e, f"metric {meter.name!r} got {got}")
-                    raise
+            try:
+                rows = rows_compared(pred, learn.yb, learn.batch_size)
+                with self._refusing_collectives(meter):
+                    meter.update(learn._batch_index, rows, pred, learn.yb)
+                    self._check_cut(meter, rows, pred, learn.yb)
+            except Exception as e:
+                got = f"predictions: {describe(pred)}; targets: {describe(learn.yb)}"
+                add_note_once(e, f"metric {meter.name!r} got {got}")
+                raise
 
-    def _check_cut(self, meter: Meter, rows: int, learn: "Learner") -> None:
+    def _check_cut(self, meter: Meter, rows: int, pred: Any, yb: tuple) -> None:
         """Warn of a metric that is not as on one process, whose batches are cut otherwise, by the first batch."""
-        if self.sharded and self.batches == 1 and world.is_main() and meter.depends_on_cut(rows, learn.pred, learn.yb):
+        if self.sharded and self.batches == 1 and world.is_main() and meter.depends_on_cut(rows, pred, yb):
             world.warn_once(
                 f"metric {meter.name!r} {DEPENDS_ON_CUT}, and several ranks cut them otherwise than one process does: "
                 "let it be a mean over samples, count samples rather than batches, or take AccumMetric, which gets all "

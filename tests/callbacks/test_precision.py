@@ -361,14 +361,40 @@ class OwnLoss(nn.Module):
         return {"logits": pred, "loss": (pred - labels.to(pred.dtype)).abs().mean()}
 
 
+def learner_of_its_own_loss(mode, **kwargs):
+    x, y = make_data(8).tensors
+    dl = DataLoader([{"x": a, "labels": b} for a, b in zip(x, y, strict=True)], 4)
+    cbs = [*kwargs.pop("cbs", []), MixedPrecision(mode, **SCALE[mode])]
+    return Learner(DataLoaders(dl, dl, device="cpu"), OwnLoss(), cbs=cbs, **kwargs)
+
+
 @pytest.mark.parametrize("mode", LOW)
 def test_a_loss_of_the_models_own_is_float32(mode):
     kinds = set()
-    look = Callback(after_batch=lambda cb: kinds.update((cb.loss.dtype, cb.loss_grad.dtype)))
-    x, y = make_data(8).tensors
-    dls = DataLoaders(DataLoader([{"x": a, "labels": b} for a, b in zip(x, y, strict=True)], 4), device="cpu")
-    Learner(dls, OwnLoss(), cbs=[look, MixedPrecision(mode, **SCALE[mode])]).fit(1)
-    assert kinds == {torch.float32}
+    look = Callback(after_batch=lambda cb: kinds.update((cb.loss.dtype, cb.training and cb.loss_grad.dtype)))
+    learner_of_its_own_loss(mode, cbs=[look]).fit(1)
+    assert kinds == {torch.float32, False}
+
+
+@pytest.mark.parametrize("mode", LOW)
+def test_no_second_copy_of_the_predictions_is_kept_for_the_backward_pass(mode):
+    kept, measured = set(), set()
+    look = Callback(before_backward=lambda cb: kept.add((cb.pred.dtype, cb.output is cb.pred)))
+    make_learner(cbs=[look, MixedPrecision(mode, **SCALE[mode])]).fit(1)
+    assert kept == {(torch.float32, True)}
+
+    def metric(pred, target):
+        measured.add(pred.dtype)
+        return (pred - target).abs().mean()
+
+    kept.clear()
+    look = Callback(before_backward=lambda cb: kept.add(cb.pred.dtype))
+    learn = learner_of_its_own_loss(mode, cbs=[look], metrics=metric)
+    learn.recorder.train_metrics = True
+    learn.fit(1)
+    assert kept == {LOW[mode]}
+    assert measured == {torch.float32}
+    assert learn.get_preds()[0].dtype == torch.float32
 
 
 def test_the_verbs_of_the_learner():
@@ -663,7 +689,7 @@ def _double(n, seed=0):
     return TensorDataset(*(t.double() for t in make_data(n, seed=seed).tensors))
 
 
-@pytest.mark.slow  # the first compilation on a machine takes half a minute
+@pytest.mark.soak  # the first compilation on a machine takes half a minute
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor(fresh_compiler, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
