@@ -108,7 +108,7 @@ def chosen(table, names):
     return {name: table[name] for name in names}
 
 
-@pytest.mark.ranks(2, slow=[3])
+@pytest.mark.ranks(2, soak=[3])
 def test_metrics_of_the_libraries_equal_one_process():
     check_all(torchmetrics_classes(), chosen(torchmetrics_table(), QUICK))
     check_all(torcheval(), chosen(torcheval_table(), QUICK_TORCHEVAL))
@@ -280,7 +280,7 @@ def difference_batches():
     return [tuple(torch.rand(2, n, generator=generator, dtype=torch.float64)) for n in (4, 3, 5, 2)]
 
 
-@pytest.mark.ranks(2, slow=[3])
+@pytest.mark.ranks(2, soak=[3])
 def test_classes_of_users_equal_one_process():
     for new in (Listing, Careless, Wrapping, Merging):
         assert check(new, difference_batches()) == [], new.__name__

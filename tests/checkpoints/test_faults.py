@@ -105,13 +105,15 @@ def test_r01_r14_a_run_is_killed_and_restarted_then_a_rank_gets_term_and_it_goes
 
 @pytest.mark.slow
 def test_r01_r02_killed_ranks_are_restarted_and_the_run_ends_as_it_would_have(tmp_path, whole):
-    run = Run(tmp_path, "--workers=2", "--async", fault="kill:1:27,kill:0:34", restarts=2).finish()
-    assert run.ends() == whole("--workers=2").ends(), run
+    run = Run(tmp_path, "--async", fault="kill:1:27,kill:0:34", restarts=2).finish()
+    assert run.ends() == whole().ends(), run
     assert run.read("out").count("resumed fit 0") == 2, run
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("args", [("--workers=2",), ("--async",), ("--split", "--every=3"), ("--every=1000",)])
+@pytest.mark.parametrize(
+    "args", [("--workers=2", "--async"), ("--workers=2",), ("--split", "--every=3"), ("--every=1000",)]
+)
 def test_r01_with_other_options(args, tmp_path, whole):
     run = Run(tmp_path, *args, fault="kill:1:27,kill:0:35", restarts=2).finish()
     same = [arg for arg in args if arg in ("--workers=2", "--split")]
@@ -145,18 +147,24 @@ def test_r14_term_to_the_other_rank(tmp_path, whole):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "saved"),
+    ("fault", "saved", "options"),
     [
-        pytest.param("term-valid:1:20", "fit0-epoch1-step20-trained", marks=pytest.mark.soak),
-        pytest.param("term-fetch:1:0", "fit0-epoch0-step1"),
-        pytest.param("term-valid:0:40", "fit0-epoch3-step40-trained", marks=pytest.mark.soak),
-        pytest.param("term-valid:-1:20", "fit0-epoch1-step20-trained", marks=pytest.mark.soak),
+        ("term-valid:1:20", "fit0-epoch1-step20-trained", []),
+        *(
+            pytest.param(*case, ["--workers=2"], marks=pytest.mark.soak)
+            for case in (
+                ("term-valid:1:20", "fit0-epoch1-step20-trained"),
+                ("term-fetch:1:0", "fit0-epoch0-step1"),
+                ("term-valid:0:40", "fit0-epoch3-step40-trained"),
+                ("term-valid:-1:20", "fit0-epoch1-step20-trained"),
+            )
+        ),
     ],
 )
-def test_r15_term_in_validation_and_in_the_first_fetch(fault, saved, tmp_path, whole):
-    run = Run(tmp_path, "--workers=2", "--every=1000", fault=fault).finish(143)
+def test_r15_term_in_validation_and_in_the_first_fetch(fault, saved, options, tmp_path, whole):
+    run = Run(tmp_path, *options, "--every=1000", fault=fault).finish(143)
     assert run.saved() == [saved], run
-    assert Run(tmp_path, "--workers=2", "--resume").finish().ends() == whole("--workers=2").ends()
+    assert Run(tmp_path, *options, "--resume").finish().ends() == whole(*options).ends()
 
 
 @pytest.mark.slow
@@ -175,15 +183,8 @@ def test_r17_usr1_saves_and_the_run_goes_on(tmp_path, whole):
     assert run.saved() == ["fit0-epoch1-step18", "fit0-epoch3-step40-done"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "step"),
-    [
-        ("usr1:1:17", 19),
-        pytest.param("term:0:17", 19, marks=pytest.mark.soak),
-        pytest.param("term:1:19", 20, marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("fault", "step"), [("usr1:1:17", 19), ("term:0:17", 19), ("term:1:19", 20)])
 def test_where_flags_are_read_late_it_is_one_step_later_on_all_ranks(fault, step, tmp_path, whole):
     run = Run(tmp_path, "--late", "--every=1000", fault=fault).finish(0 if "usr1" in fault else 143)
     names = [f"fit0-epoch1-step{step}" + ("-trained" if step == 20 else "")]

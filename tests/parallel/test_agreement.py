@@ -578,9 +578,8 @@ STANDSTILLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=pytest.mark.slow if how == "stop" else pytest.mark.soak) for how in STANDSTILLS]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("how", STANDSTILLS)
 def test_a_standstill_is_explained_and_ends_the_run(how):
     state, error = STANDSTILLS[how]
     text = standstill(how, 1)

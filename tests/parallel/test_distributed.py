@@ -8,7 +8,7 @@ from learnerkit import DistributedCallback
 from learnerkit.parallel.loaders import rank_loader
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_under_mp_spawn(tmp_path):
     assert "spawned well" in run_script("spawned.py", tmp_path, way="python")
 

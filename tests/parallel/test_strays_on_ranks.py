@@ -239,7 +239,9 @@ ENDINGS = {
 
 
 @on_ranks
-@pytest.mark.parametrize("how", mostly_slow(ENDINGS))
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=SLOW if how in ("well", "in validation") else SOAK) for how in ENDINGS]
+)
 def test_nothing_of_a_run_is_left_to_the_garbage_collector(how):
     check_nothing_is_left(how)
 

@@ -468,7 +468,7 @@ def test_the_learners_loader_workers_live_on(capsys):
     learn.dls._twins.clear()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_in_a_script_that_has_trained():
     out = run_script("check_distributed.py", "trained", way="python")
     assert "equal" in out.splitlines()
@@ -476,7 +476,7 @@ def test_in_a_script_that_has_trained():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_however_the_parent_ends_its_processes_do(signum, script_env, short_path):
     env = script_env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(short_path)}
     command = [python(), str(SCRIPTS / "check_distributed.py"), "stuck"]

@@ -160,9 +160,8 @@ def test_the_pruned_trials_on_two_processes_are_those_on_one():
     assert loaded.weights().parent.parent.name == str(loaded.best.number)
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param("trial", marks=pytest.mark.slow), pytest.param("search", marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["trial", "search"])
 def test_a_killed_training_goes_on_from_its_checkpoint(how):
     write_config(metric="valid_loss", maxCombo=1, parameters={"lr": {"type": "float", "min": 0.01, "max": 0.02}})
     log = Path("sweeps/c/trials/0/attempt-0/rank-0.log")
