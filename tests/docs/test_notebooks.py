@@ -20,7 +20,7 @@ NOTEBOOKS = {  # with so many pictures and tables
     "08_data": (2, 4),
     "09_batch_and_rate": (1, 2),
 }
-SHORT = ("01_getting_started", "05_resume", "07_looking_inside")  # the others take a minute or two
+SHORT = ("01_getting_started", "02_distributed", "04_writing_callbacks", "05_resume", "07_looking_inside")
 
 
 def read_notebook(name):

@@ -309,12 +309,16 @@ def test_a_missing_node_is_named_and_another_script_refused(launcher, tmp_path):
 def test_a_failure_on_one_node_is_told_on_all_and_all_start_anew(launcher, tmp_path):
     (tmp_path / "train.py").write_text(
         "import os, sys, time\n"
-        "print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], 'local', os.environ['LOCAL_RANK'])\n"
-        "if os.environ['RANK'] == '2':\n"
-        "    if os.environ['TORCHELASTIC_RESTART_COUNT'] < sys.argv[1]:\n"
-        "        raise KeyError('the cause')\n"
-        "elif os.environ['TORCHELASTIC_RESTART_COUNT'] < sys.argv[1]:\n"
-        "    time.sleep(60)\n"
+        "from pathlib import Path\n"
+        "rank, attempt = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print('rank', rank, 'of', os.environ['WORLD_SIZE'], 'local', os.environ['LOCAL_RANK'], flush=True)\n"
+        "there = Path(f'there-{sys.argv[1]}-{attempt}')\n"
+        "if rank == '1':\n"
+        "    there.touch()\n"
+        "if attempt < sys.argv[1]:\n"
+        "    while rank != '2' or not there.exists():\n"
+        "        time.sleep(0.01)\n"
+        "    raise KeyError('the cause')\n"
     )
     for fails, code in ((1, 0), (2, 1)):
         at = ["--max-restarts", 1, "--nnodes", 2, "--master-addr", LOOPBACK, "--master-port", free_port()]
