@@ -59,7 +59,13 @@ def tables(names: list[str], found: dict[str, dict]) -> str:
         has_goals = any(goal for _, _, goal in rows)
         head = ["what", "figure", "goal"] if has_goals else ["what", "figure"]
         lines = [_line(head), _line(["---"] * len(head))]
-        lines += [_line([text.replace("    ", "&emsp;", 1), *rest][: len(head)]) for text, *rest in rows]
+        for text, figure, goal in rows:
+            cells = [
+                text.replace("    ", "&emsp;", 1),
+                figure.replace(" us", "&nbsp;us").replace(" %", "&nbsp;%"),
+                goal,
+            ]
+            lines.append(_line(cells[: len(head)]))
         commands = "\n".join(found[name]["command"] for name in members)
         texts.append("\n".join(lines) + f"\n\n{date}; {where}; {what}:\n\n```{{code-block}} sh\n{commands}\n```\n")
     return "\n" + "\n".join(texts) + "\n" if texts else ""

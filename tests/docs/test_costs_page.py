@@ -50,7 +50,7 @@ def test_a_table_is_made_of_what_was_measured_in_one_place(saved):
     page = "before\n<!-- measured: one two -->\nold\n<!-- end -->\nafter\n"
     made = saved.with_tables(page, {"one": measured("2026-01-01"), "two": measured("2026-01-02")})
     assert "| a step | 1.05 | 1.1 |" in made
-    assert "| &emsp;extra | +2 us |  |" in made
+    assert "| &emsp;extra | +2&nbsp;us |  |" in made
     assert made.count("| what | figure | goal |") == 2
     assert "2026-01-01; 2 cores of X; torch 2:" in made
     assert "old" not in made
