@@ -630,8 +630,8 @@ class Learner(RunState):
             dl: a loader instead, read in its own order.
             with_input: put the inputs first.
             with_loss: put the loss of each sample last; needs a loss that takes `reduction`.
-            with_decoded: add the decoded predictions: argmax for a cross-entropy loss, else `loss_func.decode` (or
-                fastai's `decodes`).
+            with_decoded: add the decoded predictions, by `loss_func.decode` (or fastai's `decodes`), else argmax for a
+                cross-entropy, yes or no for a binary one (likelier than not), and numbers as they are.
             act: a function of the predictions, such as `torch.sigmoid`.
             on: 'all', or 'rank0': the other ranks get `None` for each item.
             cbs: callbacks for this run alone.

@@ -55,14 +55,30 @@ _OF_NUMBERS = (
 )  # fmt: skip
 
 
-def compares_numbers(loss_func: Any) -> bool:
-    """Tell whether the targets are numbers like those predicted, so that a prediction is what it says."""
-    return is_one_of(loss_func, _OF_NUMBERS)
-
-
 def itself(pred: Any) -> Any:
     """Return a prediction as it is, which decodes one of numbers."""
     return pred
+
+
+BINARY_LOGITS = (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits)
+BINARY_SHARES = (nn.BCELoss, F.binary_cross_entropy)
+
+DECODINGS: dict[str, Callable[[Tensor], Tensor]] = {
+    "argmax": partial(torch.argmax, dim=1), "itself": itself,
+    "above 0": partial(torch.gt, other=0), "above 0.5": partial(torch.gt, other=0.5),
+}  # fmt: skip
+"""By name: what makes classes, numbers, or a yes or no for each class, of predictions."""
+
+
+def decoding(loss_func: Any) -> str | None:
+    """Return the name of how predictions for one of torch's losses are decoded, or `None` where that is not known."""
+    if is_cross_entropy(loss_func):
+        return "argmax"
+    if is_one_of(loss_func, _OF_NUMBERS):
+        return "itself"
+    if is_one_of(loss_func, BINARY_LOGITS):
+        return "above 0"
+    return "above 0.5" if is_one_of(loss_func, BINARY_SHARES) else None
 
 
 _N_INSPECTED = 8

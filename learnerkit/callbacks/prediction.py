@@ -10,7 +10,7 @@ from torch import Tensor
 
 from learnerkit.callback import Callback
 from learnerkit.data.batches import Rows, concat, entries, gather_batches, map_batch, on_host, with_rows
-from learnerkit.losses import compares_numbers, is_cross_entropy, itself, loss_option, unwrap_partial
+from learnerkit.losses import DECODINGS, decoding, loss_option, unwrap_partial
 from learnerkit.utils import describe
 
 
@@ -168,7 +168,9 @@ def without_batch(part: Any) -> Any:
 
 
 def labelled(decoded: Any, classes: Any) -> Any:
-    """Return the names of decoded classes, given by number or by a mask over all of them, a number, or `decoded`.
+    """Return the names of decoded classes, given by number, by a mask over all of them, or, of two, by yes or no.
+
+    Where there are no names it is a number, or `decoded` itself.
 
     Args:
         decoded: of one sample.
@@ -180,10 +182,10 @@ def labelled(decoded: Any, classes: Any) -> Any:
         return classes(decoded)
     if classes is None or decoded.is_floating_point():
         return decoded.item() if decoded.numel() == 1 else decoded
-    if decoded.dtype == torch.bool:
-        is_mask = decoded.shape == (len(classes),)
-        return [name for name, is_there in zip(classes, decoded, strict=True) if is_there] if is_mask else decoded
-    return decoded if decoded.ndim else classes[int(decoded)]
+    if decoded.dtype == torch.bool and decoded.shape == (len(classes),):
+        return [name for name, is_there in zip(classes, decoded, strict=True) if is_there]
+    is_one = decoded.numel() == 1 if decoded.dtype == torch.bool and len(classes) == 2 else not decoded.ndim
+    return classes[int(decoded)] if is_one else decoded
 
 
 def averaged(plain: Tensor, augmented: list[Tensor], beta: float | None, use_max: bool) -> Any:
@@ -237,15 +239,13 @@ def decoder(loss_func: Any) -> Callable[[Tensor], Tensor]:
     """Return the function that decodes predictions made for `loss_func`.
 
     Raises:
-        NotDecoded: the loss is no cross-entropy and none of numbers, and has neither `decode` nor fastai's `decodes`.
+        NotDecoded: the loss is none of torch's for classes or numbers, and has neither `decode` nor fastai's `decodes`.
     """
     own = loss_option(loss_func, "decode", loss_option(loss_func, "decodes"))
     if callable(own):
         return own
-    if is_cross_entropy(loss_func):
-        return partial(torch.argmax, dim=1)
-    if compares_numbers(loss_func):
-        return itself
+    if (known := decoding(loss_func)) is not None:
+        return DECODINGS[known]
     raise NotDecoded(
         f"with_decoded=True: it is not known how to decode predictions for {loss_func!r}; give the loss a method "
         "`decode(pred)`, or decode the predictions yourself"

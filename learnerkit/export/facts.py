@@ -1,14 +1,14 @@
 """The record that goes with an exported model: what a learner needs to know to predict with it, as JSON."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from learnerkit.files import CheckpointError
-from learnerkit.losses import compares_numbers, is_cross_entropy, itself, loss_option
+from learnerkit.losses import DECODINGS, decoding, loss_option
 from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
@@ -30,17 +30,10 @@ class NotExported:
     def __init__(self, decoding: str | None) -> None:
         self.decoding = decoding
         if decoding is not None:
-            self.decode = _DECODINGS[decoding]
+            self.decode = DECODINGS[decoding]
 
     def __call__(self, *args: Any) -> Tensor:
         raise ValueError("the learner was loaded without a loss: load_learner(..., loss_func=...) gives it one")
-
-
-def _classes(pred: Tensor) -> Tensor:
-    return pred.argmax(1)
-
-
-_DECODINGS: dict[str, Callable[[Tensor], Tensor]] = {"argmax": _classes, "itself": itself}
 
 
 @dataclass(frozen=True)
@@ -49,8 +42,8 @@ class Facts:
 
     Args:
         model: the name of the model's class, for messages alone.
-        decoding: how predictions are decoded: 'argmax' over dimension 1; 'itself', as numbers stay as they are; or
-            `None`: by nothing that a file can say.
+        decoding: how predictions are decoded, by its name in `losses.DECODINGS`, or `None`: by nothing that a file can
+            say.
         own_loss: the model makes its own loss.
         inputs: the names of the inputs, where batches are mappings.
         classes, n_inp, target_keys, preprocessing: as in `DataLoaders`.
@@ -105,7 +98,7 @@ def _decoding(loss_func: Any, classes: Any) -> str | None:
     own = loss_option(loss_func, "decode", loss_option(loss_func, "decodes"))  # code, which no file here has
     if own is not None:
         return None
-    return "argmax" if is_cross_entropy(loss_func) else "itself" if compares_numbers(loss_func) else None
+    return decoding(loss_func)
 
 
 def _plain(name: Any) -> Any:
@@ -132,7 +125,7 @@ def read_facts(text: str | None, file: Any) -> Facts:
         facts = Facts(**{each.name: found[each.name] for each in fields(Facts)})
         wrong = [name for name, kinds in _TYPES.items() if not isinstance(vars(facts)[name], kinds)]
         names = [*(facts.target_keys or ()), *(facts.inputs or ())]
-        if wrong or facts.decoding not in (None, *_DECODINGS) or not all(isinstance(name, str) for name in names):
+        if wrong or facts.decoding not in (None, *DECODINGS) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{', '.join(wrong) or 'decoding, or a name,'} is of another kind")
     except CheckpointError:
         raise

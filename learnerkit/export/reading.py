@@ -1,11 +1,13 @@
 """`load_learner`: a learner that predicts, from a file that `Learner.export` has written. Nothing is unpickled."""
 
 import json
-from collections.abc import Callable, Iterator
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from learnerkit import tensor_files, world
 from learnerkit.data.loaders import DataLoaders
@@ -31,6 +33,26 @@ class NoData:
         return iter(())
 
 
+class _OfPrepared(DataLoaders):
+    """The loaders of a learner that was loaded without the data that prepare its inputs: they take no raw ones."""
+
+    def test_dl(self, items: Any, bs: int | None = None, **loader_kwargs: Any) -> DataLoader:
+        first = items[0] if isinstance(items, list | tuple) and items else items
+        if self.preprocessing is not None and _is_raw(first):
+            raise ValueError(
+                f"got {reprlib.repr(first)}; this learner was loaded without data=, and takes prepared inputs: raw "
+                "ones need load_learner(..., data=ImageData), or the class with which it was exported"
+            )
+        return super().test_dl(items, bs, **loader_kwargs)
+
+
+def _is_raw(item: Any) -> bool:
+    "Whether an input, or a part of it, is a path, a picture, a text, a table or missing, which is no tensor yet."
+    if isinstance(item, Mapping | tuple | list):
+        return any(map(_is_raw, item.values() if isinstance(item, Mapping) else item))
+    return isinstance(item, str | Path | None) or type(item).__module__.partition(".")[0] in ("PIL", "pandas")
+
+
 def load(
     make: Callable[..., "Learner"], fname: Any, model: Any, dls: DataLoaders | None, data: Any, loss_func: Any,
     device: Any, path: str | Path, model_dir: str | Path,
@@ -49,7 +71,7 @@ def load(
     if not file.is_file():
         found = (p.name for p in file.parent.iterdir() if p.suffix in SUFFIXES) if file.parent.is_dir() else ()
         raise FileNotFoundError(f"there is no file {file}; exported there: {', '.join(sorted(found)) or 'nothing'}")
-    own = DataLoaders(NoData(), NoData(), device=device) if dls is None else dls
+    own = _OfPrepared(NoData(), NoData(), device=device) if dls is None else dls
     if file.suffix == PROGRAM:
         if model is not None:
             raise ValueError(f"{file} is a program that needs no model: leave model= out")

@@ -5,8 +5,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from learnerkit import arguments, world
@@ -14,15 +13,12 @@ from learnerkit.callbacks.prediction import decoder, per_sample
 from learnerkit.data.batches import loader_len, with_rows
 from learnerkit.data.order import first_batch, in_order, keep_seeds
 from learnerkit.data.show import WRONG, Table, label, nth, pyplot, samples_of, show
-from learnerkit.losses import is_one_of, itself
+from learnerkit.losses import itself
 from learnerkit.utils import describe
 
 if TYPE_CHECKING:
     from learnerkit.data.loaders import DataLoaders
     from learnerkit.learner import Learner
-
-_LOGITS = (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits)
-_SHARES = (nn.BCELoss, F.binary_cross_entropy)
 
 
 def decode(loss_func: Any, preds: Any, targets: Any) -> Tensor | None:
@@ -34,8 +30,6 @@ def decode(loss_func: Any, preds: Any, targets: Any) -> Tensor | None:
         pass
     if not isinstance(preds, Tensor):
         return None
-    if is_one_of(loss_func, (*_LOGITS, *_SHARES)):
-        return preds > (0 if is_one_of(loss_func, _LOGITS) else 0.5)
     if not isinstance(targets, Tensor) or targets.is_floating_point():
         return None
     if loss_func is None and targets.ndim > 1 and preds.shape[:-1] == targets.shape:  # the model's own, over tokens

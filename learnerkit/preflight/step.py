@@ -265,7 +265,7 @@ def judge_targets(loss_func: Any, pred: Any, yb: tuple) -> list[Finding]:
     if len(yb) == 1 and isinstance(yb[0], Tensor) and isinstance(pred, Tensor):
         if losses.is_cross_entropy(loss_func):
             found += _judge_classes(loss_func, pred, yb[0])
-        elif losses.is_one_of(loss_func, (nn.BCELoss, F.binary_cross_entropy, *_LOGITS)):
+        elif losses.is_one_of(loss_func, (*losses.BINARY_LOGITS, *losses.BINARY_SHARES)):
             found += _judge_probabilities(loss_func, pred, yb[0])
         elif losses.is_one_of(loss_func, losses.ELEMENTWISE):
             found += _judge_values(loss_func, pred, yb[0])
@@ -307,7 +307,8 @@ def _judge_probabilities(loss_func: Any, pred: Tensor, target: Tensor) -> Iterat
         yield Finding(WRONG, text, "reshape one of them")
     if target.numel() and not (target.min() >= 0 and target.max() <= 1):
         yield Finding(WRONG, f"{about}: {name} takes values from 0 to 1")
-    if not losses.is_one_of(loss_func, _LOGITS) and pred.numel() and not (pred.min() >= 0 and pred.max() <= 1):
+    takes_shares = losses.is_one_of(loss_func, losses.BINARY_SHARES)
+    if takes_shares and pred.numel() and not (pred.min() >= 0 and pred.max() <= 1):
         text = f"{name} takes predictions from 0 to 1 and got {_about(pred)}"
         yield Finding(WRONG, text, "use BCEWithLogitsLoss, or end the model with a sigmoid")
 
@@ -445,8 +446,6 @@ def judge_metrics(learn: "Learner") -> list[Finding]:
 
 
 # Tensors and losses, in words
-
-_LOGITS = (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits)
 
 
 def is_nll(loss_func: Any) -> bool:

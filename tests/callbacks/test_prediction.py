@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from learnerkit import Callback, CancelBatchException, DataLoaders, set_seed, world
+from learnerkit import Callback, CancelBatchException, DataLoaders, load_learner, set_seed, world
 
 
 def classifier(loss=None, **kwargs):
@@ -110,6 +110,32 @@ def test_a_loss_may_bring_its_own_decode():
     learn = classifier(Loss())
     preds, _, decoded = learn.get_preds(with_decoded=True)
     assert torch.equal(decoded, preds > 0)
+
+
+@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss(), F.binary_cross_entropy_with_logits, nn.BCELoss()])
+@pytest.mark.parametrize("classes", [["a", "b", "c"], ["no", "yes"], None])
+def test_binary_losses_say_of_each_class_whether_it_is_likely(loss, classes):
+    n_out = 3 if classes and len(classes) == 3 else 1
+
+    def data(n, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        return TensorDataset(torch.randn(n, 4, generator=g), torch.rand(n, n_out, generator=g).round())
+
+    model = nn.Sequential(make_model(n_out=n_out), nn.Sigmoid() if isinstance(loss, nn.BCELoss) else nn.Identity())
+    learn = make_learner(make_dls(8, 7, 4, data), model, loss)
+    learn.dls.classes = classes
+    preds, _, decoded = learn.get_preds(with_decoded=True)
+    likely = preds > (0.5 if isinstance(loss, nn.BCELoss) else 0)
+    assert torch.equal(decoded, likely)
+    assert likely.any()
+    assert not likely.all()
+    path = learn.export("binary")
+    for each in (learn, load_learner(path, lambda: model)):
+        for item, mask in zip(learn.dls.valid_ds.tensors[0], likely, strict=True):
+            found = each.predict(item)
+            names = [name for name, there in zip(classes or [], mask, strict=False) if there]
+            assert found.label == (names if n_out == 3 else classes[int(mask)] if classes else bool(mask))
+            assert torch.equal(found.decoded.view(-1), mask)
 
 
 class Several(nn.Module):

@@ -56,6 +56,20 @@ def test_a_learner_without_data_or_loss_says_so():
         learn.validate(dl=make_learner().dls.valid)
 
 
+def test_raw_inputs_need_the_data_that_prepares_them():
+    from PIL import Image
+
+    learn = make_learner()
+    learn.dls.preprocessing = {"size": 4}
+    other = load_learner(learn.export("prepared"), make_model)
+    for raw in ("a text", Path("cat.png"), Image.new("L", (2, 2)), {"age": 31, "sex": None}):
+        for call in (lambda raw=raw: other.predict(raw), lambda raw=raw: other.dls.test_dl([raw])):
+            with pytest.raises(ValueError, match=r"loaded without data=, .*data=ImageData"):
+                call()
+    item = torch.ones(4)
+    assert torch.equal(other.predict(item).pred, learn.predict(item).pred)
+
+
 HEADERS = {
     "no record": (lambda facts: None, r"no record of learn\.export"),
     "no JSON": (lambda facts: "{", "is damaged"),
