@@ -168,12 +168,10 @@ def without_batch(part: Any) -> Any:
 
 
 def labelled(decoded: Any, classes: Any) -> Any:
-    """Return the names of decoded classes, given by number, by a mask over all of them, or, of two, by yes or no.
-
-    Where there are no names it is a number, or `decoded` itself.
+    """Return the name or names of what was decoded; where there are none a Python number, or `decoded` itself.
 
     Args:
-        decoded: of one sample.
+        decoded: of one sample: the number of a class, a mask over all of them, or yes or no where there are two.
         classes: the names, or a function of `decoded` that returns one, or `None`.
     """
     if not isinstance(decoded, Tensor):
@@ -182,10 +180,11 @@ def labelled(decoded: Any, classes: Any) -> Any:
         return classes(decoded)
     if classes is None or decoded.is_floating_point():
         return decoded.item() if decoded.numel() == 1 else decoded
-    if decoded.dtype == torch.bool and decoded.shape == (len(classes),):
-        return [name for name, is_there in zip(classes, decoded, strict=True) if is_there]
-    is_one = decoded.numel() == 1 if decoded.dtype == torch.bool and len(classes) == 2 else not decoded.ndim
-    return classes[int(decoded)] if is_one else decoded
+    if decoded.dtype == torch.bool:
+        if decoded.shape == (len(classes),):
+            return [name for name, is_there in zip(classes, decoded, strict=True) if is_there]
+        return classes[int(decoded)] if decoded.numel() == 1 and len(classes) == 2 else decoded
+    return decoded if decoded.ndim else classes[int(decoded)]
 
 
 def averaged(plain: Tensor, augmented: list[Tensor], beta: float | None, use_max: bool) -> Any:

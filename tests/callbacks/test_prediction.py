@@ -138,6 +138,14 @@ def test_binary_losses_say_of_each_class_whether_it_is_likely(loss, classes):
             assert torch.equal(found.decoded.view(-1), mask)
 
 
+def test_one_yes_or_no_is_no_name_of_three():
+    learn = make_learner(model=nn.Sequential(make_model(n_out=1), nn.Flatten(0)), loss_func=nn.BCEWithLogitsLoss())
+    learn.dls.classes = ["a", "b", "c"]
+    found = learn.predict(make_data().tensors[0][0])
+    assert found.label is found.decoded
+    assert found.decoded.dtype == torch.bool
+
+
 class Several(nn.Module):
     """Predictions as a nested structure, one of them of a length that changes from batch to batch."""
 
