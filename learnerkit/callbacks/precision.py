@@ -24,18 +24,27 @@ if TYPE_CHECKING:
 MODES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+def predictions_in_float32(learn: "Learner") -> None:
+    """Make `learn.pred` float32; not in training where it is a part of what a model with its own loss returns."""
+    is_part = learn.output is not None and learn.output is not learn.pred
+    if not (is_part and learn.loss_func is None and learn.training):
+        learn.pred = map_batch(in_float32, learn.pred)
+    if not is_part:
+        learn.output = learn.pred  # so that no copy in half precision lives through the backward pass
+
+
 class MixedPrecision(Callback):
     """Computes predictions in half precision where that is safe; weights, losses and metrics stay in float32.
 
     The forward pass and the loss run under `torch.autocast`, in training, validation and prediction; `learn.pred` is
-    float32 from `after_pred` on. Of a model that returns `logits` with its own loss it stays in half precision in
-    training: a float32 copy of a language model's takes gigabytes. Metrics get float32. With 'fp16' the loss is scaled
-    in `before_backward`, so that small gradients do not vanish (Micikevicius et al., https://arxiv.org/abs/1710.03740).
-    Gradients are unscaled before the step; if they overflow, the step is skipped by `CancelStepException` and the scale
-    is halved. So a callback that adds to `loss_grad` must do so in `after_loss`, and one that uses gradients in
-    `before_step` with an order above 10. All ranks of a distributed run skip the same steps, because their gradients
-    are equal. A learner keeps the scale from one fit to the next, also with another MixedPrecision; `Learner.save` and
-    `Learner.load` keep it with the optimizer's state.
+    float32 from `after_pred` on. If a model returns `logits` with a loss of its own, these stay in half precision in
+    training, because a float32 copy of a language model's takes gigabytes; metrics get float32. With 'fp16' the loss is
+    scaled in `before_backward`, so that small gradients do not vanish (Micikevicius et al.,
+    https://arxiv.org/abs/1710.03740). Gradients are unscaled before the step; if they overflow, the step is skipped by
+    `CancelStepException` and the scale is halved. So a callback that adds to `loss_grad` must do so in `after_loss`,
+    and one that uses gradients in `before_step` with an order above 10. All ranks of a distributed run skip the same
+    steps, because their gradients are equal. A learner keeps the scale from one fit to the next, also with another
+    MixedPrecision; `Learner.save` and `Learner.load` keep it with the optimizer's state.
 
     Args:
         mode: 'fp16', or 'bf16', which needs no scaling.
@@ -97,12 +106,7 @@ class MixedPrecision(Callback):
         self._open[-1].enter_context(torch.autocast(self.learn.dls.device.type, MODES[self.mode]))
 
     def after_pred(self) -> None:
-        learn = self.learn
-        is_part = learn.output is not None and learn.output is not learn.pred
-        if not is_part or learn.loss_func is not None or not learn.training:
-            learn.pred = map_batch(in_float32, learn.pred)
-        if not is_part:
-            learn.output = learn.pred  # lest a copy in half precision is kept during the backward pass
+        predictions_in_float32(self.learn)
 
     def after_loss(self) -> None:
         self._leave_autocast()

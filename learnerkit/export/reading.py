@@ -34,7 +34,7 @@ class NoData:
 
 
 class _OfPrepared(DataLoaders):
-    """The loaders of a learner that was loaded without the data that prepare its inputs: they take no raw ones."""
+    """Loaders without batches; they refuse raw inputs if the learner was exported with what prepares them."""
 
     def test_dl(self, items: Any, bs: int | None = None, **loader_kwargs: Any) -> DataLoader:
         first = items[0] if isinstance(items, list | tuple) and items else items

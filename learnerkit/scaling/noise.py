@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from learnerkit import arguments, world
 from learnerkit.callback import Callback
 from learnerkit.callbacks.accumulation import GradientAccumulation
-from learnerkit.callbacks.precision import MixedPrecision
+from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
 from learnerkit.data.batches import in_float32, likely_sizes, map_batch
 from learnerkit.events import CancelException
 from learnerkit.gradient_mean import host_count
@@ -318,7 +318,7 @@ class GradientNoiseScale(Callback):
                 raise ValueError(f"GradientNoiseScale cannot cut a batch whose parts are not {whole} rows each")
             learn._forward()
             if torch.is_autocast_enabled(learn.dls.device.type):
-                learn.pred = map_batch(in_float32, learn.pred)  # as MixedPrecision does
+                predictions_in_float32(learn)
             learn._loss()
             weighting = copy.copy(learn._loss_weighting)  # which may learn by what it counts
             count = host_count(weighting.count(learn.yb, size, learn.pred, learn.loss, learn.xb))
