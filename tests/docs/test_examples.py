@@ -159,13 +159,13 @@ def test_train_autoencoder_goes_on_by_itself_with_what_two_processes_have_left(t
 
 @pytest.mark.slow
 def test_fashion_challenge_prints_each_seed_and_the_mean():
-    data = ["--data", "sample", "--images", 64, "--width", 1]
-    options = [*data, "--epochs", 1, "--seeds", 2, "--first", 3, "--bs", 16]
+    data = ["--data", "sample", "--images", 512, "--width", 1]
+    options = [*data, "--epochs", 1, "--seeds", 2, "--first", 3, "--bs", 8]
     head, *lines = run_script(EXAMPLES / "fashion_challenge.py", *options).splitlines()
     assert head.split()[:3] == ["epochs", "seed", "accuracy"]
     cells = [line.split() for line in lines]
     assert [row[:2] for row in cells] == [["1", seed] for seed in ("3", "4", "mean")]
-    assert all(0 < float(x) < 1 for row in cells[:2] for x in row[2:4])
+    assert all(0.25 < float(x) < 1 for row in cells[:2] for x in row[2:4])
 
 
 @pytest.mark.slow

@@ -830,9 +830,7 @@ kept = [before - torch.cuda.mem_get_info(i)[0] for i, before in zip(devices, fre
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    "command", [["-i", "-q"], pytest.param(["-m", "IPython", "--simple-prompt", "--no-banner"], marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("command", [["-i", "-q"], ["-m", "IPython", "--simple-prompt", "--no-banner"]])
 def test_from_a_prompt(command, tmp_path):
     "Lines are typed at a real terminal; rank 0 shows its table and bar in it."
     (tmp_path / "cells.py").write_text(PROMPT)
