@@ -311,7 +311,7 @@ def test_a_failure_on_one_node_is_told_on_all_and_all_start_anew(launcher, tmp_p
         "import os, sys, time\n"
         "from pathlib import Path\n"
         "rank, attempt = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']\n"
-        "print('rank', rank, 'of', os.environ['WORLD_SIZE'], 'local', os.environ['LOCAL_RANK'])\n"
+        "print('rank', rank, 'of', os.environ['WORLD_SIZE'], 'local', os.environ['LOCAL_RANK'], flush=True)\n"
         "there = Path(f'there-{sys.argv[1]}-{attempt}')\n"
         "if rank == '1':\n"
         "    there.touch()\n"
