@@ -4,7 +4,8 @@ Public names are resolved on first use (PEP 562), so that `python -m learnerkit.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NoReturn
 
 __version__ = "0.1.0"
 
@@ -160,14 +161,41 @@ _MODULES = ("datasets", "sweep", "world")
 __all__ = sorted([*_home_of, *_MODULES])
 
 
+_ELSEWHERE = {  # names of other libraries, and what serves the same purpose here
+    "Trainer": "Learner", "LightningModule": "Learner", "LightningDataModule": "DataLoaders", "Accelerator": "Learner",
+    "cnn_learner": "vision_learner", "text_classifier_learner": "TextClassifier", "DataBlock": "DataLoaders",
+    "ImageDataLoaders": "ImageData", "TextDataLoaders": "TextData", "TabularDataLoaders": "TabularData",
+    "TabularPandas": "TabularData", "AvgMetric": "Metric", "ModelCheckpoint": "CheckpointCallback",
+    "EarlyStopping": "EarlyStoppingCallback", "LearningRateFinder": "Learner.lr_find", "seed_everything": "set_seed",
+    "rank_zero_only": "on_rank0", "GradientAccumulationScheduler": "GradientAccumulation",
+    "StochasticWeightAveraging": "SWA", "Interpretation": "ClassificationInterpretation",
+    "skm_to_fastai": "AccumMetric",
+}  # fmt: skip
+
+
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return import_module(f"learnerkit.{name}")
     if name not in _home_of:
-        raise AttributeError(f"module 'learnerkit' has no attribute {name!r}")
+        _refuse(name)
     found = getattr(import_module(f"learnerkit.{_home_of[name]}"), name)
     globals()[name] = found  # the next look-up does not come here
     return found
+
+
+def _refuse(name: str) -> NoReturn:
+    "Raise the error for a name that is not here; it says which one may have been meant."
+    from inspect import currentframe
+
+    from learnerkit.text import did_you_mean
+
+    near = "" if name.startswith("_") else did_you_mean(name, __all__)
+    near = f"; here it is {_ELSEWHERE[name]}" if name in _ELSEWHERE else near
+    asked = currentframe().f_back.f_back.f_globals["__name__"]  # type: ignore[union-attr]  # there is always a caller
+    if near and asked == "importlib._bootstrap" and find_spec(f"learnerkit.{name}") is None:
+        # `from learnerkit import name`, where Python would replace an AttributeError by a text of its own.
+        raise ImportError(f"cannot import name {name!r} from 'learnerkit'{near}", name=name)
+    raise AttributeError(f"module 'learnerkit' has no attribute {name!r}{near}")
 
 
 def __dir__() -> list[str]:

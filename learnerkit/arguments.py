@@ -1,6 +1,7 @@
 """Checks of arguments and data: errors that say what was given, what is allowed and what to do."""
 
 import re
+import reprlib
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from learnerkit.callback import Callback, check_hooks
@@ -19,7 +20,7 @@ from learnerkit.losses import unwrap_partial
 from learnerkit.snapshot import restorer
 from learnerkit.text import killed_by
 from learnerkit.torch_internals import BatchNorm, workers_of
-from learnerkit.utils import add_note_once, library_of
+from learnerkit.utils import add_note_once, describe, library_of
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 def check_count(name: str, value: Any, what: str = "a whole number", least: int = 1) -> None:
     """Refuse a value that is not a whole number of at least `least`; `what` describes it."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"got {name}={value!r}; it is {what}, {least} or more")
+        given = describe(value) if isinstance(value, Tensor) else reprlib.repr(value)
+        raise ValueError(f"got {name}={given}; it is {what}, {least} or more")
 
 
 def check_positive(name: str, value: Any) -> None:
@@ -79,6 +81,12 @@ def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any) -> None:
         raise TypeError(f"model is {model!r}; pass an nn.Module{hint}")
     if loss_func is not None and (not callable(loss_func) or isinstance(loss_func, type)):
         raise TypeError(f"loss_func is {loss_func!r}; pass a function or a module, such as nn.CrossEntropyLoss()")
+    if isinstance(opt_func, Optimizer):
+        name = type(opt_func).__name__
+        raise TypeError(
+            f"opt_func is an optimizer that is made already; pass what makes it: opt_func={name}, or "
+            f"opt_func=partial({name}, lr=...) with its options"
+        )
     if not callable(opt_func):
         raise TypeError(f"opt_func is {opt_func!r}; pass an optimizer class, or a function of (param_groups, lr)")
     if library_of(unwrap_partial(opt_func)) == "fastai":  # those of other libraries are torch optimizers

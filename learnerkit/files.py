@@ -66,10 +66,29 @@ def plain_name(name: str, directory: str = "the model directory") -> str:
     bad = not name or name in (".", "..") or name.startswith("-") or len(name) > 200
     if bad or any(c in "/\\" or ord(c) < 32 or ord(c) == 127 for c in name):
         raise ValueError(
-            f"got the file name {name[:80]!r}; a str is a plain name inside {directory} "
-            "(no separators, no control characters, no leading '-'); for another place pass a pathlib.Path"
+            f"got the file name {name[:80]!r}; a plain name inside {directory} has no separators, no control "
+            "characters and no leading '-'; for another place give a path"
         )
     return name
+
+
+def name_or_path(name: str | Path, directory: str = "the model directory") -> str | Path:
+    """Return a plain name inside a directory (so called in the error) as it is, and a path as a `Path`.
+
+    A str with a separator is a path. One with `..` is refused: it may have been put together of names from elsewhere.
+
+    Raises:
+        ValueError: neither, or a str with `..` in it.
+    """
+    if isinstance(name, Path) or not {"/", os.sep} & set(name):
+        return name if isinstance(name, Path) else plain_name(name, directory)
+    path = Path(name).expanduser()
+    if ".." in path.parts or not name.isprintable():
+        raise ValueError(
+            f"got the path {name[:80]!r}; one that is given as a str has no '..' and no control characters, so that no "
+            "part of it leads elsewhere; pass a pathlib.Path if it is meant"
+        )
+    return path
 
 
 def path_or_file(file: Any) -> Path | BinaryIO:
@@ -80,7 +99,7 @@ def path_or_file(file: Any) -> Path | BinaryIO:
     """
     if isinstance(file, Path) or hasattr(file, "write") or hasattr(file, "read"):
         return file
-    raise TypeError(f"got file={file!r}; it is a name, a pathlib.Path, or a file open in binary mode")
+    raise TypeError(f"got file={file!r}; it is a name, a path, or a file open in binary mode")
 
 
 def save_whole(obj: Any, file: Path | BinaryIO) -> None:
@@ -201,7 +220,7 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
     name = str(file) if isinstance(file, Path) else getattr(file, "name", None) or f"the {type(file).__name__}"
     if isinstance(file, Path) and not file.is_file():
         found = (p for p in file.parent.iterdir() if p.suffix in (".pth", SAFETENSORS)) if file.parent.is_dir() else ()
-        there = sorted(p.name.removesuffix(".pth") for p in found)
+        there = sorted(p.name for p in found)
         raise FileNotFoundError(f"there is no file {file}; saved there: {', '.join(there) or 'nothing'}")
     if not isinstance(file, Path) and getattr(file, "seekable", bool)() and _is_at_end(file):
         raise ValueError(f"{name} stands at its end, and an open file is read from where it stands: call file.seek(0)")

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from inspect import signature
 from itertools import count, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from learnerkit.events import (
     Event,
     FitDone,
 )
-from learnerkit.files import CheckpointError, File, Saved, fitted, plain_name, save_whole
+from learnerkit.files import CheckpointError, File, Saved, fitted, name_or_path, save_whole
 from learnerkit.losses import LossWeight, accept_no_loss, loss_name, no_loss, own_loss, take_loss
 from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import Workers, distrib_ctx
@@ -50,10 +50,12 @@ from learnerkit.preflight.step import check
 from learnerkit.snapshot import give_shapes, restorer, unchanged
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
 from learnerkit.utils import (
+    check_keywords,
     count_parameters,
     listify,
     own_loss_arguments,
     spanned_devices,
+    suggests_keywords,
     training_modes,
     unwrap,
     warn,
@@ -82,11 +84,15 @@ def scaling_rate() -> Any:
     return rate
 
 
-def on_workers(method: Callable) -> Callable:
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def on_workers(method: Callable[Concatenate["Learner", _P], _R]) -> Callable[Concatenate["Learner", _P], _R]:
     """Have a method of the learner carried out by the notebook workers, if there are any."""
 
     @functools.wraps(method)
-    def run(learn: "Learner", *args: Any, **kwargs: Any) -> Any:
+    def run(learn: "Learner", *args: _P.args, **kwargs: _P.kwargs) -> _R:
         __tracebackhide__ = True
         if learn._workers is None:
             return method(learn, *args, **kwargs)
@@ -132,6 +138,7 @@ class Learner(RunState):
     logger: Callable[[list], None]  # gets each row of the table
     recorder: Recorder  # where it has one; so has every other callback its name
 
+    @suggests_keywords
     def __init__(
         self,
         dls: DataLoaders,
@@ -319,6 +326,7 @@ class Learner(RunState):
     # Runs
 
     @on_workers
+    @suggests_keywords
     def fit(
         self,
         n_epoch: int | None = None,
@@ -368,6 +376,7 @@ class Learner(RunState):
                 self._level("fit", self._fit, CancelFitException)
         self._fits += 1
 
+    @suggests_keywords
     def fit_one_cycle(
         self,
         n_epoch: int | None = None,
@@ -409,6 +418,7 @@ class Learner(RunState):
         momentum = combined_cos(pct_start, *arguments.three("moms", self.moms if moms is None else moms))
         return lambda peak: combined_cos(pct_start, peak / div, peak, peak / div_final), momentum
 
+    @suggests_keywords
     def fit_flat_cos(
         self,
         n_epoch: int | None = None,
@@ -435,6 +445,7 @@ class Learner(RunState):
         run = {"wd": wd, "cbs": cbs, "reset_opt": reset_opt, "start_epoch": start_epoch, "n_steps": n_steps}
         self._fit_scheduled(lambda rate: combined_cos(pct_start, rate, rate, rate / div_final), n_epoch, lr, **run)
 
+    @suggests_keywords
     def fit_sgdr(
         self,
         n_cycles: int,
@@ -521,8 +532,9 @@ class Learner(RunState):
         high = base_lr / 2
         head = dict(n_epoch=freeze_epochs, lr_max=slice(base_lr), pct_start=0.99, **kwargs)
         whole = dict(n_epoch=epochs, lr_max=slice(high / lr_mult, high), pct_start=pct_start, div=div, **kwargs)
+        takes = signature(self.fine_tune).parameters | signature(self.fit_one_cycle).parameters.keys()
+        check_keywords("Learner.fine_tune", kwargs, sorted(takes - {"kwargs", "n_epoch", "lr_max"}))
         for part in (head, whole):
-            signature(self.fit_one_cycle).bind(**part)
             arguments.check_fit(self, part["n_epoch"], part.get("start_epoch", 0), part.get("n_steps"))
             optim.rates(part["lr_max"], 2)
             self._one_cycle(**{name: part[name] for name in ("div", "div_final", "pct_start", "moms") if name in part})
@@ -533,6 +545,7 @@ class Learner(RunState):
         self.fit_one_cycle(**whole)
 
     @on_workers
+    @suggests_keywords
     def lr_find(
         self,
         start_lr: float = 1e-7,
@@ -592,6 +605,7 @@ class Learner(RunState):
         return None
 
     @on_workers
+    @suggests_keywords
     def validate(self, ds_idx: int = 1, dl: Iterable | None = None, cbs: Callbacks = None) -> list[float]:
         """The loss and each metric on a loader: `[valid_loss, *metrics]`; NaN for a loss that the model does not make.
 
@@ -609,6 +623,7 @@ class Learner(RunState):
         return meter.values
 
     @on_workers
+    @suggests_keywords
     def get_preds(
         self,
         ds_idx: int = 1,
@@ -648,6 +663,7 @@ class Learner(RunState):
             self._evaluate(dl, nested)
         return gather.items
 
+    @suggests_keywords
     def predict(self, item: Any, act: Callable[[Tensor], Tensor] | None = None) -> Prediction:
         """The prediction for one input: `label, decoded, pred = learn.predict(x)`.
 
@@ -691,6 +707,7 @@ class Learner(RunState):
                 self._dispatch.changed()
 
     @on_workers
+    @suggests_keywords
     def tta(
         self,
         ds_idx: int = 1,
@@ -1098,6 +1115,7 @@ class Learner(RunState):
 
         return summary(self)
 
+    @suggests_keywords
     def show_results(self, n: int = 9, ds_idx: int = 1) -> Any:
         """Predict some samples, and show them with their targets and predictions.
 
@@ -1132,8 +1150,8 @@ class Learner(RunState):
         other tools read, with the weights alone.
 
         Args:
-            file: a name inside path/model_dir ('.pth' is added unless it ends in '.safetensors'); a `pathlib.Path`,
-                taken as it is; or a file that is open for writing in binary mode.
+            file: a name inside path/model_dir ('.pth' is added unless it ends in '.safetensors'); a path, taken as it
+                is: a `pathlib.Path`, or a str with a separator; or a file that is open for writing in binary mode.
             with_opt: save {'model': ..., 'opt': ...} rather than the weights alone, and 'scaler' after a fit in fp16.
 
         Returns:
@@ -1170,7 +1188,7 @@ class Learner(RunState):
         `strict`.
 
         Args:
-            file: as in `save`, or the `pathlib.Path` of a checkpoint; an open file is read from where it stands.
+            file: as in `save`, or the path of a checkpoint; an open file is read from where it stands.
             with_opt: also load the optimizer's state, and that of the gradient scaler; warns if the file has none.
             strict: whether the file must have exactly the model's keys.
             device: where to read the file to; by default the host.
@@ -1216,7 +1234,8 @@ class Learner(RunState):
         does.
 
         Args:
-            fname: a name inside path/model_dir, or a `pathlib.Path`, taken as it is.
+            fname: a name inside path/model_dir, or a path (a `pathlib.Path`, or a str with a separator), taken as it
+                is.
 
         Returns:
             The path.
@@ -1255,9 +1274,9 @@ class Learner(RunState):
                     cb.take_scale()
 
     def _file(self, file: File) -> Path | BinaryIO:
-        if not isinstance(file, str):
-            return files.path_or_file(file)
-        name = plain_name(file)
+        name = name_or_path(file) if isinstance(file, str) else files.path_or_file(file)
+        if not isinstance(name, str):
+            return name
         if not name.endswith(files.SAFETENSORS):
             name = f"{name.removesuffix('.pth')}.pth"
         return self.path / self.model_dir / name
@@ -1314,6 +1333,7 @@ class Learner(RunState):
         return check_distributed(self, n, **kwargs)
 
 
+@suggests_keywords
 def load_learner(
     fname: str | Path,
     model: nn.Module | Callable[[], nn.Module] | None = None,
@@ -1332,7 +1352,7 @@ def load_learner(
     torch's reader is not made for hostile files: load programs of people whom you trust.
 
     Args:
-        fname: a name inside path/model_dir, or a `pathlib.Path`; without an end '.safetensors' is meant.
+        fname: a name inside path/model_dir, or a path; without an end '.safetensors' is meant.
         model: for weights, the module, or the function or class that makes it; a program needs none.
         dls: the loaders, if it shall train or validate.
         data: the class that made its inputs, such as `TabularData`, `TextData` or `ImageData`: with what the file has

@@ -31,9 +31,29 @@ def escaped_line(text: str) -> str:
     return escaped(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
+_SYNONYMS = (  # words of this library, and those of other libraries for the same
+    ("n_epoch", "epochs", "epoch", "n_epochs", "num_epochs", "nb_epoch", "max_epochs", "num_train_epochs"),
+    ("n_steps", "steps", "max_steps", "total_steps"),
+    ("lr_max", "lr", "learning_rate", "max_lr", "base_lr"),
+    ("wd", "weight_decay"),
+    ("cbs", "cb", "callback", "callbacks"),
+    ("metrics", "metric", "compute_metrics"),
+    ("opt_func", "optimizer", "optimizers", "optim", "opt"),
+    ("loss_func", "loss", "loss_fn", "criterion"),
+    ("dls", "data", "dataloaders", "datamodule", "loaders"),
+    ("train_ds", "train_dataset", "train_data"),
+    ("valid_ds", "val_ds", "val_dataset", "valid_dataset", "eval_dataset", "validation_data"),
+    ("bs", "tokens", "batch_size", "train_batch_size"),
+    ("valid_bs", "val_bs", "val_batch_size", "eval_batch_size"),
+    ("num_workers", "workers", "n_workers", "nb_workers", "dataloader_num_workers"),
+)
+
+
 def did_you_mean(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return `; did you mean 'x'?` for the nearest allowed name, or an empty string."""
-    near = difflib.get_close_matches(name, list(map(str, allowed)), n=1, cutoff=cutoff)
+    """Return `; did you mean 'x'?` for the allowed name of the same meaning, or the nearest; or an empty string."""
+    names = list(map(str, allowed))
+    same = [word for words in _SYNONYMS if name in words for word in words if word in names]
+    near = same or difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

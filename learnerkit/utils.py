@@ -2,16 +2,17 @@
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from inspect import signature
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from learnerkit.text import did_you_mean
 from learnerkit.torch_internals import caller, without_compiler
 
 
@@ -33,6 +34,33 @@ def unbound(function: Any) -> tuple[Any, dict[str, Any]]:
         keywords = function.keywords | keywords
         function = function.func
     return function, keywords
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def suggests_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have a function name the keyword that was meant where it gets one that it does not take."""
+    takes = list(signature(function).parameters)
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        __tracebackhide__ = True
+        check_keywords(function.__qualname__, kwargs, takes)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def check_keywords(who: str, given: Iterable[str], takes: Sequence[str]) -> None:
+    """Refuse keywords that `who` does not take, in Python's words and with the nearest of those that it takes."""
+    for name in given:
+        if name not in takes:
+            raise TypeError(
+                f"{who}() got an unexpected keyword argument {name!r}"
+                + (did_you_mean(name, takes) or f"; it takes {', '.join(t for t in takes if t != 'self')}")
+            )
 
 
 def add_note_once(error: BaseException, note: str) -> None:

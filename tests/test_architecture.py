@@ -320,8 +320,31 @@ def test_every_public_name_is_there_and_listed():
         assert getattr(learnerkit, name) is not None
     for cancel in (name for name in vars(sys.modules["learnerkit.events"]) if name.startswith("Cancel")):
         assert cancel in learnerkit.__all__ or cancel == "CancelException"
-    with pytest.raises(AttributeError, match="module 'learnerkit' has no attribute 'Lerner'"):
+    with pytest.raises(AttributeError, match="module 'learnerkit' has no attribute 'Lerner'; did you mean 'Learner'"):
         learnerkit.Lerner  # noqa: B018
+
+
+NAMES = {"Trainer": "here it is Learner", "Leaner": "did you mean 'Learner'", "Accuracy": "did you mean 'accuracy'"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_another_library_or_a_misspelled_one_is_told(name):
+    with pytest.raises(ImportError, match=f"cannot import name '{name}' from 'learnerkit'; {NAMES[name]}"):
+        __import__("learnerkit", fromlist=[name])
+    assert not hasattr(learnerkit, name)
+
+
+def test_names_of_other_libraries_lead_to_names_that_are_here():
+    assert {name.partition(".")[0] for name in learnerkit._ELSEWHERE.values()} <= set(learnerkit.__all__)
+    assert not learnerkit._ELSEWHERE.keys() & set(learnerkit.__all__)
+
+
+def test_an_unknown_name_and_a_module_are_imported_as_python_does():
+    with pytest.raises(ImportError, match="cannot import name 'xyz' from 'learnerkit'"):
+        from learnerkit import xyz  # noqa: F401
+    from learnerkit import callbacks  # whose name resembles a public one
+
+    assert callbacks.__name__ == "learnerkit.callbacks"
 
 
 def test_type_checkers_see_the_same_names():

@@ -1,15 +1,18 @@
 """Checks at the rim, one by one; `test_learner.py` has them as a user meets them."""
 
 import re
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import make_data, make_dls, make_learner, make_model
+from torch import nn
+from torch.optim import SGD
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from learnerkit import Callback, DataLoaders, Learner, arguments
+from learnerkit import Callback, DataLoaders, Learner, arguments, load_learner
 
 
 def test_broadcasting_is_refused_in_validation_too():
@@ -53,7 +56,7 @@ def test_every_message_names_what_was_got():
         (lambda: make_learner(cbs=7), "7"),
         (lambda: make_learner().fit("two"), "'two'"),
         (lambda: make_learner().fit(1, start_epoch=-3), "-3"),
-        (lambda: make_learner().save("a/b"), "'a/b'"),
+        (lambda: make_learner().save("a/../b"), "'a/../b'"),
         (lambda: make_learner().get_preds(on="rank1"), "'rank1'"),
         (lambda: make_learner(loss_weight="mean"), "'mean'"),
         (lambda: Callback(befor_fit=print), "'befor_fit'"),
@@ -63,6 +66,85 @@ def test_every_message_names_what_was_got():
             bad()
         assert got in str(e.value)
         assert len(str(e.value)) > 30
+
+
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        (lambda learn: learn.fit(epochs=3), "n_epoch"),
+        (lambda learn: learn.fit(1, callbacks=[]), "cbs"),
+        (lambda learn: learn.fit(1, learning_rate=0.1), "lr"),
+        (lambda learn: learn.fit_one_cycle(1, lr=0.1), "lr_max"),
+        (lambda learn: learn.fit_flat_cos(max_epochs=1), "n_epoch"),
+        (lambda learn: learn.fine_tune(1, lr=0.1), "base_lr"),
+        (lambda learn: learn.fine_tune(1, callbacks=[]), "cbs"),
+        (lambda learn: learn.lr_find(num_its=3), "num_it"),
+        (lambda learn: learn.validate(cb=[]), "cbs"),
+        (lambda learn: learn.get_preds(with_inputs=True), "with_input"),
+        (lambda learn: Learner(learn.dls, learn.model, metric=[]), "metrics"),
+        (lambda learn: Learner(learn.dls, learn.model, optimizer=SGD), "opt_func"),
+        (lambda learn: Learner(learn.dls, learn.model, criterion=nn.MSELoss()), "loss_func"),
+        (lambda learn: Learner(data=learn.dls, model=learn.model), "dls"),
+        (lambda learn: DataLoaders(learn.dls.train, target_key="y"), "target_keys"),
+        (lambda learn: DataLoaders.from_datasets(make_data(), workers=2), "num_workers"),
+        (lambda learn: DataLoaders.from_datasets(make_data(), collate=None), "collate_fn"),
+        (lambda learn: load_learner("x", models=1), "model"),
+    ],
+)
+def test_a_keyword_of_another_library_or_a_misspelled_one_is_told(call, meant):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument .*; did you mean {meant!r}"):
+        call(make_learner())
+
+
+def test_a_keyword_that_nothing_resembles_gets_the_list_of_those_that_are_there():
+    with pytest.raises(TypeError, match=r"Learner.fit\(\) got .* 'xyz'; it takes n_epoch, lr, wd, cbs, reset_opt"):
+        make_learner().fit(1, xyz=1)
+
+
+def test_keywords_are_checked_before_anything_happens_and_signatures_stay():
+    learn = make_learner()
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        learn.fine_tune(1, epoch=2)
+    assert all(p.requires_grad for p in learn.model.parameters())
+    assert list(signature(Learner.fit).parameters)[:3] == ["self", "n_epoch", "lr"]
+    assert "opt_func" in signature(Learner).parameters
+
+
+def test_what_is_no_dataset_is_told():
+    x = torch.randn(8, 3)
+    for inputs, targets in ((x, x[:, 0]), (x.numpy(), x.numpy()), (x, x)):
+        with pytest.raises(TypeError, match=r"as the validation set; .* from_datasets\(TensorDataset\(X, y\)\)"):
+            DataLoaders.from_datasets(inputs, targets)
+    with pytest.raises(ValueError, match="the training set is empty: it has 0 samples"):
+        DataLoaders.from_datasets(make_data(0))
+    for bs in ("64", 0, 2.5):
+        with pytest.raises(
+            ValueError, match=rf"got bs={bs!r} \({type(bs).__name__}\); it is a whole number of samples"
+        ):
+            DataLoaders.from_datasets(make_data(), bs=bs)
+    assert len(DataLoaders.from_datasets(x).train) == 1  # inputs without targets
+
+
+def test_new_inputs_are_no_number_of_a_loader():
+    learn = make_learner()
+    for given in (torch.randn(8, 3), learn.dls.valid, "valid"):
+        with pytest.raises(
+            TypeError, match=r"as the number of a loader, which is 0 \(training\).* new inputs as dl=dls.test_dl"
+        ):
+            learn.get_preds(given)
+
+
+def test_long_values_are_cut_in_messages():
+    with pytest.raises(ValueError, match=r"got n_epoch=float32 tensor of shape \(256, 4\); it is a whole number"):
+        make_learner().fit(torch.randn(256, 4), torch.randn(256))
+    with pytest.raises(ValueError) as e:
+        make_learner().fit("x" * 10_000)
+    assert len(str(e.value)) < 200
+    model = make_model()
+    with pytest.raises(
+        TypeError, match=r"^opt_func is an optimizer that is made already; .* opt_func=partial\(SGD, lr"
+    ):
+        Learner(make_dls(), model, opt_func=SGD(model.parameters(), lr=0.1))
 
 
 def test_a_validation_iterator_that_is_exhausted():

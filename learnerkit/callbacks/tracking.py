@@ -18,7 +18,7 @@ from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.callbacks.schedule import check_nobody_schedules
 from learnerkit.callbacks.training import StepBudget, StepCounter
 from learnerkit.events import CancelException, CancelFitException
-from learnerkit.files import plain_name
+from learnerkit.files import name_or_path
 from learnerkit.host_scalars import HostScalars
 from learnerkit.utils import warn
 
@@ -159,7 +159,8 @@ class SaveModelCallback(TrackerCallback):
         super().__init__(monitor, comp, min_delta, reset_on_fit)
         if not isinstance(every_epoch, int) or every_epoch < 0:
             raise ValueError(f"got every_epoch={every_epoch!r}; it is True, False or a number of epochs")
-        self.fname = fname if isinstance(fname, Path) else plain_name(fname).removesuffix(".pth")
+        found = name_or_path(fname)
+        self.fname = found if isinstance(found, Path) else found.removesuffix(".pth")
         self.every_epoch, self.at_end, self.with_opt = every_epoch, at_end, with_opt
         self.last_saved_path: Path | None = None
         self._best_path: Path | None = None  # the file of `best`

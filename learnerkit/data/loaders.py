@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from learnerkit.data.order import first_batch, keep_seeds, samplers_of, with_bat
 from learnerkit.data.rows import IndexBatches, RowsLoader
 from learnerkit.data.samplers import SamplerStates
 from learnerkit.data.streams import Draws, InitWorker, Numbered, PerSample, starts_workers
-from learnerkit.utils import describe, warn
+from learnerkit.utils import check_keywords, describe, suggests_keywords, warn
 
 _WITHOUT_WORKERS: dict[str, Any] = {"timeout": 0, "prefetch_factor": None, "multiprocessing_context": None}
 _READING = ("num_workers", "collate_fn", "pin_memory", "worker_init_fn", *_WITHOUT_WORKERS)  # how a loader reads
@@ -51,6 +52,7 @@ class DataLoaders:
     preprocessing: Mapping[str, Any] | None = None
     cbs: Sequence[Any] = ()
 
+    @suggests_keywords
     def __init__(
         self,
         train: Iterable,
@@ -114,7 +116,18 @@ class DataLoaders:
             device, n_inp, target_keys, batch_size, classes, decode: as for `DataLoaders`.
             loader_kwargs: for `torch.utils.data.DataLoader`; `sampler`, `batch_sampler` and `drop_last` are for the
                 training loader only. Pinned memory is used by default if the device is a CUDA device.
+
+        Raises:
+            TypeError: tensors or arrays in the place of datasets, or a keyword that nothing takes.
+            ValueError: a training set without samples, or a batch size that is no number of samples.
         """
+        check_keywords(f"{cls.__name__}.from_datasets", loader_kwargs, _KEYWORDS)
+        _check_datasets(train_ds, valid_ds)
+        for name, size in (("bs", bs), ("valid_bs", valid_bs)):
+            if size is not None and (not isinstance(size, int) or size < 1):
+                raise ValueError(
+                    f"got {name}={size!r} ({type(size).__name__}); it is a whole number of samples, 1 or more"
+                )
         train_only = {k: loader_kwargs.pop(k) for k in _TRAIN_ONLY if k in loader_kwargs}
         loader_kwargs["num_workers"] = num_workers
         if "batch_sampler" not in train_only:
@@ -158,6 +171,11 @@ class DataLoaders:
         return self.loaders[1]
 
     def __getitem__(self, i: int) -> Iterable:
+        if not isinstance(i, int):
+            raise TypeError(
+                f"got {describe(i)} as the number of a loader, which is 0 (training), 1 (validation), 2, ...; a loader "
+                "is given as dl=, and new inputs as dl=dls.test_dl(inputs)"
+            )
         try:
             loader = self.loaders[i]
         except IndexError:
@@ -515,6 +533,20 @@ def _checked_count(n: Any) -> int:
     if isinstance(n, bool) or not hasattr(n, "__index__") or int(n) < 0:
         raise ValueError(f"the function batch_size of DataLoaders returned {n!r}; it returns a number of samples")
     return int(n)
+
+
+_KEYWORDS = [*signature(DataLoaders.from_datasets).parameters, *signature(DataLoader).parameters]
+
+
+def _check_datasets(train_ds: Any, valid_ds: Any) -> None:
+    """Refuse tensors or arrays that are no datasets, but inputs and targets, and a training set without samples."""
+    if all(hasattr(ds, "__array__") for ds in (train_ds, valid_ds)):
+        raise TypeError(
+            f"got {describe(train_ds)} as the training set and {describe(valid_ds)} as the validation set; inputs and "
+            "targets are one dataset: from_datasets(TensorDataset(X, y)); inputs alone are TensorDataset(X)"
+        )
+    if loader_len(train_ds) == 0:
+        raise ValueError("the training set is empty: it has 0 samples")
 
 
 def _check_loader(dl: Any, i: int) -> None:

@@ -16,7 +16,7 @@ from learnerkit.data.batches import loader_len, map_batch, rows_of, tensors_in, 
 from learnerkit.data.order import first_batch
 from learnerkit.export import programs
 from learnerkit.export.facts import KEY, Facts, facts_of
-from learnerkit.files import CheckpointError, plain_name, replacing, save_weights
+from learnerkit.files import CheckpointError, name_or_path, replacing, save_weights
 from learnerkit.snapshot import give_shapes, trial
 from learnerkit.utils import unwrap, warn
 
@@ -39,8 +39,9 @@ def exported_path(fname: Any, folder: Path) -> Path:
         TypeError, ValueError: no name, or the suffix of another format.
     """
     if not isinstance(fname, str | Path):
-        raise TypeError(f"got fname={fname!r}; it is a name, or a pathlib.Path")
-    path = fname if isinstance(fname, Path) else folder / plain_name(fname)
+        raise TypeError(f"got fname={fname!r}; it is a name or a path")
+    fname = name_or_path(fname)
+    path = folder / fname if isinstance(fname, str) else fname
     if path.suffix in SUFFIXES:
         return path
     kinds = "'.safetensors' (weights), '.pt2' (a program that needs no code) or '.onnx'"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from learnerkit.export.reading import NoData
 from learnerkit.language.batches import IGNORED, EncodedTexts, Padded, TokenBlocks
 from learnerkit.language.codec import TextCodec, checked_texts, train_tokenizer
 from learnerkit.text import did_you_mean, first_few
+from learnerkit.utils import check_keywords
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -199,6 +201,9 @@ class TextData:
             device: as for `DataLoaders`.
             kwargs: for `torch.utils.data.DataLoader`.
         """
+        check_keywords(
+            "TextData.dataloaders", kwargs, ["tokens", "seq_len", "device", *signature(DataLoader).parameters]
+        )
         if self.train_ds is None:
             return self.as_loaders(NoData(), NoData(), device=device, tokens=tokens)
         train, valid = (

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from learnerkit.files import plain_name, temporary_name
+from learnerkit.files import name_or_path, temporary_name
 from learnerkit.loggers.logger import Logger, Record
 
 
@@ -19,7 +19,7 @@ class CSVLogger(Logger):
     over it unless `append` is set. A column that appears later is empty in the rows before it.
 
     Args:
-        fname: a name inside `learn.path`; or a `pathlib.Path`, taken as it is.
+        fname: a name inside `learn.path`; or a path (a `pathlib.Path`, or a str with a separator), taken as it is.
         append: add to the rows that are in the file.
 
     Raises:
@@ -84,7 +84,7 @@ class JSONLogger(Logger):
     `pandas.read_json(path, lines=True)` reads it. A new run writes over the file.
 
     Args:
-        fname: a name inside `learn.path`; or a `pathlib.Path`, taken as it is.
+        fname: a name inside `learn.path`; or a path (a `pathlib.Path`, or a str with a separator), taken as it is.
         every: training batches between two records of steps.
         config: values of your own for the first record, such as `vars(args)`.
 
@@ -133,11 +133,9 @@ def _plain(x: Any) -> Any:
 
 
 def _checked(fname: Any) -> str | Path:
-    if isinstance(fname, Path):
-        return fname
-    if not isinstance(fname, str):
-        raise TypeError(f"got fname={fname!r}; it is a name inside learn.path, or a pathlib.Path")
-    return plain_name(fname, "learn.path")
+    if not isinstance(fname, str | Path):
+        raise TypeError(f"got fname={fname!r}; it is a name inside learn.path, or a path")
+    return name_or_path(fname, "learn.path")
 
 
 def _begin(logger: Any) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from learnerkit import world
-from learnerkit.files import plain_name
+from learnerkit.files import name_or_path
 from learnerkit.loggers.logger import Record, Tracker, flat
 from learnerkit.text import in_one_line
 
@@ -31,7 +31,7 @@ class TensorBoardCallback(Tracker):
     and one that goes on from a checkpoint what was written after that.
 
     Args:
-        log_dir: a name inside `learn.path`/runs, by default the time; or a `pathlib.Path`, taken as it is.
+        log_dir: a name inside `learn.path`/runs, by default the time; or a path, taken as it is.
         every: training batches between two records of steps.
         plots: give the recorder's plots to the tracker at the end of each fit.
         config: values of your own that are written with the hyper-parameters, such as `vars(args)`.
@@ -48,8 +48,8 @@ class TensorBoardCallback(Tracker):
     ) -> None:
         super().__init__("tensorboard", "tensorboard", every, plots, config)
         if not isinstance(log_dir, str | Path | None):
-            raise TypeError(f"got log_dir={log_dir!r}; it is a name inside learn.path/runs, or a pathlib.Path")
-        self.log_dir = plain_name(log_dir, "learn.path/runs") if isinstance(log_dir, str) else log_dir
+            raise TypeError(f"got log_dir={log_dir!r}; it is a name inside learn.path/runs, or a path")
+        self.log_dir = None if log_dir is None else name_or_path(log_dir, "learn.path/runs")
 
     def _open(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter

@@ -202,9 +202,12 @@ def test_names_say_what_is_written(tmp_path):
             load_learner(name)
     with pytest.raises(ValueError, match="whose end says no format"):
         learn.export(Path("a"))
-    with pytest.raises(ValueError, match="a plain name inside"):
+    assert load_learner(str(learn.export(f"{tmp_path}/there/a.safetensors")), make_model).path == Path(".")
+    with pytest.raises(ValueError, match="has no '..'"):
         learn.export("../a.pt2")
-    with pytest.raises(TypeError, match="it is a name, or a pathlib"):
+    with pytest.raises(ValueError, match="a plain name inside"):
+        learn.export("..")
+    with pytest.raises(TypeError, match="it is a name or a path"):
         learn.export(None)
 
 

@@ -231,12 +231,16 @@ def test_a_fit_that_failed_and_is_tried_again_from_a_checkpoint_has_no_doubles(t
 
 def test_a_name_stays_in_its_folder_and_a_path_is_taken_as_it_is(tmp_path):
     for kind in (CSVLogger, JSONLogger):
-        with raises(ValueError, "'../x'", "a plain name inside learn.path"):
+        with raises(ValueError, "'../x'", "has no '..'"):
             kind("../x")
+        with raises(ValueError, "'-x'", "a plain name inside learn.path"):
+            kind("-x")
         with raises(TypeError, "got fname=3"):
             kind(3)
     learner(CSVLogger(), JSONLogger(tmp_path / "a" / "b.jsonl"), path=tmp_path / "c").fit(1)
     assert (tmp_path / "a" / "b.jsonl").exists()
+    learner(CSVLogger(f"{tmp_path}/a/b.csv"), path=tmp_path / "c").fit(1)
+    assert (tmp_path / "a" / "b.csv").exists()
     assert len(table(tmp_path / "c" / "history.csv")) == 1
     with raises(ValueError, "got every=0"):
         JSONLogger(every=0)

@@ -124,6 +124,8 @@ def test_tensorboard_has_steps_rows_text_and_plots(tmp_path, plt):
     assert b"| parameters | 37 |" in text.tensor_proto.string_val[0]
     assert b"| arch | a\\|b |" in text.tensor_proto.string_val[0]
     with raises(ValueError, "a plain name inside learn.path/runs"):
+        TensorBoardCallback("..")
+    with raises(ValueError, "has no '..'"):
         TensorBoardCallback("../x")
 
 
