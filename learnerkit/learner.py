@@ -406,7 +406,13 @@ class Learner(RunState):
             ValueError: the training loader has no length, so that nobody knows how far training has come.
         """
         cycle, momentum = self._one_cycle(div, div_final, pct_start, moms)
-        run = {"wd": wd, "cbs": cbs, "reset_opt": reset_opt, "start_epoch": start_epoch, "n_steps": n_steps}
+        run: dict[str, Any] = {
+            "wd": wd,
+            "cbs": cbs,
+            "reset_opt": reset_opt,
+            "start_epoch": start_epoch,
+            "n_steps": n_steps,
+        }
         self._fit_scheduled(cycle, n_epoch, lr_max, momentum=momentum, **run)
 
     def _one_cycle(
@@ -442,7 +448,13 @@ class Learner(RunState):
         Raises:
             ValueError: the training loader has no length, so that nobody knows how far training has come.
         """
-        run = {"wd": wd, "cbs": cbs, "reset_opt": reset_opt, "start_epoch": start_epoch, "n_steps": n_steps}
+        run: dict[str, Any] = {
+            "wd": wd,
+            "cbs": cbs,
+            "reset_opt": reset_opt,
+            "start_epoch": start_epoch,
+            "n_steps": n_steps,
+        }
         self._fit_scheduled(lambda rate: combined_cos(pct_start, rate, rate, rate / div_final), n_epoch, lr, **run)
 
     @suggests_keywords
@@ -475,7 +487,13 @@ class Learner(RunState):
             arguments.check_count(name, value)
         lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
         shares = [length / sum(lengths) for length in lengths]
-        run = {"wd": wd, "cbs": cbs, "reset_opt": reset_opt, "start_epoch": start_epoch, "n_steps": None}
+        run: dict[str, Any] = {
+            "wd": wd,
+            "cbs": cbs,
+            "reset_opt": reset_opt,
+            "start_epoch": start_epoch,
+            "n_steps": None,
+        }
         self._fit_scheduled(
             lambda peak: combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles), sum(lengths), lr_max, **run
         )
