@@ -601,7 +601,7 @@ class Learner(RunState):
         parallel.warn_outside_context(self)
         if (recorded := self._recorded_lr_find(finder)) is not None:
             return recorded
-        with self._running("lr_find", finder), unchanged(self):
+        with self._running("lr_find", finder), unchanged(self, finder):
             self._prepare_opt()
             self.n_epoch, self.n_steps, self._start_epoch = None, num_it, 0
             self._level("fit", self._fit, CancelFitException)

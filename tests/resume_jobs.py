@@ -170,6 +170,26 @@ class Logs(Callback):
         self.count = state["count"]
 
 
+class Carries(Callback):
+    """Adds something of the last batch to the next, as a recurrent network's state; each rank has its own alone."""
+
+    carried = 0.0
+
+    def before_batch(self):
+        if self.training:
+            self.learn.xb = (self.xb[0] + self.carried,)
+
+    def after_batch(self):
+        if self.training:
+            self.carried = self.xb[0].mean().item()
+
+    def state_dict(self):
+        return {"own": {"carried": self.carried}}
+
+    def load_state_dict(self, state):
+        self.carried = state["own"]["carried"]
+
+
 class ByHand(Callback):
     """Accumulates gradients over three batches by leaving steps out."""
 
@@ -361,6 +381,7 @@ JOBS = {
     ),
     "mixing": job(cbs=lambda: [BatchTransform(noise, valid=True), MixUp(), MixUp(1.0)]),
     "cancels": job(cbs=lambda: [Logs()]),
+    "carried": job(cbs=lambda: [Carries()]),
     "several optimizers": job(cls=Two, lr=0.05, fit=lambda learn: learn.fit_one_cycle(EPOCHS)),
     "torch's schedulers": job(cbs=lambda: [
         TorchScheduler(lambda opt: OneCycleLR(opt, 0.1, total_steps=STEPS), step="batch")

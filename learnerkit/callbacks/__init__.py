@@ -25,7 +25,7 @@ they were added. The orders of all callbacks of the package, with those of the o
       51  Logger: writes what the recorder has recorded
       51  JSONLogger, TensorBoardCallback, WandbCallback, CometCallback, MLflowCallback: such loggers
       60  ParamScheduler, TorchScheduler: change rates after the recorder has recorded them
-      60  CSVLogger, ProgressCallback, TrackerCallback: read what the recorder has recorded
+      60  ProgressCallback, TrackerCallback: read what the recorder has recorded
       61  SaveModelCallback: saves before the next two change the rate or end the fit
       62  ReduceLROnPlateau: changes the rate before the next may end the fit
       63  EarlyStoppingCallback: ends the fit after the other trackers have seen the row
@@ -33,6 +33,7 @@ they were added. The orders of all callbacks of the package, with those of the o
       70  DriftCheck: compares the ranks after all the above
      100  LRFinder, StepBudget, TrialSteps: end training after the others have seen the last step
      101  ValidateEvery: not called at the last step of a budget, after which the epoch's validation follows
+     102  CSVLogger: writes the rows that the recorder and ValidateEvery have added
     1000  StepCheck, _Notes: look at what all others have done
    10000  CheckpointCallback: saves what all others have come to, and loads it after they have begun
 """

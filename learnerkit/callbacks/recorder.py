@@ -1,11 +1,12 @@
 """The record of a fit: losses, metrics, rates, the rows of the table, and plots of them."""
 
 import copy
+import json
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import compress, zip_longest
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -258,6 +259,24 @@ class Smoother:
         self.values.append(self._average / (1 - self.beta**self._count) if self._count else float("nan"))
 
 
+class PastFit(SimpleNamespace):
+    """An earlier fit, with what the recorder had of it."""
+
+    __slots__ = ("_saved",)
+
+    def saved(self) -> str | dict[str, Any]:
+        """What a checkpoint keeps of it, made once: a text, as scripts may have hundreds of fits.
+
+        A long fit is kept as it is, as a checkpoint has tensors of long lists; so is what JSON has no word for.
+        """
+        if not hasattr(self, "_saved"):
+            self._saved: str | dict[str, Any] = vars(self)
+            if len(self.lrs) < 1000:
+                with suppress(TypeError):
+                    self._saved = json.dumps(vars(self))
+        return self._saved
+
+
 class Recorder(Callback):
     """Records a fit: losses, metrics and rates; gives the rows of the table to `learn.logger`.
 
@@ -294,7 +313,7 @@ class Recorder(Callback):
             raise ValueError(f"got beta={beta}; the smoothing is 0 (none) or more, and less than 1")
         self.add_time, self.beta = add_time, beta
         self.train_metrics, self.valid_metrics = train_metrics, valid_metrics
-        self.history: list[SimpleNamespace] = []
+        self.history: list[PastFit] = []
         self.lr_find_curve: tuple[list[float], list[float], dict[str, float]] | None = None
         self._start()
 
@@ -365,7 +384,7 @@ class Recorder(Callback):
     def before_fit(self) -> None:
         if self.values or self.lrs:
             kept = ("metric_names", "values", "losses", "lrs", "iters", "hps", "final_record", "log")
-            self.history.append(SimpleNamespace(**{name: getattr(self, name) for name in kept}))
+            self.history.append(PastFit(**{name: getattr(self, name) for name in kept}))
         self._start()
         metrics = self.learn.metrics
         # Copies in training, because validation needs the metrics' states for itself.
@@ -495,7 +514,7 @@ class Recorder(Callback):
         return {
             **{name: list(getattr(self, name)) for name in _LISTS},
             "smooth": self._smooth.state_dict(),
-            "history": [vars(fit) for fit in self.history],
+            "history": [fit.saved() for fit in self.history],
             "has_valid_loss": self._has_valid_loss,
             "epoch": (self._in_epoch, self._first_batch, time.perf_counter() - self._start_time),
             "own": {"train": self._train.state_dict(), "logged": own},
@@ -506,7 +525,7 @@ class Recorder(Callback):
         for name in _LISTS:
             setattr(self, name, list(state[name]))
         self._smooth.load_state_dict(state["smooth"])
-        self.history[:] = [SimpleNamespace(**fit) for fit in state["history"]]
+        self.history[:] = [PastFit(**(json.loads(fit) if isinstance(fit, str) else fit)) for fit in state["history"]]
         self._has_valid_loss = state["has_valid_loss"]
         self._in_epoch, self._first_batch, seconds = state["epoch"]
         self._start_time = time.perf_counter() - seconds

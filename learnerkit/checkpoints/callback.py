@@ -271,6 +271,12 @@ class CheckpointCallback(StepCounter):
             raise CheckpointError(f"strict=True, and the run is not the one that was saved: {'; '.join(found)}")
         for line in found if world.is_main() else ():
             warn(f"not as in the checkpoint: {line}")
+        lost = [key for key in state.forgetful(self.learn) if key in then["order"]]
+        if lost and world.is_main():
+            warn(
+                f"the tensors or modules of {first_few(lost)} are not in the checkpoint and begin anew: give the "
+                "callback state_dict and load_state_dict"
+            )
         return before["optimizer"] == now["optimizer"]
 
     def _tell(self, found: Checkpoint) -> None:

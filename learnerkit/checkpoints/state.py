@@ -13,9 +13,11 @@ from learnerkit import optim, world
 from learnerkit.callback import Callback
 from learnerkit.callbacks.training import StepBudget
 from learnerkit.checkpoints.storage import Checkpoint
-from learnerkit.data.batches import loader_len, map_batch
+from learnerkit.data.batches import entries, loader_len, map_batch
+from learnerkit.data.order import samplers_of
 from learnerkit.files import CheckpointError, Saved, fitted
 from learnerkit.losses import loss_name
+from learnerkit.metrics import metric_names
 from learnerkit.text import first_few, in_one_line
 from learnerkit.utils import unbound, unwrap
 
@@ -55,7 +57,7 @@ def image(learn: "Learner") -> RunImage:
         "beside": _values_beside(learn),
         "eval": [name for name, module in model.named_modules() if not module.training],
         "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
-        "callbacks": {key: state for key, state in states.items() if state or key in own},
+        "callbacks": {key: state for key, state in states.items() if state},
         "order": [key for key, _ in keys(learn.cbs)],
         "position": None if position is None else position.state_dict(),
     }
@@ -177,8 +179,7 @@ class Restorer:
             if cb.rank0_only:
                 state = self.own.get("alone", {}).get(key)
             else:
-                state = self.state["callbacks"].get(key)
-                state = state and state | self._own_of(key)
+                state = self.state["callbacks"].get(key, {}) | self._own_of(key)
             if state and cb.run:
                 try:
                     cb.load_state_dict(map_batch(_itself, state))  # a copy, as torch's own methods take things out
@@ -194,7 +195,8 @@ class Restorer:
             owns = self.own["callbacks"]
             return {"own": owns[key]} if key in owns else {}
         ranks = [(self.checkpoint.own(rank) or {})["callbacks"] for rank in range(self.checkpoint.n_ranks)]
-        return {"ranks": [own[key] for own in ranks if key in own]}
+        found = [own[key] for own in ranks if key in own]
+        return {"ranks": found} if found else {}
 
     def _put_random(self, learn: "Learner") -> None:
         if self.own:
@@ -218,10 +220,11 @@ def configuration(learn: "Learner") -> dict[str, Any]:
     model, (train, valid) = unwrap(learn.model), learn.dls.loaders[:2]
     return {
         "model": type(model).__name__,
-        "parameters": {name: f"{list(p.shape)} {_short(p.dtype)}" for name, p in model.named_parameters()},
+        "parameters": {name: _described(p) for name, p in model.named_parameters()},
         "optimizer": [type(opt).__name__ for opt in learn.opts],
         "groups": [_plain(group) for opt in learn.opts for group in opt.param_groups],
         "loss": "the model's own" if learn.loss_func is None else loss_name(learn.loss_func),
+        "metrics": metric_names(learn.metrics),
         "train": _loader(train),
         "valid": _loader(valid),
         "fit": {"n_epoch": learn.n_epoch, "n_steps": learn.n_steps, "start_epoch": learn._start_epoch},
@@ -231,13 +234,18 @@ def configuration(learn: "Learner") -> dict[str, Any]:
     }
 
 
-def _short(kind: torch.dtype) -> str:
-    return str(kind).removeprefix("torch.")
+def _described(p: Tensor) -> str:
+    return f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')}{'' if p.requires_grad else ', frozen'}"
 
 
 def _loader(dl: Any) -> dict[str, Any] | None:
+    if dl is None:
+        return None
     size = getattr(dl, "batch_size", None) or getattr(getattr(dl, "batch_sampler", None), "batch_size", None)
-    return None if dl is None else {"batch_size": size, "batches": loader_len(dl)}
+    return {
+        "batch_size": size, "batches": loader_len(dl), "samples": loader_len(getattr(dl, "dataset", None)),
+        "sampler": next((type(sampler).__name__ for sampler in reversed(samplers_of(dl))), None),
+    }  # fmt: skip
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,6 +286,22 @@ def differences(then: Any, now: Any, name: str = "") -> list[str]:
             line for i, pair in enumerate(zip(then, now, strict=True)) for line in differences(*pair, f"{name}.{i}")
         ]
     return [] if then == now or (then != then and now != now) else [f"{name}: {then!r}, now {now!r}"]
+
+
+def forgetful(learn: "Learner") -> list[str]:
+    """The callbacks of users that hold tensors or modules of their own, and have no `state_dict`."""
+    parts = {id(t) for m in unwrap(learn.model).modules() for t in (m, *m.parameters(False), *m.buffers(False))}
+    return [
+        key
+        for key, cb in keys(learn.cbs)
+        if type(cb).state_dict is Callback.state_dict
+        and type(cb).__module__.partition(".")[0] != __name__.partition(".")[0]
+        and any(
+            isinstance(held, Tensor | nn.Module) and id(held) not in parts
+            for value in vars(cb).values()
+            for held in (value, *(part for _, part in entries(value)))
+        )
+    ]
 
 
 def callback_changes(then: list[str], now: list[str]) -> list[str]:

@@ -330,7 +330,7 @@ class Storage:
                 found.append((path.name, manifest))
             except (OSError, CheckpointError) as e:
                 problems.append(str(e))
-        return sorted(found, key=lambda item: -item[1]["number"]), problems
+        return sorted(found, key=lambda item: (-item[1]["number"], (self.path / item[0]).is_symlink())), problems
 
     def _commit(self, folder: Path, name: str, info: dict[str, Any], files: dict[str, dict]) -> None:
         """Make a checkpoint of a directory in which all files are on disk; on rank 0."""
@@ -364,7 +364,8 @@ class Storage:
             warn(f"old checkpoints stay: {e}")
 
     def _remove_old(self) -> None:
-        names = [name for name, _ in self._list()[0]]
+        # A link leads to what somebody has moved away: it does not count, and stays.
+        names = [name for name, _ in self._list()[0] if not (self.path / name).is_symlink()]
         last = [name for name in names if name not in self._damaged][: self.keep][-1]
         old = []
         for name in names[names.index(last) + 1 :]:
@@ -570,11 +571,10 @@ def _shared_out(sizes: Mapping[str, int], loads: list[int]) -> dict[str, int]:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The directories in one that look like checkpoints; what else is there is of no concern."""
+    """The directories in one, and links to some, that look like checkpoints; what else is there is of no concern."""
     if not folder.is_dir():
         return []
-    with os.scandir(folder) as entries:
-        found = [Path(e.path) for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
+    found = [path for path in folder.iterdir() if os.path.isdir(path) and not path.name.startswith(".")]
     return [path for path in found if any(os.path.lexists(path / name) for name in (_MANIFEST, _MODEL, _STATE))]
 
 

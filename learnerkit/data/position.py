@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ class Position:
         self._loaded: dict[str, Any] | None = None  # a state, until its epoch begins
         self._own: dict[str, Any] = {}  # this rank's part of it
         self._ended: Any = None  # the source's state after an epoch, until the next begins
+        self._at_start: Any = None  # a dataset's state when this epoch began; several ranks read on from there
         self._begun = self._resumed = self._quiet = False
         self._forward = False  # to go on, the data are read again up to the place, on one process
         self._running = False  # the fit goes on where workers ran already, for which the loader draws no seed again
@@ -100,8 +102,9 @@ class Position:
         """
         if self._loaded is not None:
             return self._loaded
-        source = None if self._shared is not None else self._source
-        found, over = (None, self.over) if source is None else self._source_state()
+        shared = self._shared is not None
+        known = self._source is not None and not (shared and self._begun and not self.over)
+        found, over = self._source_state() if known else (None, self.over)
         reading = self._begun and not over
         states = self._draws.states if self.states is None and self._draws is not None else self.states
         return {
@@ -115,7 +118,8 @@ class Position:
             "running": has_iterator(self._loader),
             "batch_size": self._batch_size,
             "parts": self._parts,
-            "source": found,
+            "source": None if shared else found,
+            "source_at_start": self._at_start if reading else found,
         }
 
     def _source_state(self) -> tuple[Any, bool]:
@@ -154,7 +158,7 @@ class Position:
             state: what `state_dict` returned at its end.
             own: what `own_state_dict` returned then on this rank.
         """
-        self._ended, self._own, self._running = state["source"], own, state["running"]
+        self._ended, self._own, self._running = _after_epoch(state), own, state["running"]
 
     def load_own_state_dict(self, state: dict[str, Any] | None) -> None:
         """Take what `own_state_dict` returned on this rank."""
@@ -209,6 +213,11 @@ class Position:
         self._read = self._in_batches(state)
         self.steps = self.first_step = max(self._read, self.over)
         self._resumed = bool(self._read or self.over)
+        self._check_source(dl, state)
+        if self._resumed and not self.over:
+            self._at_start = state.get("source_at_start")  # earlier versions have not saved it
+        else:
+            self._ended = _after_epoch(state)
         self._running, self._parts = state["running"], state["parts"]
         self._samplers.load(state["samplers"])
         if self._read and not getattr(dl, "in_order", True) and starts_workers(dl):
@@ -229,6 +238,25 @@ class Position:
                 " (errors.html#dataset-parts)"
             )
 
+    def _check_source(self, dl: Any, state: dict[str, Any]) -> None:
+        """Refuse to go on in an epoch that an iterable dataset with a state cannot begin again."""
+        if not self.epoch or not isinstance(dl, DataLoader) or not isinstance(dl.dataset, IterableDataset):
+            return
+        if self._source is None and has_state(dl.dataset) and dl.persistent_workers:
+            why = (
+                "its state is in loader workers that stay (persistent_workers=True) and is not saved; if its epochs "
+                "are all alike, go on with persistent_workers=False, else begin anew with num_workers=0"
+            )
+        elif self._ranks > 1 and state["source"] is not None and self._source is dl:
+            why = f"the state that was saved is that of the {type(dl).__name__} of one process; go on on one process"
+        else:
+            return
+        raise ValueError(
+            f"epoch {self.epoch} of the {type(dl.dataset).__name__} cannot be read again as it was, so some samples "
+            f"would come twice and others not at all: {why}"
+            " (errors.html#dataset-parts)"
+        )
+
     def _in_batches(self, state: dict[str, Any]) -> int:
         """The batches of now that hold the samples which were read."""
         then, now = state["batch_size"], self._batch_size
@@ -246,17 +274,25 @@ class Position:
     def _go_on(self, dl: Any, state: dict[str, Any] | None) -> Any:
         """Return `dl`, whose batches no index stream decides, from the place on."""
         self._note_parts((1, max(1, dl.num_workers)) if isinstance(dl, DataLoader) else None)
-        found, self._ended = self._ended, None
-        found = found if state is None else state["source"]
         if self.over:
-            self._ended = found  # the next epoch needs it
-            return Resumed(dl, inf)
+            return Resumed(dl, inf)  # the next epoch needs the state
+        begun = self._begin_source()
+        found = begun if state is None or not self._resumed else state["source"]
         if found is not None:
             return Resumed(dl, 0, self._source, found, at_end=not self._resumed, quiet=self._quiet)
         if not self._read:
             return dl
         say_read_forward(dl, self._read)
-        return Resumed(dl, self._read, states=self.states)
+        return Resumed(dl, self._read, self._source, begun, states=self.states)
+
+    def _begin_source(self) -> Any:
+        """The state to load into the source so that it begins this epoch; `None`: it is there, or has no state."""
+        if self._resumed:
+            return self._at_start
+        found, self._ended, self._at_start = self._ended, None, self._ended
+        if found is None and isinstance(self._source, IterableDataset):
+            self._at_start = deepcopy(self._source.state_dict())  # the dataset may go on to change what it gave
+        return found
 
     def share(self, shared: Any) -> int:
         """Have a rank's loader begin at the place; return the first step.
@@ -264,7 +300,7 @@ class Position:
         Args:
             shared: the `RankLoader`.
         """
-        self._shared, self._per_step = shared, shared.per_step
+        self._shared, self._per_step, self._source = shared, shared.per_step, shared.source
         self._note_parts(shared.parts)
         if self._resumed:
             first = -(-self._read // self._per_step)
@@ -275,6 +311,8 @@ class Position:
         ended = self.over or (self._resumed and self._own.get("ended", False))
         if not ended:  # else the next epoch needs it
             own, self._own = self._own if self._resumed else {k: self._own.get(k) for k in ("source", "left")}, {}
+        if self._source is not None and not self.over:
+            own = {"source": self._begin_source()}
         shared.begin(inf if ended else self._read, self.first_step, own, self._quiet)
         return self.first_step
 
@@ -326,13 +364,16 @@ class Resumed:
         if self.skip == inf:
             return
         if self.state is not None:
-            self.source.load_state_dict(self.state)
+            self.source.load_state_dict(deepcopy(self.state))
         # What workers draw does not count here; without them the first batch is for the generators as they are.
         ahead = int(getattr(self.loader, "num_workers", 0) > 0)
         if not self.at_end:
             with keep_seeds():
                 batches = self._begun()
-                for _ in islice(batches, self.read_again):
+                if self.read_again and next(batches, self) is self:  # the source first ended the epoch before
+                    batches = self._begun()
+                    next(batches, None)
+                for _ in islice(batches, max(0, self.read_again - 1)):
                     pass
                 first = list(islice(batches, ahead))
             yield from first
@@ -469,6 +510,11 @@ def _seeded(loader: Any, rank: int, seed: int | None, first: int, training: bool
         yield
     finally:
         loader.generator, numbered.seed = generator, None
+
+
+def _after_epoch(state: dict[str, Any]) -> Any:
+    """The state of the source after an epoch, of a `Position.state_dict` that was taken then."""
+    return state.get("source_at_start") if state["source"] is None else state["source"]
 
 
 def source_of(dl: Any) -> Any:

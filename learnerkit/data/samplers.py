@@ -13,7 +13,7 @@ from learnerkit.data.order import samplers_of
 from learnerkit.data.rows import IndexBatches
 from learnerkit.data.streams import Numbered
 
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _WITHOUT = (  # they keep nothing from epoch to epoch but their generators
     BatchSampler, IndexBatches, LengthBatches, RandomSampler, SequentialSampler, SubsetRandomSampler,
     WeightedRandomSampler,
@@ -36,7 +36,7 @@ class SamplerStates:
         self._dataset = getattr(dl, "dataset", None)
         samplers = [s for s in samplers_of(dl) if not isinstance(s, Numbered)]
         values = [getattr(dl, "generator", None), *(x for s in samplers for x in getattr(s, "__dict__", {}).values())]
-        self.generators = list({id(x): x for x in values if isinstance(x, _GENERATORS)}.values())
+        self.generators = list({id(x): x for x in values if isinstance(x, GENERATORS)}.values())
         self._samplers = []
         for sampler in samplers:
             if type(sampler) not in _WITHOUT and hasattr(sampler, "__dict__"):
@@ -48,7 +48,7 @@ class SamplerStates:
         for sampler, first in self._samplers:
             now = _attributes(sampler, self._dataset)
             changed.append({k: v for k, v in now.items() if k not in first or not _equal(v, first[k])})
-        return {"generators": [_state(g) for g in self.generators], "attributes": changed}
+        return {"generators": [generator_state(g) for g in self.generators], "attributes": changed}
 
     def load(self, state: dict[str, list]) -> None:
         """Go on from a state.
@@ -66,7 +66,7 @@ class SamplerStates:
                     "was saved; give them the same ones"
                 )
         for generator, found in zip(self.generators, state["generators"], strict=True):
-            _set_state(generator, found)
+            set_generator_state(generator, found)
         for (sampler, first), changed in zip(self._samplers, state["attributes"], strict=True):
             for name, value in _copies(first | changed).items():
                 _put(sampler, name, value)
@@ -120,7 +120,8 @@ def _put(sampler: Any, name: str, value: Any) -> None:
         setattr(sampler, name, value)
 
 
-def _state(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
+    """The state of a random generator, one of `GENERATORS`."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
@@ -128,7 +129,8 @@ def _state(generator: Any) -> Any:
     return generator.get_state()  # torch's and numpy's old one
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put a random generator into a state of `generator_state`."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):

@@ -170,7 +170,7 @@ class Logger(Callback):
         """Note the newest row of the table, if it is new."""
         recorder = self.learn.recorder
         if len(recorder.values) > self._rows:
-            self._rows = len(recorder.values)
+            self._rows, self._next = len(recorder.values), 0.0
             row = dict(zip(recorder.metric_names, recorder.log, strict=True))
             self._pending.append(_Note(Record(self._before + recorder.iters[-1], row, is_row=True)))
 
@@ -239,7 +239,7 @@ class Logger(Callback):
             self._write_notes(wait=True)
         return {
             "id": self._id, "before": self._before, "newest": self._newest, "written": self._written,
-            "seen": dict(self._seen),
+            "seen": dict(self._seen), "noted": self._noted,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -249,6 +249,7 @@ class Logger(Callback):
             self._goes_back = True
         self._id, self._before, self._newest = state["id"], state["before"], state["newest"]
         self._written, self._seen = state["written"], dict(state["seen"])
+        self._noted = state.get("noted", self._noted)  # earlier versions have not saved it
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_handle"}

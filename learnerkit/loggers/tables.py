@@ -26,7 +26,7 @@ class CSVLogger(Logger):
         TypeError, ValueError: no plain name and no path.
     """
 
-    order = 60
+    order = 102  # after ValidateEvery has added its row
     _guarded = False
 
     def __init__(self, fname: str | Path = "history.csv", append: bool = False) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from learnerkit.losses import MEANS, possible_means
 from learnerkit.parallel.drift import digests
 from learnerkit.parallel.loaders import emptied
-from learnerkit.snapshot import restorer, trial
+from learnerkit.snapshot import trial
 from learnerkit.torch_internals import BatchNorm
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ def try_batch(learn: "Learner", model: nn.Module, beside: Sequence[nn.Parameter]
     named += [(name_beside(p), p) for p in beside]
     found = Trial([], list(MEANS), {})
     loss = learn.loss_func if isinstance(learn.loss_func, nn.Module) else nn.Module()
-    put_back = restorer(list(loss.buffers()))
     with trial(learn, model):
         try:
             learn._forward()  # without data, too: the model may ask other ranks, as SyncBatchNorm does
@@ -77,8 +76,6 @@ def try_batch(learn: "Learner", model: nn.Module, beside: Sequence[nn.Parameter]
                 found = found._replace(unused=unused if dense else None)
         except Exception:  # the loop will run into it, too, and say what is wrong, unless it is of this trial alone
             found = found._replace(unused=None)
-        finally:
-            put_back()
     return found
 
 

@@ -156,8 +156,10 @@ class RankLoader:
         ended: this rank has no more data, but the others may have.
         is_last: the loader has no length, and this is the last batch, on all ranks alike.
         usual_total: samples of all ranks in a step, roughly, where the shares do not tell.
+        source: what has the state of data that every rank reads alike.
     """
 
+    source: Any = None
     ended = is_last = False
     usual_total: int | None = None
     parts: tuple[int, int] | None = None  # of an iterable dataset: how many, and by how many workers each is read
@@ -385,6 +387,8 @@ class RankStreamLoader(RankLoader):
         self.sharded, self.split, self._over = sharded, split, False
         self.parts = (world.world_size(), max(1, loader.num_workers)) if sharded else (1, 1)
         self._source = source_of(loader) if sharded and training else None
+        whole = None if sharded or not training or loader.num_workers else loader.dataset.dataset  # type: ignore[attr-defined]
+        self.source = whole if has_state(whole) else None
         self._left = False  # whether all have stopped before this rank's data ended
         # Before the batch that is read ahead: the state of the source, and the random states that the batch draws from.
         self._before: Any = None
@@ -415,17 +419,19 @@ class RankStreamLoader(RankLoader):
         if state is not None and not first and own.get("left"):
             warn(
                 f"the data of rank {world.rank()} had not been read to their end when all stopped with the first "
-                "(uneven='stop'), so this rank goes on with the rest of them, which a run without a break leaves out; "
-                "uneven='join' uses all data"
+                "(uneven='stop'), so this rank goes on with the rest of them; a run without a break leaves them out if "
+                "the dataset begins each epoch anew. uneven='join' uses all data"
                 " (errors.html#place-in-data)"
             )
         if not self.sharded:
-            self.loader.dataset.skip = skip  # type: ignore[attr-defined]  # of a `RankStream`
+            self.loader.dataset.skip = skip  # type: ignore[attr-defined]
+            if state is not None:
+                self._from = Resumed(self.loader, 0, self.source, state, at_end=True, quiet=quiet)
         elif state is not None:
             self._from = Resumed(self.loader, 0, self._source, state, not first, quiet)
         elif skip:
             self._from = Resumed(self.loader, skip if skip == inf else first)
-        if first and skip != inf and state is None:
+        if first and skip != inf and (state is None or not self.sharded):
             advice = "" if self.sharded else "let each rank have a part with a state of its own (sharded=True)"
             say_read_forward(self.loader, first, advice)
 
@@ -506,6 +512,8 @@ class RankStreamLoader(RankLoader):
             yield self._given(batch, size, step)
             size, batch, step = next_size, following, step + 1
         self.ended, self._before, self._left = False, None, batch is not None
+        if self.source is not None:
+            deque(batches, 0)  # what is left of the last step, so that the next epoch begins alike on all ranks
         self._tell(step, batch is not None)
 
     def note_ended(self, ended: float) -> None:

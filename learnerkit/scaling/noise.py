@@ -18,9 +18,9 @@ from learnerkit.events import CancelException
 from learnerkit.gradient_mean import host_count
 from learnerkit.host_scalars import HostScalars
 from learnerkit.parallel.distributed import member_of
-from learnerkit.snapshot import restorer, trial
+from learnerkit.snapshot import trial
 from learnerkit.torch_internals import BatchNorm
-from learnerkit.utils import add_note_once, unbound, unwrap
+from learnerkit.utils import add_note_once, unwrap
 
 _LEAST = 20  # measured steps behind a value of the table, where there have been so many
 _OTHERWISE = "accumulate (GradientAccumulation(n_batches=2)), or train on several ranks, where no batch is cut"
@@ -286,13 +286,12 @@ class GradientNoiseScale(Callback):
         learn, row = self.learn, self._row
         if row is None or not self._cuts:
             return
-        model, loss = unwrap(learn.model), unbound(learn.loss_func)[0]
+        model = unwrap(learn.model)
         batch, whole = (learn.xb, learn.yb), learn.batch_size
         size = max(whole // 4, 1 + any(isinstance(m, BatchNorm) for m in model.modules()))
         if 2 * size > whole:
             self._row = None
             return
-        put_back = restorer(list(loss.buffers()) if isinstance(loss, nn.Module) else [])
         try:
             with trial(learn, model):
                 (first, one), (second, other) = (self._gradient_of(batch, i * size, size, whole) for i in range(2))
@@ -301,7 +300,6 @@ class GradientNoiseScale(Callback):
             return
         finally:
             learn.yb, learn.batch_size = batch[1], whole
-            put_back()
         apart = [a if b is None else b if a is None else a - b for a, b in zip(first, second, strict=True)]
         square = _square([t for t in apart if t is not None]) / self._scale() ** 2
         row |= {"squares": square * (one * other / (one + other)), "parts": 2}

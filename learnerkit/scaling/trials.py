@@ -4,7 +4,6 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +18,7 @@ from learnerkit.data.order import with_batches
 from learnerkit.events import CancelEpochException, CancelFitException
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.scaling.parts import REDUCE, Clock, Stopwatch
-from learnerkit.snapshot import unchanged
+from learnerkit.snapshot import put_back_attributes, unchanged
 from learnerkit.text import in_one_line
 
 if TYPE_CHECKING:
@@ -77,7 +76,8 @@ def run_trial(
         if quiet:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-        stack.enter_context(_kept_attributes(learn.cbs))
+        for cb in learn.cbs:
+            put_back_attributes(cb, stack)
         stack.enter_context(learn.no_bar())
         stack.enter_context(replaced(learn.dls, _said=True))  # the views of loaders here do not tell sizes
         stack.enter_context(learn._running("scaling", [*cbs, *clock.callbacks()]))
@@ -164,24 +164,6 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
-
-
-@contextmanager
-def _kept_attributes(cbs: Sequence[Callback]) -> Iterator[None]:
-    """Give callbacks their attributes back at the end, and what is in their lists, dicts and sets."""
-    before = [
-        (cb, dict(vars(cb)), [(x, copy(x)) for x in vars(cb).values() if type(x) in (list, dict, set)])
-        for cb in list(cbs)
-    ]
-    try:
-        yield
-    finally:
-        for cb, attributes, contents in before:
-            vars(cb).clear()
-            vars(cb).update(attributes)
-            for x, content in contents:
-                x.clear()
-                (x.extend if isinstance(x, list) else x.update)(content)
 
 
 def _one_batch() -> Callback:

@@ -5,9 +5,10 @@ import threading
 import warnings
 from contextlib import nullcontext, suppress
 
+import numpy as np
 import pytest
 import torch
-from helpers import make_dls, make_learner, make_model, mostly_slow, raises, raising, weights
+from helpers import make_data, make_dls, make_learner, make_model, mostly_slow, raises, raising, weights
 from resume_jobs import (
     CARRIED,
     EPOCHS,
@@ -29,12 +30,16 @@ from learnerkit import (
     Callback,
     CheckpointCallback,
     CheckpointError,
+    DataLoaders,
     GradientClip,
     Learner,
     ParamScheduler,
     SchedLin,
     TerminateOnNaNCallback,
+    accuracy,
+    mae,
 )
+from learnerkit.callbacks.recorder import PastFit
 
 EPOCH = STEPS // EPOCHS
 
@@ -71,7 +76,7 @@ def whole():
     return of
 
 
-QUICK = ("one cycle", "accumulation", "EMA", "mixing")
+QUICK = ("one cycle", "accumulation", "EMA", "mixing", "carried")
 STEPS_OF = [
     *(pytest.param(name, (EPOCH, EPOCH + 5), id=name) for name in QUICK),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in ONE_FIT if name not in QUICK),
@@ -314,6 +319,25 @@ def test_ends_of_many_fits_are_not_all_kept(tmp_path):
     assert again.recorder.values == learn.recorder.history[2].values
 
 
+def test_earlier_fits_are_made_into_text_once_and_come_back_exactly(tmp_path):
+    odd = [PastFit(lrs=[0.1] * 1000), PastFit(lrs=[np.float32(0.1)]), PastFit(lrs=[float("nan"), 0.1])]
+
+    def train(resume, at=None):
+        checkpoints = CheckpointCallback(tmp_path, every=1, resume=resume)
+        learn = make_learner(cbs=[checkpoints, Kill(at)])
+        with learn.no_logging(), suppress(Killed):
+            learn.fit(1)
+            learn.recorder.history += odd
+            learn.fit(1)
+        return learn.recorder
+
+    recorder = train(resume=False, at=3)
+    saved = recorder.state_dict()["history"]
+    assert list(map(type, saved)) == [dict, dict, str, str]
+    assert all(fit.saved() is kept for fit, kept in zip(recorder.history, saved, strict=True))
+    assert list(map(repr, train(resume=True).history)) == list(map(repr, recorder.history))
+
+
 def test_a_fit_that_failed_goes_on_in_the_same_process(tmp_path, whole):
     learn = make(
         "plain", tmp_path, raising("after_batch", ZeroDivisionError, lambda cb: cb.train_iter == 9), resume=True
@@ -389,6 +413,75 @@ def test_a_changed_configuration_is_listed(tmp_path):
         learn.fit(2)
     texts = " ".join(str(w.message) for w in caught)
     assert all(text in texts for text in expected), texts
+
+
+def test_changed_data_order_metrics_and_frozen_layers_are_listed(tmp_path):
+    def learner(resume=False, n=8, shuffle=True, metrics=mae, frozen=(), **kwargs):
+        dls = DataLoaders.from_datasets(make_data(n), bs=4, shuffle=shuffle, device="cpu")
+        checkpoints = CheckpointCallback(tmp_path, every=1, keep=9, resume=resume, **kwargs)
+        learn = make_learner(dls, metrics=metrics, cbs=[Kill(0 if resume else 1), checkpoints])
+        for i in frozen:
+            learn.model[i].requires_grad_(False)
+        with learn.no_logging(), suppress(Killed):
+            learn.fit(1)
+
+    learner()
+    expected = (
+        "train.samples: 8, now 7", "train.sampler: 'RandomSampler', now 'SequentialSampler'",
+        "metrics: ['mae'], now ['accuracy']", "parameters.0.bias: '[6] float32', now '[6] float32, frozen'",
+    )  # fmt: skip
+    other = {"n": 7, "shuffle": False, "metrics": accuracy, "frozen": [0]}
+    with raises(CheckpointError, "strict=True", *expected):
+        learner(True, strict=True, **other)
+    with pytest.warns(UserWarning, match="not as in the checkpoint") as caught:
+        learner(True, **other)
+    [text] = [str(w.message) for w in caught]
+    assert all(words in text for words in expected), text
+
+
+class Forgets(Callback):
+    """Has a tensor and a module of its own, and no state."""
+
+    def before_fit(self):
+        self.mean, self.net, self.count = {"w": torch.zeros(1)}, [make_model(1, 1)], 3
+
+
+class Borrows(Callback):
+    """Has a part of the model's."""
+
+    def before_fit(self):
+        self.net, self.weight = self.model[0], [self.model[0].weight]
+
+
+class Nothing(Forgets):
+    """Says that it has nothing to keep."""
+
+    def state_dict(self):
+        return {}
+
+
+def test_callbacks_that_hold_tensors_or_modules_and_have_no_state_are_named(tmp_path):
+    for resume in (False, True):
+        cbs = [Forgets(), Borrows(), Nothing()]
+        learn = make_learner(cbs=[*cbs, Kill(0 if resume else 1), CheckpointCallback(tmp_path, every=1, resume=resume)])
+        told = pytest.warns(UserWarning, match="^the tensors or modules of Forgets are not in the checkpoint and")
+        with learn.no_logging(), told if resume else suppress(Killed):
+            learn.fit(1)
+
+
+def test_a_checkpoint_that_was_moved_and_linked_is_used_and_stays(tmp_path, whole):
+    died = finished(make("plain", tmp_path / "run", Kill(9), keep=1), "plain")
+    [newest] = (tmp_path / "run").glob("fit*")
+    moved = newest.rename(tmp_path / "moved")
+    newest.symlink_to(moved, target_is_directory=True)
+    (tmp_path / "run" / "fit9").symlink_to(tmp_path / "nowhere")
+    with raises(CheckpointError, "has checkpoints of another run"):
+        finished(make("plain", tmp_path / "run", Kill(), keep=1), "plain")
+    ended = finished(make("plain", tmp_path / "run", resume=True, keep=1), "plain", died["order"])
+    assert different(whole("plain"), ended) == []
+    assert newest.is_symlink()
+    assert sorted(path.name for path in moved.iterdir()) == sorted(path.name for path in newest.iterdir()) != []
+    assert len([path for path in (tmp_path / "run").glob("fit*") if not path.is_symlink()]) == 1
 
 
 def test_a_changed_schedule_is_listed(tmp_path):

@@ -118,6 +118,59 @@ def test_t8_a_stream_goes_on_in_another_number_of_ranks(workers, split):
     assert samples(stopped, 1) + alone(fit(made, Log(), stopped.state), 1) == alone(one, 1)
 
 
+@pytest.mark.parametrize(
+    ("empties", "split"), [(True, False), *(pytest.param(False, split, marks=pytest.mark.slow) for split in (0, 1))]
+)
+@pytest.mark.filterwarnings("ignore:.*batches of this epoch are read again", "ignore:the data of rank")
+def test_t9_a_stream_with_a_state_goes_on_in_the_order_of_its_epoch(empties, split):
+    """Also where the ranks end unevenly; on as many of them, on one, and from one."""
+
+    def made():
+        data = Remembering(empties)
+        data.n = 24 + 2 * RANKS  # whose last batches are not for all ranks
+        return DataLoaders(DataLoader(data, 4), device="cpu")
+
+    how = {"split_batches": split}
+    one, whole = fit(made, Log()), fit(made, Log(), distributed=how)
+    for epoch in range(EPOCHS):
+        read = samples(whole, epoch)
+        assert read == alone(one, epoch)[: len(read)]
+        assert len(read) > 24 - 4 * RANKS
+    for epoch, steps in ((1, 2), (1, "trained"), (0, "ended")):
+        stopped = fit(made, Log((epoch, steps)), distributed=how)
+        again = fit(made, Log(), stopped.state, distributed=how)
+        assert again.seen == whole.seen[stopped.count :], (epoch, steps)
+    stopped = fit(made, Log((1, 1)), distributed=how)
+    rest = alone(fit(made, Log(), stopped.state), 1)
+    assert rest == alone(one, 1)[-len(rest) :]
+    assert len(rest) == 24 + 2 * RANKS - stopped.state[0]["samples"]
+    for place in ((1, RANKS), (0, "ended")):
+        rest = samples(fit(made, Log(), fit(made, Log(place)).state, distributed=how), 1)
+        before = 4 * RANKS * (place[0] == 1)
+        assert rest == alone(one, 1)[before : before + len(rest)] != []
+
+
+def test_an_epoch_that_cannot_be_read_again_is_refused():
+    class Stateful(DataLoader):
+        """Stands for torchdata's: it has the state of its dataset."""
+
+        def state_dict(self):
+            return {"n": 1}
+
+        def load_state_dict(self, state):
+            pass
+
+    persistent = lambda: DataLoader(Remembering(False), 4, **WORKERS["persistent"])  # noqa: E731
+    for make, place, why in (
+        (lambda: Stateful(Stream(24), 4), (1, 2), "that of the Stateful of one process"),
+        (persistent, (0, "ended"), "its state is in loader workers that stay"),
+    ):
+        made = lambda make=make: DataLoaders(make(), device="cpu")  # noqa: E731
+        stopped = fit(made, Log(place))
+        with pytest.raises(ValueError, match=f"epoch 1 of the .* cannot be read again as it was.*{why}"):
+            fit(made, Log(), stopped.state, distributed={})
+
+
 class Part(Remembering):
     """A part of its own for each rank, of different lengths."""
 

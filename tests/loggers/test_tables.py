@@ -183,6 +183,26 @@ def test_no_handle_is_in_the_state():
     assert logger._handle is None
 
 
+def test_a_row_is_in_the_csv_file_before_the_next_batch():
+    seen = []
+    note = Callback(before_batch=lambda cb: cb.training and seen.append(Path("history.csv").read_text().count("\n")))
+    learner(CSVLogger(), ValidateEvery(2), note).fit(1)
+    assert seen == [0, 0, 2, 2, 3]
+
+
+@pytest.mark.parametrize("at", [5, 6])
+def test_the_last_record_of_an_epoch_is_there_if_the_run_goes_on_from_that_step(at, tmp_path):
+    def steps(*cbs, resume=False):
+        checkpoints = CheckpointCallback(tmp_path / "run", every=1, resume=resume)
+        learn = learner(JSONLogger(every=2), checkpoints, *(cbs or [Kill()]), path=tmp_path)
+        with suppress(Killed), learn.no_logging():
+            learn.fit(2)
+        return [record["step"] for record in lines(tmp_path / "history.jsonl")[1]]
+
+    steps(Kill(at))
+    assert steps(resume=True) == [2, 4, 5, 6, 8, 10]
+
+
 def without_time(found):
     return [{name: value for name, value in row.items() if name != "time"} for row in found]
 

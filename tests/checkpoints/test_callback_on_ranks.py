@@ -1,0 +1,40 @@
+"""`CheckpointCallback` on several processes: a run goes on from any of its checkpoints as if it had not ended there."""
+
+import shutil
+import warnings
+
+import pytest
+from helpers import make_data, make_learner, weights
+from resume_jobs import Carries, different
+
+from learnerkit import CheckpointCallback, DataLoaders, set_seed, world
+
+pytestmark = pytest.mark.ranks(2, soak=[3])
+
+
+def fit(folder, dls, *cbs, **distributed):
+    """Train for two epochs, from the newest checkpoint in a folder if there is one."""
+    set_seed(1)
+    learn = make_learner(dls(), cbs=[*cbs, CheckpointCallback(folder, every=1, keep=100, resume=True)])
+    with learn.no_logging(), learn.distrib_ctx(sync_bn=False, **distributed), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* processes each train a whole copy")
+        learn.fit(2)
+    return learn
+
+
+def only(folder, name, other):
+    """Another folder with one checkpoint of a run; every rank must reach this."""
+    world.barrier()
+    if world.is_main():
+        [found] = folder.glob(name)
+        shutil.copytree(found, other / found.name)
+    world.barrier()
+    return other
+
+
+def test_what_each_rank_has_of_its_own_comes_back(tmp_path):
+    dls = lambda: DataLoaders.from_datasets(make_data(24), bs=4, device="cpu")  # noqa: E731
+    whole = fit(tmp_path / "whole", dls, Carries())
+    again = fit(only(tmp_path / "whole", "fit0-epoch1-step4", tmp_path / "again"), dls, Carries())
+    assert again.train_iter == whole.train_iter
+    assert different(weights(whole.model), weights(again.model)) == []
