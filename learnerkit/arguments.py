@@ -3,6 +3,7 @@
 import re
 import reprlib
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -126,6 +127,17 @@ def check_free(learn: "Learner", cb: Callback) -> None:
     if cb.learn not in (None, learn) and cb.learn.task is not None:
         raise ValueError(
             f"{cb} is used in {cb.learn.task!r} of another learner; make another one, or wait until that is over"
+        )
+
+
+def check_thread(learn: "Learner", who: str) -> None:
+    """Refuse a run, or a prediction, while one of another thread goes on; `who` is the method that was called."""
+    if learn._thread not in (None, threading.get_ident()):
+        raise RuntimeError(
+            f"{who} was called while {learn.task or 'a run'!r} of the same learner goes on in another thread, whose "
+            "model and callbacks it would disturb: call it afterwards, or of a learner of its own, such as "
+            "load_learner(learn.export('model'), make_model)"
+            " (errors.html#other-thread)"
         )
 
 

@@ -200,6 +200,16 @@ class RaisedIn(str):
             error.add_note(note)
 
 
+_IN_EVALUATION = [e for e in Event if not any(part in e for part in ("create", "train", "backward", "step"))]
+
+
+def acts_in_evaluation(cb: Callback) -> bool:
+    """Tell whether a callback has a hook that an evaluation would call."""
+    if not cb.run or cb.only_fit:
+        return False
+    return any(cb._owns(e) for e in _IN_EVALUATION if cb.run_valid or e not in INNER_EVENTS)
+
+
 class Dispatch:
     """Calls the callbacks at each event. Who runs at which is resolved once per run: an unused event costs a look-up.
 

@@ -1,7 +1,9 @@
 """The Learner: the training loop, and the verbs its users call."""
 
+import copy
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from inspect import signature
@@ -14,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from learnerkit import arguments, files, optim, parallel, world
-from learnerkit.callback import Callback, Dispatch, describe_loop, kept_flags
+from learnerkit.callback import Callback, Dispatch, acts_in_evaluation, describe_loop, kept_flags
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.augmentation import BatchTransform
 from learnerkit.callbacks.lr_find import SUGGESTIONS, LRFinder
 from learnerkit.callbacks.precision import MixedPrecision
-from learnerkit.callbacks.prediction import GatherPredictions, Prediction, PredictOne, averaged
+from learnerkit.callbacks.prediction import GatherPredictions, Prediction, PredictOne, averaged, predicted
 from learnerkit.callbacks.progress import ProgressCallback, print_above
 from learnerkit.callbacks.recorder import EvaluationCallback, Recorder, TableLogger
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, combine_scheds, combined_cos
@@ -50,8 +52,10 @@ from learnerkit.preflight.step import check
 from learnerkit.snapshot import give_shapes, restorer, unchanged
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
 from learnerkit.utils import (
+    PlainLock,
     check_keywords,
     count_parameters,
+    is_placed,
     listify,
     own_loss_arguments,
     spanned_devices,
@@ -69,6 +73,9 @@ _EVENTS = {
     level: (f"before_{level}", f"after_cancel_{level}", f"after_{level}")
     for level in ("fit", "epoch", "train", "validate", "batch", "backward", "step")
 }
+
+_SWITCHED_OFF = (ProgressCallback, parallel.DistributedCallback, parallel.ParallelCallback)  # in `Learner.predict`
+_LEFT_OUT = (*_SWITCHED_OFF, TrainEvalCallback)
 
 Rates = float | slice | Iterable[float] | dict | optim.Later | Schedule
 """Learning rates, as `fit` takes them."""
@@ -180,6 +187,8 @@ class Learner(RunState):
         self._fits, self._lr_finds = 0, list[dict[str, float]]()  # those that have ended: how many; the suggestions
         self._agreement: parallel.Agreement | None = None
         self._workers: Workers | None = None
+        self._lock = PlainLock()  # held while a run begins, and during a prediction
+        self._thread: int | None = None  # the one in which a run goes on
         self._bare_model: Any = None  # the model of a run as it was before callbacks could wrap it
         self._eval_modules: set[str] = set()  # the names of its modules that the user has put into eval mode
         self.add_cbs([TrainEvalCallback(), Recorder(), ProgressCallback()] if default_cbs else [])
@@ -685,8 +694,9 @@ class Learner(RunState):
     def predict(self, item: Any, act: Callable[[Tensor], Tensor] | None = None) -> Prediction:
         """The prediction for one input: `label, decoded, pred = learn.predict(x)`.
 
-        The callbacks see it as a batch of one sample. Random streams, modes and records stay as they are. No other rank
-        is needed, nor waited for.
+        The callbacks see it as a batch of one sample. Modes and records stay as they are, and so do random streams,
+        unless the model itself draws from them outside of a run. No other rank is needed, nor waited for. Several
+        threads may call it: they wait for each other.
 
         Args:
             item: as the dataset yields it, without targets: one input, a tuple of several, or a mapping.
@@ -698,24 +708,55 @@ class Learner(RunState):
             output. The last two are on the host, and have no batch axis.
 
         Raises:
+            RuntimeError: a fit or an evaluation of this learner goes on in another thread.
             ValueError: the loader's `collate_fn` cannot do without targets.
         """
-        with self._by_itself():
-            one, dl = PredictOne(act), self.dls.test_dl([item], bs=1, num_workers=0)
-            with self._running("predict", one) as nested:
-                self._evaluate(dl, nested)
+        with self._lock, world.alone():
+            arguments.check_thread(self, "predict")
+            heard = any(type(cb) not in _LEFT_OUT and acts_in_evaluation(cb) for cb in self.cbs)
+            return (self._predict_in_loop if heard or self._overrides("_forward") else self._predict_alone)(item, act)
+
+    def _predict_alone(self, item: Any, act: Callable[[Tensor], Tensor] | None) -> Prediction:
+        "Do what the loop does with a batch that no callback listens to; nothing of this learner changes."
+        model, nested, device = unwrap(self.model), self._dispatch is not None, self.dls.device
+        modules = list(model.modules())
+        resets = not nested and callable(getattr(model, "reset", None))
+        if resets or not is_placed(modules, device):
+            return self._predict_in_loop(item, act)
+        one = copy.copy(self)
+        one.model, one.task, one.training, one._agreement = model, "predict", False, None
+        sets_modes = any(type(cb) is TrainEvalCallback and cb.run for cb in self.cbs)
+        changes = sets_modes and any(module.training for module in modules)
+        streams = keep_seeds(device=device) if nested else nullcontext()
+        with torch.no_grad(), streams, training_modes(model) if changes else nullcontext():
+            if changes:
+                model.eval()
+            try:
+                batch, one.dl = self.dls.input_batch(item)
+                unpack = Unpacker(self.dls, one.dl, device, own_loss_arguments(self.loss_func, model), False)
+                one.batch, one.xb, one.yb = unpack.split(batch)
+                one._forward()
+                return predicted(one, act)
+            except Exception as e:
+                arguments.explain(one, e)
+                raise
+
+    def _predict_in_loop(self, item: Any, act: Callable[[Tensor], Tensor] | None) -> Prediction:
+        one, dl = PredictOne(act), self.dls.test_dl([item], bs=1, num_workers=0)
+        with self._by_itself(), self._running("predict", one) as nested:
+            self._evaluate(dl, nested)
         if one.found is None:
             raise ValueError("a callback has cancelled the prediction, so there is none")
         return one.found
 
     @contextmanager
     def _by_itself(self) -> Iterator[None]:
-        "What this process does without other ranks, also in the middle of a fit; streams and modes are given back."
+        "Evaluation without other ranks, also in the middle of a fit; streams and modes are given back."
         agreement, model, in_fit, plain = self._agreement, self.model, self._in_fit, unwrap(self.model)
         try:
-            with world.alone(), kept_flags(self.cbs), training_modes(plain):
+            with kept_flags(self.cbs), training_modes(plain):
                 for cb in self.cbs:
-                    if isinstance(cb, ProgressCallback | parallel.DistributedCallback | parallel.ParallelCallback):
+                    if isinstance(cb, _SWITCHED_OFF):
                         cb.run = False
                 self._agreement, self.model, self._in_fit = None, plain, True  # so that streams are given back
                 yield
@@ -782,6 +823,18 @@ class Learner(RunState):
 
     @contextmanager
     def _running(self, task: str, cbs: Callbacks = None) -> Iterator[bool]:
+        "One run, which is refused while another thread has one; see `_run`."
+        with self._lock:  # waits for a prediction in another thread
+            arguments.check_thread(self, "get_preds" if task == "predict" else task)
+            outer, self._thread = self._thread, threading.get_ident()
+        try:
+            with self._run(task, cbs) as nested:
+                yield nested
+        finally:
+            self._thread = outer
+
+    @contextmanager
+    def _run(self, task: str, cbs: Callbacks = None) -> Iterator[bool]:
         "One run; what it changes on the learner is put back at its end. Yields whether it is inside another."
         self._take_callbacks()
         self._to_device()

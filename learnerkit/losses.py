@@ -81,6 +81,15 @@ def decoding(loss_func: Any) -> str | None:
     return "above 0.5" if is_one_of(loss_func, BINARY_SHARES) else None
 
 
+def decode_of(loss_func: Any) -> Callable[[Any], Any] | None:
+    """Return what decodes predictions for a loss: its own `decode` or `decodes`, else as `decoding` says."""
+    own = loss_option(loss_func, "decode", loss_option(loss_func, "decodes"))
+    if callable(own):
+        return own
+    known = decoding(loss_func)
+    return None if known is None else DECODINGS[known]
+
+
 _N_INSPECTED = 8
 """How many batches to inspect. The first one is nearly always enough, but a later one may contradict it."""
 

@@ -193,6 +193,11 @@ class CollectiveRefusal(TorchDispatchMode):
 # Loaders
 
 
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of a module, without those of modules in it; torch's iterators are slow."""
+    return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+
+
 def loader_attributes(loader: DataLoader) -> dict[str, Any]:
     """Return a DataLoader's attributes without its iterator, which holds processes if it has persistent workers."""
     return vars(loader) | {"_iterator": None}

@@ -1,6 +1,7 @@
 """Small helpers that do not depend on the rest of the library."""
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnerkit.text import did_you_mean
-from learnerkit.torch_internals import caller, without_compiler
+from learnerkit.torch_internals import caller, own_tensors, without_compiler
 
 
 def listify(x: Any) -> list:
@@ -157,6 +158,31 @@ def training_modes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+def is_placed(modules: Iterable[nn.Module], device: torch.device) -> bool:
+    """Tell whether all tensors of these modules are on this device, and have their shapes."""
+    for module in modules:
+        for t in own_tensors(module):
+            if t.device != device or is_lazy(t):
+                return False
+    return True
+
+
+class PlainLock:
+    """A lock that a thread may take again and again. A copy, in another process too, is a lock of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple:
+        return PlainLock, ()
 
 
 def ipython_shell() -> Any:

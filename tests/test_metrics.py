@@ -6,9 +6,22 @@ import numpy as np
 import pytest
 import torch
 from helpers import make_classes, make_data, make_dls, make_learner, make_model
+from torch import nn
 from torch.nn import functional as F
 
-from learnerkit import AccumMetric, Metric, accuracy, error_rate, mae, mse, perplexity, rmse, top_k_accuracy
+from learnerkit import (
+    AccumMetric,
+    DataLoaders,
+    Learner,
+    Metric,
+    accuracy,
+    error_rate,
+    mae,
+    mse,
+    perplexity,
+    rmse,
+    top_k_accuracy,
+)
 from learnerkit.callbacks.tracking import TrackerCallback, ValidateEvery
 from learnerkit.metrics import make_meters
 
@@ -300,3 +313,96 @@ def test_a_metric_that_computes_a_dict_has_a_column_for_each_number_in_it():
     assert learn.validate()[2:] == [pytest.approx(low), pytest.approx(high)]
     with pytest.raises(ValueError, match=r"two metrics are named \['high', 'low'\]"), learn.no_logging():
         make_learner(metrics=[Extremes(), type("Others", (Extremes,), {})()]).fit(1)
+
+
+# Shares of targets: what is decoded, and what counts
+
+SCORES = torch.tensor([[2.0], [-1.0], [0.5], [-3.0]])
+YES = torch.tensor([[1.0], [0.0], [1.0], [0.0]])
+
+
+@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss(), F.binary_cross_entropy_with_logits, nn.BCELoss()])
+@pytest.mark.parametrize("flat", [False, True])
+def test_yes_or_no_is_decoded_as_the_loss_says(loss, flat):
+    pred = SCORES.sigmoid() if isinstance(loss, nn.BCELoss) else SCORES
+    pred, target = (pred.flatten(), YES.flatten()) if flat else (pred, YES)
+    assert accuracy(pred, target, loss_func=loss) == 1
+    assert error_rate(pred, target, loss_func=loss) == 0
+    assert accuracy(pred, 1 - target, loss_func=loss) == 0
+    assert accuracy(pred.roll(1, 0), target.bool(), loss_func=loss) == 0
+    assert accuracy(torch.stack([pred, -pred + 1]), torch.stack([target, target]), loss_func=loss) < 1
+    dls = DataLoaders([(torch.ones(4, 1), target)] * 2, [(torch.ones(4, 1), target)], device="cpu")
+
+    class Fixed(nn.Linear):
+        def forward(self, x):
+            return pred + 0 * self.weight.sum()
+
+    learn = Learner(dls, Fixed(1, 1), loss, metrics=[accuracy, error_rate])
+    assert learn.validate()[1:] == [1, 0]
+
+
+def half(pred, target):
+    return F.mse_loss(pred, target) / 2
+
+
+@pytest.mark.parametrize("metric", [accuracy, error_rate, top_k_accuracy])
+@pytest.mark.parametrize("loss", [None, half, nn.MSELoss(), partial(F.l1_loss)])
+def test_what_has_no_classes_is_refused(metric, loss):
+    one, numbers = torch.randn(4, 1), torch.randn(4, 3)
+    for pred, target in ((one, one), (one, one.flatten()), (one.flatten(), one.flatten()), (numbers, numbers)):
+        with pytest.raises(ValueError, match=r"needs classes, and got predictions: float32 .* For numbers use mae"):
+            metric(pred, target, loss_func=loss)
+    if loss is None:
+        for target in (one.flatten().long(), one.long()):
+            with pytest.raises(ValueError, match=r"One score for each target is decoded where the loss says how"):
+                metric(one, target)
+        with pytest.raises(ValueError, match="needs classes, and got predictions: {'a'"):
+            metric({"a": one}, one)
+
+
+def test_a_loss_with_a_decode_of_its_own_says_what_is_right():
+    class Signs(nn.Module):
+        def decode(self, pred):
+            return (pred[:, 0] < 0).long()
+
+    assert accuracy(SCORES, (1 - YES.flatten()).long(), loss_func=Signs()) == 1
+    masks = Signs()
+    masks.decode = lambda pred: pred > 0  # a mask of all classes, for targets that are one of them
+    assert accuracy(PRED, TARGET, loss_func=masks) == accuracy(PRED, TARGET)
+    assert accuracy(SCORES, torch.zeros(4, dtype=torch.long), loss_func=nn.CrossEntropyLoss()) == 1  # one class alone
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_tokens_count_and_ignored_ones_do_not(axis):
+    g = torch.Generator().manual_seed(0)
+    scores, target = torch.randn(3, 5, 7, generator=g), torch.randint(7, (3, 5), generator=g)
+    target[0, 1:], target[2, 4] = -100, -100
+    flat, mask = scores.reshape(-1, 7), target.flatten() >= 0
+    expected = (flat.argmax(1) == target.flatten())[mask].double().mean()
+    best = (flat.topk(3).indices == target.reshape(-1, 1)).any(1)[mask].double().mean()
+    pred = scores.movedim(-1, axis)
+    loss = nn.CrossEntropyLoss() if axis == 1 else None
+    assert accuracy(pred, target, loss_func=loss) == expected
+    assert error_rate(pred, target, loss_func=loss) == 1 - expected
+    assert top_k_accuracy(pred, target, k=3, loss_func=loss) == best
+    (meter,) = make_meters(accuracy, loss)
+    meter.reset()
+    for i in range(3):  # each with another number of tokens that count
+        meter.update(i, 1, pred[i : i + 1], (target[i : i + 1],))
+    assert meter.result(sharded=False) == pytest.approx(expected.item(), abs=1e-15)
+    assert not meter.depends_on_cut(3, pred, (target,))
+    state, twin = meter.state_dict(), make_meters(accuracy, loss)[0]
+    twin.reset()
+    twin.load_state_dict(state)
+    assert twin.result(sharded=False) == meter.result(sharded=False)
+    padded = target.masked_fill(target < 0, 6)
+    padding = nn.CrossEntropyLoss(ignore_index=6)
+    real = padded.flatten() != 6
+    if axis == 1:
+        counted = (flat.argmax(1) == padded.flatten())[real].double().mean()
+        assert accuracy(pred, padded, loss_func=padding) == counted
+        square = torch.randn(2, 5, 5, generator=g)  # the loss says which dimension has the classes
+        assert accuracy(square, square.argmax(1), loss_func=loss) == 1
+    nothing = torch.full((2, 5), -100)
+    meter.update(3, 2, pred[:2], (nothing,))
+    assert meter.result(sharded=False) == twin.result(sharded=False)

@@ -16,8 +16,9 @@ from metric_catalogue import (
     torchmetrics_classes,
     torchmetrics_table,
 )
+from torch import nn
 
-from learnerkit import world
+from learnerkit import accuracy, world
 from learnerkit.metrics import make_meters
 from learnerkit.metrics.libraries import torchmetrics_in
 
@@ -402,3 +403,20 @@ def test_a_metric_that_depends_on_how_samples_are_cut_is_warned_of_once():
     said = [str(w.message) for w in caught if "depends on how the samples are cut" in str(w.message)]
     assert len(said) == (world.rank() == 0), said
     assert all("'geometric'" in text and "AccumMetric" in text for text in said)
+
+
+@pytest.mark.ranks(2)
+def test_shares_of_tokens_are_weighted_by_the_tokens_that_count():
+    g = torch.Generator().manual_seed(0)
+    scores, target = torch.randn(4, 6, 5, generator=g), torch.randint(5, (4, 6), generator=g)
+    for i in range(3):  # of the first there is one token that counts, of the last there are all
+        target[i, 1 + 2 * i :] = -100
+    whole = accuracy(scores, target)
+    for loss, pred in ((None, scores), (nn.CrossEntropyLoss(), scores.mT)):
+        for deal in DEALS.values():
+            (meter,) = make_meters(accuracy, loss)
+            meter.reset()
+            for i, rank in enumerate(deal):
+                if rank == world.rank():
+                    meter.update(i, 1, pred[i : i + 1], (target[i : i + 1],))
+            assert meter.result(sharded=True) == pytest.approx(whole.item(), abs=1e-12)

@@ -3,15 +3,18 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from learnerkit.callback import Callback
 from learnerkit.data.batches import Rows, concat, entries, gather_batches, map_batch, on_host, with_rows
-from learnerkit.losses import DECODINGS, decoding, loss_option, unwrap_partial
+from learnerkit.losses import decode_of, unwrap_partial
 from learnerkit.utils import describe
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
 
 
 class GatherPredictions(Callback):
@@ -139,25 +142,28 @@ class PredictOne(Callback):
         self.found: Prediction | None = None
 
     def after_batch(self) -> None:
-        learn, names = self.learn, self.learn.dls.target_names
-        if learn.pred is None:
-            return  # the batch was cancelled
-        pred = on_host(learn.pred)
-        decoded = without_batch(self._decode(pred, names))
-        self.found = Prediction(labelled(decoded, names), decoded, without_batch(self.act(pred) if self.act else pred))
+        if self.learn.pred is not None:  # else the batch was cancelled
+            self.found = predicted(self.learn, self.act)
 
-    def _decode(self, pred: Any, names: Any) -> Any:
-        loss_func = self.learn.loss_func
-        if loss_func is None:  # the model's own: known to be one over classes by their number
-            if not isinstance(pred, Tensor) or pred.ndim < 2 or names is None:
-                return None
-            if callable(names):
-                return pred.argmax(-1)  # of tokens, whose scores models of transformers have at the end
-            return pred.argmax(1) if pred.shape[1] == len(names) else None
-        try:
-            return decoder(loss_func)(pred)
-        except NotDecoded:
+
+def predicted(learn: "Learner", act: Callable[[Tensor], Tensor] | None) -> Prediction:
+    """Return the prediction that `learn.pred`, of a batch of one sample, is; `act`: as in `Learner.predict`."""
+    names, pred = learn.dls.target_names, on_host(learn.pred)
+    decoded = without_batch(_decoded(learn.loss_func, pred, names))
+    return Prediction(labelled(decoded, names), decoded, without_batch(act(pred) if act else pred))
+
+
+def _decoded(loss_func: Any, pred: Any, names: Any) -> Any:
+    if loss_func is None:  # the model's own: known to be one over classes by their number
+        if not isinstance(pred, Tensor) or pred.ndim < 2 or names is None:
             return None
+        if callable(names):
+            return pred.argmax(-1)  # of tokens, whose scores models of transformers have at the end
+        return pred.argmax(1) if pred.shape[1] == len(names) else None
+    try:
+        return decoder(loss_func)(pred)
+    except NotDecoded:
+        return None
 
 
 def without_batch(part: Any) -> Any:
@@ -240,11 +246,8 @@ def decoder(loss_func: Any) -> Callable[[Tensor], Tensor]:
     Raises:
         NotDecoded: the loss is none of torch's for classes or numbers, and has neither `decode` nor fastai's `decodes`.
     """
-    own = loss_option(loss_func, "decode", loss_option(loss_func, "decodes"))
-    if callable(own):
-        return own
-    if (known := decoding(loss_func)) is not None:
-        return DECODINGS[known]
+    if (decode := decode_of(loss_func)) is not None:
+        return decode
     raise NotDecoded(
         f"with_decoded=True: it is not known how to decode predictions for {loss_func!r}; give the loss a method "
         "`decode(pred)`, or decode the predictions yourself"

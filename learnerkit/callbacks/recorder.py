@@ -52,6 +52,10 @@ class LossMeter:
             self.losses.poll()
             self.counts.poll()
 
+    def on_host(self) -> list[float | None]:
+        """The losses that have arrived on the host, `None` where nothing was counted; never waits."""
+        return [loss if n else None for loss, n in zip(self.losses.poll(), self.counts.poll(), strict=False)]
+
     def totals(self, sums: bool, sharded: bool) -> tuple[list[float], list[float], list[bool]]:
         """(total losses, counts, whether cancelled) of each batch; if `sharded`, of each step over all ranks."""
         counts = self.counts.all()
@@ -198,7 +202,7 @@ class EvaluationCallback(Callback):
         others = [cb for cb in learn.cbs if isinstance(cb, EvaluationCallback) and cb is not self]
         # Copies where a fit or another validation is going on, which may be using the metrics themselves.
         metrics = copy.deepcopy(learn.metrics) if learn._in_fit or others else learn.metrics
-        self._evaluation = Evaluation(make_meters(metrics), learn._sharded)
+        self._evaluation = Evaluation(make_meters(metrics, learn.loss_func), learn._sharded)
 
     def after_batch(self) -> None:
         self._evaluation.update(self.learn)
@@ -333,6 +337,7 @@ class Recorder(Callback):
         self._valid_meters: list[Meter] = []
         self._smooth = Smoother(self.beta)
         self._in_epoch = False  # the smoothed losses of the epoch are not final yet
+        self._told = False  # of a loss that is not finite
 
     @property
     def losses(self) -> list[float]:
@@ -350,6 +355,9 @@ class Recorder(Callback):
         """Those of `losses` that are on the host; never waits for the device."""
         if self._in_epoch:
             self._smooth.extend(self._train.loss.losses.poll())
+            is_fine = not self._smooth.values or math.isfinite(self._smooth.values[-1])
+            if not (is_fine or self._told or self._train.sharded):  # on several ranks all losses are known later
+                self._tell_not_finite(self._train.loss.on_host())
         return self._smooth.values
 
     def recent_loss(self) -> float | None:
@@ -386,10 +394,10 @@ class Recorder(Callback):
             kept = ("metric_names", "values", "losses", "lrs", "iters", "hps", "final_record", "log")
             self.history.append(PastFit(**{name: getattr(self, name) for name in kept}))
         self._start()
-        metrics = self.learn.metrics
+        metrics, loss_func = self.learn.metrics, self.learn.loss_func
         # Copies in training, because validation needs the metrics' states for itself.
-        self._train_meters = make_meters(copy.deepcopy(metrics)) if self.train_metrics else []
-        self._valid_meters = make_meters(metrics) if self.valid_metrics else []
+        self._train_meters = make_meters(copy.deepcopy(metrics), loss_func) if self.train_metrics else []
+        self._valid_meters = make_meters(metrics, loss_func) if self.valid_metrics else []
         self.metric_names = ["epoch", *self._names(), *(["time"] if self.add_time else [])]
         self._start_epoch()  # here too: an epoch may be cancelled before this callback's `before_epoch`
 
@@ -485,6 +493,7 @@ class Recorder(Callback):
         sums = self.learn._loss_weighting.sums
         totals, counts, cancelled = self._train.loss.totals(sums, self._train.sharded)
         steps = [(total if sums else total / n) if n else None for total, n in zip(totals, counts, strict=True)]
+        self._tell_not_finite(steps)
         recorded = [not each for each in cancelled]  # what all ranks have cancelled is not, as on one process
         self._smooth.close(list(compress(steps, recorded)))
         lrs = self.lrs[self._first_batch :]
@@ -492,6 +501,18 @@ class Recorder(Callback):
         self.lrs[self._first_batch :] = compress(lrs, recorded)
         self._in_epoch = False
         return sum(totals) / sum(counts) if sum(counts) else float("nan")
+
+    def _tell_not_finite(self, losses: Sequence[float | None]) -> None:
+        """Say once in a fit which loss was the first that is not finite; `losses` are those of this epoch."""
+        step = next((i for i, loss in enumerate(losses) if loss is not None and not math.isfinite(loss)), None)
+        if self._told or step is None:
+            return
+        self._told = True
+        if not any(getattr(cb, "tells_not_finite", False) for cb in self.learn.cbs if cb.run):
+            self.learn.say(
+                f"epoch {self.learn.epoch}: the training loss of step {step} is {losses[step]}, the first that is not "
+                "finite: try a lower learning rate, and learn.check(); TerminateOnNaNCallback() ends a fit there"
+            )
 
     def _logged_means(self) -> dict[str, float]:
         pairs = {name: self._weighed(name) for name in self.logged}

@@ -408,6 +408,7 @@ class TerminateOnNaNCallback(Callback):
     order = -9
     run_valid = False
     only_fit = True
+    tells_not_finite = True  # so the recorder does not
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ class DataLoaders:
         self._device = torch.device(device) if device is not None else None
         self._pins = False  # whether to use pinned memory on a CUDA device
         self._said = False  # whether a doubtful number of samples was warned of
+        self._inputs: tuple[Any, CollateInputs] | None = None  # a loader, and how its inputs are joined
         self._twins: dict[tuple, tuple[Any, DataLoader]] = {}  # loaders with their copies, by id and use
         self._samplers: dict[int, tuple[Any, dict[str, Any]]] = {}  # by id, with the attributes that they had at first
 
@@ -230,16 +232,33 @@ class DataLoaders:
             if not kwargs["num_workers"]:
                 kwargs |= {name: value for name, value in _WITHOUT_WORKERS.items() if name not in loader_kwargs}
             size = getattr(like.batch_sampler, "batch_size", None)
-            if "collate_fn" not in loader_kwargs and like.batch_sampler is not None:
-                if like.collate_fn is not default_collate:
-                    kwargs["collate_fn"] = CollateInputs(like.collate_fn, _yields_tuples(like))
-                elif type(items) is Tensor:
+            if "collate_fn" not in loader_kwargs:
+                kwargs["collate_fn"] = self._joins_inputs(like)
+                if kwargs["collate_fn"] is default_collate and type(items) is Tensor:
                     items = TensorDataset(items)  # which is read in whole batches
-            elif "collate_fn" not in loader_kwargs:  # that loader's dataset makes the batches itself
-                del kwargs["collate_fn"]
         dl = RowsLoader(items, batch_size=bs or size or 64, **kwargs)
         dl.only_inputs = True
         return dl
+
+    def input_batch(self, item: Any) -> tuple[Any, Any]:
+        """Return a batch of one input, as `test_dl` gives it, and its loader, or what stands for it.
+
+        No random stream moves, and no loader is made where that would take longer than a small model.
+        """
+        if type(self).test_dl is DataLoaders.test_dl:
+            return self._joins_inputs(self.train if self.valid is None else self.valid)([item]), _ONLY_INPUTS
+        # A generator, because the loader would otherwise draw a seed from the global one.
+        dl = self.test_dl([item], bs=1, num_workers=0, generator=torch.Generator())
+        return next(iter(dl)), dl
+
+    def _joins_inputs(self, like: Any) -> Callable[[list], Any]:
+        "How a loader joins samples, for inputs alone; one whose dataset makes the batches itself joins none."
+        collate = like.collate_fn if getattr(like, "batch_sampler", None) is not None else default_collate
+        if not isinstance(like, DataLoader) or collate is default_collate:
+            return default_collate
+        if self._inputs is None or self._inputs[0] is not like or self._inputs[1].collate is not collate:
+            self._inputs = like, CollateInputs(collate, _yields_tuples(like))
+        return self._inputs[1]
 
     def one_batch(self) -> Any:
         """The first batch of the training loader, on the device."""
@@ -514,6 +533,8 @@ def _yields_tuples(dl: DataLoader) -> bool:
     with keep_seeds():
         return isinstance(dl.dataset[0], tuple | list)
 
+
+_ONLY_INPUTS = SimpleNamespace(only_inputs=True)
 
 _ADVICE = "give DataLoaders(..., batch_size=lambda batch: ...), a function that counts the samples of a batch"
 

@@ -34,11 +34,11 @@ class NoData:
 
 
 class _OfPrepared(DataLoaders):
-    """Loaders without batches; they refuse raw inputs if the learner was exported with what prepares them."""
+    """Loaders without batches that refuse raw inputs, as the learner was exported with what prepares them."""
 
     def test_dl(self, items: Any, bs: int | None = None, **loader_kwargs: Any) -> DataLoader:
         first = items[0] if isinstance(items, list | tuple) and items else items
-        if self.preprocessing is not None and _is_raw(first):
+        if _is_raw(first):
             raise ValueError(
                 f"got {reprlib.repr(first)}; this learner was loaded without data=, and takes prepared inputs: raw "
                 "ones need load_learner(..., data=ImageData), or the class with which it was exported"
@@ -71,7 +71,7 @@ def load(
     if not file.is_file():
         found = (p.name for p in file.parent.iterdir() if p.suffix in SUFFIXES) if file.parent.is_dir() else ()
         raise FileNotFoundError(f"there is no file {file}; exported there: {', '.join(sorted(found)) or 'nothing'}")
-    own = _OfPrepared(NoData(), NoData(), device=device) if dls is None else dls
+    own = DataLoaders(NoData(), NoData(), device=device) if dls is None else dls
     if file.suffix == PROGRAM:
         if model is not None:
             raise ValueError(f"{file} is a program that needs no model: leave model= out")
@@ -84,6 +84,8 @@ def load(
     if data is not None:
         own = _prepared(data, facts.preprocessing, file, own.device)
     elif dls is None:
+        if facts.preprocessing is not None:
+            own = _OfPrepared(NoData(), NoData(), device=own.device)
         own.n_inp = facts.n_inp
         own.target_keys = own.target_keys if facts.target_keys is None else tuple(facts.target_keys)
     if own.classes is None:

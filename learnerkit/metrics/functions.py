@@ -1,29 +1,111 @@
 """Metrics that are functions: means over samples."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learnerkit.losses import class_axes
+from learnerkit.losses import class_axes, decode_of, decoding, is_cross_entropy, loss_option
+from learnerkit.utils import describe
 
 
-def accuracy(pred: Tensor, target: Tensor, axis: int | None = None) -> Tensor:
-    """Share of samples whose class with the largest score is the target.
+def accuracy(pred: Tensor, target: Tensor, axis: int | None = None, loss_func: Any = None) -> Tensor:
+    """Share of targets that are predicted right: of samples, or where each has several (tokens, pixels) of all those.
+
+    Predictions are decoded as `Learner.predict` does it: the class with the largest score, or for a binary
+    cross-entropy yes or no. Targets that the loss ignores, and negative ones such as -100, do not count.
 
     Args:
-        pred: scores of shape (n, classes, ...), or of a language model (n, t, vocabulary).
+        pred: scores of shape (n, classes, ...), or of a language model (n, t, vocabulary); for a binary cross-entropy
+            of the shape of the targets.
         target: classes of shape (n, ...) or (n, 1, ...).
-        axis: the dimension of the classes; by default 1 or the last, whichever fits the shape of the targets.
+        axis: the dimension of the classes; by default the loss's, else 1 or the last, whichever fits the targets.
+        loss_func: the loss, which says how predictions are decoded; a Learner gives its own.
 
     Raises:
-        ValueError: no `axis`, and both dimension 1 and the last may be the classes.
+        ValueError: predictions that have no classes, such as those of a regression, or one score for each sample and no
+            loss that says how it is decoded; or both dimension 1 and the last may be the classes.
     """
-    axis = class_axis(pred, target, "accuracy") if axis is None else axis
-    return wide(pred.argmax(dim=axis).flatten() == target.flatten()).mean()
+    return _accuracy(pred, target, axis, loss_func)[0]
 
 
-def error_rate(pred: Tensor, target: Tensor, axis: int | None = None) -> Tensor:
+def error_rate(pred: Tensor, target: Tensor, axis: int | None = None, loss_func: Any = None) -> Tensor:
     """1 - `accuracy`."""
-    return 1 - accuracy(pred, target, axis)
+    return _error_rate(pred, target, axis, loss_func)[0]
+
+
+def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5, axis: int | None = None, loss_func: Any = None) -> Tensor:
+    """Share of targets that are among the `k` largest scores.
+
+    Args:
+        pred, target, axis, loss_func: as in `accuracy`, but for the binary cross-entropy.
+        k: how many scores; for another number use `partial(top_k_accuracy, k=3)` as the metric.
+
+    Raises:
+        ValueError: as in `accuracy`.
+    """
+    return _top_k(pred, target, k, axis, loss_func)[0]
+
+
+def _accuracy(pred: Any, target: Any, axis: int | None = None, loss_func: Any = None) -> tuple[Tensor, Tensor]:
+    decoded = _decoded(pred, target, loss_func) if axis is None else None
+    if decoded is None:
+        dim = _class_dim(pred, target, axis, loss_func, "accuracy")
+        decoded = pred.argmax(dim)
+    elif decoded.dtype == torch.bool:
+        target = target > 0.5  # those of a binary cross-entropy are floats
+    return _share(decoded.flatten() == target.flatten(), target, loss_func)
+
+
+def _error_rate(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    share, count = _accuracy(*args, **kwargs)
+    return 1 - share, count
+
+
+def _top_k(pred: Any, target: Any, k: int = 5, axis: int | None = None, loss_func: Any = None) -> tuple[Tensor, Tensor]:
+    dim = _class_dim(pred, target, axis, loss_func, "top_k_accuracy")
+    best = pred.topk(min(k, pred.shape[dim]), dim=dim).indices.movedim(dim, -1)
+    return _share((best == target.reshape(*best.shape[:-1], 1)).any(-1).flatten(), target, loss_func)
+
+
+SHARES = {accuracy: _accuracy, error_rate: _error_rate, top_k_accuracy: _top_k}
+"""Metrics that are shares of the targets that count: what returns the share, and how many count."""
+
+
+def _share(right: Tensor, target: Tensor, loss_func: Any) -> tuple[Tensor, Tensor]:
+    "The share of those that are right among the targets that count, and the number of these, on the device."
+    counted = (target >= 0).flatten()
+    if is_cross_entropy(loss_func):
+        counted &= (target != loss_option(loss_func, "ignore_index", -100)).flatten()
+    count = counted.sum()
+    return wide(right & counted).sum() / count, count
+
+
+def _decoded(pred: Any, target: Tensor, loss_func: Any) -> Tensor | None:
+    "Predictions as the loss decodes them, if that gives one class, or yes or no, for each target."
+    decode = None if is_cross_entropy(loss_func) else decode_of(loss_func)
+    decoded = None if decode is None else decode(pred)
+    if not isinstance(decoded, Tensor) or decoded.is_floating_point() or decoded.numel() != target.numel():
+        return None
+    return decoded
+
+
+def _class_dim(pred: Any, target: Tensor, axis: int | None, loss_func: Any, metric: str) -> int:
+    "The dimension of the classes in scores; refuses predictions that have none, as far as that is known."
+    known = decoding(loss_func)
+    scores = isinstance(pred, Tensor) and pred.ndim > 1 and known != "itself"
+    if scores and axis is None:
+        axis = 1 if is_cross_entropy(loss_func) else class_axis(pred, target, metric)
+    if not scores or (pred.shape[axis] == 1 and known != "argmax") or pred.numel() != target.numel() * pred.shape[axis]:
+        raise ValueError(
+            f"{metric} needs classes, and got predictions: {describe(pred)}; targets: {describe(target)}. It takes "
+            "scores of shape (n, classes) for targets of shape (n,). One score for each target is decoded where the "
+            "loss says how: nn.BCEWithLogitsLoss() for yes or no, or a loss with a method `decode(pred)`. For numbers "
+            "use mae, mse or rmse"
+            " (errors.html#metric-classes)"
+        )
+    return axis
 
 
 def class_axis(pred: Tensor, target: Tensor, metric: str) -> int:
@@ -35,18 +117,6 @@ def class_axis(pred: Tensor, target: Tensor, metric: str) -> int:
             "may be dimension 1 or the last; say which by the argument axis, 1 or -1"
         )
     return axes[0] if axes else 1
-
-
-def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5) -> Tensor:
-    """Share of samples whose target is among the `k` largest scores.
-
-    Args:
-        pred: scores of shape (n, classes).
-        target: classes of shape (n,).
-        k: how many scores; for another number use `partial(top_k_accuracy, k=3)` as the metric.
-    """
-    best = pred.topk(min(k, pred.shape[1]), dim=1).indices
-    return wide((best == target.reshape(-1, 1)).any(dim=1)).mean()
 
 
 def mse(pred: Tensor, target: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from inspect import signature
 from typing import Any, get_origin
 
@@ -26,25 +27,27 @@ from learnerkit.metrics.combining import (
     same,
     undo,
 )
+from learnerkit.metrics.functions import SHARES
 from learnerkit.metrics.objects import Metric, metric_name
-from learnerkit.utils import describe, listify
+from learnerkit.utils import describe, listify, unbound
 
 DEPENDS_ON_CUT = "depends on how the samples are cut into batches"
 """What a warning says of such a metric."""
 
 
-def make_meters(metrics: Any) -> list["Meter"]:
+def make_meters(metrics: Any, loss_func: Any = None) -> list["Meter"]:
     """Make a meter for each metric.
 
     Args:
         metrics: a function, an object, a subclass of `Metric`, a torchmetrics collection, a list of these, or a dict of
             them by name.
+        loss_func: the learner's, which says how `accuracy` and its like decode predictions.
 
     Raises:
         TypeError: something that is not a metric.
         ValueError: two metrics with the same name.
     """
-    meters = [_make_meter(metric, name) for name, metric in _each(metrics)]
+    meters = [_make_meter(metric, name, loss_func) for name, metric in _each(metrics)]
     check_columns(meters)
     return meters
 
@@ -69,7 +72,7 @@ def _each(metrics: Any) -> Iterator[tuple[str | None, Any]]:
             yield from (((f"{name}_{each}" if name else each), m) for each, m in inner)
 
 
-def _make_meter(metric: Any, name: str | None) -> "Meter":
+def _make_meter(metric: Any, name: str | None, loss_func: Any) -> "Meter":
     if isinstance(metric, type) and issubclass(metric, Metric):
         metric = metric()
     if why := libraries.refusal(metric):
@@ -84,7 +87,7 @@ def _make_meter(metric: Any, name: str | None) -> "Meter":
             else MergingMeter(metric, name)
         )
     if callable(metric):
-        return MeanMeter(metric, name)
+        return MeanMeter(metric, name, loss_func)
     raise TypeError(
         f"got the metric {metric!r}; a metric is a function f(pred, *targets) that is a mean over samples, an "
         "AccumMetric, or an object with reset, update and compute"
@@ -233,38 +236,57 @@ def _differs(joined: Callable[[list], float], size: int, batch: tuple) -> bool:
 
 
 class MeanMeter(Meter):
-    """For a function that is a mean over samples: averages its values, weighted by batch size."""
+    """For a function that is a mean over samples: averages its values, weighted by batch size.
+
+    Values of `accuracy` and its like are weighted by the targets that they count.
+
+    Args:
+        metric, name: as in `Meter`.
+        loss_func: as in `make_meters`.
+    """
+
+    def __init__(self, metric: Any, name: str | None, loss_func: Any) -> None:
+        super().__init__(metric, name)
+        inner, options = unbound(metric)
+        self._share = partial(SHARES[inner], **{"loss_func": loss_func} | options) if inner in SHARES else None
 
     def reset(self) -> None:
-        self.values = HostScalars()
-        self.sizes: list[int] = []
+        self.values, self.sizes = HostScalars(), HostScalars()
+
+    def _weighed(self, size: int, pred: Any, targets: tuple) -> tuple[Any, int | Tensor]:
+        "The mean of a batch, and its weight."
+        return (self.metric(pred, *targets), size) if self._share is None else self._share(pred, *targets)
 
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
         """Add the mean of a batch; it stays on the device."""
-        value = self.metric(_detached(pred), *targets)
+        value, weight = self._weighed(size, _detached(pred), targets)
         is_scalar = isinstance(value, Tensor) and value.ndim == 0
         self.values.append(value.detach() if is_scalar else self.scalar(value))
-        self.sizes.append(size)
+        self.sizes.append(weight)
         if not len(self.sizes) % 1024:
             self.values.poll()
+            self.sizes.poll()
 
     def depends_on_cut(self, size: int, pred: Any, targets: tuple) -> bool:
         def mean(batches: list) -> float:
-            return sum(float(self.metric(*batch)) * n for n, batch in batches) / size
+            pairs = [self._weighed(n, batch[0], batch[1:]) for n, batch in batches]
+            return sum(float(value) * float(n) for value, n in pairs if n) / sum(float(n) for _, n in pairs)
 
         return _differs(mean, size, (_detached(pred), *targets))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"values": self.values.all(), "sizes": list(self.sizes)}
+        return {"values": list(self.values.all()), "sizes": list(self.sizes.all())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for value in state["values"]:
+        for value, size in zip(state["values"], state["sizes"], strict=True):
             self.values.append(value)
-        self.sizes = list(state["sizes"])
+            self.sizes.append(size)
 
     def result(self, sharded: bool) -> float:
-        total = sum(value * size for value, size in zip(self.values.all(), self.sizes, strict=True))
-        return weighted_mean(total, sum(self.sizes), sharded)
+        sizes = self.sizes.all()
+        # Where nothing was counted, the value is the mean of nothing, a NaN.
+        total = sum(value * size for value, size in zip(self.values.all(), sizes, strict=True) if size)
+        return weighted_mean(total, sum(sizes), sharded)
 
 
 def weighted_mean(total: float, count: float, sharded: bool) -> float:

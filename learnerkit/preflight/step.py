@@ -429,7 +429,7 @@ def _should_move(named: list[tuple[str, nn.Parameter]], opts: list) -> Iterator[
 def judge_metrics(learn: "Learner") -> list[Finding]:
     """Compute each metric on the present batch, on this rank alone: no other rank waits for one that fails."""
     try:
-        meters = make_meters(copy.deepcopy(learn.metrics))
+        meters = make_meters(copy.deepcopy(learn.metrics), learn.loss_func)
     except Exception as e:
         return [Finding(WRONG, in_one_line(e))]
     values, found = [], []

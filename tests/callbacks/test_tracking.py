@@ -647,6 +647,43 @@ def make_ignoring(*cbs):
     return make_learner(dls, make_model(n_out=3), nn.CrossEntropyLoss(ignore_index=7), cbs=list(cbs))
 
 
+@pytest.mark.parametrize("value", [nan, inf])
+def test_without_it_the_first_loss_that_is_no_number_is_told_once_in_a_fit(value, capsys):
+    learn = make_learner()
+    told = f"epoch 1: the training loss of step 1 is {value}, the first that is not finite: try a lower learning rate"
+    with learn.no_logging(), learn.no_bar():
+        for _ in range(2):
+            learn.fit(4, cbs=Spoil(value, what=["loss"]))
+            out = capsys.readouterr().out
+            assert out.startswith(told)
+            assert out.count("\n") == 1
+        learn.fit(2)
+        assert capsys.readouterr().out == ""
+        with pytest.raises(ZeroDivisionError):  # an error has its own text
+            learn.fit(1, cbs=[Spoil(epoch=0, step=0), Callback(after_train=lambda cb: 1 / 0)])
+        learn.fit(1, cbs=[Spoil(epoch=0, step=0, what=["loss"]), raising("after_batch", CancelFitException())])
+        assert "the training loss of step 0" in capsys.readouterr().out
+    quiet = make_learner(DataLoaders(make_ignoring().dls.train, device="cpu"), make_model(n_out=3))
+    quiet.loss_func = nn.CrossEntropyLoss(ignore_index=7)
+    with quiet.no_logging(), quiet.no_bar():
+        quiet.fit(1, lr=0.0, cbs=GradientAccumulation(n_batches=2))  # the mean of nothing
+    assert "finite" not in capsys.readouterr().out
+
+
+def test_it_is_told_in_mid_epoch_where_losses_are_read(capsys):
+    def look(cb):
+        if cb.training:
+            cb.learn.recorder.recent_losses()
+            said.append("the training loss of step 2 is nan" in capsys.readouterr().out)
+
+    said = []
+    learn = make_learner(make_dls(24))
+    with learn.no_logging(), learn.no_bar():
+        learn.fit(1, cbs=[Spoil(epoch=0, step=2, what=["loss"]), Callback(after_batch=look, order=90)])
+    assert said == [False, False, True, False, False, False]
+    assert capsys.readouterr().out == ""
+
+
 @pytest.fixture
 def far_away(monkeypatch):
     """As if losses and counts were on an accelerator; what has been copied arrives at the next look."""

@@ -179,3 +179,29 @@ def test_ranks_say_it_once(found, said, job):
     for n in (1, 2):
         assert found[n, job]
         assert found.printed[n, job].count(said) == 1
+
+
+class Told(list):
+    """A logger that keeps what is said."""
+
+    def __call__(self, row):
+        pass
+
+    def say(self, text):
+        self.append(text)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("terminates", [False, True])
+def test_rank_0_tells_of_a_global_loss_that_is_no_number(terminates):
+    def spoil(cb):
+        if cb.training and world.rank() == 1 and (cb.epoch, cb.iter) == (0, 1):
+            cb.learn.loss = cb.learn.loss * float("nan")
+
+    learn = make_learner()
+    learn.add_cbs([Callback(after_loss=spoil), *([TerminateOnNaNCallback()] if terminates else [])])
+    learn.logger = told = Told()
+    with learn.distrib_ctx(), learn.no_bar():
+        learn.fit(2)
+    expected = "rank 1 is nan: stopping" if terminates else "the training loss of step 1 is nan, the first"
+    assert [expected in text for text in told if "loss" in text] == [True] * world.is_main()
