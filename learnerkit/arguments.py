@@ -1,11 +1,8 @@
 """Checks of arguments and data: errors that say what was given, what is allowed and what to do."""
 
-import re
 import reprlib
-import signal
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -17,11 +14,11 @@ from learnerkit.callback import Callback, check_hooks
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import why_empty
+from learnerkit.explain.mends import NOT_ALONE
 from learnerkit.losses import unwrap_partial
 from learnerkit.snapshot import restorer
-from learnerkit.text import killed_by
-from learnerkit.torch_internals import BatchNorm, workers_of
-from learnerkit.utils import add_note_once, describe, library_of
+from learnerkit.torch_internals import BatchNorm
+from learnerkit.utils import describe, library_of
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -186,59 +183,6 @@ def check_not_empty(dl: Iterable, name: str) -> None:
         raise ValueError(f"{name} is empty{why_empty(dl)}")
 
 
-_NOT_ALONE = "choose another batch size, or leave the last batch out: DataLoaders.from_datasets(..., drop_last=True)"
-_FASTAIS = ("set_hyper", "set_hypers", "hypers", "set_freeze")  # methods that only its optimizers have
-
-
-def explain(learn: "Learner", error: Exception) -> None:
-    """Add a note to some errors of torch and Python that do not say what to do."""
-    if isinstance(error, RuntimeError | OSError | EOFError):
-        explain_lost_worker(error)
-    elif isinstance(error, ValueError) and str(error).startswith("Expected more than 1 value per channel"):
-        if learn.batch_size == 1:
-            which = "training" if learn.training else "validation"
-            add_note_once(
-                error,
-                f"batch {learn.iter} of the {which} loader has one sample, which is too few for the statistics of "
-                f"BatchNorm; {_NOT_ALONE}"
-                " (errors.html#lone-sample)",
-            )
-    elif isinstance(error, AttributeError) and isinstance(error.obj, Optimizer) and error.name in _FASTAIS:
-        add_note_once(
-            error,
-            "learn.opt is a plain torch optimizer: `for group in self.opt.param_groups: group['lr'] = 0.1`; a schedule "
-            "of any hyper-parameter is ParamScheduler({'lr': SchedCos(0.1, 0)})",
-        )
-
-
-def explain_lost_worker(error: RuntimeError | OSError | EOFError) -> None:
-    """Name the signal that killed a loader's worker.
-
-    torch's error may have the signal's name, or only say that the worker is gone. If the worker was killed while it
-    sent a tensor, the error is only that of the broken connection.
-    """
-    if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
-        return
-    named = re.search(r"is killed by signal: ([^.]+)\.", str(error))
-    signals: list[int] = [s for s in signal.valid_signals() if named and signal.strsignal(s) == named[1]]
-    trace = error.__traceback__
-    while trace is not None and not signals:  # otherwise ask the workers of the loader in the traceback
-        signals = _killing_signals(workers_of(trace.tb_frame.f_locals.get("self")))
-        trace = trace.tb_next
-    if signals:
-        add_note_once(error, f"the loader worker {killed_by(signals[0]).rstrip(',')}")
-
-
-def _killing_signals(workers: Sequence[Any]) -> list[int]:
-    """Return the signals that killed workers; an exit code may be known only a moment after the error."""
-    end = time.monotonic() + 0.5
-    while True:
-        signals = [-worker.exitcode for worker in workers if (worker.exitcode or 0) < 0]
-        if signals or not workers or time.monotonic() > end:
-            return signals
-        time.sleep(0.01)
-
-
 @contextmanager
 def last_batch_checked(learn: "Learner") -> Iterator[None]:
     """Refuse training at its first batch if its last one is a single sample, too few for the model's BatchNorm."""
@@ -273,7 +217,7 @@ def lone_last_batch(dl: Any, model: nn.Module) -> str | None:
     if size == 1:
         which, advice = "each of its batches has 1 sample", "choose a larger batch size"
     else:
-        which, advice = f"its last batch has 1 of its {samples} samples (batches of {size})", _NOT_ALONE
+        which, advice = f"its last batch has 1 of its {samples} samples (batches of {size})", NOT_ALONE
     norm = norm or "the model"
     return (
         f"the training loader: {which}, which is too few for the statistics of {norm} (BatchNorm); {advice} "

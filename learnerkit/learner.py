@@ -43,7 +43,9 @@ from learnerkit.events import (
     Event,
     FitDone,
 )
+from learnerkit.explain import explain
 from learnerkit.files import CheckpointError, File, Saved, fitted, name_or_path, save_whole
+from learnerkit.launch.rank_main import shorten, wants_short
 from learnerkit.losses import LossWeight, accept_no_loss, loss_name, no_loss, own_loss, take_loss
 from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import Workers, distrib_ctx
@@ -95,17 +97,33 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+def public(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have the errors of a method leave it with a short traceback, and a keyword that it does not take be told."""
+    checked = suggests_keywords(method)
+
+    @functools.wraps(method)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return checked(*args, **kwargs)
+        except BaseException as e:
+            if wants_short():
+                shorten(e)
+            raise
+
+    return call
+
+
 def on_workers(method: Callable[Concatenate["Learner", _P], _R]) -> Callable[Concatenate["Learner", _P], _R]:
-    """Have a method of the learner carried out by the notebook workers, if there are any."""
+    """Have a public method of the learner carried out by the notebook workers, if there are any."""
 
     @functools.wraps(method)
     def run(learn: "Learner", *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        __tracebackhide__ = True
         if learn._workers is None:
             return method(learn, *args, **kwargs)
-        return learn._workers.call(run, args, kwargs)
+        return learn._workers.call(call, args, kwargs)
 
-    return run
+    call = public(run)
+    return call
 
 
 class Learner(RunState):
@@ -335,7 +353,6 @@ class Learner(RunState):
     # Runs
 
     @on_workers
-    @suggests_keywords
     def fit(
         self,
         n_epoch: int | None = None,
@@ -385,7 +402,7 @@ class Learner(RunState):
                 self._level("fit", self._fit, CancelFitException)
         self._fits += 1
 
-    @suggests_keywords
+    @public
     def fit_one_cycle(
         self,
         n_epoch: int | None = None,
@@ -433,7 +450,7 @@ class Learner(RunState):
         momentum = combined_cos(pct_start, *arguments.three("moms", self.moms if moms is None else moms))
         return lambda peak: combined_cos(pct_start, peak / div, peak, peak / div_final), momentum
 
-    @suggests_keywords
+    @public
     def fit_flat_cos(
         self,
         n_epoch: int | None = None,
@@ -466,7 +483,7 @@ class Learner(RunState):
         }
         self._fit_scheduled(lambda rate: combined_cos(pct_start, rate, rate, rate / div_final), n_epoch, lr, **run)
 
-    @suggests_keywords
+    @public
     def fit_sgdr(
         self,
         n_cycles: int,
@@ -528,6 +545,7 @@ class Learner(RunState):
         run["cbs"] = [ParamScheduler(scheds), *run["cbs"]]
         self.fit(n_epoch, optim.named(self.opt, peaks), **run)
 
+    @public
     def fine_tune(
         self,
         epochs: int,
@@ -572,7 +590,6 @@ class Learner(RunState):
         self.fit_one_cycle(**whole)
 
     @on_workers
-    @suggests_keywords
     def lr_find(
         self,
         start_lr: float = 1e-7,
@@ -632,7 +649,6 @@ class Learner(RunState):
         return None
 
     @on_workers
-    @suggests_keywords
     def validate(self, ds_idx: int = 1, dl: Iterable | None = None, cbs: Callbacks = None) -> list[float]:
         """The loss and each metric on a loader: `[valid_loss, *metrics]`; NaN for a loss that the model does not make.
 
@@ -650,7 +666,6 @@ class Learner(RunState):
         return meter.values
 
     @on_workers
-    @suggests_keywords
     def get_preds(
         self,
         ds_idx: int = 1,
@@ -690,7 +705,7 @@ class Learner(RunState):
             self._evaluate(dl, nested)
         return gather.items
 
-    @suggests_keywords
+    @public
     def predict(self, item: Any, act: Callable[[Tensor], Tensor] | None = None) -> Prediction:
         """The prediction for one input: `label, decoded, pred = learn.predict(x)`.
 
@@ -738,7 +753,7 @@ class Learner(RunState):
                 one._forward()
                 return predicted(one, act)
             except Exception as e:
-                arguments.explain(one, e)
+                explain(one, e)
                 raise
 
     def _predict_in_loop(self, item: Any, act: Callable[[Tensor], Tensor] | None) -> Prediction:
@@ -766,7 +781,6 @@ class Learner(RunState):
                 self._dispatch.changed()
 
     @on_workers
-    @suggests_keywords
     def tta(
         self,
         ds_idx: int = 1,
@@ -853,7 +867,7 @@ class Learner(RunState):
             try:
                 yield nested
             except Exception as e:
-                arguments.explain(self, e)
+                explain(self, e)
                 raise
             finally:
                 self._dispatch.close()
@@ -1186,7 +1200,7 @@ class Learner(RunState):
 
         return summary(self)
 
-    @suggests_keywords
+    @public
     def show_results(self, n: int = 9, ds_idx: int = 1) -> Any:
         """Predict some samples, and show them with their targets and predictions.
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from learnerkit import world
 from learnerkit.data.batches import get_field, rows_of, tensors_in
 from learnerkit.gradient_mean import zero_loss
-from learnerkit.utils import add_note_once, describe, unbound
+from learnerkit.utils import describe, unbound
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -334,23 +334,19 @@ ELEMENTWISE = (
 
 
 def take_loss(learn: "Learner") -> None:
-    """Set `loss` and `loss_grad` of a batch, and the loss's count; add shapes to its errors.
+    """Set `loss` and `loss_grad` of a batch, and the loss's count.
 
     Raises:
         ValueError: a loss that is not a scalar, or that would silently broadcast predictions and targets.
     """
-    try:
-        if learn.batch_size == 0 and not rows_of(learn.xb):
-            # A rank without data: gradients of zero, since the mean of nothing would be NaN.
-            learn.loss_grad = zero_loss(learn._model_output)
-            learn.loss = learn.loss_grad.detach()
-        else:
-            if not learn.iter:
-                check_shapes(learn.loss_func, learn.pred, learn.yb)
-            learn._loss()
-    except Exception as e:
-        add_note_once(e, f"the loss got predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}")
-        raise
+    if learn.batch_size == 0 and not rows_of(learn.xb):
+        # A rank without data: gradients of zero, since the mean of nothing would be NaN.
+        learn.loss_grad = zero_loss(learn._model_output)
+        learn.loss = learn.loss_grad.detach()
+    else:
+        if not learn.iter:
+            check_shapes(learn.loss_func, learn.pred, learn.yb)
+        learn._loss()
     if learn.loss_grad is None:
         return
     if not isinstance(learn.loss_grad, Tensor) or learn.loss_grad.ndim:

@@ -83,6 +83,11 @@ def make_groups(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | No
     groups = split(model, splitter)
     if not any(p.requires_grad for group in groups for p in group):
         count = sum(len(group) for group in groups)
+        if not count and splitter is None:
+            raise ValueError(
+                f"{type(model).__name__} has no trainable parameters, and no others: no layer is registered. Keep "
+                "layers in nn.ModuleList or nn.ModuleDict instead of a list or a dict"
+            )
         raise ValueError(
             f"{type(model).__name__} has no trainable parameters ({count} parameters, all frozen); unfreeze some with "
             "`p.requires_grad_(True)`, or check the splitter"

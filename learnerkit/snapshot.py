@@ -19,6 +19,7 @@ from learnerkit.data.batches import rows_of, to_device
 from learnerkit.data.order import first_batch, keep_seeds, samplers_of, with_batches
 from learnerkit.data.position import has_state
 from learnerkit.data.samplers import GENERATORS, generator_state, set_generator_state
+from learnerkit.explain import explain, explanation
 from learnerkit.torch_internals import uncompiled
 from learnerkit.utils import own_loss_arguments, training_modes, unbound, unwrap
 
@@ -120,9 +121,11 @@ def give_shapes(learn: "Learner") -> None:
             learn.model = model.eval()
             predict(learn, batch)
     except Exception as error:
+        mend = next(iter(explanation(learn, error)), "")
+        explain(learn, error)
         raise ValueError(
             f"{lazy} has no shape until the model has seen a batch, and it cannot run on the first training batch as "
-            f"the loader gives it ({type(error).__name__}: {error}); {advice}"
+            f"the loader gives it ({type(error).__name__}: {error}); {mend or advice}"
         ) from error
     finally:
         for name, value in before.items():

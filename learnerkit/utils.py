@@ -9,11 +9,12 @@ from functools import partial, wraps
 from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnerkit.text import did_you_mean
+from learnerkit.text import did_you_mean, first_few
 from learnerkit.torch_internals import caller, own_tensors, without_compiler
 
 
@@ -43,11 +44,13 @@ _R = TypeVar("_R")
 
 def suggests_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Have a function name the keyword that was meant where it gets one that it does not take."""
-    takes = list(signature(function).parameters)
+    parameters = signature(function).parameters
+    takes = list(parameters)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return function  # which knows itself what it passes on
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        __tracebackhide__ = True
         check_keywords(function.__qualname__, kwargs, takes)
         return function(*args, **kwargs)
 
@@ -83,10 +86,12 @@ def describe(x: Any) -> str:
     """Describe a value's type and shape in a few words, for error messages."""
     if isinstance(x, Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} tensor of shape {tuple(x.shape)}"
+    if isinstance(x, np.ndarray):
+        return f"{x.dtype} array of shape {x.shape}"
     if isinstance(x, Mapping):
-        return "{" + ", ".join(f"{k!r}: {describe(v)}" for k, v in x.items()) + "}"
+        return "{" + first_few((f"{k!r}: {describe(v)}" for k, v in x.items()), n=20) + "}"
     if isinstance(x, list | tuple):
-        return "(" + ", ".join(map(describe, x)) + ")"
+        return f"({', '.join(map(describe, x))})" if len(x) < 6 else f"({len(x)} entries such as {describe(x[0])})"
     return type(x).__name__
 
 

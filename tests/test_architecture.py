@@ -27,6 +27,7 @@ LAYERS = [
     ["launch", "utils", "files"],
     ["world", "optim"],
     ["callback", "data", "datasets"],
+    ["explain"],
     ["gradient_mean", "snapshot"],
     ["losses"],
     ["arguments", "metrics"],

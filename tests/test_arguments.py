@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from learnerkit import Callback, DataLoaders, Learner, arguments, load_learner
+from learnerkit.explain import explain
 
 
 def test_broadcasting_is_refused_in_validation_too():
@@ -193,9 +194,9 @@ def test_a_killed_loader_worker_is_explained():
     crashed = RuntimeError("DataLoader worker (pid 5) is killed by signal: Segmentation fault. ")
     killed = "9 (SIGKILL)"
     for error, signal in ((cut, killed), (gone, killed), (gone, killed), (crashed, "11 (SIGSEGV)")):
-        arguments.explain_lost_worker(error)
+        explain(make_learner(), error)
         (note,) = error.__notes__  # one, also if runs lie within each other
         assert note.startswith(f"the loader worker was killed by signal {signal}")
     for other in (RuntimeError("a DataLoader worker"), FileNotFoundError(2, "No such file")):
-        arguments.explain_lost_worker(other)
+        explain(make_learner(), other)
         assert not hasattr(other, "__notes__")

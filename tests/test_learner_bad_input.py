@@ -1,6 +1,7 @@
 """Bad input is refused with what is wrong and what to do."""
 
 import contextlib
+from traceback import walk_tb
 
 import pytest
 import torch
@@ -343,3 +344,45 @@ def test_errors_leave_the_learner_fit_to_go_on():
         learn.validate(5)
     assert VALID_BATCH
     learn.validate()
+
+
+# Tracebacks
+
+
+def frames(error):
+    return [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)]
+
+
+class Fails(Callback):
+    def before_batch(self):
+        try:
+            1 / 0  # noqa: B018
+        except ZeroDivisionError as e:
+            raise ValueError("a bad sample") from e
+
+
+def test_a_traceback_has_the_frames_of_the_user_alone(monkeypatch):
+    learn, here = make_learner(), "test_a_traceback_has_the_frames_of_the_user_alone"
+    for call in (learn.fit, learn.validate):
+        with pytest.raises(ValueError, match="a bad sample") as e:
+            call(1, cbs=Fails())
+        assert frames(e.value) == [here, "before_batch"]
+        assert frames(e.value.__cause__) == ["before_batch"]
+    monkeypatch.setenv("LEARNERKIT_TRACEBACK", "full")
+    with pytest.raises(ValueError, match="a bad sample") as e:
+        learn.fit(1, cbs=Fails())
+    assert {here, "before_batch", "fit", "_all_batches"} <= set(frames(e.value))
+
+
+def test_an_error_of_the_library_keeps_the_frame_that_raised_it():
+    learn, here = make_learner(), "test_an_error_of_the_library_keeps_the_frame_that_raised_it"
+    with pytest.raises(ValueError, match="n_epoch='3'") as e:
+        learn.fit("3")
+    assert frames(e.value) == [here, "check_count"]
+
+
+def test_torchs_frames_stay_below_the_users_code():
+    model = nn.Sequential(nn.Linear(5, 1))
+    with pytest.raises(RuntimeError) as e:
+        make_learner(model=model).predict(torch.zeros(4))
+    assert frames(e.value)[1:] == ["forward", "forward"]  # without those that call them

@@ -132,6 +132,51 @@ def test_target_keys_say_which_entries_are_targets():
         assert torch.equal(learn.get_preds()[1], make_classes().tensors[1])
 
 
+class Named(torch.utils.data.Dataset):
+    """Samples with a name and an id, which no argument of the model takes."""
+
+    def __init__(self, n):
+        self.data = make_classes(n)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, i):
+        return {"inputs": self.data[i][0], "name": f"{i}.png", "id": i, "labels": self.data[i][1]}
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, inputs):
+        return self.linear(inputs)
+
+
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_entries_of_a_mapping_can_be_left_out(own_loss):
+    names = []
+    dls = DataLoaders.from_datasets(
+        Named(10), Named(6), bs=4, shuffle=False, device="cpu", ignore_keys=("name", "id"),
+    )  # fmt: skip
+    model = Transformer() if own_loss else Bare()
+    learn = Learner(dls, model, None if own_loss else nn.CrossEntropyLoss())
+    learn.fit(1, cbs=Callback(after_batch=lambda cb: names.append((cb.batch["name"], cb.batch_size))))
+    assert names[2] == (["8.png", "9.png"], 2)
+    preds, targets = learn.get_preds()
+    assert torch.equal(targets, make_classes(6).tensors[1])
+    item = Named(6)[3]
+    torch.testing.assert_close(learn.predict(item).pred, preds[3])
+    torch.testing.assert_close(learn.get_preds(dl=dls.test_dl([item, item]))[0][1], preds[3])
+
+
+def test_one_entry_is_left_out_by_its_name_as_text():
+    dls = DataLoaders(mapping_batches(), ignore_keys="labels", device="cpu")
+    assert dls.ignore_keys == ("labels",)
+    assert dls.split({"inputs": 1, "labels": 2}, []) == (({"inputs": 1},), (2,))  # it is still the target
+
+
 def test_single_tensors_get_their_target_from_a_callback():
     class SelfSupervised(Callback):
         def before_batch(self):

@@ -81,6 +81,26 @@ def equal_to_one_process(use, **kwargs):
     return alone, learn
 
 
+class Named(torch.utils.data.Dataset):
+    def __init__(self, n):
+        self.x = torch.randn(n, 4, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return {"input": self.x[i], "name": f"{i}.png", "labels": self.x[i].sum().reshape(1)}
+
+
+def test_names_in_batches_are_left_out_on_every_rank():
+    def with_names(learn):
+        loaders = (torch.utils.data.DataLoader(Named(n), 4, shuffle=n == 30) for n in (30, 9))
+        learn.dls = DataLoaders(*loaders, device="cpu", ignore_keys="name")
+        learn.fit(2)
+
+    equal_to_one_process(with_names)
+
+
 SCHEDULES = {
     "one cycle": lambda learn: learn.fit_one_cycle(2, slice(1e-3, 2e-2)),
     "flat, then a cosine": lambda learn: learn.fit_flat_cos(2, [0.01, 0.02, 0.03], pct_start=0.4, wd=0.1),

@@ -19,11 +19,12 @@ from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.data.batches import in_float32, map_batch
 from learnerkit.data.show import pyplot
+from learnerkit.explain import explain_metric
 from learnerkit.host_scalars import HostScalars
 from learnerkit.losses import loss_parts, rows_compared
 from learnerkit.metrics import DEPENDS_ON_CUT, Meter, check_columns, make_meters, weighted_mean
 from learnerkit.text import columns, did_you_mean, escaped_line, format_time
-from learnerkit.utils import add_note_once, describe, listify
+from learnerkit.utils import describe, listify
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -140,8 +141,7 @@ class Evaluation:
                     meter.update(learn._batch_index, rows, pred, learn.yb)
                     self._check_cut(meter, rows, pred, learn.yb)
             except Exception as e:
-                got = f"predictions: {describe(pred)}; targets: {describe(learn.yb)}"
-                add_note_once(e, f"metric {meter.name!r} got {got}")
+                explain_metric(e, meter.name, pred, learn.yb)
                 raise
 
     def _check_cut(self, meter: Meter, rows: int, pred: Any, yb: tuple) -> None:

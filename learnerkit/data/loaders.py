@@ -35,6 +35,8 @@ class DataLoaders:
         target_keys: the entries of a mapping batch that are targets. A model that makes its own loss gets them too: of
             a mapping in any case; of a tuple if its `forward` has parameters of these names, or 'targets', in their
             places, and if `n_inp` does not say otherwise.
+        ignore_keys: the entries of a mapping batch that are neither inputs nor targets, such as an id or a file's name;
+            callbacks find them in `learn.batch`.
         batch_size: a function of a batch that returns its number of samples. By default a batch has as many as its
             loader has drawn, else as many as its parts have rows; the function is needed where neither is known.
         classes: the names of the classes, where plots and tables name them; by default the training set's `classes`.
@@ -62,6 +64,7 @@ class DataLoaders:
         device: torch.device | str | int | None = None,
         n_inp: int | None = None,
         target_keys: tuple[str, ...] = ("labels",),
+        ignore_keys: tuple[str, ...] = (),
         batch_size: Callable[[Any], int] | None = None,
         classes: Iterable[str] | None = None,
         decode: Callable[..., Any] | None = None,
@@ -72,7 +75,9 @@ class DataLoaders:
         if n_inp is not None and n_inp < 1:
             raise ValueError(f"got n_inp={n_inp}; a batch has at least one input")
         self.n_inp = n_inp
-        self.target_keys = (target_keys,) if isinstance(target_keys, str) else tuple(target_keys)
+        self.target_keys, self.ignore_keys = (
+            (keys,) if isinstance(keys, str) else tuple(keys) for keys in (target_keys, ignore_keys)
+        )
         if batch_size is not None and not callable(batch_size):
             raise ValueError(
                 f"got batch_size={batch_size!r}; it is a function that counts the samples of a batch, such as "
@@ -102,6 +107,7 @@ class DataLoaders:
         device: torch.device | str | int | None = None,
         n_inp: int | None = None,
         target_keys: tuple[str, ...] = ("labels",),
+        ignore_keys: tuple[str, ...] = (),
         batch_size: Callable[[Any], int] | None = None,
         classes: Iterable[str] | None = None,
         decode: Callable[..., Any] | None = None,
@@ -115,7 +121,7 @@ class DataLoaders:
             valid_bs: samples in a batch of the other loaders; by default `bs`.
             shuffle: draw training samples in random order (map-style datasets).
             num_workers: worker processes of each loader; reading whole batches needs none and starts none.
-            device, n_inp, target_keys, batch_size, classes, decode: as for `DataLoaders`.
+            device, n_inp, target_keys, ignore_keys, batch_size, classes, decode: as for `DataLoaders`.
             loader_kwargs: for `torch.utils.data.DataLoader`; `sampler`, `batch_sampler` and `drop_last` are for the
                 training loader only. Pinned memory is used by default if the device is a CUDA device.
 
@@ -141,7 +147,10 @@ class DataLoaders:
             None if ds is None else RowsLoader(ds, batch_size=valid_bs or bs, **loader_kwargs)
             for ds in (valid_ds, *more)
         ]
-        options = {"target_keys": target_keys, "batch_size": batch_size, "classes": classes, "decode": decode}
+        options = {
+            "target_keys": target_keys, "ignore_keys": ignore_keys, "batch_size": batch_size, "classes": classes,
+            "decode": decode,
+        }  # fmt: skip
         dls = cls(train, *others, device=device, n_inp=n_inp, **options)  # type: ignore[arg-type]  # mixed values
         dls._pins = "pin_memory" not in loader_kwargs
         return dls
@@ -376,8 +385,8 @@ class DataLoaders:
             return tuple(batch if takes else batch[:cut]), tuple(batch[cut:])
         if isinstance(batch, Mapping):
             targets = tuple(batch[k] for k in self.target_keys if k in batch)
-            inputs = batch if arguments is not None else {k: v for k, v in batch.items() if k not in self.target_keys}
-            return (inputs,), targets
+            left_out = {*self.ignore_keys, *(self.target_keys if arguments is None else ())}
+            return ({k: v for k, v in batch.items() if k not in left_out},), targets
         return (batch,), ()
 
     def takes_targets(self, arguments: Sequence[str] | None, cut: int, end: int) -> bool:

@@ -46,7 +46,7 @@ class Facts:
             say.
         own_loss: the model makes its own loss.
         inputs: the names of the inputs, where batches are mappings.
-        classes, n_inp, target_keys, preprocessing: as in `DataLoaders`.
+        classes, n_inp, target_keys, ignore_keys, preprocessing: as in `DataLoaders`.
         version: of this format.
     """
 
@@ -57,6 +57,7 @@ class Facts:
     classes: list[Any] | None = None
     n_inp: int | None = None
     target_keys: list[str] | None = None
+    ignore_keys: list[str] | None = None
     preprocessing: Mapping[str, Any] | None = None
     version: int = VERSION
 
@@ -75,7 +76,7 @@ class Facts:
 _TYPES: dict[str, tuple[type, ...]] = {
     "model": (str,), "decoding": (str, type(None)), "own_loss": (bool,), "inputs": (list, type(None)),
     "classes": (list, type(None)), "n_inp": (int, type(None)), "target_keys": (list, type(None)),
-    "preprocessing": (dict, type(None)), "version": (int,),
+    "ignore_keys": (list, type(None)), "preprocessing": (dict, type(None)), "version": (int,),
 }  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def facts_of(learn: "Learner", inputs: Iterable[str] | None = None) -> Facts:
     return Facts(
         model=type(unwrap(learn.model)).__name__, decoding=_decoding(loss_func, classes), own_loss=loss_func is None,
         inputs=None if inputs is None else list(inputs), classes=classes, n_inp=dls.n_inp,
-        target_keys=list(dls.target_keys), preprocessing=dls.preprocessing,
+        target_keys=list(dls.target_keys), ignore_keys=list(dls.ignore_keys), preprocessing=dls.preprocessing,
     )  # fmt: skip
 
 
@@ -122,9 +123,10 @@ def read_facts(text: str | None, file: Any) -> Facts:
                 f"{file} was exported by a later learnerkit, in version {found['version']} of the format; this one "
                 f"reads up to {VERSION}: update it"
             )
+        found.setdefault("ignore_keys", None)  # which older files have not
         facts = Facts(**{each.name: found[each.name] for each in fields(Facts)})
         wrong = [name for name, kinds in _TYPES.items() if not isinstance(vars(facts)[name], kinds)]
-        names = [*(facts.target_keys or ()), *(facts.inputs or ())]
+        names = [*(facts.target_keys or ()), *(facts.ignore_keys or ()), *(facts.inputs or ())]
         if wrong or facts.decoding not in (None, *DECODINGS) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{', '.join(wrong) or 'decoding, or a name,'} is of another kind")
     except CheckpointError:

@@ -88,6 +88,7 @@ def load(
             own = _OfPrepared(NoData(), NoData(), device=own.device)
         own.n_inp = facts.n_inp
         own.target_keys = own.target_keys if facts.target_keys is None else tuple(facts.target_keys)
+        own.ignore_keys = tuple(facts.ignore_keys or ())
     if own.classes is None:
         own.classes = facts.classes
     if own.preprocessing is None:

@@ -25,6 +25,7 @@ LEAVE_SECONDS = 3.0  # after an error: how long threads and exit hooks may take 
 END_SECONDS = 1.0  # how long ranks that wait for this one may take to hear that it ends
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+CALLS = ("_wrapped_call_impl", "_call_impl")  # of nn.Module
 
 _libc = ctypes.CDLL(None if sys.platform != "win32" else "msvcrt")
 
@@ -188,12 +189,13 @@ def format_error(error: BaseException) -> dict[str, str]:
     while frames and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     whole = TracebackException.from_exception(error.with_traceback(frames))
+    shorten(error)
     name = type(error).__name__
     message = str(whole).partition("\n")[0]  # safe even if the exception's own __str__ fails
     return {
         "error": f"{name}: {message}" if message else name,
         "traceback": "".join(whole.format()),
-        "brief": user_traceback(error),
+        "brief": "".join(TracebackException.from_exception(error).format()),
     }
 
 
@@ -265,23 +267,42 @@ def flush_files() -> None:
     _libc.fflush(None)
 
 
-def user_traceback(error: BaseException) -> str:
-    """Return the traceback of an error and its causes, where only the innermost frame of each may be this package's.
+def shorten(error: BaseException) -> None:
+    """Take this package's frames out of the tracebacks of an error and its causes, but for the innermost of each.
 
-    The innermost frame stays because the error may be the package's own.
+    The innermost frame stays because the error may be the package's own. The frames in which torch only calls a
+    module's `forward` go, too.
     """
-    from traceback import StackSummary, TracebackException  # costs some milliseconds, and most scripts do not fail
+    chain: list[BaseException | None] = [error]
+    seen = set[int]()
+    for each in chain:  # which grows
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        kept, trace = [], each.__traceback__
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            if trace.tb_next is None or not (code.co_filename.startswith(PACKAGE) or code.co_name in CALLS):
+                kept.append(trace)
+            trace = trace.tb_next
+        for outer, inner in zip(kept, kept[1:], strict=False):
+            outer.tb_next = inner
+        each.__traceback__ = kept[0] if kept else None
+        chain += each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())
 
-    formatted = TracebackException.from_exception(error)
-    chain: list[TracebackException | None] = [formatted]
-    while chain:
-        each = chain.pop()
-        if each is not None:
-            last = len(each.stack) - 1
-            kept = [f for i, f in enumerate(each.stack) if i == last or not f.filename.startswith(PACKAGE)]
-            each.stack = StackSummary.from_list(kept)
-            chain += each.__cause__, each.__context__, *(each.exceptions or ())
-    return "".join(formatted.format())
+
+def wants_short() -> bool:
+    """Tell whether the user wants short tracebacks; LEARNERKIT_TRACEBACK=full asks for whole ones."""
+    return os.environ.get("LEARNERKIT_TRACEBACK") != "full"
+
+
+def user_traceback(error: BaseException) -> str:
+    """Return the traceback of an error and its causes as the user wants it: short, or whole."""
+    from traceback import TracebackException  # costs some milliseconds, and most scripts do not fail
+
+    if wants_short():
+        shorten(error)
+    return "".join(TracebackException.from_exception(error).format())
 
 
 if __name__ == "__main__":

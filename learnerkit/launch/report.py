@@ -10,6 +10,7 @@ from typing import IO, Any
 
 from learnerkit.launch.environment import Topology
 from learnerkit.launch.heartbeat import Heartbeat
+from learnerkit.launch.rank_main import wants_short
 from learnerkit.text import escaped, killed_by, signal_name
 
 MAY_FOLLOW, FOLLOWS = 1, 2  # see follows
@@ -89,7 +90,7 @@ def report(ranks: list[Rank], reason: int | Outcome, topology: Topology, began: 
     for rank in failed[: 0 if by_others else 1]:
         # One line if the user asked for the end, or the message names the cause.
         one_line = reason == signal.SIGINT or follows(rank) == FOLLOWS
-        details = rank.report.get("error" if one_line else "brief", "")
+        details = rank.report.get("error" if one_line else "brief" if wants_short() else "traceback", "")
         say(f"rank {rank.number} {how_where_and_when(rank, began)}" + (f":\n{details}" if details else ""))
     for rank in failed[0 if by_others else 1 :]:
         error = rank.report.get("error")

@@ -227,6 +227,8 @@ def start(job: Job, attempt: Attempt, output: Output, ranks: list[Rank]) -> None
             env["LEARNERKIT_TIMEOUT"] = str(job.timeout)
         if job.reports:
             env["LEARNERKIT_REPORT"] = "1"
+        if job.log_dir is not None:
+            env["LEARNERKIT_TRACEBACK"] = "full"  # for the files; the launcher shows short ones
         command = [*interpreter, str(RANK_MAIN), *job.command]
         shared = [fd for fd in (report_fd, store_fd) if fd is not None]
         process = output.start(rank_number, command, env=env, pass_fds=shared, cwd=job.folder)

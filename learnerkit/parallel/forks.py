@@ -53,6 +53,13 @@ def run_in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[dic
         return [_read_result(folder, number, p, p.sentinel in running) for number, p in enumerate(processes)]
 
 
+def cause(error: str) -> str:
+    """Return the line of a job's traceback that names the error; notes may follow it."""
+    _, found, frames = error.rstrip().rpartition("Traceback (most recent call last):\n")
+    lines = [line for line in frames.splitlines() if not line.startswith(" ")]
+    return lines[0 if found else -1]
+
+
 def _kill(process: BaseProcess) -> None:
     if process.pid is None or not kill_group(process.pid):  # with its loader workers
         process.kill()  # it is too young to lead a group

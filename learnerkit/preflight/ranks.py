@@ -30,7 +30,7 @@ from learnerkit.metrics import DEPENDS_ON_CUT
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.parallel.drift import digests, state_table
-from learnerkit.parallel.forks import LATE, join_forks, run_in_forks
+from learnerkit.parallel.forks import LATE, cause, join_forks, run_in_forks
 from learnerkit.parallel.loaders import RankLoader
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report
 from learnerkit.text import escaped
@@ -85,7 +85,7 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
         late = [job for (kind, _), job, _ in failed if kind == LATE]
         if not failed or late:
             break
-        left_out = [f"float64, which the learner cannot compute in: {failed[0][2].splitlines()[-1]}"]
+        left_out = [f"float64, which the learner cannot compute in: {cause(failed[0][2])}"]
     title = f"check_distributed: {n} CPU processes against 1"
     if failed:
         who = ["the single process", *(f"rank {rank}" for rank in range(n))]

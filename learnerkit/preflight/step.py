@@ -5,8 +5,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from traceback import walk_tb
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -224,13 +222,11 @@ class StepCheck(Callback):
             self.found["other ranks"].append(Finding(WRONG, in_one_line(error)))
             return
         notes = getattr(error, "__notes__", [])
-        text = [in_one_line(error), *notes]
+        text = [in_one_line(error), *(note.replace("\n", "; ") for note in notes)]
         if any(isinstance(note, RaisedIn) and note.callback != repr(self) for note in notes):
             self.stage = "callbacks"
-        elif self._running_model:
-            text += [_innermost(error.__traceback__, model), f"the model got {describe(self._xb)}"]
-            if self.stage == "prediction":
-                self.found["inputs"] += judge_inputs(self._xb, model, ran=False)
+        elif self._running_model and self.stage == "prediction":
+            self.found["inputs"] += judge_inputs(self._xb, model, ran=False)
         self.found[self.stage].append(Finding(WRONG, "; ".join(filter(None, text))))
 
 
@@ -493,13 +489,3 @@ def _about(t: Tensor) -> str:
 
 def _all_about(tensors: list[Tensor]) -> str:
     return "; ".join(map(_about, tensors))
-
-
-def _innermost(traceback: TracebackType | None, model: nn.Module) -> str:
-    """The innermost sub-module in which an error was raised."""
-    names, found = {id(module): name for name, module in model.named_modules()}, ""
-    for frame, _ in walk_tb(traceback):
-        module = frame.f_locals.get("self")
-        if names.get(id(module)):
-            found = f"in {names[id(module)]} ({type(module).__name__})"
-    return found

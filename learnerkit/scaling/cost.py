@@ -13,7 +13,7 @@ from learnerkit import world
 from learnerkit.launch.environment import usable_cores
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback, member_of
-from learnerkit.parallel.forks import join_forks, run_in_forks
+from learnerkit.parallel.forks import cause, join_forks, run_in_forks
 from learnerkit.scaling.forecast import Forecast, forecast
 from learnerkit.scaling.links import Link, all_reduce_seconds, ddp_buckets, measure_link
 from learnerkit.scaling.trials import Pace, pace, pace_alone
@@ -137,15 +137,8 @@ def cost_in_forks(learn: "Learner", n_steps: int, step: Pace, timeout: float = 1
     jobs = [partial(_measure_as_rank, learn, n, timeout, rank) for rank in range(2)]
     found = run_in_forks(jobs, time.monotonic() + timeout)
     if failed := sorted((each["when"], each["error"]) for each in found if "error" in each):
-        raise RuntimeError(_cause(failed[0][1]))
+        raise RuntimeError(cause(failed[0][1]))
     return StepCost.from_json(found[0])._replace(single=step.seconds)
-
-
-def _cause(error: str) -> str:
-    """The line of a traceback that names the error; notes may follow it."""
-    _, found, frames = error.rstrip().rpartition("Traceback (most recent call last):\n")
-    lines = [line for line in frames.splitlines() if not line.startswith(" ")]
-    return lines[0 if found else -1]
 
 
 def _measure_as_rank(learn: "Learner", n_steps: int, timeout: float, rank: int, folder: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ PASSED_ON = {  # places where a text of elsewhere is passed on, which is collect
     "learnerkit/data/loaders.py": 1,  # _say
     "learnerkit/data/streams.py": 1,  # a name, while the object is not complete
     "learnerkit/doctor.py": 1,  # an exit code, as in the other __main__ modules
+    "learnerkit/explain/__init__.py": 1,  # Explanation
     "learnerkit/export/programs.py": 1,  # _refused
     "learnerkit/launch/__main__.py": 1,
     "learnerkit/launch/cli.py": 5,  # outcomes, NodeErrors and advice; the name of a signal

@@ -96,6 +96,16 @@ def test_a_bad_record_is_an_error(name):
             load_learner(path, make_model)
 
 
+def test_the_entries_that_are_left_out_are_in_the_record():
+    learn = make_learner()
+    learn.dls.ignore_keys = ("name",)
+    assert load_learner(learn.export("named"), make_model).dls.ignore_keys == ("name",)
+    path, tensors, facts = exported()
+    del facts["ignore_keys"]  # as in files of before
+    safetensors.torch.save_file(tensors, path, {KEY: json.dumps(facts)})
+    assert load_learner(path, make_model).dls.ignore_keys == ()
+
+
 def test_no_module_is_imported_because_a_file_names_it():
     Path("evil_module.py").write_text("open('evil', 'w')")
     path, tensors, facts = exported()

@@ -100,3 +100,15 @@ def test_a_users_traceback_keeps_of_this_package_the_last_frame_alone():
     assert "in fails" in first
     assert second.count(f'File "{rank_main.__file__}", line 2, in call') == 1
     assert os.path.basename(__file__) in second
+
+
+def test_a_whole_traceback_is_kept_on_request(monkeypatch):
+    package = {}
+    exec(compile("def call(f):\n    f()", rank_main.__file__, "exec"), package)
+    monkeypatch.setenv("LEARNERKIT_TRACEBACK", "full")
+    with pytest.raises(ZeroDivisionError) as e:
+        package["call"](lambda: 1 / 0)
+    assert "in call" in rank_main.user_traceback(e.value)
+    monkeypatch.delenv("LEARNERKIT_TRACEBACK")
+    e.value.__cause__ = e.value.__context__ = e.value  # what refers to itself ends, too
+    assert "in call" not in rank_main.user_traceback(e.value)

@@ -691,6 +691,19 @@ with learn.distrib_ctx(nproc=2):
 
 
 @pytest.mark.slow
+def test_an_error_of_a_callback_shows_two_cells(kernel):
+    shown = kernel.run("""
+class Bad(Callback):
+    def before_step(self):
+        raise ValueError("a bad sample")
+make_learner().fit(1, cbs=Bad())
+""")
+    assert shown.traceback.rstrip().endswith("raised in Bad.before_step")
+    assert "learner.py" not in shown.traceback
+    assert len(shown.traceback.splitlines()) < 20
+
+
+@pytest.mark.slow
 def test_a_killed_worker_is_named(kernel):
     shown = kernel.run("""
 class Dies(Callback):

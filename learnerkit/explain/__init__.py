@@ -1,0 +1,115 @@
+"""Explanations of errors inside the model, the loss, a loader or a metric: a note with what to do and what there was.
+
+They are made from the traceback of an error that has been raised and from the learner's batch: types and shapes, and
+the values of tensors on the CPU. A device is not touched, as it may be out of order, and nothing is run again.
+"""
+
+import dis
+from traceback import walk_tb
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from learnerkit.explain import mends
+from learnerkit.explain.workers import lost_worker
+from learnerkit.text import escaped_line
+from learnerkit.utils import describe, unwrap
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+_LOADING = "torch.utils.data."
+LONGEST = 500  # characters of a line
+
+
+class Explanation(str):
+    """A note that explains an error; an error gets one."""
+
+
+def explain(learn: "Learner", error: Exception) -> None:
+    """Add a note to an error of a run: what to do about it, if that is known, and what the part that failed got."""
+    _note(error, explanation(learn, error))
+
+
+def explain_metric(error: Exception, name: str, pred: Any, yb: tuple) -> None:
+    """Add a note to an error of a metric."""
+    got = f"metric {name!r} got predictions: {describe(pred)}; targets: {describe(yb)}"
+    _note(error, [mends.of_metric(_frames(error)), got])
+
+
+def explanation(learn: "Learner", error: Exception) -> list[str]:
+    """Return the lines of an error's note; what to do comes first. An error that has a note gets no other."""
+    notes = getattr(error, "__notes__", ())
+    known = any(isinstance(note, Explanation) or note.startswith("the loss got") for note in notes)
+    if known or getattr(error, "follows_another", False):
+        return []
+    try:
+        return _lines(learn, error)
+    except Exception:  # code of the user's, such as a `__repr__`; the error itself must get through
+        return []
+
+
+def _note(error: Exception, lines: list[str]) -> None:
+    cut = (line if len(line) <= LONGEST else f"{line[:LONGEST]} ..." for line in lines if line)
+    if text := "\n".join(map(escaped_line, cut)):
+        error.add_note(Explanation(text))
+
+
+def _frames(error: Exception) -> list[FrameType]:
+    return [frame for frame, _ in walk_tb(error.__traceback__)]
+
+
+def _lines(learn: "Learner", error: Exception) -> list[str]:
+    frames, text = _frames(error), str(error)
+    names = {frame.f_code.co_name for frame in frames}
+    if lost := lost_worker(error):
+        return [lost]
+    if _speaks_for_itself(error):
+        return []
+    if alone := mends.of_run(learn, error, text):
+        return [alone]
+    mend = mends.of_device(text) or mends.of_predict(learn, frames)
+    if any(frame.f_globals.get("__name__", "").startswith(_LOADING) for frame in frames):
+        samples = mends.samples_of(frames)
+        first = describe(next(iter(samples.values()), None))
+        joined = f"the batch was to be made of {len(samples)} samples such as {first}" if samples else ""
+        return [mend or mends.of_samples(samples, text), joined]
+    if "take_loss" in names:
+        got = f"the loss got predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}"
+        return [mend or mends.of_loss(learn, frames, text), got]
+    model = unwrap(learn.model)
+    name, layer, given = _innermost(frames, model)
+    mend = mend or mends.of_call(learn, text) or mends.of_comparison(frames, text)
+    lines = [mend or (mends.of_layer(layer, given, text) if layer is not None else "")]
+    if name:
+        settings = layer.extra_repr()
+        what = f"in {name} ({type(layer).__name__})" + (f": {settings}" if settings else "")
+        lines.append(f"{what}; it got {describe(given[0] if len(given) == 1 else given)}")
+    if "_forward" in names:
+        lines.append(f"the model got {describe(learn.xb)}" + (f"; targets: {describe(learn.yb)}" if learn.yb else ""))
+    return lines
+
+
+def _speaks_for_itself(error: Exception) -> bool:
+    """Tell whether an error comes from a `raise` or an `assert` outside torch: whoever wrote it says what is wrong."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or trace.tb_frame.f_globals.get("__name__", "").startswith("torch."):
+        return False
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+
+
+def _innermost(frames: list[FrameType], model: nn.Module) -> tuple[str, Any, tuple]:
+    """The innermost module of a model that was running: its name, itself, and what it was called with."""
+    names, found = {id(module): name for name, module in model.named_modules()}, None
+    for frame in reversed(frames):
+        own = frame.f_locals
+        module = own.get("self")
+        if id(module) not in names or (found is not None and module is not found):
+            continue
+        found = module
+        if isinstance(own.get("args"), tuple) and isinstance(own.get("kwargs"), dict):  # where torch calls it
+            return names[id(module)], module, (*own["args"], *own["kwargs"].values())
+    return names.get(id(found), ""), found, ()

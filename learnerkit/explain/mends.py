@@ -1,0 +1,296 @@
+"""What to do about the commonest mistakes, by the error, the module that failed and what it got; '' where unknown."""
+
+import re
+from collections.abc import Mapping
+from inspect import signature
+from math import prod
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, float64, nn, uint8
+from torch.optim import Optimizer
+
+from learnerkit.data.batches import entries, tensors_in
+from learnerkit.data.loaders import DataLoaders
+from learnerkit.data.order import keep_seeds
+from learnerkit.text import first_few
+from learnerkit.utils import describe, unwrap
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+NOT_ALONE = "choose another batch size, or leave the last batch out: DataLoaders.from_datasets(..., drop_last=True)"
+_FASTAIS = ("set_hyper", "set_hypers", "hypers", "set_freeze")  # methods that only its optimizers have
+_BY_CLASS = ("cross_entropy", "nll_loss")  # losses whose targets are the numbers of classes
+_ALONE = "Expected more than 1 value per channel"  # so torch's message begins
+_OF_A_TYPE = "dtype|Input type|scalar type|Double|Byte"  # in errors about types
+_OF_A_LIST = r"not (list|tuple)|'(list|tuple)' object"
+_OF_A_DEVICE = "(same|expected) device"
+_NO_SAMPLE = r"found <class '([\w.]+)'>|(NoneType)"  # in errors of torch's default_collate
+
+
+def of_run(learn: "Learner", error: Exception, text: str) -> str:
+    """An error that says by itself where it came from."""
+    if isinstance(error, ValueError) and text.startswith(_ALONE):
+        if learn.batch_size != 1:
+            return ""
+        which = "training" if learn.training else "validation"
+        return (
+            f"batch {learn.iter} of the {which} loader has one sample, which is too few for the statistics of "
+            f"BatchNorm; {NOT_ALONE} (errors.html#lone-sample)"
+        )
+    if isinstance(error, AttributeError) and isinstance(error.obj, Optimizer) and error.name in _FASTAIS:
+        return (
+            "learn.opt is a plain torch optimizer: `for group in self.opt.param_groups: group['lr'] = 0.1`; a schedule "
+            "of any hyper-parameter is ParamScheduler({'lr': SchedCos(0.1, 0)})"
+        )
+    model = unwrap(learn.model)
+    if isinstance(error, TypeError) and f"{type(model).__name__}.train()" in text:
+        return (
+            f"the Learner calls model.train(True) and model.eval(), as nn.Module has them: give the method `train` of "
+            f"{type(model).__name__} another name"
+        )
+    if isinstance(error, RuntimeError) and "require grad" in text:
+        return (
+            "the loss does not depend on the model's parameters: look for no_grad, detach, .data, .item() or .numpy() "
+            "in forward and in the loss"
+        )
+    return ""
+
+
+def of_device(text: str) -> str:
+    """The device is out of order from now on."""
+    if "side assert" not in text:
+        return ""
+    return (
+        "an index is out of range on the GPU, most often the number of a class or an id; on the CPU the error says "
+        "which: DataLoaders(..., device='cpu')"
+    )
+
+
+def of_call(learn: "Learner", text: str) -> str:
+    """The entries of a batch are not what `forward` takes."""
+    model = unwrap(learn.model)
+    if f"{type(model).forward.__qualname__}()" not in text or "argument" not in text:
+        return ""
+    parameters = signature(model.forward).parameters
+    takes = f"forward takes {first_few(parameters)}"
+    if not isinstance(learn.batch, Mapping):
+        return (
+            f"{takes}, and gets {len(learn.xb)} of the batch's entries: all but the last, or as many as "
+            "DataLoaders(n_inp=...) says"
+        )
+    given = learn.xb[0]
+    if extra := tuple(name for name in given if name not in parameters):
+        return (
+            f"{takes}, and a batch that is a dict gives it each entry by its name, {first_few(extra)} too: "
+            f"DataLoaders(target_keys=...) says which are targets, and ignore_keys={extra} leaves entries out"
+        )
+    return f"{takes}, and of the batch, a dict, it gets {first_few(given)}"
+
+
+def of_layer(layer: nn.Module, given: tuple, text: str) -> str:
+    """A module that has failed, by what it got."""
+    x = next(tensors_in(given), None)
+    if "NoneType" in text and any(part is None for part in given):
+        return "a layer got None: has the forward of the layer before it a `return`?"
+    if re.search(_OF_A_LIST, text) and any(isinstance(part, list | tuple) for part in given):
+        return (
+            "the inputs are lists or text, as the dataset yields them: let it yield a tensor for each sample, such as "
+            "torch.tensor(x)"
+        )
+    weight = next((p for p in layer.parameters() if p.is_floating_point()), None)
+    apart = x is not None and weight is not None and x.device != weight.device and "Input type" in text
+    if apart or re.search(_OF_A_DEVICE, text):
+        return (
+            "a tensor is on another device than the batch: make it with device=x.device, or by register_buffer, and "
+            "keep layers in nn.ModuleList or nn.ModuleDict"
+        )
+    if x is None:
+        return ""
+    shape = tuple(x.shape)
+    if isinstance(layer, nn.Embedding):
+        return _of_ids(layer, x)
+    to_weights = x.dtype == float64 or not any(layer.children())  # ids of a module with layers are meant as they are
+    if weight is not None and x.dtype != weight.dtype and to_weights and re.search(_OF_A_TYPE, text):
+        return _of_type(x, weight)
+    if isinstance(layer, nn.Linear) and shape and shape[-1] != layer.in_features:
+        size, out = prod(shape[1:]), layer.out_features
+        if len(shape) > 2 and size == layer.in_features:
+            return f"put nn.Flatten() before the layer, so that it gets (n, {size})"
+        flat = f"; after nn.Flatten() it would get {size}" if len(shape) > 2 else ""
+        return (
+            f"the layer takes {layer.in_features} features and got {shape[-1]}: make it nn.Linear({shape[-1]}, {out}), "
+            f"or change what comes before it{flat}"
+        )
+    channels = getattr(layer, "in_channels", 0)  # of a convolution
+    axes = weight.ndim if channels and weight is not None else 0
+    if axes and len(shape) == axes - 1:
+        return f"the inputs {shape} have no axis of channels: x.unsqueeze(0) in the dataset makes one"
+    if axes and len(shape) == axes and shape[1] != channels:
+        if shape[-1] == channels:
+            order = ", ".join(map(str, (axes - 2, *range(axes - 2))))
+            return f"the channels of the inputs {shape} are last, torch's are first: x.permute({order}) in the dataset"
+        return f"the layer takes {channels} channels and got {shape[1]}: change its in_channels, or the inputs"
+    return ""
+
+
+def _of_ids(layer: nn.Embedding, x: Tensor) -> str:
+    if x.is_floating_point():
+        return "an nn.Embedding takes ids, which are whole numbers: x.long() in the dataset"
+    rows, (low, high) = layer.num_embeddings, _range(x) or (0, 0)
+    if low >= 0 and high < rows:
+        return ""
+    return (
+        f"the ids go from {low} to {high}, and the nn.Embedding has {rows} rows, for ids from 0 to {rows - 1}: give it "
+        "more, or number the ids from 0"
+    )
+
+
+def _of_type(x: Tensor, weight: Tensor) -> str:
+    got, wanted = _name(x), _name(weight)
+    if x.dtype == uint8:
+        how = "x.float() / 255 in the dataset"
+    elif x.is_floating_point():
+        how = f"x.to(torch.{wanted}) in the dataset"
+    else:
+        how = "x.float() in the dataset, or nn.Embedding if they are ids"
+    return f"the layer got {got}, and its weights are {wanted}: {how}"
+
+
+def of_loss(learn: "Learner", frames: list[FrameType], text: str) -> str:
+    """A loss that has failed, by what it got."""
+    pred, yb = learn.pred, learn.yb
+    if pred is None:
+        return "the model returned None: has its forward a `return`?"
+    if "positional argument" in text:
+        return f"loss_func is called as f(pred, *targets), here with 1 + {len(yb)} arguments"
+    if not isinstance(pred, Tensor) and "be Tensor" in text:
+        return "the model returned no tensor: let forward return one, or give a loss_func that takes what it returns"
+    if any(_is_text(y) for y in yb):
+        return "the targets are text: let the dataset yield the number of each class, classes.index(name)"
+    return of_comparison(frames, text)
+
+
+def of_comparison(frames: list[FrameType], text: str) -> str:
+    """A loss of torch's, wherever it is called, by what it got there."""
+    both = (f for f in reversed(frames) if all(isinstance(f.f_locals.get(k), Tensor) for k in ("input", "target")))
+    frame = next(both, None)
+    if frame is None:
+        return ""
+    scores, target = frame.f_locals["input"], frame.f_locals["target"]
+    if target.is_floating_point() and not scores.is_floating_point():
+        return "loss_func is called as f(pred, target), and takes them the other way round"
+    if frame.f_code.co_name in _BY_CLASS:
+        return _of_classes(scores, target, text)
+    if scores.shape != target.shape:
+        return (
+            f"the predictions are {tuple(scores.shape)} and the targets {tuple(target.shape)}; this loss takes equal "
+            "shapes: .unsqueeze(1) or .squeeze(1) of one of them"
+        )
+    if not target.is_floating_point():
+        return f"the targets are {_name(target)}, and this loss compares numbers: y.float() in the dataset"
+    return "this loss takes probabilities: for raw scores use nn.BCEWithLogitsLoss()" if "and 1" in text else ""
+
+
+def _of_classes(scores: Tensor, target: Tensor, text: str) -> str:
+    """The loss compares scores of classes with the numbers of classes."""
+    shape = tuple(target.shape)
+    if target.ndim == scores.ndim and shape[1:2] == (1,):
+        return f"the targets are {shape}, and this loss takes {shape[:1]}: y.squeeze(1), or a number for each sample"
+    if target.ndim == scores.ndim and not target.is_floating_point():
+        return f"the targets are {_name(target)} {shape}: make them the numbers of classes, y.argmax(1), or y.float()"
+    if target.ndim != scores.ndim and re.search(_OF_A_TYPE, text):
+        return f"the targets are {_name(target)}, and numbers of classes are int64: y.long() in the dataset"
+    found = _range(target) if "of bounds" in text else None
+    if found is None:
+        return ""
+    n, (low, high) = scores.shape[1 if scores.ndim > 1 else 0], found
+    has = f"the targets go from {low} to {high}, and the model has {n} outputs, for classes 0 to {n - 1}"
+    if low == 1 and high == n:
+        return f"{has}: subtract 1 from the targets"
+    if low < 0:
+        return f"{has}: number the classes from 0, or leave targets out by the loss's ignore_index={low}"
+    return f"{has}: give it {high + 1} outputs, or number the classes from 0"
+
+
+def _name(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+def _range(t: Tensor) -> tuple[int, int] | None:
+    """The least and the greatest value, of a tensor on the CPU; those of another are not looked at."""
+    return tuple(int(end) for end in t.aminmax()) if t.is_cpu and t.numel() else None  # type: ignore[return-value]
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, str) or any(_is_text(inner) for _, inner in entries(part))
+
+
+def samples_of(frames: list[FrameType]) -> dict[Any, Any]:
+    """The samples that a loader was about to join, by their numbers in the dataset."""
+    for frame in reversed(frames):
+        own = frame.f_locals
+        if isinstance(own.get("data"), list) and "possibly_batched_index" in own:  # where torch fetches them
+            numbers = own["possibly_batched_index"]
+            return dict(zip(map(str, numbers), own["data"], strict=False))
+    return {}
+
+
+def of_samples(samples: dict[Any, Any], text: str) -> str:
+    """Samples that cannot be joined; those of a loader's worker are not at hand."""
+    if "equal size" in text:
+        kinds = [(number, describe(sample)) for number, sample in samples.items()]
+        other = next((kind for kind in kinds if kind[1] != kinds[0][1]), None)
+        which = f"sample {kinds[0][0]} is {kinds[0][1]}, sample {other[0]} {other[1]}" if other else "samples differ"
+        return f"{which}; a batch takes one shape: pad, cut or resize them in the dataset, or pad in a collate_fn"
+    found = re.search(_NO_SAMPLE, text)
+    if found is None:
+        return ""
+    name = (found[1] or found[2]).rpartition(".")[2]
+    number = next((number for number, sample in samples.items() if _has(sample, name)), None)
+    which = "a sample" if number is None else f"sample {number}"
+    if name == "NoneType":
+        return f"{which} is None or has None in it: has __getitem__ a `return` in every case?"
+    if "PIL" in found[0]:
+        return f"{which} is a PIL image: make tensors of them in the dataset (torchvision's ToTensor), or use ImageData"
+    return (
+        f"{which} has something of the type {name} in it: let the dataset yield tensors, arrays and numbers, or give "
+        "the loader a collate_fn"
+    )
+
+
+def _has(part: Any, name: str) -> bool:
+    return type(part).__name__ == name or any(_has(inner, name) for _, inner in entries(part))
+
+
+def of_metric(frames: list[FrameType]) -> str:
+    """A metric that has failed."""
+    if any(frame.f_globals.get("__name__", "").startswith("sklearn.") for frame in frames):
+        return (
+            "metrics of scikit-learn take targets first, decoded predictions and all samples at once: "
+            "AccumMetric(lambda p, y: f1_score(y, p.argmax(1)), name='f1')"
+        )
+    return ""
+
+
+def of_predict(learn: "Learner", frames: list[FrameType]) -> str:
+    """`predict` got something else than one input as the dataset yields it."""
+    calls = (f.f_locals for f in frames if f.f_code.co_name.startswith("_predict") and "item" in f.f_locals)
+    call: dict[str, Any] = next(calls, {})
+    dataset: Any = learn.dls.train_ds
+    if "item" not in call or type(learn.dls).test_dl is not DataLoaders.test_dl or not hasattr(dataset, "__getitem__"):
+        return ""
+    with keep_seeds():
+        inputs = learn.dls.split(dataset[0])[0]
+    one = inputs[0] if len(inputs) == 1 else inputs
+    if _kind(one) == _kind(call["item"]):
+        return ""
+    return (
+        f"predict takes one input as the dataset yields it, here {describe(one)}, and got {describe(call['item'])}; "
+        "for several: get_preds(dl=learn.dls.test_dl(items))"
+    )
+
+
+def _kind(x: Any) -> Any:
+    return getattr(x, "ndim", type(x))

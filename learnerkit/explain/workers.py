@@ -1,0 +1,42 @@
+"""Why a loader's worker is gone."""
+
+import re
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from learnerkit.text import killed_by
+from learnerkit.torch_internals import workers_of
+
+_LOST = "DataLoader worker"  # so torch's message begins
+_KILLED = re.compile(r"is killed by signal: ([^.]+)\.")
+
+
+def lost_worker(error: Exception) -> str:
+    """Name the signal that killed a loader's worker, if that is what the error is about.
+
+    torch's error may have the signal's name, or only say that the worker is gone. If the worker was killed while it
+    sent a tensor, the error is only that of the broken connection.
+    """
+    if not isinstance(error, RuntimeError | OSError | EOFError):
+        return ""
+    if isinstance(error, RuntimeError) and not str(error).startswith(_LOST):
+        return ""
+    named = _KILLED.search(str(error))
+    signals: list[int] = [s for s in signal.valid_signals() if named and signal.strsignal(s) == named[1]]
+    trace = error.__traceback__
+    while trace is not None and not signals:  # otherwise ask the workers of the loader in the traceback
+        signals = _killing_signals(workers_of(trace.tb_frame.f_locals.get("self")))
+        trace = trace.tb_next
+    return f"the loader worker {killed_by(signals[0]).rstrip(',')}" if signals else ""
+
+
+def _killing_signals(workers: Sequence[Any]) -> list[int]:
+    """Return the signals that killed workers; an exit code may be known only a moment after the error."""
+    end = time.monotonic() + 0.5
+    while True:
+        signals = [-worker.exitcode for worker in workers if (worker.exitcode or 0) < 0]
+        if signals or not workers or time.monotonic() > end:
+            return signals
+        time.sleep(0.01)
