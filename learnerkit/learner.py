@@ -602,9 +602,9 @@ class Learner(RunState):
         """Train while the learning rate grows, and suggest rates by how the loss goes: `learn.lr_find().valley`.
 
         The method is the learning rate range test (Smith, https://arxiv.org/abs/1506.01186). Afterwards weights,
-        optimizer, random streams and data order are exactly what they were, also after an error, and so is the
-        recorder, but for the curve that its `plot_lr_find` shows. Under DDP every rank must reach this; the losses are
-        those of the global batches, and all ranks get the same suggestions.
+        optimizer, random streams and data order are exactly what they were, also after an error, and so is the rest
+        that `check` puts back, and the recorder, but for the curve that its `plot_lr_find` shows. Under DDP every rank
+        must reach this; the losses are those of the global batches, and all ranks get the same suggestions.
 
         Args:
             start_lr: the first rate.
@@ -1146,8 +1146,10 @@ class Learner(RunState):
         """Take one training step and one of validation, and print what is right and what is wrong with them.
 
         Shapes, types, devices, the range of targets, gradients, the optimizer, metrics: what one would rather know
-        before a long run. Nothing of it stays behind, but that callbacks of your own have seen one more step. Under
-        DDP every rank must reach this.
+        before a long run. Afterwards everything is as it was: weights, optimizer, random streams, order of samples,
+        attributes of the model's and the loss's modules, and callbacks and streams of data that have `state_dict` and
+        `load_state_dict`. Callbacks and streams without these two have seen one more step. Under DDP every rank must
+        reach this.
 
         Returns:
             Whether nothing is wrong, on any rank.
@@ -1162,8 +1164,9 @@ class Learner(RunState):
         """Run some training steps, and say where their time goes on each rank and what would make them faster.
 
         The parts of a step are measured; then steps are run without the network, without input, and in one process
-        alone, and with what may help: only what does is reported, with its gain. Afterwards everything is exactly what
-        it was, also after an error. Callbacks that are `only_fit` take no part. Under DDP every rank must reach this.
+        alone, and with what may help: only what does is reported, with its gain. Afterwards all that `check` puts back
+        is exactly what it was, also after an error, and so are the attributes of all callbacks. Callbacks that are
+        `only_fit` take no part. Under DDP every rank must reach this.
 
         Args:
             n_steps: the steps of each trial, after a few that do not count.

@@ -324,6 +324,104 @@ def _count_classes(weight: Tensor | None, ignore_index: int, target: Any, *rest:
     return (weight.to(target.device)[target.clamp(min=0, max=len(weight) - 1)] * counted).sum()
 
 
+# The first batch of a fit
+
+_NLL = (nn.NLLLoss, F.nll_loss)
+_ONLY_SHAPE = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Transpose", "Permute", "T", "ToCopy",
+               "Clone", "Alias")  # fmt: skip
+
+
+def is_nll(loss_func: Any) -> bool:
+    """Tell whether a loss takes logarithms of probabilities."""
+    return is_one_of(loss_func, _NLL)
+
+
+def sum_to_one(pred: Tensor) -> bool:
+    """Tell whether predictions are probabilities of classes. A host-device sync."""
+    sums = pred.detach().float().sum(1)
+    return bool((pred >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-2)
+
+
+def made_by(pred: Any) -> str:
+    """Return the operation that has made a prediction, as autograd names it ('Softmax'), or '' if nobody knows."""
+    node = pred.grad_fn if isinstance(pred, Tensor) else None
+    while node is not None and (name := node.name().partition("Backward")[0]) in _ONLY_SHAPE:
+        node = node.next_functions[0][0]
+    return "" if node is None else name
+
+
+def repeated(loss_func: Any, pred: Any) -> tuple[str, str]:
+    """Return what the model does and the loss does again, and what to do, or two empty texts.
+
+    It needs the graph of the forward pass. A host-device sync, but only if there is a softmax.
+    """
+    made = made_by(pred)
+    name = loss_name(loss_func)
+    if made == "Sigmoid" and is_one_of(loss_func, BINARY_LOGITS):
+        return f"a sigmoid before {name}? It takes raw scores and does that itself", "leave the sigmoid out"
+    if made == "Softmax" and is_cross_entropy(loss_func) and pred.ndim > 1 and sum_to_one(pred):
+        if is_nll(loss_func):
+            return f"a softmax before {name}? It takes logarithms", "end the model with LogSoftmax(1)"
+        return f"a softmax before {name}? It takes raw scores and does that itself", "leave the softmax out"
+    return "", ""
+
+
+def out_of_range(loss_func: Any, pred: Tensor, target: Tensor) -> tuple[str, str]:
+    """Return which classes a cross-entropy takes, if others are among the targets, and what to do. A host-device sync.
+
+    Without others these are two empty texts.
+    """
+    dim = min(1, pred.ndim - 1)
+    classes, counted = pred.shape[dim], target[target != loss_option(loss_func, "ignore_index", -100)]
+    low, high = (int(x) for x in counted.aminmax()) if counted.numel() else (0, 0)
+    if low >= 0 and high < classes:
+        return "", ""
+    from_one = "; if they count from 1, subtract 1" if low == 1 and high == classes else ""
+    return (
+        f"the loss takes classes 0 .. {classes - 1}, as dimension {dim} of the prediction {tuple(pred.shape)} says",
+        f"let the model have {high + 1} outputs, or correct the targets{from_one}",
+    )
+
+
+def is_constant(xb: Any) -> bool:
+    """Tell whether all inputs of several samples are one and the same number. A host-device sync."""
+    tensors = list(tensors_in(xb))
+    if not tensors or not all(map(_is_plain, tensors)):
+        return False
+    return all(t.ndim and len(t) > 1 and bool((t == t.flatten()[0]).all()) for t in tensors)
+
+
+def _is_plain(t: Tensor) -> bool:
+    return t.is_floating_point() and t.layout is torch.strided and t.numel() > 0
+
+
+def _has_nan(part: Any) -> bool:
+    return any(not t.isfinite().all() for t in filter(_is_plain, tensors_in(part)))
+
+
+def look_at_first_batch(learn: "Learner") -> None:
+    """Warn of what is most likely a mistake, before the loss of a fit's first batch. A host-device sync, once in a fit.
+
+    Raises:
+        ValueError: classes that the loss does not have, which would make a CUDA device unusable for this process.
+    """
+    loss_func, pred = learn.loss_func, learn.pred
+    target: Any = learn.yb[0] if len(learn.yb) == 1 else None
+    classes = isinstance(target, Tensor) and not target.is_floating_point() and is_cross_entropy(loss_func)
+    if classes and isinstance(pred, Tensor) and pred.ndim and not target.is_cpu:
+        wrong, advice = out_of_range(loss_func, pred, target)
+        if wrong:
+            low, high = (int(x) for x in target.aminmax())
+            raise ValueError(f"the first batch has targets from {low} to {high}: {wrong}; {advice}")
+    doubt, advice = repeated(loss_func, pred)
+    if doubt:
+        world.warn_once(f"the first batch: {doubt}; {advice}")
+    if is_constant(learn.xb):
+        world.warn_once("the first batch: all values of the inputs are the same number; look into the dataset")
+    elif _has_nan(learn.xb) and _has_nan(pred):
+        world.warn_once("the first batch: inputs are NaN or infinite, and so are predictions; look into the dataset")
+
+
 # The loss of a batch
 
 ELEMENTWISE = (
@@ -346,6 +444,8 @@ def take_loss(learn: "Learner") -> None:
     else:
         if not learn.iter:
             check_shapes(learn.loss_func, learn.pred, learn.yb)
+            if learn.training and learn.task == "fit" and learn.epoch == learn._start_epoch:
+                look_at_first_batch(learn)
         learn._loss()
     if learn.loss_grad is None:
         return

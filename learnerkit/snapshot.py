@@ -215,7 +215,7 @@ def _put_back_modules(owner: Any, stack: ExitStack, keep: Callable[[Tensor], Ten
             continue
         put_back_attributes(part, stack)
         for t in own:
-            if t is not None and id(t) not in seen:
+            if t is not None and t.is_leaf and id(t) not in seen:  # a buffer may be the result of a computation
                 seen.add(id(t))
                 stack.callback(_put_back_tensor, restorer(t, keep), t.requires_grad, restorer(t.grad, keep))
         for x in _held(part):

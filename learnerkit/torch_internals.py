@@ -108,6 +108,14 @@ def remove_ddp_hooks(wrapper: DistributedDataParallel) -> None:
     wrapper._remove_autograd_hooks()
 
 
+def forget_removed_hooks(p: Tensor) -> None:
+    """Let a tensor whose hooks were all removed be as before the first one: torch leaves it an empty dictionary."""
+    if not p._backward_hooks:
+        p._backward_hooks = None
+    if not p._post_accumulate_grad_hooks:
+        p._post_accumulate_grad_hooks = None
+
+
 # Exported programs
 
 

@@ -1,14 +1,18 @@
 """What a loss averages over."""
 
 import re
+import warnings
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import make_learner, make_model, read_report
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
+from learnerkit import DataLoaders, world
 from learnerkit.losses import (
     MEANS,
     LossWeight,
@@ -16,6 +20,7 @@ from learnerkit.losses import (
     is_cross_entropy,
     loss_option,
     loss_parts,
+    out_of_range,
     own_loss,
     possible_means,
     unwrap_partial,
@@ -367,3 +372,98 @@ def test_the_loss_of_a_model_is_its_loss_or_the_sum_of_a_dict_of_scalars():
         assert own_loss(output) is None, output
     assert loss_parts({"a": one, "b": two}) == {"a": one, "b": two}
     assert loss_parts({"loss": one, "b": two}) == {}
+
+
+# The first batch of a fit
+
+
+class Ends(nn.Module):
+    """A linear layer, and what it ends with."""
+
+    def __init__(self, end, n_out=3):
+        super().__init__()
+        self.body, self.end = nn.Linear(4, n_out), end
+
+    def forward(self, x):
+        return self.end(self.body(x))
+
+
+@pytest.mark.parametrize(
+    ("end", "loss", "doubt"),
+    [
+        (nn.Softmax(1), nn.CrossEntropyLoss(), "a softmax before CrossEntropyLoss"),
+        (lambda x: x.softmax(-1), F.cross_entropy, "a softmax before cross_entropy"),
+        (lambda x: x.softmax(1).unsqueeze(2).squeeze(2), partial(F.cross_entropy), "a softmax before cross_entropy"),
+        (nn.Softmax(1), nn.NLLLoss(), "a softmax before NLLLoss. It takes logarithms"),
+        (nn.Sigmoid(), nn.BCEWithLogitsLoss(), "a sigmoid before BCEWithLogitsLoss"),
+        (lambda x: x.sigmoid().view(-1), lambda p, y: F.binary_cross_entropy_with_logits(p, y.view(-1)), ""),  # unknown
+        (nn.LogSoftmax(1), nn.CrossEntropyLoss(), ""),  # the same twice is the same
+        (nn.LogSoftmax(1), nn.NLLLoss(), ""),
+        (nn.Sigmoid(), nn.CrossEntropyLoss(), ""),
+        (nn.Softmax(0), nn.CrossEntropyLoss(), ""),  # over the samples
+        (nn.Softmax(1), nn.BCELoss(), ""),
+        (nn.Sigmoid(), nn.BCELoss(), ""),
+        (nn.Identity(), nn.CrossEntropyLoss(), ""),
+        (lambda x: x.sigmoid() * 2 - 1, nn.BCEWithLogitsLoss(), ""),
+        (lambda x: x * 0 + 0.4, nn.BCEWithLogitsLoss(), ""),  # such values alone prove nothing
+        (lambda x: {"logits": x.softmax(1)}, nn.CrossEntropyLoss(), "a softmax before CrossEntropyLoss"),
+    ],
+)
+def test_what_the_loss_does_again_is_warned_of_at_the_first_batch(end, loss, doubt, monkeypatch, capsys):
+    monkeypatch.setattr(world, "_warned", set())
+    x, target = torch.randn(8, 4), torch.arange(8) % 3
+    if not is_cross_entropy(loss):
+        target = F.one_hot(target, 3).float()
+    learn = make_learner(DataLoaders(DataLoader(TensorDataset(x, target), 4), device="cpu"), Ends(end), loss)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        learn.fit(2)
+        learn.fit(1)
+    assert [re.search(doubt, str(each.message)) is not None for each in found] == [True] * bool(doubt)
+    capsys.readouterr()
+    learn.check()
+    mark, text = read_report(capsys.readouterr().out)[0]["prediction"]
+    assert (mark, bool(re.search(doubt, text))) == ("??" if doubt else "ok", True)
+
+
+@pytest.mark.parametrize(
+    ("x", "keeps", "told"),
+    [
+        (torch.ones(8, 4), True, "all values of the inputs are the same number"),
+        (torch.randn(8, 4).index_fill(0, torch.tensor(1), torch.nan), True, "inputs are NaN or infinite, and so are"),
+        (torch.randn(8, 4).index_fill(0, torch.tensor(1), torch.nan), False, ""),  # the model knows what to do with it
+        (torch.randn(8, 4), True, ""),
+        (torch.zeros(8, 4, dtype=torch.long), False, ""),  # ids, or a mask
+    ],
+)
+def test_inputs_that_tell_nothing_are_warned_of_at_the_first_batch(x, keeps, told, monkeypatch):
+    monkeypatch.setattr(world, "_warned", set())
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(x if keeps else x.float().nan_to_num())
+
+    dls = DataLoaders(DataLoader(TensorDataset(x, torch.randn(8, 1)), 4), device="cpu")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        make_learner(dls, Model(4, 1), nn.MSELoss()).fit(2)
+    assert [told in str(each.message) for each in found] == [True] * bool(told)
+
+
+def test_classes_that_the_loss_does_not_have_are_told_with_the_mend():
+    pred, loss = torch.randn(6, 4), nn.CrossEntropyLoss()
+    assert out_of_range(loss, pred, torch.tensor([0, 3, -100])) == ("", "")
+    assert out_of_range(loss, pred, torch.tensor([-100])) == ("", "")
+    assert "the loss takes classes 0 .. 3" in out_of_range(loss, pred, torch.tensor([1, 4, 2]))[0]
+    assert "subtract 1" in out_of_range(loss, pred, torch.tensor([1, 4, 2]))[1]
+    assert out_of_range(loss, pred, torch.tensor([0, 7]))[1] == "let the model have 8 outputs, or correct the targets"
+    assert out_of_range(nn.CrossEntropyLoss(ignore_index=255), pred, torch.tensor([0, 255])) == ("", "")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_classes_out_of_range_are_an_error_before_the_device_asserts():
+    data = TensorDataset(torch.randn(8, 4), torch.arange(8) % 4 + 1)
+    learn = make_learner(DataLoaders(DataLoader(data, 8), device="cuda"), make_model(n_out=4), nn.CrossEntropyLoss())
+    with pytest.raises(ValueError, match="targets from 1 to 4: the loss takes classes 0 .. 3, .* subtract 1"):
+        learn.fit(1)
+    torch.zeros(1, device="cuda").item()  # the device still works

@@ -356,8 +356,9 @@ def test_what_has_no_classes_is_refused(metric, loss):
         for target in (one.flatten().long(), one.long()):
             with pytest.raises(ValueError, match=r"One score for each target is decoded where the loss says how"):
                 metric(one, target)
-        with pytest.raises(ValueError, match="needs classes, and got predictions: {'a'"):
-            metric({"a": one}, one)
+        for each in (None, nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()):
+            with pytest.raises(ValueError, match="needs classes, and got predictions: {'a'"):
+                metric({"a": one}, one, loss_func=each)
 
 
 def test_a_loss_with_a_decode_of_its_own_says_what_is_right():
@@ -369,6 +370,10 @@ def test_a_loss_with_a_decode_of_its_own_says_what_is_right():
     masks = Signs()
     masks.decode = lambda pred: pred > 0  # a mask of all classes, for targets that are one of them
     assert accuracy(PRED, TARGET, loss_func=masks) == accuracy(PRED, TARGET)
+    unsure = nn.CrossEntropyLoss()
+    unsure.decode = lambda pred: torch.where(pred.amax(1) > 1.5, pred.argmax(1), -1)
+    assert accuracy(PRED, TARGET, loss_func=unsure) == 0.5
+    assert accuracy(PRED, torch.tensor([0, 2, 1, 0]), loss_func=unsure) == 0.75
     assert accuracy(SCORES, torch.zeros(4, dtype=torch.long), loss_func=nn.CrossEntropyLoss()) == 1  # one class alone
 
 

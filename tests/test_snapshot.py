@@ -9,10 +9,10 @@ import torch
 from helpers import make_classes, make_learner, same_weights, weights
 from torch import nn
 from torch.optim import SGD, AdamW
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from learnerkit import Callback, DataLoaders
-from learnerkit.snapshot import unchanged
+from learnerkit.snapshot import trial, unchanged
 
 
 class Network(nn.Module):
@@ -178,6 +178,162 @@ def test_workers_that_persist_have_drawn_nothing():
         return torch.cat([x for _ in range(2) for x, _ in loader])
 
     assert torch.equal(draw(False), draw(True))
+
+
+class Keeps(nn.Module):
+    """With what a module may keep beside its parameters, of which a call changes everything."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, hidden = nn.Linear(4, 3), nn.Linear(2, 2)
+        self.register_buffer("assigned", torch.zeros(2))
+        self.register_buffer("after", torch.zeros(1))
+        self.register_buffer("computed", torch.ones(1, requires_grad=True) * 2)
+        self.rows, self.replaced, self.same = torch.zeros(2, 3), torch.zeros(3), torch.zeros(1)
+        self.counts, self.hidden, self.pointer = {"at": [0]}, [hidden], 0
+        self.draw, self.graph = np.random.default_rng(0), torch.eye(2).to_sparse()
+        with torch.inference_mode():
+            self.sealed = torch.ones(1)  # which nobody can write
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.body.weight.data = self.body.weight.data * 0.5
+            self.body.bias.requires_grad_(False).mul_(2)
+            self.hidden[0].weight.mul_(2)
+            self.computed.mul_(2)
+        del self.assigned
+        self.register_buffer("assigned", torch.ones(2))
+        self.register_buffer("more", torch.ones(2))
+        self.rows[0] += 1
+        self.replaced = self.replaced + 1
+        self.counts["at"].append(1)
+        self.counts["more"] = self.pointer = self.pointer + 1
+        self.latest = self.draw.random()
+        return self.body(x)
+
+
+class Centre:
+    """A loss that is no module, and counts."""
+
+    calls = 0
+
+    def __call__(self, pred, target):
+        self.calls += 1
+        return nn.functional.cross_entropy(pred, target)
+
+
+@pytest.mark.parametrize("undone", [unchanged, lambda learn: trial(learn, learn.model)])
+def test_a_module_is_put_back_whole(undone):
+    model = Keeps()
+    dls = DataLoaders(DataLoader(make_classes(8), 4), device="cpu")
+    learn = make_learner(dls, model, Centre())
+
+    def state():
+        tensors = [*model.parameters(), *model.hidden[0].parameters(), *model.buffers(), model.rows, model.replaced]
+        found = [(id(t), t.tolist(), t.requires_grad) for t in tensors]
+        names = [name for name, _ in model.named_buffers()]
+        counted = (
+            copy.deepcopy(model.counts),
+            model.pointer,
+            vars(learn.loss_func).copy(),
+            model.draw.bit_generator.state,
+        )
+        return found, names, counted, list(vars(model))
+
+    before = state()
+    with undone(learn):
+        learn.loss_func(model(torch.ones(2, 4)), torch.tensor([0, 1]))
+        assert state() != before
+    assert state() == before
+
+
+class Stream(IterableDataset):
+    """Goes on where it was, also in what it reads from."""
+
+    def __init__(self):
+        self.reader = {"at": 0}
+
+    def __iter__(self):
+        while True:
+            self.reader["at"] += 1
+            yield torch.full((4,), 0.1 * self.reader["at"]), torch.ones(1)
+
+    def state_dict(self):
+        return dict(self.reader)
+
+    def load_state_dict(self, state):
+        self.reader = dict(state)
+
+
+class Teacher(Callback):
+    """Follows the model, which learns from it; made at the start of the first fit, as DINO's."""
+
+    teacher = None
+    steps = 0
+
+    def before_fit(self):
+        self.teacher = self.teacher or copy.deepcopy(self.model)
+
+    def after_loss(self):
+        self.learn.loss_grad = self.learn.loss_grad + (self.pred - self.teacher(self.x)).square().mean() + self.steps
+
+    def after_step(self):
+        self.steps += 1
+        for own, followed in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+            own.data.lerp_(followed.data, 0.5)
+
+    def state_dict(self):
+        return {"teacher": self.teacher.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.teacher.load_state_dict(state["teacher"])
+        self.steps = state["steps"]
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_what_has_a_state_is_where_it_was(before):
+    found = []
+    for tried in (False, True):
+        dls = DataLoaders(DataLoader(Stream(), 4), device="cpu")
+        learn = make_learner(dls, loss_func=nn.MSELoss(), cbs=Teacher())
+        with learn.no_logging():
+            for _ in range(before):
+                learn.fit(n_steps=3)
+            if tried:
+                assert learn.check()
+                learn.lr_find(num_it=10, stop_div=False, show_plot=False, suggest_funcs=())
+            assert learn.teacher.steps == 3 * before
+            learn.fit(n_steps=3)
+        found.append(weights(learn.model))
+    assert same_weights(*found)
+
+
+class Ends(IterableDataset):
+    """A stream whose state after an epoch is its end, from which it would give nothing more."""
+
+    def __init__(self):
+        self.at, self.begin = 0, 0
+
+    def __iter__(self):
+        self.at, self.begin = self.begin, 0
+        while self.at < 8:
+            self.at += 1
+            yield torch.ones(4), torch.ones(1)
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.begin = state["at"]
+
+
+def test_a_stream_that_has_ended_begins_again():
+    learn = make_learner(DataLoaders(DataLoader(Ends(), 4), device="cpu"))
+    with learn.no_logging():
+        learn.fit(1)
+        assert learn.check()
+        learn.fit(1)
+        assert learn.train_iter == 2
 
 
 class Odd(nn.Module):

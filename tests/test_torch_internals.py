@@ -77,6 +77,22 @@ def test_ddp_has_the_switches_that_are_turned():
         assert f"self.{name} = " in source, name
 
 
+def test_a_parameter_forgets_hooks_that_were_removed_and_no_others():
+    p, hooked = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    for register in (p.register_hook, p.register_post_accumulate_grad_hook):
+        register(lambda t: None).remove()
+    kept = hooked.register_hook(lambda grad: grad * 2)
+    for each in (p, hooked):
+        torch_internals.forget_removed_hooks(each)
+        (each * 3).backward()
+    assert (p._backward_hooks, p._post_accumulate_grad_hooks, p.grad.item()) == (None, None, 3)
+    assert hooked.grad.item() == 6
+    kept.remove()
+    p.register_post_accumulate_grad_hook(lambda t: setattr(t, "grad", None))
+    (p * 3).backward()
+    assert p.grad is None
+
+
 def test_batch_norms():
     for norm in (nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm2d()):
         assert isinstance(norm, torch_internals.BatchNorm)

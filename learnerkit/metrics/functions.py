@@ -1,5 +1,6 @@
 """Metrics that are functions: means over samples."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,7 +70,11 @@ def _top_k(pred: Any, target: Any, k: int = 5, axis: int | None = None, loss_fun
     return _share((best == target.reshape(*best.shape[:-1], 1)).any(-1).flatten(), target, loss_func)
 
 
-SHARES = {accuracy: _accuracy, error_rate: _error_rate, top_k_accuracy: _top_k}
+SHARES: dict[Callable, Callable[..., tuple[Tensor, Tensor]]] = {
+    accuracy: _accuracy,
+    error_rate: _error_rate,
+    top_k_accuracy: _top_k,
+}
 """Metrics that are shares of the targets that count: what returns the share, and how many count."""
 
 
@@ -84,8 +89,10 @@ def _share(right: Tensor, target: Tensor, loss_func: Any) -> tuple[Tensor, Tenso
 
 def _decoded(pred: Any, target: Tensor, loss_func: Any) -> Tensor | None:
     "Predictions as the loss decodes them, if that gives one class, or yes or no, for each target."
-    decode = None if is_cross_entropy(loss_func) else decode_of(loss_func)
-    decoded = None if decode is None else decode(pred)
+    decode = decode_of(loss_func)
+    if decode is None or not isinstance(pred, Tensor) or (pred.ndim < 2 and is_cross_entropy(loss_func)):
+        return None
+    decoded = decode(pred)
     if not isinstance(decoded, Tensor) or decoded.is_floating_point() or decoded.numel() != target.numel():
         return None
     return decoded
@@ -95,9 +102,10 @@ def _class_dim(pred: Any, target: Tensor, axis: int | None, loss_func: Any, metr
     "The dimension of the classes in scores; refuses predictions that have none, as far as that is known."
     known = decoding(loss_func)
     scores = isinstance(pred, Tensor) and pred.ndim > 1 and known != "itself"
-    if scores and axis is None:
-        axis = 1 if is_cross_entropy(loss_func) else class_axis(pred, target, metric)
-    if not scores or (pred.shape[axis] == 1 and known != "argmax") or pred.numel() != target.numel() * pred.shape[axis]:
+    dim = 1 if axis is None else axis
+    if scores and axis is None and known != "argmax":
+        dim = class_axis(pred, target, metric)
+    if not scores or (pred.shape[dim] == 1 and known != "argmax") or pred.numel() != target.numel() * pred.shape[dim]:
         raise ValueError(
             f"{metric} needs classes, and got predictions: {describe(pred)}; targets: {describe(target)}. It takes "
             "scores of shape (n, classes) for targets of shape (n,). One score for each target is decoded where the "
@@ -105,7 +113,7 @@ def _class_dim(pred: Any, target: Tensor, axis: int | None, loss_func: Any, metr
             "use mae, mse or rmse"
             " (errors.html#metric-classes)"
         )
-    return axis
+    return dim
 
 
 def class_axis(pred: Tensor, target: Tensor, metric: str) -> int:

@@ -248,7 +248,8 @@ class MeanMeter(Meter):
     def __init__(self, metric: Any, name: str | None, loss_func: Any) -> None:
         super().__init__(metric, name)
         inner, options = unbound(metric)
-        self._share = partial(SHARES[inner], **{"loss_func": loss_func} | options) if inner in SHARES else None
+        share = next((share for known, share in SHARES.items() if known is inner), None)
+        self._share = None if share is None else partial(share, **{"loss_func": loss_func} | options)
 
     def reset(self) -> None:
         self.values, self.sizes = HostScalars(), HostScalars()

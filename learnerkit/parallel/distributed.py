@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from learnerkit import optim, world
-from learnerkit.callback import Callback, Dispatch
+from learnerkit.callback import Callback, Dispatch, is_ours
 from learnerkit.data.batches import loader_len, map_batch, on_host, tensors_in
 from learnerkit.data.order import draws_globally, states_at_start
 from learnerkit.parallel import wrapping
@@ -51,7 +51,8 @@ class DistributedCallback(Callback):
     On one process it does nothing.
 
     Args:
-        sync_bn: let BatchNorm see the global batch (not on the CPU, where torch cannot).
+        sync_bn: let BatchNorm see the global batch; False: that of its own rank. By default it does wherever torch can,
+            which is not on the CPU; True warns there.
         split_batches: cut each batch of the loader into one piece per rank, so that the numbers are those of one
             process; by default every rank takes whole batches, and the global batch is that much larger.
         find_unused_parameters: True for losses that leave parameters out in some batches, or callbacks with backward
@@ -77,7 +78,7 @@ class DistributedCallback(Callback):
 
     def __init__(
         self,
-        sync_bn: bool = True,
+        sync_bn: bool | None = None,
         split_batches: bool = False,
         find_unused_parameters: bool | None = None,
         timeout: float | timedelta | None = None,
@@ -167,6 +168,7 @@ class DistributedCallback(Callback):
             "batches of validation": None if self.dataset_is_sharded else loader_len(learn.dls.valid),
             "learning rates": [float(g["lr"]) for opt in learn.opts for g in opt.param_groups],
             "parameters": sum(p.numel() for p in learn.model.parameters()),
+            **_settings(learn.cbs),
         }
         order = None if learn._position is None else learn._position.order.generator
         optimizers = [_digest(opt.state_dict()) for opt in learn.opts]
@@ -174,10 +176,10 @@ class DistributedCallback(Callback):
         mine = facts, optimizers, world.seed_digest(), order and order.get_state(), placed
         everyone, others, seeds, orders, places = zip(*world.all_gather(mine), strict=True)
         wrapping.check_devices(places)
-        for name, fact in facts.items():
-            found = [other[name] for other in everyone]
-            if any(other != fact for other in found):
-                by_rank = ", ".join(f"rank {r}: {value}" for r, value in enumerate(found))
+        for name in dict.fromkeys(name for other in everyone for name in other):
+            found = {r: other[name] for r, other in enumerate(everyone) if name in other}  # a callback may be on some
+            if any(value != next(iter(found.values())) for value in found.values()):
+                by_rank = ", ".join(f"rank {r}: {value}" for r, value in found.items())
                 raise ValueError(
                     f"fit differs between ranks in its {name} ({by_rank}); every rank must make the same call"
                 )
@@ -259,10 +261,10 @@ class DistributedCallback(Callback):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         """Return `model` in DDP, or with its parts in DDP; every rank must reach this."""
-        if self.sync_bn and wrapping.batch_norms(model):
+        if self.sync_bn is not False and wrapping.batch_norms(model):
             if self.learn.dls.device.type != "cpu":
                 self._undo.append(wrapping.synchronise_batch_norms(model))
-            else:
+            elif self.sync_bn:
                 world.warn_once(
                     "sync_bn: torch has no SyncBatchNorm on the CPU, so each rank's BatchNorm sees its own samples "
                     "alone (sync_bn=False says that this is meant)"
@@ -477,6 +479,23 @@ def dispatch(learn: "Learner", fitting: bool) -> Dispatch:
     if learn._agreement is None:
         return Dispatch(learn.cbs, fitting)
     return RankDispatch(learn.cbs, fitting, learn._agreement)
+
+
+def _settings(cbs: Iterable[Callback]) -> dict[str, str]:
+    """The plain arguments of the library's callbacks that run on every rank: many say when ranks communicate.
+
+    A callback that is derived from one of these has those of its base. The user's own may differ by rank.
+    """
+    found: dict[str, str] = {}
+    for cb in cbs:
+        base = next(kind for kind in type(cb).__mro__ if is_ours(kind))
+        if base is Callback or cb.rank0_only or not cb.run:
+            continue
+        for name, value in vars(cb).items():
+            if name in signature(base.__init__).parameters and isinstance(value, int | float | str | None):
+                key = f"{base.__name__}({name}=)"
+                found[key] = f"{found[key]}, {value!r}" if key in found else repr(value)
+    return found
 
 
 def _digest(state: dict) -> tuple:

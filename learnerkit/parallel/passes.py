@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from learnerkit import world
-from learnerkit.torch_internals import call_after_backward
+from learnerkit.torch_internals import call_after_backward, forget_removed_hooks
 
 if TYPE_CHECKING:
     from learnerkit.parallel.rank_step import RankStep
@@ -100,6 +100,8 @@ class LaterPasses:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
+        for p in self.params:
+            forget_removed_hooks(p)
 
     def begin(self) -> None:
         """Average the passes from here on."""

@@ -3,13 +3,12 @@
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from learnerkit import arguments, losses, world
 from learnerkit.callback import Callback, RaisedIn
@@ -42,10 +41,11 @@ def check(learn: "Learner") -> bool:
     try:
         arguments.check_fit(learn, n_epoch=1)
         step.check_loaders(learn)
-        with learn.no_bar(), learn._running("check", step), unchanged(learn):
+        with learn.no_bar(), learn._running("check", [step, step.first]), unchanged(learn):
             sharded = learn._sharded
             step.stage = "optimizer"
             learn._prepare_opt()
+            step.rates = _rates(learn.opts, "initial_lr")
             step.stage = "inputs"
             learn.n_epoch, learn.n_steps, learn._start_epoch = 1, None, 0
             learn._level("fit", learn._fit, CancelFitException)
@@ -99,6 +99,8 @@ class StepCheck(Callback):
     Attributes:
         found: the findings by topic.
         stage: the topic of an error that is raised now.
+        first: a callback that sees the gradients before others may drop them.
+        rates: the learning rates before a schedule or a callback changes them, as `_rates` returns them.
     """
 
     order = 1000  # after all others, to see what they have made of it
@@ -108,6 +110,9 @@ class StepCheck(Callback):
         super().__init__()
         self.found: dict[str, list[Finding]] = defaultdict(list)
         self.stage = "inputs"
+        self.first = Callback(order=-1000, after_backward=self._note_gradients)
+        self.rates: dict[int, float] = {}
+        self._made: set[str] = set()  # names of the parameters that get gradients from the backward pass
         self._named: list[tuple[str, nn.Parameter]] = []
         self._before: dict[str, Tensor] | None = None  # the parameters that the step should change
         self._xb: Any = None
@@ -173,10 +178,13 @@ class StepCheck(Callback):
             self.found["loss"] += judge_loss(learn.loss_func, learn.pred, learn.loss_grad, unknown)
             self.stage = "gradients"
 
+    def _note_gradients(self, first: Callback) -> None:
+        self._made = {name for name, p in self._named if p.grad is not None and bool(_values(p.grad).any())}
+
     def before_step(self) -> None:
         self._judge_gradients()
         # Copies on the host, so that the device's memory holds what it would without.
-        moving = _should_move(self._named, self.learn.opts)
+        moving = _should_move(self._named, self.learn.opts, self.rates)
         self._before = {name: p.detach().to("cpu", copy=True) for name, p in moving}
 
     def after_step(self) -> None:
@@ -199,7 +207,7 @@ class StepCheck(Callback):
         held = [value for cb in learn.cbs for value in vars(cb).values()]
         scaled = any(isinstance(x, torch.amp.GradScaler) and x.is_enabled() for x in held)
         own_loop = learn._overrides("_backward", "_step")
-        self.found["gradients"] += judge_gradients(self._named, scaled, own_loop)
+        self.found["gradients"] += judge_gradients(self._named, scaled, own_loop, self._made)
 
     def after_batch(self) -> None:
         learn = self.learn
@@ -251,6 +259,8 @@ def judge_inputs(xb: Any, model: nn.Module, ran: bool) -> list[Finding]:
             advice = "leave both to the Learner, or move them there"
             found.append(Finding(WRONG, f"{_about(t)}, but the model is on {where}", advice))
     found += _not_finite(tensors, "the dataset")
+    if losses.is_constant(xb):
+        found.append(Finding(HINT, f"{_all_about(tensors)}: all values are the same", "look into the dataset"))
     return found or [Finding(OK, _all_about(tensors) or describe(xb))]
 
 
@@ -271,8 +281,8 @@ def judge_targets(loss_func: Any, pred: Any, yb: tuple) -> list[Finding]:
 
 def _judge_classes(loss_func: Any, pred: Tensor, target: Tensor) -> list[Finding]:
     about, dim = _about(target), min(1, pred.ndim - 1)
-    classes, shape = pred.shape[dim], tuple(pred.shape)
-    if target.is_floating_point() and target.shape == pred.shape and not is_nll(loss_func):
+    shape = tuple(pred.shape)
+    if target.is_floating_point() and target.shape == pred.shape and not losses.is_nll(loss_func):
         return []
     if target.dtype not in (torch.int64, torch.uint8):  # torch takes these two
         but = " (probabilities have the shape of the prediction)" if target.is_floating_point() else ""
@@ -281,17 +291,11 @@ def _judge_classes(loss_func: Any, pred: Tensor, target: Tensor) -> list[Finding
     if tuple(target.shape) != wanted:
         advice = "use .squeeze(1)" if target.ndim > 1 and target.shape[1] == 1 else ""
         return [Finding(WRONG, f"{about}, but predictions of {shape} ask for targets of shape {wanted}", advice)]
-    counted = target[target != losses.loss_option(loss_func, "ignore_index", -100)]
-    if not target.numel():
-        return []
-    if not counted.numel():
+    counted = target != losses.loss_option(loss_func, "ignore_index", -100)
+    if target.numel() and not counted.any():
         return [Finding(WRONG, f"{about}: all of them are ignore_index, so that the loss is the mean of nothing")]
-    low, high = int(counted.min()), int(counted.max())
-    if low >= 0 and high < classes:
-        return []
-    text = f"{about}: the loss takes classes 0 .. {classes - 1}, as dimension {dim} of the prediction {shape} says"
-    from_one = "; if they count from 1, subtract 1" if low == 1 and high == classes else ""
-    return [Finding(WRONG, text, f"let the model have {high + 1} outputs, or correct the targets{from_one}")]
+    text, advice = losses.out_of_range(loss_func, pred, target)
+    return [Finding(WRONG, f"{about}: {text}", advice)] if text else []
 
 
 def _judge_probabilities(loss_func: Any, pred: Tensor, target: Tensor) -> Iterator[Finding]:
@@ -322,26 +326,23 @@ def judge_prediction(loss_func: Any, pred: Any) -> list[Finding]:
     """Judge the values of the predictions: whether they are what the loss expects."""
     if pred is None:
         return [Finding(OK, "left on the GPUs where it was made")]
-    tensors, hint, advice = list(tensors_in(pred)), "", ""
+    tensors = list(tensors_in(pred))
     if found := _not_finite(tensors, "the model"):
         return found
-    if isinstance(pred, Tensor) and pred.is_floating_point() and pred.ndim > 1 and losses.is_cross_entropy(loss_func):
+    hint, advice = losses.repeated(loss_func, pred)
+    scores = isinstance(pred, Tensor) and pred.is_floating_point() and pred.ndim > 1
+    if not hint and scores and losses.is_cross_entropy(loss_func):
         if pred.shape[1] == 1:
             hint, advice = "a single class, whose loss is always 0", "for two classes use BCEWithLogitsLoss"
-        elif is_nll(loss_func) and not _sum_to_one(pred.exp()):
+        elif losses.is_nll(loss_func) and not losses.sum_to_one(pred.exp()):
             hint = "not logarithms of probabilities"
             advice = "end the model with LogSoftmax(1), or use CrossEntropyLoss"
-        elif not is_nll(loss_func) and _sum_to_one(pred):
+        elif not losses.is_nll(loss_func) and losses.sum_to_one(pred):
             hint = "a softmax before CrossEntropyLoss? It takes raw scores and does that itself"
             advice = "leave the softmax out"
     if hint:
         return [Finding(HINT, f"{_about(pred)}: {hint}", advice)]
     return [Finding(OK, _all_about(tensors) or describe(pred))]
-
-
-def _sum_to_one(pred: Tensor) -> bool:
-    sums = pred.float().sum(1)
-    return bool((pred >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-2)
 
 
 def judge_loss(loss_func: Any, pred: Any, loss: Tensor, unknown: str = "") -> list[Finding]:
@@ -363,20 +364,27 @@ def judge_loss(loss_func: Any, pred: Any, loss: Tensor, unknown: str = "") -> li
     return [Finding(OK, f"{value:.4g} (guessing: {guess:.3g})")]
 
 
-def judge_gradients(named: list[tuple[str, nn.Parameter]], scaled: bool, own_loop: bool) -> list[Finding]:
+def judge_gradients(
+    named: list[tuple[str, nn.Parameter]], scaled: bool, own_loop: bool, made: Collection[str] = ()
+) -> list[Finding]:
     """Judge the gradients before the step.
 
     Args:
         named: the parameters.
         scaled: a gradient scaler takes part, whose first steps may overflow.
         own_loop: the learner has its own backward pass or step, which may use and clear gradients.
+        made: names of those that had gradients after the backward pass, before callbacks could drop them.
     """
     trained = [(name, p) for name, p in named if p.requires_grad]
+    dropped = [name for name, p in trained if name in made and (p.grad is None or not bool(_values(p.grad).any()))]
     grads = {name: p.grad for name, p in trained if p.grad is not None}
-    none = [name for name, p in trained if p.grad is None]
+    none = [name for name, p in trained if p.grad is None and name not in dropped]
     broken = [name for name, g in grads.items() if not _is_finite(g)]
-    zero = [name for name, g in grads.items() if not bool(_values(g).any())]
+    zero = [name for name, g in grads.items() if name not in dropped and not bool(_values(g).any())]
     found = []
+    if dropped:
+        text = f"{first_few(dropped)}: a callback has dropped theirs, so that this step does not train them"
+        found.append(Finding(HINT, text))
     if none:
         text = f"{first_few(none)} got none: the loss does not depend on them"
         found.append(Finding(HINT if own_loop else WRONG, text, "use them, or freeze them"))
@@ -406,16 +414,24 @@ def judge_optimizer(named: list[tuple[str, nn.Parameter]], stuck: list[str], opt
     return found or [Finding(OK, f"{', '.join(type(opt).__name__ for opt in opts)}, lr {shown}")]
 
 
-def _rates(opts: list) -> dict[int, float]:
-    """The learning rate of each parameter, by its id."""
-    return {id(p): float(g.get("lr", 1.0)) for opt in opts for g in opt.param_groups for p in g["params"]}
+def _rates(opts: list, name: str = "lr") -> dict[int, float]:
+    """The learning rate of each parameter by its id; `name` is its entry in a group, if the group has it."""
+    groups = [g for opt in opts for g in opt.param_groups]
+    return {id(p): float(g.get(name, g.get("lr", 1.0))) for g in groups for p in g["params"]}
 
 
-def _should_move(named: list[tuple[str, nn.Parameter]], opts: list) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that even the simplest optimizer would change by more than rounding hides."""
+def _should_move(
+    named: list[tuple[str, nn.Parameter]], opts: list, before: Mapping[int, float]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that even the simplest optimizer would change by more than rounding hides.
+
+    Not those whose rate a schedule has made 0, as a warm-up may: `before` has the rates of before.
+    """
     rates = _rates(opts)
     for name, p in named:
         if p.grad is None or id(p) not in rates or not p.numel() or not _is_finite(p.grad):
+            continue
+        if not rates[id(p)] and before.get(id(p)):
             continue
         step = float(_values(p.grad).abs().max()) * (rates[id(p)] or 1.0)
         if step > 2 * torch.finfo(p.dtype).eps * float(p.detach().abs().max()):
@@ -444,17 +460,14 @@ def judge_metrics(learn: "Learner") -> list[Finding]:
 # Tensors and losses, in words
 
 
-def is_nll(loss_func: Any) -> bool:
-    """Tell whether a loss takes logarithms of probabilities."""
-    return losses.is_one_of(loss_func, (nn.NLLLoss, F.nll_loss))
-
-
-def _type_name(dtype: torch.dtype) -> str:
+def _type_name(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _values(t: Tensor) -> Tensor:
-    return t.detach().coalesce().values() if t.is_sparse else t.detach()
+    """The numbers that a tensor stores."""
+    t = t.detach()
+    return t if t.layout is torch.strided else t.coalesce().values() if t.is_sparse else t.values()
 
 
 def _is_finite(t: Tensor) -> bool:
@@ -464,21 +477,22 @@ def _is_finite(t: Tensor) -> bool:
 
 def _not_finite(tensors: list[Tensor], source: str) -> list[Finding]:
     """A problem for each tensor with values that are not finite, which come from `source`."""
-    found = [(_about(t), int((~t.isfinite()).sum()), t.numel()) for t in tensors if not _is_finite(t)]
+    found = [(_about(t), int((~_values(t).isfinite()).sum()), t.numel()) for t in tensors if not _is_finite(t)]
     advice = f"look into {source}"
     return [Finding(WRONG, f"{about}; {n} of {size} values are NaN or infinite", advice) for about, n, size in found]
 
 
 def _looks_like_pixels(t: Tensor) -> bool:
-    if not t.is_floating_point() or t.ndim < 3 or not t.numel():
+    if not t.is_floating_point() or t.ndim < 3 or not t.numel() or t.layout is not torch.strided:
         return False
     return bool(t.min() >= 0) and 128 < float(t.max()) <= 255
 
 
 def _about(t: Tensor) -> str:
     """A tensor's type, shape, device and range."""
-    text = f"{_type_name(t.dtype)} {tuple(t.shape)} on {t.device}"
-    seen = t.detach()
+    sparse = "" if t.layout is torch.strided else f" {_type_name(t.layout)}"
+    text = f"{_type_name(t.dtype)}{sparse} {tuple(t.shape)} on {t.device}"
+    seen = _values(t)
     if seen.is_floating_point():
         seen = seen[seen.isfinite()]
     if not seen.numel() or seen.is_complex():

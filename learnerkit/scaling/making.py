@@ -118,7 +118,7 @@ class Making:
 
     def _synchronizes_batch_norm(self) -> bool:
         learn, member = self.learn, member_of(self.learn.cbs)
-        converts = member is not None and member.sync_bn and learn.dls.device.type != "cpu"
+        converts = member is not None and member.sync_bn is not False and learn.dls.device.type != "cpu"
         kinds = (BatchNorm if converts else nn.SyncBatchNorm,)
         return any(isinstance(module, kinds) for module in unwrap(learn.model).modules())
 

@@ -19,7 +19,7 @@ from learnerkit.gradient_mean import host_count
 from learnerkit.host_scalars import HostScalars
 from learnerkit.parallel.distributed import member_of
 from learnerkit.snapshot import trial
-from learnerkit.torch_internals import BatchNorm
+from learnerkit.torch_internals import BatchNorm, forget_removed_hooks
 from learnerkit.utils import add_note_once, unwrap
 
 _LEAST = 20  # measured steps behind a value of the table, where there have been so many
@@ -118,7 +118,8 @@ class GradientNoiseScale(Callback):
       wait for the device.
     - One process without accumulation has one gradient a step, and from one gradient nothing can be told. There two
       quarters of the batch are run forward and backward once more in measured steps, before the batch itself; random
-      states, buffers and modes are put back, so training goes on as without. It costs a step or two each time.
+      states, the model and the loss are put back, so training goes on as without. It costs a step or two each time,
+      and for as long the memory of the weights once more.
 
     Noise of dropout counts as noise, and BatchNorm has the statistics of a part. Hooks of the model's own modules hear
     of the further passes, and a compiled model runs them without its compiler.
@@ -274,6 +275,8 @@ class GradientNoiseScale(Callback):
     def _stop_listening(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        for p in self._params() if self._hooks else ():
+            forget_removed_hooks(p)
         self._hooks, self._norms = [], {}
 
     # The pass that is left out counts nothing, and its rank may go on with gradients of zero.

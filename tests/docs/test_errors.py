@@ -33,7 +33,7 @@ PASSED_ON = {  # places where a text of elsewhere is passed on, which is collect
     "learnerkit/preflight/local_checks.py": 1,  # free memory
     "learnerkit/preflight/machines.py": 2,  # an exit code, and errors of checks
     "learnerkit/preflight/ranks.py": 2,  # _likely_reason and _compare_samples
-    "learnerkit/preflight/step.py": 7,  # errors of the model, the loss, metrics; lone_last_batch
+    "learnerkit/preflight/step.py": 8,  # errors of the model, the loss, metrics; lone_last_batch; out_of_range
     "learnerkit/scaling/cost.py": 1,  # the error of a forked process
     "learnerkit/sweep/__main__.py": 1,
     "learnerkit/sweep/config.py": 3,  # refuse, and errors with the entry before them

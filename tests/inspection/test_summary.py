@@ -24,7 +24,7 @@ class Everything(nn.Module):
         self.head.weight = self.twice.weight
 
     def forward(self, a, b):
-        self.trained = self.training
+        type(self).trained = self.training  # attributes of the module itself are put back
         x = self.twice(self.twice(a) * self.scale) + b
         x = x + self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0]
         return self.head(self.dropout(self.norm(x)))

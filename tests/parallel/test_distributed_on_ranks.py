@@ -16,7 +16,22 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import Callback, DataLoaders, DistributedCallback, Learner, accuracy, on_rank0, set_seed, unwrap, world
+from learnerkit import (
+    EMA,
+    Callback,
+    CheckpointCallback,
+    DataLoaders,
+    DistributedCallback,
+    GradientClip,
+    GradientNoiseScale,
+    Learner,
+    ValidateEvery,
+    accuracy,
+    on_rank0,
+    set_seed,
+    unwrap,
+    world,
+)
 from learnerkit.parallel.watch import PeerError
 
 pytestmark = pytest.mark.ranks(2, slow=["torchrun"], soak=[3])
@@ -182,16 +197,42 @@ def test_what_differs_between_ranks_is_rank_0s_after_the_start_of_a_fit():
         learn.fit(1)
 
 
+def test_a_callback_that_was_made_otherwise_on_another_rank_is_named_at_once():
+    class Mine(Callback):
+        def __init__(self, every):
+            super().__init__()
+            self.every = every
+
+    class Clip(GradientClip):
+        pass
+
+    learn = make_learner(cbs=[Mine(world.rank()), *([EMA()] if world.is_main() else [])])
+    different = {
+        "CheckpointCallback(every=) (rank 0: 5, rank 1: 6": CheckpointCallback("run", every=5 + world.rank()),
+        "ValidateEvery(n=) (rank 0: 5, rank 1: 6": ValidateEvery(5 + world.rank()),
+        "GradientNoiseScale(every=) (rank 0: None, rank 1: 3": GradientNoiseScale(3 if world.rank() else None),
+        "GradientClip(max_norm=) (rank 0: 1.0, 2.0, rank 1: 1.0, 3.0": [GradientClip(), Clip(2.0 + world.rank())],
+    }
+    for words, cbs in different.items():
+        with learn.distrib_ctx(), raises(ValueError, f"fit differs between ranks in its {words}"):
+            learn.fit(1, cbs=cbs)
+    with learn.distrib_ctx(), learn.no_logging():
+        learn.fit(1, cbs=[GradientClip(), ValidateEvery(3)])
+    assert learn.ema if world.is_main() else True
+
+
 def test_batch_norm_is_put_back_ends_alike_and_warns_once():
     """No rank is left with a single sample; buffers end alike; one warning on the CPU; nothing stays converted."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for fits in (2, 1):
+        for fits in (0, 2, 1):
             model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
             learn = make_learner(model, n=4 * N + 3, bs=4)
-            with learn.distrib_ctx(split_batches=True), learn.no_logging():
-                for _ in range(fits):
+            asked = {"sync_bn": True} if fits else {}
+            with learn.distrib_ctx(split_batches=True, **asked), learn.no_logging():
+                for _ in range(fits or 1):
                     learn.fit(1)
+            assert fits or not any("sync_bn" in str(w.message) for w in caught)  # nobody has asked for it
             assert type(model[1]) is nn.BatchNorm1d
             assert weights_agree(learn)
     told = [str(w.message) for w in caught if "sync_bn" in str(w.message)]

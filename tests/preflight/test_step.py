@@ -307,8 +307,16 @@ HINTS = {
         "inputs", "uint8",
     ),
     "some zero gradients": (lambda: make_learner(model=zeroed()), "gradients", "0.weight, 0.bias: all zero"),
+    "dropped gradients": (lambda: make_learner(cbs=Callback(after_backward=drop_bias)), "gradients",
+                          "0.bias: a callback has dropped theirs"),
+    "cleared gradients": (lambda: make_learner(cbs=Callback(after_backward=lambda cb: cb.opt.zero_grad())), "gradients",
+                          "0.weight, 0.bias, 3.weight, 3.bias: a callback has dropped theirs"),
     "a cancelled step": (lambda: make_learner(cbs=Callback(before_step=cancel_step)), "optimizer", "cancelled"),
 }  # fmt: skip
+
+
+def drop_bias(cb):
+    cb.model[0].bias.grad = None
 
 
 class Scale(nn.Module):
@@ -487,3 +495,42 @@ def test_on_a_gpu_classes_out_of_range_are_told_before_the_device_asserts(capsys
         assert learn.check()
         learn.fit(1, cbs=cbs)
     assert make_learner(dls, make_model(n_out=3), nn.CrossEntropyLoss()).to_fp16().check()
+
+
+class Graph(nn.Module):
+    """Takes a sparse matrix beside its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(3, 1)
+
+    def forward(self, x, adjacent):
+        return torch.sparse.mm(adjacent, self.body(x))
+
+
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_sparse_inputs_are_well(layout, capsys):
+    adjacent = torch.eye(5).to_sparse(layout=getattr(torch, layout))
+    dls = DataLoaders([(torch.ones(5, 3), adjacent, torch.ones(5, 1))], device="cpu")
+    found, _ = checked(capsys, Learner(dls, Graph(), nn.MSELoss()), True)
+    assert f"float32 {layout} (5, 5) on cpu, values 1 .. 1" in found["inputs"][1]
+    broken = [(torch.ones(5, 3), adjacent * torch.nan, torch.ones(5, 1))]
+    found, _ = checked(capsys, Learner(DataLoaders(broken, device="cpu"), Graph(), nn.MSELoss()), False)
+    assert "5 of 25 values are NaN" in found["inputs"][1]
+
+
+class Warmed(Learner):
+    def create_opt(self):
+        super().create_opt()
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.opt, lambda step: step / 10)
+
+
+def test_a_warm_up_may_begin_at_0(capsys):
+    def begin(cb):
+        for group in cb.opt.param_groups:
+            group["lr"] = 0.1 * cb.train_iter
+
+    found, _ = checked(capsys, make_learner(cbs=Callback(before_batch=begin)), True)
+    assert found["optimizer"] == ("ok", "SGD, lr 0")
+    checked(capsys, make_learner(cls=Warmed), True)
