@@ -137,9 +137,10 @@ class Learner(RunState):
         loss_func: f(pred, *targets) -> scalar; `None` for a model that makes its own loss. That is `output.loss`, or,
             of an output that is a dict of scalars, their sum; each of them gets a column of the table. A model that
             makes none in evaluation, such as a detector, is validated by its metrics alone.
-        opt_func: called as `opt_func(param_groups, lr=lr)`: any torch optimizer class, or a function.
+        opt_func: called as `opt_func(param_groups, lr=lr)`: any torch optimizer class, or a function, which may make
+            groups of its own.
         lr: the learning rate of `fit` where none is given; by default the one that is bound in `opt_func`
-            (`partial(SGD, lr=0.1)`), else 0.001.
+            (`partial(SGD, lr=0.1)`), else those that the optimizer's groups are made with (0.001).
         splitter: f(model) -> lists of parameters, one for each group that may have its own learning rate.
         cbs: callbacks beside the default ones.
         metrics: functions, `Metric` objects, torchmetrics or torcheval objects; a dict gives them names.
@@ -189,7 +190,7 @@ class Learner(RunState):
         arguments.check_learner(dls, model, loss_func, opt_func)
         self.dls, self.model, self.loss_func = dls, model, loss_func
         self.opt_func, self.splitter = opt_func, splitter
-        self.lr = optim.listed(optim.bound_rate(opt_func) if lr is None else lr)
+        self.lr = optim.bound_rate(opt_func) if lr is None else lr
         self.metrics = metrics if isinstance(metrics, Mapping) else listify(metrics)
         self.path, self.model_dir = Path(path), Path(model_dir)
         self.wd, self.wd_bn_bias, self.train_bn = wd, wd_bn_bias, train_bn
@@ -218,11 +219,16 @@ class Learner(RunState):
             self._dispatch = RunState._dispatch
 
     def __repr__(self) -> str:
-        opts = ", ".join(type(opt).__name__ for opt in self.opts) or loss_name(self.opt_func)
+        opts, rates = ", ".join(type(opt).__name__ for opt in self.opts), self.lr
+        if not opts and self._overrides("create_opt"):
+            opts, rates = "of create_opt", self._named_lr
+        elif opts and isinstance(rates, int | float):
+            rates = optim.rates_text(sum(optim.group_rates(self.opt, None, self._named_lr, lambda given: given), []))
+        opts = (opts or loss_name(self.opt_func)) + (f", lr {rates}" if rates is not None else "")
         lines = {
             "model": count_parameters(self.model), "data": self.dls,
             "loss": "the model's own" if self.loss_func is None else loss_name(self.loss_func),
-            "optimizer": f"{opts}, lr {self.lr}", "metrics": ", ".join(metric_names(self.metrics)) or "none",
+            "optimizer": opts, "metrics": ", ".join(metric_names(self.metrics)) or "none",
             "callbacks": ", ".join(map(repr, self.cbs)) or "none",
         }  # fmt: skip
         return "\n".join([type(self).__name__, *(f"  {name:<11}{text}" for name, text in lines.items())])
@@ -373,7 +379,9 @@ class Learner(RunState):
             n_epoch: epochs in all.
             lr: one rate; `slice(hi)` or `slice(lo, hi)` over the parameter groups; or a list; default the Learner's. Of
                 several optimizers it may be a dict of these by name. A schedule, such as `linear_warmup(0.1, 1e-2)`,
-                also for each group, is that of the rate in this fit.
+                also for each group, is that of the rate in this fit. If `opt_func` or `create_opt` makes groups with
+                different rates, they stay where nobody names a rate; one rate, schedule or `slice(hi)` is that of the
+                group with the highest, to which the others keep their ratio; and a list counts these groups.
             wd: weight decay; default the Learner's.
             cbs: callbacks for this fit alone.
             reset_opt: start with a new optimizer instead of the last fit's.
@@ -537,7 +545,7 @@ class Learner(RunState):
         arguments.check_fit(self, n_epoch, run["start_epoch"], run["n_steps"])
         run["cbs"] = listify(run["cbs"])
         self._make_opt(run.pop("reset_opt"))
-        peaks = optim.group_rates(self.opt, lr, self.lr, functools.partial(self._settled, cbs=run["cbs"]))
+        peaks = optim.group_rates(self.opt, lr, self._named_lr, functools.partial(self._settled, cbs=run["cbs"]))
         scheds = {"lr": optim.named(self.opt, [list(map(schedule, each)) for each in peaks])}
         if momentum is not None and any(map(optim.has_momentum, self.opts)):
             momenta = [momentum if optim.has_momentum(opt) else None for opt in self.opts]
@@ -565,7 +573,7 @@ class Learner(RunState):
             epochs: of the second part.
             base_lr: the head's peak rate in the first part, and twice that of the second.
             freeze_epochs: of the first part.
-            lr_mult: how many times the first group's rate the head's is, in the second part.
+            lr_mult: how many times the first group's rate the head's is, in the second part, if there is a splitter.
             pct_start, div: of the second part, as in `fit_one_cycle`.
             kwargs: for `fit_one_cycle`, in both parts.
 
@@ -575,8 +583,9 @@ class Learner(RunState):
         arguments.check_positive("lr_mult", lr_mult)
         kwargs["cbs"] = listify(kwargs.get("cbs"))  # for both parts
         high = base_lr / 2
+        rates = slice(high / lr_mult, high) if self.splitter else high  # without a splitter, groups keep their ratio
         head = dict(n_epoch=freeze_epochs, lr_max=slice(base_lr), pct_start=0.99, **kwargs)
-        whole = dict(n_epoch=epochs, lr_max=slice(high / lr_mult, high), pct_start=pct_start, div=div, **kwargs)
+        whole = dict(n_epoch=epochs, lr_max=rates, pct_start=pct_start, div=div, **kwargs)
         takes = signature(self.fine_tune).parameters | signature(self.fit_one_cycle).parameters.keys()
         check_keywords("Learner.fine_tune", kwargs, sorted(takes - {"kwargs", "n_epoch", "lr_max"}))
         for part in (head, whole):
@@ -603,8 +612,10 @@ class Learner(RunState):
 
         The method is the learning rate range test (Smith, https://arxiv.org/abs/1506.01186). Afterwards weights,
         optimizer, random streams and data order are exactly what they were, also after an error, and so is the rest
-        that `check` puts back, and the recorder, but for the curve that its `plot_lr_find` shows. Under DDP every rank
-        must reach this; the losses are those of the global batches, and all ranks get the same suggestions.
+        that `check` puts back, and the recorder, but for the curve that its `plot_lr_find` shows. If groups were made
+        with different rates, they keep their ratio meanwhile, and the rates are those of the group with the highest.
+        Under DDP every rank must reach this; the losses are those of the global batches, and all ranks get the same
+        suggestions.
 
         Args:
             start_lr: the first rate.
@@ -914,14 +925,17 @@ class Learner(RunState):
             give_shapes(self)
             made = self.create_opt()
             self.opt = optim.as_one(self.opt if made is None else made)
+        for opt in self.opts:
+            optim.keep_base_rates(opt)
 
     def _prepare_opt(self, lr: Any = None, wd: float | None = None, reset: bool = False) -> None:
         "An optimizer with these hyper-parameters, or the Learner's own."
         self._make_opt(reset)
         arguments.check_closure(self.opts, own_step=self._overrides("_step"))
         wd = self.wd if wd is None else wd
-        for opt, rates in zip(self.opts, optim.group_rates(self.opt, lr, self.lr, self._settled), strict=True):
-            optim.set_hyper(opt, "lr", rates)
+        by_opt = optim.group_rates(self.opt, lr, self._named_lr, self._settled)
+        for opt, rates in zip(self.opts, by_opt, strict=True):
+            optim.set_rates(opt, rates)
             if wd is not None:
                 optim.set_decay(opt, self.model, wd, self.wd_bn_bias)
 
@@ -935,6 +949,15 @@ class Learner(RunState):
         "Say once what a step of several batches sees."
         if self._sharded or any(isinstance(cb, GradientAccumulation) for cb in self.cbs):
             scaling_rate().say_step(self)
+
+    @property
+    def lr(self) -> Any:
+        """The learning rate of `fit` where none is given: as it was named, or 0.001, with which optimizers are made."""
+        return optim.DEFAULT_RATE if self._named_lr is None else self._named_lr
+
+    @lr.setter
+    def lr(self, lr: Rates | None) -> None:
+        self._named_lr = optim.listed(lr)
 
     @property
     def effective_batch_size(self) -> int | None:

@@ -1,7 +1,11 @@
 """Parameter groups, their hyper-parameters and their optimizers.
 
 Lists of learning rates count the splitter's groups. When a weight decay is given, the optimizer has two groups for each
-of them: weights, and norms and biases. Each has the index of its splitter's group as `splitter_group`.
+of them: weights, and norms and biases. Each has the index of its splitter's group as `splitter_group`. If `create_opt`
+or `opt_func` makes groups of its own, lists count these.
+
+Each group keeps the rate that the optimizer was made with as its base rate. It is the group's rate where nobody names
+one; one rate that is named is that of the group with the highest base rate, and the others keep their ratio to it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -17,7 +21,7 @@ from torch.optim import SGD, Optimizer
 
 from learnerkit.text import did_you_mean
 from learnerkit.torch_internals import StatisticsNorm
-from learnerkit.utils import library_of, unbound
+from learnerkit.utils import library_of, unbound, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -27,6 +31,8 @@ COUNT = "splitter_groups"
 """Group key: how many groups the splitter returned (empty ones are not in the optimizer)."""
 PLACES = "splitter_places"
 """Group key: for a group split by `split_decay`, the position of each of its parameters in the whole group."""
+BASE = "base_lr"
+"""Group key: the rate that the group was made with."""
 
 _NORMS = (StatisticsNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
@@ -144,10 +150,13 @@ def _start_momenta_late(opt: SGD) -> None:
     opt.register_step_pre_hook(start)
 
 
-def bound_rate(opt_func: Callable[..., Any]) -> float:
-    """Return the learning rate that is bound in an `opt_func` (`partial(SGD, lr=0.1)`), or 0.001."""
-    bound = unbound(opt_func)[1].get("lr")
-    return 1e-3 if bound is None else bound
+DEFAULT_RATE = 1e-3
+"""The rate that optimizers are made with where nobody names one."""
+
+
+def bound_rate(opt_func: Callable[..., Any]) -> float | None:
+    """Return the learning rate that is bound in an `opt_func` (`partial(SGD, lr=0.1)`)."""
+    return unbound(opt_func)[1].get("lr")
 
 
 class Later:
@@ -276,6 +285,61 @@ def _group_of(i: int, group: dict) -> int:
     return group.get(GROUP, i)
 
 
+def whose_groups(opt: Optimizer) -> str:
+    """Say in a message which groups a list for `opt` counts."""
+    is_split = any(COUNT in group for group in opt.param_groups)
+    return "the splitter's groups" if is_split else "those that the optimizer was made with"
+
+
+def keep_base_rates(opt: Optimizer) -> None:
+    """Note the rates that a new optimizer was made with.
+
+    If groups of the splitter have been parted into some with different rates, lists count the parts from now on.
+    """
+    found: dict[int, set[float]] = {}
+    for i, group in enumerate(opt.param_groups):
+        _key(opt, group, "lr")
+        group.setdefault(BASE, _base_rate(group))
+        found.setdefault(_group_of(i, group), set()).add(group[BASE])
+    if any(len(rates) > 1 for rates in found.values()):
+        for group in opt.param_groups:
+            group.pop(GROUP, None)
+            group.pop(COUNT, None)
+
+
+def _base_rate(group: dict) -> float:
+    # `lr_scale` is timm's, whose schedulers multiply rates by it.
+    return group[BASE] if BASE in group else float(group["lr"]) * group.get("lr_scale", 1.0)
+
+
+def base_rates(opt: Optimizer) -> list[float]:
+    """Return the rate that each group was made with; the highest of them for groups that are not in the optimizer."""
+    found = {_group_of(i, group): _base_rate(group) for i, group in enumerate(opt.param_groups)}
+    return [found.get(i, max(found.values())) for i in range(n_groups(opt))]
+
+
+def shares(opt: Optimizer) -> list[float]:
+    """Return the ratio of each group's base rate to the highest one."""
+    base = base_rates(opt)
+    return [rate / max(base) if max(base) else 1.0 for rate in base]
+
+
+def set_rates(opt: Optimizer, values: Sequence[float]) -> None:
+    """Set the rate of each group, for a fit to begin with."""
+    set_hyper(opt, "lr", values)
+    for group in opt.param_groups:
+        if group.get("lr_scale"):
+            group["initial_lr"] = float(group["lr"]) / group["lr_scale"]  # timm's schedulers begin from it
+
+
+def rates_text(values: Sequence[float]) -> str:
+    """Describe the rates of groups in a few words."""
+    different = sorted(set(values))
+    if len(different) > 3:
+        return f"{different[0]:g} .. {different[-1]:g} in {len(values)} groups"
+    return ", ".join(f"{rate:g}" for rate in different)
+
+
 def set_hyper(opt: Optimizer, name: str, values: float | Sequence[float], exempt: Set[int] = frozenset()) -> None:
     """Set a hyper-parameter: one value for all of the splitter's groups, or one for each.
 
@@ -306,7 +370,7 @@ def _key(opt: Optimizer, group: dict, name: str) -> str:
         return name
     if name == "momentum" and "betas" in group:
         return "betas"
-    known = sorted(k for k in group if k not in ("params", GROUP, COUNT, PLACES))
+    known = sorted(k for k in group if k not in ("params", GROUP, COUNT, PLACES, BASE))
     near = did_you_mean(name, [*known, *(["momentum"] if "betas" in group else [])], cutoff=0.5)
     raise ValueError(f"{type(opt).__name__} has no hyper-parameter {name!r}; it has {known}{near}")
 
@@ -330,13 +394,14 @@ def has_momentum(opt: Optimizer) -> bool:
     return all("betas" in g or g.get("momentum") or (can_start and "momentum" in g) for g in opt.param_groups)
 
 
-def rates(lr: float | slice | Iterable[float], count: int) -> list[float]:
+def rates(lr: float | slice | Iterable[float], count: int, whose: str = "the splitter's groups") -> list[float]:
     """Return learning rates for `count` groups.
 
     Args:
         lr: a number for all groups; `slice(hi)` for `hi` in the last group and a tenth of it in the others;
             `slice(lo, hi)` for a geometric sequence; or a list or array with one rate for each.
         count: the number of groups.
+        whose: which groups they are, for a message.
 
     Raises:
         TypeError: another type; or a set of several, which has no order.
@@ -357,7 +422,7 @@ def rates(lr: float | slice | Iterable[float], count: int) -> list[float]:
     elif is_row(lr):
         result = list(map(_rate, lr))
         if len(result) != count:
-            raise ValueError(f"got {len(result)} learning rates for {count} parameter groups (the splitter's groups)")
+            raise ValueError(f"got {len(result)} learning rates for {count} parameter groups ({whose})")
     else:
         result = [_rate(lr)] * count
     if not all(rate >= 0 for rate in result):
@@ -399,14 +464,29 @@ def group_rates(
     """Return, for each optimizer, the learning rates of its groups.
 
     Args:
-        lr: as in `rates`; for several optimizers maybe a mapping by name.
-        default: the same, used if `lr` is `None`, or does not have the optimizer.
+        lr: as in `rates`; for several optimizers maybe a mapping by name. A number, and `slice(hi)` if base rates
+            differ, is the rate of the group with the highest base rate.
+        default: the same, used if `lr` is `None`, or does not have the optimizer. Without one groups have their base
+            rates.
         settle: is given the rates of each optimizer, and returns them without any `Later`.
     """
     opts = made.values() if isinstance(made, dict) else [made]
     pairs = zip(for_each(made, listed(lr)), for_each(made, listed(default)), strict=True)
     given = settle([default if lr is None else lr for lr, default in pairs])
-    return [rates(lr, n_groups(opt)) for opt, lr in zip(opts, given, strict=True)]
+    return [_rates_of(opt, lr) for opt, lr in zip(opts, given, strict=True)]
+
+
+def _rates_of(opt: Optimizer, lr: Any) -> list[float]:
+    base = base_rates(opt)
+    if lr is None:
+        return base
+    is_slice = isinstance(lr, slice)
+    if is_slice and lr.start is not None and len(base) == 1:
+        warn(f"got lr={lr} for 1 parameter group, which gets {lr.stop}; splitter= makes several groups of a model")
+    if is_row(lr) or (is_slice and (lr.start is not None or len(set(base)) == 1)):
+        return rates(lr, len(base), whose_groups(opt))
+    (rate,) = rates(lr, 1)
+    return [rate * share for share in shares(opt)]
 
 
 def set_decay(opt: Optimizer, model: nn.Module, wd: float, wd_bn_bias: bool) -> None:
@@ -508,6 +588,8 @@ def load_state(made: Optimizer | Optimizers, saved: dict, model: nn.Module) -> N
         opt.param_groups[:] = groups[name]
         with torch.no_grad():
             opt.load_state_dict(states[name])
+        for group, own in zip(opt.param_groups, groups[name], strict=True):
+            group[BASE] = _base_rate(own)  # as the script has it, and not the file
         state_to_params(opt)
 
 

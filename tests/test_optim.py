@@ -1,19 +1,31 @@
 """Parameter groups, rates and weight decay, as a Learner uses them."""
 
 import copy
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from fastcore.foundation import L
-from helpers import make_data, make_dls, make_learner, make_model, same_weights, weights
+from helpers import make_data, make_dls, make_learner, make_model, raises, same_weights, weights
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Rprop
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import DataLoaders, Learner, optim
+from learnerkit import (
+    Callback,
+    CheckpointCallback,
+    DataLoaders,
+    Learner,
+    ParamScheduler,
+    TorchScheduler,
+    linear_warmup,
+    optim,
+    scaled_lr,
+)
+from learnerkit.callbacks.schedule import SchedNo
 
 
 def halves(model):
@@ -186,6 +198,225 @@ def test_groups_of_a_factory_count_as_its_own():
     learn = make_learner(opt_func=factory)
     learn.fit(1, [0.1, 0.2])
     assert [group["lr"] for group in learn.opt.param_groups] == [0.1, 0.2]
+
+
+# Rates of groups that the user made
+
+
+OWN = [1e-4, 2e-4, 1e-4, 0.1]
+
+
+def own_groups(groups, lr):
+    """Ignores the groups that it gets, and the rate."""
+    params = [p for group in groups for p in group["params"]]
+    return SGD([{"params": [p], "lr": rate, "weight_decay": rate} for p, rate in zip(params, OWN, strict=True)])
+
+
+class Own(Learner):
+    def create_opt(self):
+        self.opt = own_groups([{"params": list(self.model.parameters())}], self.lr)
+
+
+class Listens(Callback):
+    """Has the rates of each batch."""
+
+    run_valid = False
+
+    def before_fit(self):
+        self.rates = []
+
+    def after_step(self):
+        self.rates.append([float(group["lr"]) for opt in self.opts for group in opt.param_groups])
+
+
+def own_learner(way="create_opt", **kwargs):
+    ways = {"create_opt": {"cls": Own}, "opt_func": {"opt_func": own_groups}}
+    return make_learner(lr=kwargs.pop("lr", None), cbs=[Listens(), *kwargs.pop("cbs", [])], **ways[way], **kwargs)
+
+
+def group_values(learn, key="lr"):
+    return [group[key] for opt in learn.opts for group in opt.param_groups]
+
+
+@pytest.mark.parametrize("way", ["create_opt", "opt_func"])
+def test_rates_that_the_user_gave_to_groups_stay(way):
+    learn, model = own_learner(way), make_model()
+    learn.fit(2)
+    opt = own_groups([{"params": list(model.parameters())}], None)
+    for _ in range(2):
+        for x, y in make_dls().train:
+            F.mse_loss(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    for found, p in zip(learn.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, p)
+    assert group_values(learn) == group_values(learn, "weight_decay") == OWN
+    learn.fit_one_cycle(1, div=10.0)
+    assert learn.listens.rates[0] == pytest.approx([rate / 10 for rate in OWN])
+    assert learn.recorder.hps["lr"][0] == pytest.approx(OWN[-1] / 10)
+    for _ in range(2):  # neither what a schedule nor what a rate for one fit has left is the beginning of the next one
+        learn.fit(1)
+        assert learn.listens.rates == [OWN, OWN]
+        learn.fit(1, 0.5)
+    learn.fit(1, reset_opt=True)
+    assert group_values(learn) == OWN
+    learn.fit_flat_cos(1)
+    assert learn.listens.rates[0] == OWN
+    learn.fit_sgdr(1, 1)
+    assert learn.listens.rates[0] == OWN
+
+
+@pytest.mark.parametrize("way", ["create_opt", "opt_func"])
+@pytest.mark.parametrize("lr", [0.2, slice(0.2), scaled_lr(0.1, at=2), lambda position: 0.2, linear_warmup(0, 0.2)])
+def test_one_rate_is_that_of_the_highest_group_and_the_others_keep_their_ratio(way, lr):
+    learn, doubled = own_learner(way), pytest.approx([2 * rate for rate in OWN])
+    learn.fit(1, lr)
+    assert learn.listens.rates == [doubled, doubled]
+    if not callable(lr) and not getattr(lr, "is_schedule", False):
+        learn.fit_one_cycle(1, lr, div=1.0)
+        assert learn.listens.rates[0] == doubled
+        learn.lr = lr
+        learn.fit(1)
+        assert learn.listens.rates[0] == doubled
+        named = own_learner(way, lr=lr)
+        named.fit(1)
+        assert named.listens.rates[0] == doubled
+    learn.lr = None
+    learn.fit(1)
+    assert learn.listens.rates[0] == OWN
+    learn.fit(1, cbs=ParamScheduler({"lr": SchedNo(0.2, 0.2)}))
+    assert learn.listens.rates[0] == doubled
+    learn.fit(1, cbs=TorchScheduler(lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)))
+    assert learn.listens.rates == [OWN, pytest.approx([rate / 2 for rate in OWN])]
+
+
+def test_a_rate_that_is_bound_is_that_of_the_highest_group():
+    learn = make_learner(lr=None, opt_func=partial(own_groups, lr=0.2))
+    learn.fit(0)
+    assert group_values(learn) == pytest.approx([2 * rate for rate in OWN])
+
+
+def test_a_list_or_two_ends_replace_the_rates_of_groups_that_the_user_made():
+    learn = own_learner()
+    learn.fit(1, [4, 3, 2, 1])
+    assert group_values(learn) == [4, 3, 2, 1]
+    learn.fit(1, slice(1e-4, 1e-1))
+    assert group_values(learn) == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1])
+    with raises(ValueError, "got 2 learning rates for 4 parameter groups (those that the optimizer was made with)"):
+        learn.fit(1, [0.1, 0.2])
+    with raises(ValueError, "got 2 schedules of 'lr' for 4 parameter groups (those that the optimizer was made with)"):
+        learn.fit(1, [SchedNo(1, 1)] * 2)
+    learn.fit(1, wd=0.125)  # which parts no group, since each has one parameter
+    assert group_values(learn) == OWN
+    assert by_name(learn, "weight_decay") == {"0.weight": 0.125, "0.bias": 0.0, "3.weight": 0.125, "3.bias": 0.0}
+
+
+def test_splitter_groups_that_are_parted_by_rate_count_by_themselves():
+    def parted(groups, lr):
+        made = [{**g, "params": [p], "lr": lr / (i + 1)} for g in groups for i, p in enumerate(g["params"])]
+        return SGD(made, lr)
+
+    learn = make_learner(lr=None, opt_func=parted, splitter=halves, wd=0.1)
+    learn.fit(1)
+    assert group_values(learn) == [1e-3, 5e-4, 1e-3, 5e-4]
+    learn.fit(1, [1, 2, 3, 4])
+    assert group_values(learn) == [1, 2, 3, 4]
+
+
+def test_a_timm_group_has_the_scale_of_its_rate():
+    def scaled(groups, lr):
+        params = [p for group in groups for p in group["params"]]
+        return SGD([{"params": [p], "lr_scale": 0.5**i} for i, p in enumerate(params)], lr)
+
+    learn = make_learner(lr=None, opt_func=scaled)
+    for lr, first in ((None, 1e-3), (0.1, 0.1)):
+        learn.fit(1, lr)
+        assert group_values(learn) == pytest.approx([first, first / 2, first / 4, first / 8])
+        assert group_values(learn, "initial_lr") == pytest.approx([first] * 4)  # from which timm's schedulers begin
+
+
+def test_each_optimizer_keeps_its_own_rate():
+    class Gan(Learner):
+        def create_opt(self):
+            d, g = SGD(self.model[0].parameters(), lr=4e-4), Adam(self.model[3].parameters(), lr=1e-4)
+            self.opt = {"d": d, "g": g}
+
+    learn = make_learner(cls=Gan, lr=None)
+    assert "  optimizer  of create_opt\n" in repr(learn)
+    for args in ((), ({"d": 0.1},)):
+        learn.fit(1, *args)
+        assert group_values(learn) == [*(args[0].values() if args else [4e-4]), 1e-4]
+    assert "optimizer  SGD, Adam, lr 0.0001, 0.0004" in repr(learn)
+    learn.lr = {"g": 0.5}
+    learn.fit(1)
+    assert group_values(learn) == [4e-4, 0.5]
+
+
+def test_rates_are_those_of_the_script_after_a_file_is_loaded():
+    first, second = own_learner(), own_learner()
+    first.fit(1)
+    for group in first.opt.param_groups:
+        group["lr"] = group["base_lr"] = 0.7  # as another script had them
+    first.save("other")
+    second.load("other").fit(1)
+    assert second.listens.rates[0] == OWN
+    state = first.opt.state_dict()
+    for group in state["param_groups"]:
+        del group["base_lr"]  # as torch alone saves it
+    optim.load_state(second.opt, state, second.model)
+    second.fit(1)
+    assert second.listens.rates[0] == OWN
+
+
+def test_resumed_groups_end_as_those_of_a_whole_run(tmp_path):
+    def run(name, dies):
+        kills = Callback(before_step=lambda cb: cb.train_iter == 5 and dies and 1 / 0)
+        learn = own_learner(dls=make_dls(12), cbs=[CheckpointCallback(tmp_path / name, every=1, resume=True), kills])
+        with suppress(ZeroDivisionError):
+            learn.fit_one_cycle(2, 0.05)
+            learn.fit(1)
+        return learn
+
+    run("died", True)
+    whole, resumed = run("whole", False), run("died", False)
+    assert same_weights(whole.model, resumed.model)
+    assert whole.listens.rates == resumed.listens.rates == [OWN] * 3
+
+
+def test_the_finder_keeps_the_ratio_of_rates():
+    learn = own_learner()
+    learn.lr_find(1e-3, 1.0, num_it=10, stop_div=False, show_plot=False)
+    assert learn.listens.rates[0] == pytest.approx([rate / 100 for rate in OWN])
+    assert learn.listens.rates[-1][-1] > 0.4
+    assert all(rates == pytest.approx([rates[-1] * rate / 0.1 for rate in OWN]) for rates in learn.listens.rates)
+
+
+def test_rates_of_groups_are_shown(capsys):
+    learn = own_learner()
+    learn.check()
+    assert "ok  optimizer   SGD, lr 0.0001, 0.0002, 0.1" in capsys.readouterr().out
+    learn.fit(0)
+    assert "optimizer  SGD, lr 0.0001, 0.0002, 0.1" in repr(learn)
+    learn.lr = 1.0
+    assert "optimizer  SGD, lr 0.001, 0.002, 1" in repr(learn)
+    learn.lr = slice(1e-5, 1e-3)
+    assert "optimizer  SGD, lr slice(1e-05, 0.001, None)" in repr(learn)
+    assert optim.rates_text([1e-5, 1e-4, 1e-4, 1e-3, 1e-2]) == "1e-05 .. 0.01 in 5 groups"
+
+
+def test_a_slice_over_one_group_is_told():
+    for fit in ("fit", "fit_one_cycle"):
+        with pytest.warns(UserWarning, match="for 1 parameter group, which gets 0.001; splitter= makes several"):
+            getattr(make_learner(), fit)(1, slice(1e-5, 1e-3))
+    learn = make_learner()
+    learn.fit(1, slice(1e-3))
+    learn.fine_tune(1)  # no warning
+
+
+def test_fine_tuning_keeps_the_ratio_of_rates_that_the_user_gave_to_groups():
+    learn = own_learner()
+    learn.fine_tune(1, 0.2, pct_start=0.0)
+    assert learn.listens.rates[0] == pytest.approx(OWN)
 
 
 # The optimizer

@@ -29,7 +29,7 @@ class LRFinder(StepBudget):
         start_lr, end_lr, num_it, stop_div, suggest_funcs: as in `Learner.lr_find`.
 
     Attributes:
-        lrs: the rate of every step.
+        lrs: the rate of every step; of several groups, the highest one.
         losses: the smoothed loss of every step, over all ranks.
         curve: the rates and losses that suggestions are made from, and these by name.
 
@@ -71,7 +71,7 @@ class LRFinder(StepBudget):
     def before_batch(self) -> None:
         self._rate = self._sched(self.learn.pct_train)
         for opt in self.learn.opts:
-            optim.set_hyper(opt, "lr", self._rate)
+            optim.set_hyper(opt, "lr", [self._rate * share for share in optim.shares(opt)])
 
     def after_batch(self) -> None:
         learn = self.learn

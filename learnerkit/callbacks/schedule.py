@@ -175,8 +175,9 @@ class ParamScheduler(Callback):
 
     Args:
         scheds: for each hyper-parameter ('lr', 'momentum', 'weight_decay') a schedule, or a list with one for each of
-            the splitter's groups. With several optimizers it may be a dict of these by the optimizer's name;
-            optimizers that are not in it keep their values.
+            the splitter's groups. If `opt_func` or `create_opt` makes groups with different rates, one schedule of 'lr'
+            is that of the group with the highest, to which the others keep their ratio. With several optimizers it may
+            be a dict of these by the optimizer's name; optimizers that are not in it keep their values.
 
     Raises:
         ValueError: in `before_fit`, no such hyper-parameter, or a list of the wrong length.
@@ -206,7 +207,9 @@ class ParamScheduler(Callback):
         ]
         for opt, scheds in zip(learn.opts, self._by_opt, strict=True):
             for name, sched in scheds.items():
-                _check_schedule(name, sched, optim.n_groups(opt))
+                _check_schedule(name, sched, opt)
+            if callable(sched := scheds.get("lr")) and {*(shares := optim.shares(opt))} != {1.0}:
+                scheds["lr"] = [partial(_share_of, sched, share) for share in shares]
         self._before = [optim.get_hypers(opt, scheds) for opt, scheds in zip(learn.opts, self._by_opt, strict=True)]
         self._bare = set() if learn.wd_bn_bias else optim.norms_and_biases(learn.model)
         self.hps = {name: [] for name in self.scheds}
@@ -242,13 +245,19 @@ class ParamScheduler(Callback):
         self._before = []
 
 
-def _check_schedule(name: str, sched: Any, count: int) -> None:
+def _share_of(sched: Schedule, share: float, position: float) -> float:
+    return share * float(sched(position))
+
+
+def _check_schedule(name: str, sched: Any, opt: Optimizer) -> None:
     if callable(sched):
         return
     if not isinstance(sched, list) or not all(map(callable, sched)):
         raise TypeError(f"got {sched!r} for {name!r}; it is a schedule, f(share of training done) -> value, or a list")
-    if len(sched) != count:
-        raise ValueError(f"got {len(sched)} schedules of {name!r} for {count} parameter groups (the splitter's groups)")
+    if len(sched) != (count := optim.n_groups(opt)):
+        raise ValueError(
+            f"got {len(sched)} schedules of {name!r} for {count} parameter groups ({optim.whose_groups(opt)})"
+        )
 
 
 def check_nobody_schedules(learn: Any, who: str) -> None:

@@ -111,7 +111,7 @@ class TextData:
         for name in (text, *([] if label is None else [label])):
             if name not in df.columns:
                 near = did_you_mean(str(name), map(str, df.columns))
-                raise ValueError(f"there is no column {name!r}{near}; the frame has {first_few(df.columns, n=20)}")
+                raise ValueError(f"there is no column {name!r}; the frame has {first_few(df.columns, n=20)}{near}")
         return cls.from_texts(df[text], None if label is None else df[label], **kwargs)
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from learnerkit import arguments, losses, world
+from learnerkit import arguments, losses, optim, world
 from learnerkit.callback import Callback, RaisedIn
 from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.data.batches import tensors_in
@@ -403,7 +403,7 @@ def judge_optimizer(named: list[tuple[str, nn.Parameter]], stuck: list[str], opt
     """Judge which of the `named` parameters the optimizers hold; `stuck` ones should have changed in the step."""
     rates = _rates(opts)
     forgotten = [name for name, p in named if p.requires_grad and id(p) not in rates]
-    shown = ", ".join(f"{rate:g}" for rate in sorted(set(rates.values()))) or "none"
+    shown = optim.rates_text([float(g.get("lr", 1.0)) for opt in opts for g in opt.param_groups]) or "none"
     found = []
     if forgotten:
         text = f"{first_few(forgotten)}: trainable, but no optimizer holds them"

@@ -1,6 +1,7 @@
 """What is known of a column of a table, and how its values become numbers for a network and values again."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,7 @@ class Numbers:
         median, mean, std: of the training part; `std` is 1 if all of its values are equal.
         flagged: some were missing there, so that the network gets a further number, which is 1 where one is missing.
         whole: they are whole numbers.
+        from_text: they were read from text, of which what is no number is missing.
     """
 
     name: Any
@@ -86,26 +88,28 @@ class Numbers:
     std: float
     flagged: bool
     whole: bool
+    from_text: bool = False
 
     @classmethod
     def of(cls, column: "Series") -> "Numbers":
-        """Find the statistics of a column.
+        """Find the statistics of a column; of text those of the numbers in it, if there is one.
 
         Raises:
             ValueError: values that are no numbers, or no number at all.
         """
-        values = numbers_in(column)
+        from_text = holds_text(column) and bool(np.isfinite(read_numbers(column)).any())
+        values = read_numbers(column) if from_text else numbers_in(column)
         there = values[np.isfinite(values)]
         if not len(there):
             raise ValueError(f"column {column.name!r} has no number in the training part; leave it out")
         equal = there.min() == there.max()
         mean, std = (there[0], 1.0) if equal else (there.mean(), there.std())
         flagged, whole = len(there) < len(values), bool((there == np.round(there)).all())
-        return cls(column.name, float(np.median(there)), float(mean), float(std), flagged, whole)
+        return cls(column.name, float(np.median(there)), float(mean), float(std), flagged, whole, from_text)
 
     def encode(self, column: "Series") -> tuple[np.ndarray, np.ndarray]:
         """Return the standardised numbers, float64, and which were missing."""
-        values = numbers_in(column)
+        values = read_numbers(column) if self.from_text and holds_text(column) else numbers_in(column)
         missing = ~np.isfinite(values)
         return (np.where(missing, self.median, values) - self.mean) / self.std, missing
 
@@ -144,6 +148,30 @@ def distinct(column: "Series") -> tuple[np.ndarray, list]:
                 "truth values or timestamps. Turn them into text by astype(str), or leave the column out"
             )
     return codes, values
+
+
+_NUMBER = re.compile(r"[+-]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][+-]?\d+)?")  # not 0123, which is a code
+
+
+def holds_text(column: "Series") -> bool:
+    """Tell whether there is text among the values."""
+    from pandas.api.types import is_object_dtype, is_string_dtype
+
+    if is_object_dtype(column.dtype):
+        return any(isinstance(value, str) for value in column)
+    return is_string_dtype(column.dtype)
+
+
+def read_numbers(column: "Series") -> np.ndarray:
+    """Return the numbers of a column with text as float64, with NaN for what is none."""
+
+    def number(value: Any) -> float:
+        if isinstance(value, str):
+            return float(value) if _NUMBER.fullmatch(value.strip()) else math.nan
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+    codes, found = distinct(column)
+    return np.array([*map(number, found), math.nan])[codes]  # a missing one has code -1
 
 
 def numbers_in(column: "Series") -> np.ndarray:

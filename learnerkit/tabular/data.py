@@ -3,6 +3,8 @@
 import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,11 +16,14 @@ from learnerkit import world
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.parts import held_out
 from learnerkit.export.reading import NoData
-from learnerkit.tabular.columns import FEW, Categories, Numbers, distinct, numbers_in
+from learnerkit.tabular import dates as date_parts
+from learnerkit.tabular.choice import Seen, look, no_numbers
+from learnerkit.tabular.columns import Categories, Numbers, distinct, holds_text, numbers_in
+from learnerkit.tabular.dates import Dates
 from learnerkit.text import did_you_mean, first_few
 
 if TYPE_CHECKING:
-    from pandas import DataFrame, Series
+    from pandas import DataFrame
 
 Rows = Any
 """A frame; or one row as a mapping or a Series, or a list of those."""
@@ -37,6 +42,7 @@ class TabularData:
         target: the column to be predicted: classes, or numbers.
         train_ds, valid_ds: of (cats, conts, target); see `encode`. The target is a class, int64 of shape (n,), or a
             number as it is in the frame, float32 of shape (n, 1).
+        dates: the columns of dates, whose parts are among `cats` and `conts`.
 
     Attributes:
         classes: the classes of the target by their numbers; `None` if the target is a number.
@@ -49,7 +55,9 @@ class TabularData:
         target: Categories | Numbers,
         train_ds: TensorDataset | None = None,
         valid_ds: TensorDataset | None = None,
+        dates: Sequence[Dates] = (),
     ) -> None:
+        self.dates = tuple(dates)
         self.cats, self.conts, self.target = tuple(cats), tuple(conts), target
         self.train_ds, self.valid_ds = train_ds, valid_ds
         self.classes = list(target.values) if isinstance(target, Categories) else None
@@ -64,49 +72,75 @@ class TabularData:
         conts: Iterable | None = None,
         valid: Any = 0.2,
         *,
+        dates: Iterable = (),
         seed: int = 42,
     ) -> "TabularData":
         """Learn from a frame how to read it, and make tensors of it.
 
         Columns that are named nowhere are used by their values, which is printed, if `cats` or `conts` is `None`: text,
-        truth values and whole numbers of at most 20 different values as categories, other numbers as numbers. Left
-        out are dates, and text of which more than half is different, such as names.
+        truth values and whole numbers of at most 20 different values as categories, other numbers as numbers. Text that
+        is a number in nine of ten rows is read as numbers, too. Left out are dates, columns of one value, and text of
+        which more than half is different, such as names. What somebody should look at is printed: text that is no
+        number, ids, and categories in several spellings.
 
         Args:
             df: the frame; its index does not matter.
             y: the column to predict. Text, truth values, a categorical column and whole numbers of at most 20 different
                 values are classes; floats are numbers. `astype` makes it the other.
             cats: the columns of categories.
-            conts: the columns of numbers.
+            conts: the columns of numbers; of text, what is no number counts as missing.
             valid: what is validated on: a share of the rows, drawn at random, of each class as many; a mask; a list of
                 row numbers; another frame; or `None` for nothing.
+            dates: columns of timestamps, or of dates as text. Each becomes its parts, as categories (month, day of the
+                week, and whether a month, quarter or year begins or ends) and numbers (year, week, day, day of the
+                year, hour, and the days since 1970), without those that are the same in all rows.
             seed: of the draw.
 
         Raises:
             ValueError: columns that are not there or cannot be used, a target with missing values, or with a class that
                 is in the validation part alone.
         """
-        frame = _as_frame(df)
-        named = [*(cats or ()), *(conts or ())]
+        frame = _as_frame(df).reset_index(drop=True)  # so that rows are named by their numbers
+        named = [*(cats or ()), *(conts or ()), *(dates := list(dates))]
         _check_columns(frame, [y, *named])
-        is_class = frame[y].dtype.kind not in "fc" and _role(frame[y]) != "conts"
+        by_values = look(frame[y], frame[y])
+        is_class = frame[y].dtype.kind not in "fc" and by_values.role != "conts"
+        if by_values.role == "conts" and holds_text(frame[y]):
+            raise ValueError(
+                f"column {y!r}, which is to be predicted, holds numbers as text "
+                f"({no_numbers(frame[y]) or 'all of it'}); make it one of numbers (pandas.to_numeric), or of classes "
+                "by astype('category')"
+            )
         if hasattr(valid, "columns"):
             train, rest = frame, _as_frame(valid)
         else:
             mask = held_out(valid, distinct(frame[y])[0] if is_class else frame[y].notna(), seed)
             train, rest = frame[~mask], frame[mask]
         decides = cats is None or conts is None
-        roles = {name: _role(train[name]) for name in frame if name not in (y, *named)} if decides else {}
-        cats = [name for name, role in roles.items() if role in ("cats", "few")] if cats is None else list(cats)
+        roles = {name: look(train[name], frame[name]) for name in frame if name not in (y, *named)} if decides else {}
+        told = {name: no_numbers(frame[name]) for name in conts or () if holds_text(frame[name])}
+        if cats is None:
+            cats = [name for name, seen in roles.items() if seen.role in ("cats", "few")]
         if conts is None:
-            conts = [name for name, role in roles.items() if role in ("conts", "few") and name not in cats]
+            conts = [name for name, seen in roles.items() if seen.role in ("conts", "few") and name not in cats]
         target = (Categories if is_class else Numbers).of(train[y])
         if isinstance(target, Categories) and len(target.values) < 2:
             raise ValueError(f"all rows to train on have {y!r} = {target.values[0]!r}; there is nothing to learn")
-        data = cls([Categories.of(train[name]) for name in cats], [Numbers.of(train[name]) for name in conts], target)
+        dated = [Dates.of(train[name]) for name in dates]
+        parts = _parts_that_differ(dated, train)
+        data = cls(
+            [*(Categories.of(train[name]) for name in cats), *parts[0]],
+            [*(Numbers.of(train[name]) for name in conts), *parts[1]],
+            target,
+            dates=dated,
+        )
         data.train_ds, data.valid_ds = data._dataset(train), data._dataset(rest) if len(rest) else None
-        if decides and world.is_main():
-            print(data, _said("left out", [str(name) for name in roles if name not in (*cats, *conts)]), sep="\n")
+        left = {name: seen for name, seen in roles.items() if name not in (*cats, *conts)}
+        told |= {name: seen.told for name, seen in roles.items() if seen.told and name not in left}
+        if world.is_main():
+            lines = [str(data), _said("left out", _reasons(left), "; ")] if decides else []
+            for line in (*lines, *_to_look_at(told)):
+                print(line)
         return data
 
     def __repr__(self) -> str:
@@ -117,6 +151,7 @@ class TabularData:
         target = "a number" if self.classes is None else first_few(self.classes)
         return "\n".join([
             ", ".join([type(self).__name__, *rows]), _said("categories", categories), _said("numbers", numbers),
+            *([_said("dates", (str(column.name) for column in self.dates))] if self.dates else []),
             _said("target", [f"{self.target.name}: {target}"]),
         ])  # fmt: skip
 
@@ -141,6 +176,8 @@ class TabularData:
             ValueError: a column that is missing, or has values of another kind than in training.
         """
         frame, columns = _as_frame(rows), list[Any]([*self.cats, *self.conts])
+        _check_columns(frame, [column.name for column in self.dates])
+        frame = frame.assign(**{k: v for column in self.dates for k, v in column.parts(frame[column.name]).items()})
         _check_columns(frame, [column.name for column in columns])
         cats = [column.encode(frame[column.name]) for column in self.cats]
         numbers = {column.name: column.encode(frame[column.name]) for column in self.conts}
@@ -206,6 +243,7 @@ class TabularData:
             "cats": [column.as_json() for column in self.cats],
             "conts": [column.as_json() for column in self.conts],
             "target": {kind: self.target.as_json()},
+            "dates": [column.as_json() for column in self.dates],
         }
         return json.dumps(facts, indent=1)
 
@@ -215,7 +253,9 @@ class TabularData:
         facts = json.loads(text)
         cats, conts = map(Categories.from_json, facts["cats"]), map(Numbers.from_json, facts["conts"])
         ((kind, target),) = facts["target"].items()
-        return cls(list(cats), list(conts), (Categories if kind == "classes" else Numbers).from_json(target))
+        dates = [Dates.from_json(each) for each in facts.get("dates", ())]
+        target = (Categories if kind == "classes" else Numbers).from_json(target)
+        return cls(list(cats), list(conts), target, dates=dates)
 
 
 class TabularDataLoaders(DataLoaders):
@@ -233,9 +273,40 @@ class TabularDataLoaders(DataLoaders):
         return super().test_dl(TensorDataset(*self.data.encode(items)), bs, **loader_kwargs)
 
 
-def _said(what: str, names: Iterable[str]) -> str:
-    text = ", ".join(names) or "none"
+def _parts_that_differ(dates: Sequence[Dates], train: "DataFrame") -> tuple[list[Categories], list[Numbers]]:
+    """The parts of dates that are not the same in all rows to train on."""
+    cats, conts = [], []
+    for column in dates:
+        for name, values in column.parts(train[column.name]).items():
+            if name in train:
+                raise ValueError(f"column {name!r} has the name of a part of {column.name!r}; give it another one")
+            part = str(name).removeprefix(f"{column.name}_")
+            if values.nunique() < 2:
+                continue
+            if part in date_parts.CATEGORIES:
+                cats.append(Categories.of(values))
+            else:  # one mark of a missing date is enough
+                numbers = Numbers.of(values)
+                conts.append(replace(numbers, flagged=numbers.flagged and part == "elapsed"))
+    return cats, conts
+
+
+def _said(what: str, names: Iterable[str], joint: str = ", ") -> str:
+    text = first_few(names, joint, n=40) or "none"
     return textwrap.fill(text, 100, initial_indent=f"  {what:<12}", subsequent_indent=" " * 14)
+
+
+def _reasons(left: Mapping[Any, Seen]) -> list[str]:
+    """The columns that are left out, together where the reason is the same."""
+    columns: dict[str, list] = {}
+    for name, seen in left.items():
+        columns.setdefault(seen.why or "not named", []).append(name)
+    return [f"{first_few(names, n=20)} ({why})" for why, names in columns.items()]
+
+
+def _to_look_at(told: Mapping[Any, str], n: int = 10) -> list[str]:
+    lines = [_said("look at", [f"{name}: {text}"]) for name, text in told.items() if text]
+    return lines[:n] + ([_said("look at", [f"{len(lines) - n} more columns"])] if len(lines) > n else [])
 
 
 def _stack(columns: list[np.ndarray], n: int, dtype: Any) -> Tensor:
@@ -248,6 +319,8 @@ def _stack(columns: list[np.ndarray], n: int, dtype: Any) -> Tensor:
 def _as_frame(rows: Rows) -> "DataFrame":
     import pandas as pd
 
+    if isinstance(rows, str | Path):
+        raise TypeError(f"got {str(rows)!r}; read the file first: pandas.read_csv({str(rows)!r})")
     if isinstance(rows, pd.DataFrame):
         names = zip(rows.columns.tolist(), rows.columns.duplicated(keep=False), strict=True)
         wrong = [name for name, is_double in names if is_double or not isinstance(name, str | int)]
@@ -272,23 +345,8 @@ def _check_columns(frame: "DataFrame", names: list) -> None:
     for name in names:
         if name not in frame.columns:
             near = did_you_mean(str(name), map(str, frame.columns))
-            raise ValueError(f"there is no column {name!r}{near}; the frame has {first_few(frame.columns, n=20)}")
+            raise ValueError(f"there is no column {name!r}; the frame has {first_few(frame.columns, n=20)}{near}")
         if names.count(name) > 1:
-            raise ValueError(f"column {name!r} is named twice; it is the target, or of categories, or of numbers")
-
-
-def _role(column: "Series") -> str:
-    """What a column is by its values: 'cats', 'conts', 'few' (whole numbers, which may be either) or ''."""
-    from pandas.api.types import is_any_real_numeric_dtype
-
-    if is_any_real_numeric_dtype(column.dtype):
-        values = numbers_in(column)
-        values = values[np.isfinite(values)]
-        few = column.nunique() <= FEW and bool((values == np.round(values)).all())
-        return ("few" if few else "conts") if len(values) else ""
-    try:
-        _, found = distinct(column)
-    except ValueError:
-        return ""
-    most = FEW if column.dtype.kind == "M" else max(FEW, len(column) / 2)
-    return "cats" if 0 < len(found) <= most else ""
+            raise ValueError(
+                f"column {name!r} is named twice; it is the target, or of categories, of numbers or of dates"
+            )

@@ -38,10 +38,14 @@ def resnet():
 class Schedule(Callback):
     """A schedule of timm's, which counts epochs."""
 
-    def before_fit(self):
+    @staticmethod
+    def made(opt):
         from timm.scheduler import CosineLRScheduler
 
-        self.schedule = CosineLRScheduler(self.opt, t_initial=3, warmup_t=1, warmup_lr_init=1e-4)
+        return CosineLRScheduler(opt, t_initial=3, warmup_t=1, warmup_lr_init=1e-4)
+
+    def before_fit(self):
+        self.schedule = self.made(self.opt)
 
     def before_epoch(self):
         self.schedule.step(self.epoch)
@@ -132,3 +136,32 @@ def test_a_model_of_timm_on_ranks(found, name):
     if name == "vit":  # the others draw on each rank, or have statistics of a rank's samples
         torch.testing.assert_close(first, found[1, name][0], rtol=1e-8, atol=1e-9)
     assert first["values"][-1][2] > 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cbs", [(), (Schedule,)], ids=["alone", "scheduled"])
+def test_the_layer_decay_of_timm_stays(cbs):
+    from timm.optim import create_optimizer_v2
+
+    def make(_groups, lr):
+        return create_optimizer_v2(model, opt="adamw", lr=lr, layer_decay=0.5)
+
+    def note(cb):
+        rates.append([group["lr"] for group in cb.opt.param_groups])
+
+    model, rates = vit(), []
+    dls = DataLoaders.from_datasets(make_images(16, 0), bs=8, device="cpu")
+    cbs = [Callback(before_step=note), *(cb() for cb in cbs)]
+    learn = Learner(dls, model.double(), nn.CrossEntropyLoss(), opt_func=make, cbs=cbs)
+    with learn.no_logging(), learn.no_bar():
+        learn.fit(3)
+    opt, expected = make(None, 1e-3), []
+    schedule = Schedule.made(opt) if len(cbs) > 1 else None
+    for epoch in range(3):
+        if schedule is None:
+            expected += [[1e-3 * group["lr_scale"] for group in opt.param_groups]] * 2
+        else:
+            schedule.step(epoch)
+            expected += [[group["lr"] for group in opt.param_groups]] * 2
+    assert len(set(expected[-1])) > 2
+    torch.testing.assert_close(rates, expected)

@@ -113,7 +113,7 @@ def test_another_step_is_said_again(capsys):
 
 def test_a_plain_fit_says_nothing_and_imports_nothing(capsys, monkeypatch):
     monkeypatch.setattr(learnerkit.learner, "scaling_rate", lambda: pytest.fail("imported"))
-    learn = make_learner()
+    learn = make_learner(splitter=lambda model: [list(part.parameters()) for part in (model[:2], model[2:])])
     with learn.no_logging():
         learn.fit(1)
         learn.fit_one_cycle(1, slice(1e-3, 1e-2))

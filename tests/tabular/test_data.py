@@ -3,6 +3,7 @@
 import json
 from datetime import datetime
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,6 +103,11 @@ def test_json_brings_every_bit_back_and_rows_come_back_from_tensors(seed):
     json.loads(data.to_json(), parse_constant=pytest.fail)
 
 
+def joined(text):
+    """A text without its line breaks."""
+    return " ".join(text.split())
+
+
 def test_columns_are_chosen_by_their_values(capsys):
     frame = table()
     frame["made"] = [pd.Timestamp(2020, 1, 1 + i % 22) for i in range(len(frame))]
@@ -113,18 +119,156 @@ def test_columns_are_chosen_by_their_values(capsys):
     data = TabularData.from_df(frame, "price")
     printed = capsys.readouterr().out
     assert [c.name for c in data.cats] == ["town", "rooms", "garden", "built", "sold", "doors", "kind", "mixed"]
-    assert [c.name for c in data.conts] == ["grade", "area", "visits", "same", "object"]
+    assert [c.name for c in data.conts] == ["grade", "area", "visits", "object"]
     assert data.cats[6].values == ("small", "large", "huge")
     assert data.cats[7].values == (1, "a")
-    assert "left out    name, made, list" in printed
+    assert joined(
+        "left out same (one value); name (text that differs in most rows); made (dates: dates=[...] takes "
+        "their parts); list (neither text, numbers, truth values nor timestamps)"
+    ) in joined(printed)
+    assert "look at" not in printed
     assert "48 rows to train on, 12 rows to validate on" in printed
     assert [c.name for c in TabularData.from_df(frame, "price", cats=[]).conts] == [
-        "rooms", "grade", "area", "visits", "same", "doors", "object",
+        "rooms", "grade", "area", "visits", "doors", "object",
     ]  # fmt: skip
+    assert "town, garden, built, sold, kind, mixed (not named)" in joined(capsys.readouterr().out)
     assert TabularData.from_df(frame, "price", conts=["area"]).cats == data.cats
     capsys.readouterr()
     TabularData.from_df(frame, "price", CATS, CONTS)
     assert capsys.readouterr().out == ""
+
+
+def dirty(n=200):
+    """As a CSV has it that is read with keep_default_na=False: text with gaps, in columns of many kinds."""
+    rng = np.random.default_rng(0)
+    days = pd.Timestamp("2020-01-01") + pd.to_timedelta(rng.integers(0, 900, n), unit="D")
+    frame = pd.DataFrame({
+        "monthly": [f"{x:.2f}" for x in rng.normal(70, 20, n)],
+        "age": [f" {x} " for x in rng.integers(18, 90, n)],
+        "signup": days.strftime("%d/%m/%Y"),
+        "paid": rng.choice(["true", "TRUE", "no"], n),
+        "town": rng.choice(["Oslo", "oslo ", "Bonn"], n),
+        "zip": [f"{x:05d}" for x in rng.integers(1, 60, n) * 1000],
+        "stars": rng.choice(["1", "2", "n/a"], n),
+        "row": np.arange(n) + 7,
+        "empty": "",
+        "y": rng.choice(["a", "b"], n),
+    })  # fmt: skip
+    frame.loc[[3, 50], "monthly"], frame.loc[9, "monthly"], frame.loc[20, "age"] = "n/a", "1,234.50", ""
+    frame.loc[70, "monthly"], frame.loc[71, "age"] = None, "0x1f"
+    frame.index = rng.permutation(n)
+    return frame
+
+
+def test_numbers_written_as_text_are_read_and_cells_that_are_none_are_named(capsys):
+    frame = dirty()
+    data = TabularData.from_df(frame, "y", valid=None)
+    printed = joined(capsys.readouterr().out)
+    assert [c.name for c in data.cats] == ["paid", "town", "zip", "stars"]
+    assert [c.name for c in data.conts] == ["monthly", "age", "row"]
+    for said in (
+        "monthly: text, read as numbers; 3 of 200 cells are no numbers, and count as missing: 'n/a' (2), '1,234.50' "
+        "(1); rows 3, 9, 50; conts= or cats= settles it",
+        "age: text, read as numbers; 2 of 200 cells are no numbers, and count as missing: '' (1), '0x1f' (1); rows 20, "
+        "71; conts=",
+        "row: a different whole number in each row: an id? df.drop(columns=['row']) leaves it out",
+        "paid: 'TRUE', 'true' differ by case and spaces alone",
+        "town: 'Oslo', 'oslo ' differ by case and spaces alone",
+        "left out signup (dates: dates=[...] takes their parts); empty (one value) look at",
+    ):
+        assert said in printed
+    numbers = pd.to_numeric(frame["monthly"], errors="coerce").to_numpy()
+    z, missing = data.train_ds.tensors[1][:, 0].double().numpy(), data.train_ds.tensors[1][:, 3]
+    assert np.flatnonzero(missing).tolist() == [3, 9, 50, 70]
+    assert z == pytest.approx((np.where(np.isnan(numbers), np.nanmedian(numbers), numbers) - data.conts[0].mean)
+                              / data.conts[0].std, abs=1e-6)  # fmt: skip
+    again = TabularData.from_json(data.to_json())
+    row = {**frame.iloc[0], "monthly": "new dirt", "age": 33.0}
+    assert same_tensors(again.encode(row), data.encode({**row, "monthly": None, "age": "33"}))
+    TabularData.from_df(frame, "y", ["town"], ["monthly", "row"])
+    assert joined(capsys.readouterr().out).startswith("look at monthly: 3 of 200 cells are no numbers, and count")
+    assert TabularData.from_df(frame[["age", "y"]].iloc[80:160], "y", valid=None).conts[0].name == "age"
+    assert "look at age: text, read as numbers; conts= or cats= settles it" in joined(capsys.readouterr().out)
+    few = frame.assign(monthly=np.where(np.arange(200) % 5, frame["monthly"], "high"))
+    TabularData.from_df(few, "y")
+    assert "monthly, " not in joined(capsys.readouterr().out).partition("left out")[0]
+
+
+def test_a_summary_of_many_columns_is_short(capsys):
+    frame = pd.DataFrame(
+        {f"c{i}": [*map(str, range(i, i + 40)), *["-" * 300] * 2] for i in range(60)} | {"y": [1, 2] * 21}
+    )
+    TabularData.from_df(frame, "y")
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) < 50
+    assert "and 20 more" in joined(printed)
+    assert "50 more columns" in printed
+    assert "-" * 21 not in printed
+
+
+def test_spellings_of_yes_and_no_are_told(capsys):
+    TabularData.from_df(pd.DataFrame({"x": ["yes", "true", "no", "F"] * 5, "y": [1, 2] * 10}), "y")
+    assert "x: yes and no are spelled in 4 ways: 'F', 'no', 'true', 'yes'" in joined(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "written", [None, "%d/%m/%Y", "%m/%d/%y %H:%M", "mixed ISO", pytest.param("%b %d, %Y", marks=pytest.mark.slow)]
+)
+def test_dates_become_their_parts(written):
+    days = pd.Series(pd.date_range("2023-11-25", periods=60, freq="36h"), name="d")
+    days = days.dt.normalize() if written and "%H" not in written else days
+    texts = days if written is None else days.dt.strftime("%Y-%m-%d" if written == "mixed ISO" else written)
+    if written == "mixed ISO":
+        texts = texts.where(texts.index % 2 == 0, texts + "T00:00:00")
+    frame = pd.DataFrame({"d": texts, "y": [1, 2] * 30})
+    frame.loc[[4, 5], "d"] = pd.NaT if written is None else ""
+    data = TabularData.from_df(frame, "y", [], [], valid=None, dates=["d"])
+    assert [c.name for c in data.cats] == [f"d_{part}" for part in (
+        "month", "day_of_week", "is_month_start", "is_month_end", "is_quarter_start", "is_quarter_end",
+        "is_year_start", "is_year_end")]  # fmt: skip
+    hours = ["hour"] if days.dt.hour.any() else []
+    assert [c.name for c in data.conts] == [
+        f"d_{part}" for part in ("year", "week", "day", "day_of_year", *hours, "elapsed")
+    ]
+    assert data.n_numbers == len(data.conts) + 1  # one mark of what is missing
+    again = TabularData.from_json(data.to_json())
+    assert again.to_json() == data.to_json()
+    rows = [again.decode(*row[:2]) for row in zip(*again.encode(frame.drop(columns="y")), strict=True)]
+    for i, (row, day) in enumerate(zip(rows, days, strict=True)):
+        if i in (4, 5):
+            assert row["d_elapsed"] is row["d_month"] is row["d_is_month_end"] is None
+            continue
+        assert (row["d_month"], row["d_day_of_week"], row["d_day"]) == (day.month, day.day_of_week, day.day)
+        assert (row["d_year"], row["d_day_of_year"], row["d_week"]) == (
+            day.year,
+            day.day_of_year,
+            day.isocalendar().week,
+        )
+        assert row["d_is_month_end"] is day.is_month_end
+        assert row["d_is_quarter_start"] is day.is_quarter_start
+        assert row["d_elapsed"] == pytest.approx(day.timestamp() / 86400, abs=0.06)
+    assert same_tensors(data.encode({"d": texts[0]}), [t[:1] for t in data.train_ds.tensors[:2]])
+    assert data.encode({"d": None})[1][0, -1] == 1
+    assert "  dates       d\n" in repr(data)
+
+
+def test_dates_that_cannot_be_read_are_refused():
+    frame = pd.DataFrame({"d": ["03/04/2024", "05/06/2024"] * 10, "y": [1, 2] * 10})
+
+    def make(**columns):
+        TabularData.from_df(frame.assign(**columns), "y", dates=["d"])
+
+    with raises(ValueError, "'03/04/2024', which may be %d/%m/%Y or %m/%d/%Y", "format='%d/%m/%Y'"):
+        make()
+    for wrong in ("soon", 20240105):
+        with raises(ValueError, f"'d' is one of dates (ISO8601), and has {wrong!r}", "pandas.to_datetime(df['d']"):
+            make(d=wrong)
+    with raises(ValueError, "'d' is one of dates (%d/%m/%Y), and has 'soon'"):
+        make(d=["13/04/2024"] * 19 + ["soon"])
+    with raises(ValueError, "column 'd_year' has the name of a part of 'd'"):
+        make(d=pd.Timestamp("2024-01-01"), d_year=1)
+    with raises(ValueError, "column 'd' is named twice", "of dates"):
+        TabularData.from_df(frame, "y", ["d"], dates=["d"])
 
 
 def test_what_the_target_is():
@@ -166,7 +310,10 @@ def test_what_cannot_be_is_refused():
         return TabularData.from_df(frame, y, cats, conts, valid)
 
     for parts, wrong in {
-        ("no column 'solt'", "did you mean 'sold'?"): {"y": "solt"},
+        ("no column 'solt'; the frame has town, rooms", "price; did you mean 'sold'?"): {"y": "solt"},
+        ("'price', which is to be predicted, holds numbers as text (1 of 60 cells", "'-' (1); rows 0)"): {
+            "frame": frame.assign(price=["-", *map(str, frame["price"][1:])]), "y": "price",
+        },
         ("'town' is named twice",): {"cats": ["town", "town"]},
         ("'sold' is named twice",): {"cats": ["sold"]},
         ("'area', 'area'; each needs a name of its own",): {"frame": pd.concat([frame, frame["area"]], axis=1)},
@@ -194,6 +341,9 @@ def test_what_cannot_be_is_refused():
         data.encode(frame.assign(town=3))
     with raises(ValueError, "'area' is one of numbers", "'large'"):
         data.encode({**frame.iloc[0], "area": "large"})
+    for path in ("train.csv", Path("train.csv")):
+        with raises(TypeError, "got 'train.csv'; read the file first: pandas.read_csv('train.csv')"):
+            make(frame=path)
     with raises(TypeError, "got a int for a row"):
         data.encode([1, 2])
     with raises(TypeError, "got a DataFrame for a row", "frame.iloc[0]"):

@@ -1,0 +1,103 @@
+"""What a column is by its values, and what somebody should look at."""
+
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from learnerkit.tabular.columns import FEW, distinct, numbers_in, read_numbers
+from learnerkit.tabular.dates import NEARLY_ALL, texts_in, ways_to_read
+from learnerkit.text import first_few
+
+if TYPE_CHECKING:
+    from pandas import Series
+
+_YES_OR_NO = {"true", "false", "t", "f", "yes", "no", "y", "n"}
+
+
+class Seen(NamedTuple):
+    """What a column is by its values.
+
+    Attributes:
+        role: 'cats', 'conts', 'few' (whole numbers, which may be either), or '' for one that is left out.
+        why: the reason for which it is left out.
+        told: what somebody should look at.
+    """
+
+    role: str
+    why: str = ""
+    told: str = ""
+
+
+def look(column: "Series", whole: "Series") -> Seen:
+    """Say what a column is by its values.
+
+    Args:
+        column: the rows to train on.
+        whole: all rows, in which cells that are no numbers are looked for.
+    """
+    from pandas.api.types import is_any_real_numeric_dtype
+
+    if is_any_real_numeric_dtype(column.dtype):
+        return _look_at_numbers(column)
+    try:
+        _, found = distinct(column)
+    except ValueError:
+        return Seen("", "neither text, numbers, truth values nor timestamps")
+    if len(found) < 2 and (not found or column.notna().all()):
+        return Seen("", "one value" if found else "no values")
+    if column.dtype.kind == "M":
+        return Seen("cats") if len(found) <= FEW else _DATES
+    texts = texts_in(column)
+    if column.dtype != "category" and len(texts):
+        numbers = read_numbers(texts)
+        there = numbers[np.isfinite(numbers)]
+        is_few = len(found) <= FEW and (there == np.round(there)).all()
+        has_codes = any(re.match(r"\s*0\d", str(value)) for value in found)  # such as 02134
+        if len(there) >= NEARLY_ALL * len(texts) and not is_few and not has_codes:
+            cells = no_numbers(whole)
+            return Seen("conts", told=f"text, read as numbers; {cells}{'; ' * bool(cells)}conts= or cats= settles it")
+        if len(found) > FEW and not len(there) and ways_to_read(texts):
+            return _DATES
+    if len(found) > max(FEW, len(column) / 2):
+        return Seen("", "text that differs in most rows")
+    return Seen("cats", told=_spellings(found))
+
+
+_DATES = Seen("", "dates: dates=[...] takes their parts")
+
+
+def _look_at_numbers(column: "Series") -> Seen:
+    values, different = numbers_in(column), column.nunique()
+    values = values[np.isfinite(values)]
+    if not len(values) or (different == 1 and column.notna().all()):
+        return Seen("", "one value" if len(values) else "no values")
+    is_whole = bool((values == np.round(values)).all())
+    if different <= FEW and is_whole:
+        return Seen("few")
+    is_id = is_whole and different == len(column)
+    text = f"a different whole number in each row: an id? df.drop(columns={[column.name]}) leaves it out"
+    return Seen("conts", told=text if is_id else "")
+
+
+def no_numbers(column: "Series") -> str:
+    """Describe the cells of a column of text that are no numbers; nothing if all are."""
+    wrong = column[np.isnan(read_numbers(column)) & column.notna().to_numpy()]
+    if not len(wrong):
+        return ""
+    counts = Counter(repr(str(value)[:20]) for value in wrong)
+    texts = first_few((f"{text} ({n})" for text, n in counts.most_common()), n=4)
+    return (
+        f"{len(wrong):,} of {len(column):,} cells are no numbers, and count as missing: {texts}; rows "
+        f"{first_few(wrong.index)}"
+    )
+
+
+def _spellings(found: list) -> str:
+    texts = sorted(value for value in found if isinstance(value, str))
+    counts = Counter(text.strip().casefold() for text in texts)
+    alike = [repr(text[:20]) for text in texts if counts[text.strip().casefold()] > 1]
+    if len(counts) > 2 and counts.keys() <= _YES_OR_NO:
+        return f"yes and no are spelled in {len(texts)} ways: {first_few(map(repr, texts), n=8)}"
+    return f"{first_few(alike, n=8)} differ by case and spaces alone, and are categories of their own" if alike else ""

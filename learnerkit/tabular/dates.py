@@ -1,0 +1,118 @@
+"""Columns of dates, and their parts."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from learnerkit.text import first_few
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
+
+CATEGORIES = (
+    "month", "day_of_week", "is_month_start", "is_month_end", "is_quarter_start", "is_quarter_end", "is_year_start",
+    "is_year_end",
+)  # fmt: skip
+"""The parts of a date that are categories."""
+NUMBERS = ("year", "week", "day", "day_of_year", "hour", "elapsed")
+"""The parts of a date that are numbers; `elapsed` is in days."""
+NEARLY_ALL = 0.9
+"""If so many of the values of a column can be read as numbers or as dates, it is one of these."""
+
+_ISO = "ISO8601"
+_DAYS = (
+    "%Y/%m/%d", "%Y.%m.%d", "%d %b %Y", "%d-%b-%Y", "%b %d, %Y", "%d %B %Y", "%B %d, %Y",
+    *(f"{day}{mark}{year}" for mark in "./-" for year in ("%Y", "%y") for day in (f"%d{mark}%m", f"%m{mark}%d")),
+)  # fmt: skip
+_WAYS = (_ISO, *(day + time for day in _DAYS for time in ("", " %H:%M", " %H:%M:%S")))
+
+
+@dataclass(frozen=True)
+class Dates:
+    """A column of dates, of which a network gets the parts.
+
+    Args:
+        name: the column's.
+        written: how they are written as text, 'ISO8601' or as `strptime` has it.
+    """
+
+    name: Any
+    written: str = _ISO
+
+    @classmethod
+    def of(cls, column: "Series") -> "Dates":
+        """Find out how dates are written.
+
+        Raises:
+            ValueError: values that are no dates, or that may be read in two ways.
+        """
+        if column.dtype.kind == "M":
+            return cls(column.name)
+        texts = texts_in(column)
+        ways = ways_to_read(texts)
+        read = {way: _read(texts, way) for way in ways}
+        if other := next((way for way in ways if not read[way].equals(read[ways[0]])), None):
+            raise ValueError(
+                f"column {column.name!r} has dates such as {str(texts.iloc[0])[:40]!r}, which may be {ways[0]} or "
+                f"{other}; make timestamps of it: pandas.to_datetime(df[{column.name!r}], format={ways[0]!r})"
+            )
+        return cls(column.name, ways[0] if ways else _ISO)
+
+    def parts(self, column: "Series") -> "DataFrame":
+        """Return a column for each part, such as 'signup_month', with a gap where the date is missing.
+
+        Raises:
+            ValueError: values that are no dates.
+        """
+        import pandas as pd
+
+        times = column
+        if column.dtype.kind != "M":
+            texts = texts_in(column)
+            read = _read(texts, self.written)
+            if len(wrong := texts[read.isna()]):
+                raise ValueError(
+                    f"column {self.name!r} is one of dates ({self.written}), and has "
+                    f"{first_few((repr(x)[:40] for x in wrong.unique().tolist()), n=3)}; make timestamps of it: "
+                    f"pandas.to_datetime(df[{self.name!r}], errors='coerce', format=...)"
+                )
+            times = read.reindex(column.index)
+        found: dict[str, Any] = {part: getattr(times.dt, part, None) for part in (*CATEGORIES, *NUMBERS)}
+        found["week"] = times.dt.isocalendar().week
+        found["elapsed"] = (times - pd.Timestamp(0, tz=times.dt.tz)) / pd.Timedelta(days=1)
+        return pd.DataFrame(
+            {f"{self.name}_{part}": values.convert_dtypes().mask(times.isna()) for part, values in found.items()}
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """What `from_json` takes, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> "Dates":
+        """Make it again."""
+        return cls(**facts)
+
+
+def texts_in(column: "Series") -> "Series":
+    """Return the values that are there; empty text is none."""
+    return column[column.notna() & (column != "")]
+
+
+def ways_to_read(texts: "Series") -> list[str]:
+    """Return the ways in which most of these texts are dates; none unless nearly all of them are."""
+    likely = [way for way in _WAYS if _read(texts[:20], way).notna().mean() > 0.5]
+    counts = {way: int(_read(texts, way).notna().sum()) for way in likely}
+    most = max(counts.values(), default=0)
+    return [way for way, n in counts.items() if n == most >= NEARLY_ALL * len(texts)]
+
+
+def _read(texts: "Series", way: str) -> "Series":
+    import pandas as pd
+    from pandas.api.types import is_numeric_dtype
+
+    if not is_numeric_dtype(texts.dtype):
+        with suppress(ValueError):  # of several time zones
+            return pd.to_datetime(texts, format=way, errors="coerce")
+    return pd.Series(pd.NaT, texts.index)
