@@ -5,6 +5,7 @@ gradient scaler}, of which the last two may be missing. Files of plain PyTorch s
 same content, can be read too. A file whose name ends in '.safetensors' has the weights alone.
 """
 
+import errno
 import os
 import re
 import secrets
@@ -23,13 +24,19 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from learnerkit import tensor_files
-from learnerkit.text import first_few
+from learnerkit.text import first_few, printable
 
 File = str | Path | BinaryIO
 
 
 class CheckpointError(ValueError, RuntimeError):
-    """A checkpoint or a file of weights is damaged, does not fit, or cannot be written; the text says which and why."""
+    """A checkpoint or a file of weights is damaged, does not fit, or cannot be written; the text says which and why.
+
+    The text is safe to print, whatever names a file has.
+    """
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(printable(str(text), 4000))
 
 
 SAFETENSORS = ".safetensors"
@@ -49,12 +56,20 @@ class Saved:
         weights: the model's state dict.
         opt: the state of the optimizer, or of several by name; `None` if the file has none.
         scaler: the state of the gradient scaler; `None` if the file has none, or something else under that key.
+
+    Raises:
+        CheckpointError: the state of the gradient scaler is not one.
     """
 
     name: str
     weights: dict[str, Any]
     opt: dict | None = None
     scaler: dict | None = None
+
+    def __post_init__(self) -> None:
+        scaler = {} if self.scaler is None else self.scaler
+        if not isinstance(scaler, dict) or not all(type(value) in (int, float) for value in scaler.values()):
+            raise CheckpointError(f"{self.name} is damaged: the state of its gradient scaler is not one of numbers")
 
 
 def plain_name(name: str, directory: str = "the model directory") -> str:
@@ -199,12 +214,19 @@ def remove(path: Path) -> None:
 
 
 def sync_directory(folder: Path) -> None:
-    """Wait until the names in a directory are on disk."""
+    """Wait until the names in a directory are on disk, where the file system can be asked to."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     opened = os.open(folder, os.O_DIRECTORY)
     try:
         os.fsync(opened)
+    except OSError as e:
+        if e.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+            errno.ENOSYS,
+        ):  # as CIFS and FUSE say; renames are whole there too
+            raise
     finally:
         os.close(opened)
 
@@ -220,8 +242,8 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
     name = str(file) if isinstance(file, Path) else getattr(file, "name", None) or f"the {type(file).__name__}"
     if isinstance(file, Path) and not file.is_file():
         found = (p for p in file.parent.iterdir() if p.suffix in (".pth", SAFETENSORS)) if file.parent.is_dir() else ()
-        there = sorted(p.name for p in found)
-        raise FileNotFoundError(f"there is no file {file}; saved there: {', '.join(there) or 'nothing'}")
+        there, name = sorted(p.name for p in found), printable(str(file), 1000)
+        raise FileNotFoundError(f"there is no file {name}; saved there: {first_few(there, n=20) or 'nothing'}")
     if not isinstance(file, Path) and getattr(file, "seekable", bool)() and _is_at_end(file):
         raise ValueError(f"{name} stands at its end, and an open file is read from where it stands: call file.seek(0)")
     try:

@@ -8,8 +8,9 @@ Each group keeps the rate that the optimizer was made with as its base rate. It 
 one; one rate that is named is that of the group with the highest base rate, and the others keep their ratio to it.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from inspect import signature
 from itertools import chain
 from numbers import Real
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from learnerkit.text import did_you_mean
+from learnerkit.text import did_you_mean, first_few, in_one_line, printable
 from learnerkit.torch_internals import StatisticsNorm
 from learnerkit.utils import library_of, unbound, warn
 
@@ -577,20 +578,134 @@ def load_state(made: Optimizer | Optimizers, saved: dict, model: nn.Module) -> N
     """Load the state of one optimizer, or of several by name; either side may have groups split for weight decay.
 
     Raises:
-        ValueError: the state is of other optimizers or other parameter groups; none is loaded.
+        ValueError: the state is of other optimizers, other parameter groups or other shapes; none is loaded.
     """
     opts = made if isinstance(made, dict) else {"": made}
-    states = {"": saved} if "param_groups" in saved else saved
-    if opts.keys() != states.keys():
-        raise ValueError(f"it has the optimizers {_names(states)}, the learner has {_names(opts)}")
-    groups = {name: _groups_like(states[name], opt, model) for name, opt in opts.items()}
-    for name, opt in opts.items():
-        opt.param_groups[:] = groups[name]
-        with torch.no_grad():
-            opt.load_state_dict(states[name])
-        for group, own in zip(opt.param_groups, groups[name], strict=True):
-            group[BASE] = _base_rate(own)  # as the script has it, and not the file
-        state_to_params(opt)
+    try:
+        _check_extent(saved)
+        states = {"": saved} if "param_groups" in saved else saved
+        if opts.keys() != states.keys():
+            raise ValueError(f"it has the optimizers {_names(states)}, the learner has {_names(opts)}")
+        groups = {name: _groups_like(states[name], opt, model) for name, opt in opts.items()}
+        for name, opt in opts.items():
+            _check_state(states[name], opt, groups[name])
+    except (TypeError, KeyError, AttributeError) as e:
+        raise ValueError(f"its optimizer's state is damaged: {in_one_line(e)}") from e
+    before = [(opt, opt.state, opt.param_groups) for opt in opts.values()]
+    try:
+        for name, opt in opts.items():
+            opt.param_groups = groups[name]
+            with torch.no_grad():
+                opt.load_state_dict(states[name])
+            for group, own in zip(opt.param_groups, groups[name], strict=True):
+                group[BASE] = _base_rate(own)  # as the script has it, and not the file
+            state_to_params(opt)
+    except Exception as e:  # an optimizer's own way to load may raise anything
+        for opt, state, param_groups in before:
+            opt.state, opt.param_groups = state, param_groups
+        raise ValueError(f"its optimizer's state is not taken: {in_one_line(e)}") from e
+
+
+_MOST_VALUES = 1_000_000  # a hundred times those of a large model
+
+
+def _check_extent(saved: Any) -> None:
+    "Refuse lists that are parts of each other so often that to go through them would not end."
+    parts, count = [saved], 0
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict | list | tuple):
+            count += len(part)
+            if count > _MOST_VALUES:
+                raise ValueError(f"its optimizer's state has more than {_MOST_VALUES:,} values")
+            parts += part.values() if isinstance(part, dict) else part
+
+
+def _check_state(saved: dict, opt: Optimizer, groups: list[dict]) -> None:
+    "Refuse options and tensors that are not like those of `opt`: torch's fused kernels write without a look at shapes."
+    numbers = {number for group in saved["param_groups"] for number in group["params"]}
+    strays = [key for key in saved["state"] if type(key) is not int or key not in numbers]
+    if not all(isinstance(key, str) and _torchs_kind(opt) is None for key in strays):  # others may keep more by names
+        raise ValueError(f"its optimizer has a state of parameters that it does not number: {first_few(strays)}")
+    for i, (group, theirs) in enumerate(zip(groups, saved["param_groups"], strict=True)):
+        for name, value in theirs.items():
+            is_free = name in _PLAIN and value is None  # torch then chooses
+            if name in group and name != "params" and not is_free and not _is_like(value, group[name]):
+                found = printable(repr(value))
+                raise ValueError(f"group {i} of its optimizer has {name}={found}, the learner's {group[name]!r}")
+        made = _state_made(opt, group)
+        for p, number in zip(group["params"], theirs["params"], strict=True):
+            for name, value in saved["state"].get(number, {}).items():
+                expected = made.get((p.shape, p.dtype), {}).get(name)
+                if not _is_kept(value, expected, p) and not (value is None and isinstance(opt, SGD)):
+                    raise ValueError(
+                        f"its optimizer keeps as {printable(repr(name))} for parameter {number} "
+                        f"{_described(value)}, and {type(opt).__name__} keeps {_described(expected)}"
+                    )
+
+
+def _is_like(value: Any, own: Any) -> bool:
+    "Tell whether a hyper-parameter may take the place of another: numbers of numbers, flags of flags."
+    if own is None or isinstance(own, bool):
+        return isinstance(value, bool) or (own is None and (value is None or _is_number(value)))
+    if isinstance(own, list | tuple):
+        return isinstance(value, list | tuple) and len(value) == len(own) and all(map(_is_like, value, own))
+    return _is_number(value) if _is_number(own) else isinstance(value, type(own))
+
+
+def _is_number(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.numel() == 1 and x.is_floating_point()
+    return isinstance(x, Real) and not isinstance(x, bool)
+
+
+def _is_kept(value: Any, expected: Any, p: Tensor) -> bool:
+    "Tell whether a value may be in the state of a parameter where a fresh optimizer has another; `None`: not known."
+    if not isinstance(expected, Tensor):
+        return expected is None or _is_like(value, expected)
+    if not isinstance(value, Tensor):  # steps and the like were numbers in earlier versions of torch
+        return _is_number(value) and expected.ndim == 0 and expected.device.type != "meta"
+    return value.shape == expected.shape and all(
+        getattr(value, is_kind)() == getattr(expected, is_kind)() for is_kind in ("is_floating_point", "is_complex")
+    )
+
+
+def _described(x: Any) -> str:
+    return f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+
+
+# Options with which torch's optimizers keep all the state that they ever have, and take a step without values.
+_ALL_STATE = {"amsgrad": True, "centered": True, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
+_PLAIN = {"fused": False, "foreach": False, "capturable": False, "differentiable": False}
+
+
+def _torchs_kind(opt: Optimizer) -> type | None:
+    "Return the class of torch that takes the steps of an optimizer, if it is one."
+    kind = next(base for base in type(opt).__mro__ if "step" in vars(base))
+    return kind if f"{kind.__module__}.".startswith("torch.optim.") else None
+
+
+def _state_made(opt: Optimizer, group: dict) -> dict[tuple, dict]:
+    """Return what a fresh optimizer keeps for a parameter, by the parameter's shape and type.
+
+    It is found by a step of one on parameters without memory (on the meta device), whose shapes alone are computed.
+    This is done for torch's own steps: others may do anything, and what they keep is not known.
+    """
+    kind = _torchs_kind(opt)
+    if kind is None:
+        return {}
+    found = {(p.shape, p.dtype): p for p in group["params"]}
+    metas = {key: torch.empty(p.shape, dtype=p.dtype, device="meta") for key, p in found.items()}
+    for p in metas.values():
+        p.grad = torch.empty_like(p)
+    options = {name: value for name, value in (_ALL_STATE | _PLAIN).items() if name in group}
+    fresh: Any = kind.__new__(kind)
+    fresh.__setstate__(
+        {"defaults": {}, "state": defaultdict(dict), "param_groups": [group | options | {"params": [*metas.values()]}]}
+    )
+    with suppress(Exception):  # Adafactor reads values, when all have their state; Adagrad has it from the beginning
+        fresh.step()
+    return {key: opt.state.get(found[key], {}) | fresh.state.get(p, {}) for key, p in metas.items()}
 
 
 def _names(opts: dict) -> str:
@@ -600,6 +715,9 @@ def _names(opts: dict) -> str:
 def _groups_like(state: dict, opt: Optimizer, model: nn.Module) -> list[dict]:
     "Return the groups of `opt`, split or joined like those of a saved state."
     saved = state["param_groups"]
+    numbers = [number for group in saved for number in group["params"]]
+    if not all(type(number) is int for number in numbers) or len({*numbers}) < len(numbers):
+        raise ValueError("its optimizer's state does not number the parameters")
     groups = _join_groups(opt.param_groups)
     if any(PLACES in group for group in saved):
         groups = _split_groups(groups, model)

@@ -10,7 +10,7 @@ from unicodedata import combining, east_asian_width
 
 def escaped(text: str) -> str:
     """Return `text` with escaped control characters, which could change the terminal; tabs and new lines stay."""
-    controls = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
+    controls = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(controls, lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -49,6 +49,14 @@ _SYNONYMS = (  # words of this library, and those of other libraries for the sam
 )
 
 
+def printable(text: str, limit: int = 200) -> str:
+    """Return `text` for a message: in one line, with escaped control characters, and of a long one the two ends."""
+    if len(text) > limit:
+        half = limit // 2
+        text = f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
+    return escaped_line(text)
+
+
 def did_you_mean(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
     """Return `; did you mean 'x'?` for the allowed name of the same meaning, or the nearest; or an empty string."""
     names = list(map(str, allowed))
@@ -58,9 +66,11 @@ def did_you_mean(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def first_few(names: Iterable[Any], joint: str = ", ", n: int = 5) -> str:
-    """Join the first `n` names, and say how many more there are."""
-    names = list(map(str, names))
-    return joint.join(names[:n]) + (f" and {len(names) - n} more" if len(names) > n else "")
+    """Join the first `n` names, safe to print, and say how many more there are."""
+    names = list(names)
+    return joint.join(printable(str(x), 1000) for x in names[:n]) + (
+        f" and {len(names) - n} more" if len(names) > n else ""
+    )
 
 
 def format_time(seconds: float) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnerkit.text import did_you_mean, first_few
+from learnerkit.text import did_you_mean, escaped, first_few
 from learnerkit.torch_internals import caller, own_tensors, without_compiler
 
 
@@ -75,11 +75,11 @@ def add_note_once(error: BaseException, note: str) -> None:
 
 
 def warn(message: str) -> None:
-    """Warn, and name the line outside this package that led here."""
+    """Warn, and name the line outside this package that led here; control characters are escaped."""
     level = 1
     while (frame := caller(level)).f_back is not None and frame.f_globals.get("__name__", "").startswith("learnerkit."):
         level += 1
-    warnings.warn(message, stacklevel=level + 1)
+    warnings.warn(escaped(message), stacklevel=level + 1)
 
 
 def describe(x: Any) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import weakref
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from learnerkit import Callback, DataLoaders, Learner, PeerError, world
+from learnerkit import AccumMetric, Callback, DataLoaders, Learner, PeerError, world
 from learnerkit.explain import mends
 
 
@@ -32,7 +33,8 @@ class Samples(Dataset):
 
 def images(*shape, dtype=torch.float32, labels=None, n=8):
     """Images of some shape with labels from 0 to 2."""
-    return TensorDataset(torch.zeros(n, *shape).to(dtype), torch.arange(n) % 3 if labels is None else labels)
+    pixels = torch.arange(n * math.prod(shape)).reshape(n, *shape) % 2
+    return TensorDataset(pixels.to(dtype), torch.arange(n) % 3 if labels is None else labels)
 
 
 def learner(data=None, model=None, loss_func=None, **kwargs):
@@ -244,7 +246,9 @@ def test_a_metric_of_scikit_learn_is_explained():
     learn = learner(DataLoaders(data, data, device="cpu"), metrics=metrics.f1_score)
     note, _ = notes(failed(learn))  # the other says which callback
     assert note.startswith("metrics of scikit-learn take targets first")
-    assert "AccumMetric(lambda p, y: f1_score(y, p.argmax(1))" in note
+    assert "AccumMetric(lambda p, y: f1_score(y, p.argmax(1), average='macro'), name='f1')" in note
+    f1 = AccumMetric(lambda p, y: metrics.f1_score(y, p.argmax(1), average="macro"), name="f1")
+    learner(DataLoaders(data, data, device="cpu"), metrics=f1).validate()  # so it is done
     assert "metric 'f1_score' got predictions: float32 tensor of shape (4, 3)" in note
 
 

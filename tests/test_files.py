@@ -770,6 +770,31 @@ def test_a_state_of_the_optimizer_that_is_none_is_refused(wrong):
     refuses(learn, "one", "one.pth does not fit")
 
 
+def test_a_state_that_a_fused_step_would_write_beyond_is_refused():
+    learn = trained()
+    state = torch.load(learn.save("one"), weights_only=True)
+    for name in ("exp_avg", "exp_avg_sq"):
+        state["opt"]["state"][0][name] = torch.zeros(1)
+    torch.save(state, "models/one.pth")
+    refuses(learn, "one", r"keeps as 'exp_avg' for parameter 0 a torch.float32 tensor of shape \(1,\), and AdamW keeps")
+    torch.save(
+        state | {"opt": learn.opt.state_dict(), "scaler": {"scale": "2", "_growth_tracker": 0}}, "models/one.pth"
+    )
+    refuses(learn, "one", "the state of its gradient scaler is not one of numbers")
+
+
+def test_names_in_errors_are_safe_to_print_and_cut(tmp_path):
+    learn = make_learner()
+    torch.save({**learn.model.state_dict(), "a\x1b[2Jb\n" + "c" * 10**6: torch.ones(1)}, learn.save("one"))
+    text = str(refuses(learn, "one", r"a\\x1b\[2Jb\\nccc").value)
+    assert len(text) < 1500
+    folder = tmp_path / "\x1b[2J"
+    for wrong in (folder / "none", folder):
+        with pytest.raises(FileNotFoundError, match=r"\\x1b\[2J") as e:
+            learn.load(wrong)
+        assert "\x1b" not in str(e.value)
+
+
 @pytest.mark.parametrize("name", ["one", "one.safetensors"])
 def test_r29_a_full_disk_is_an_error_with_the_path(name):
     learn = trained()

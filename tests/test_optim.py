@@ -846,3 +846,104 @@ def test_parameters_beside_the_model():
     found = optim.parameters_beside(net, partial(loss), opts)
     assert list(map(id, found)) == [id(loss.weight), id(other)]
     assert optim.parameters_beside(net, nn.functional.mse_loss, []) == []
+
+
+# States from files
+
+
+def stepped(kind, **options):
+    """A model with matrices alone, as Muon wants them, and an optimizer that has taken two steps."""
+    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
+    opt = kind(model.parameters(), lr=0.01, **options)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        opt.step()
+    return model, opt
+
+
+KINDS = [
+    *((kind, {}) for kind in vars(torch.optim).values()
+      if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+      and kind.__name__ not in ("Optimizer", "LBFGS", "SparseAdam")),
+    (AdamW, {"fused": True, "amsgrad": True}), (SGD, {"momentum": 0.9, "fused": True}),
+    (torch.optim.Adagrad, {"fused": True}), (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda x: x.__name__ if isinstance(x, type) else "-".join(x))
+def test_a_state_is_compared_with_what_a_fresh_optimizer_keeps(kind, options):
+    model, opt = stepped(kind, **options)
+    saved = copy.deepcopy(opt.state_dict())
+    other, fresh = stepped(kind, **options)
+    optim.load_state(fresh, saved, other)
+    assert [*map(dict.keys, fresh.state.values())] == [*map(dict.keys, opt.state.values())]
+    before = copy.deepcopy(fresh.state_dict())
+    for name, value in saved["state"].get(0, {}).items():
+        for wrong in (torch.zeros(2), torch.zeros(value.shape, dtype=torch.int64), "text", [1.0]):
+            state = saved["state"] | {0: saved["state"][0] | {name: wrong}}
+            with pytest.raises(ValueError, match=f"its optimizer keeps as '{name}' for parameter 0"):
+                optim.load_state(fresh, saved | {"state": state}, other)
+    after = fresh.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert all(torch.equal(value, after["state"][0][name]) for name, value in before["state"].get(0, {}).items())
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("lr", "fast"), ("lr", None), ("lr", torch.ones(2)), ("betas", (0.9,)), ("betas", 0.9),
+                        ("betas", (0.9, "x")), ("amsgrad", "no"), ("amsgrad", None), ("eps", True), ("foreach", "yes")],
+)  # fmt: skip
+def test_options_of_another_type_are_refused(name, wrong):
+    model, opt = stepped(Adam)
+    saved = opt.state_dict()
+    with pytest.raises(ValueError, match=f"group 0 of its optimizer has {name}="):
+        optim.load_state(opt, saved | {"param_groups": [saved["param_groups"][0] | {name: wrong}]}, model)
+
+
+def test_numbers_may_stand_for_tensors_of_one_and_flags_for_none():
+    model, opt = stepped(Adam)
+    saved = opt.state_dict()
+    states = {i: state | {"step": 2} for i, state in saved["state"].items()}
+    group = saved["param_groups"][0] | {"foreach": True, "lr": torch.tensor(0.01)}
+    optim.load_state(opt, {"state": states, "param_groups": [group]}, model)
+    assert [float(state["step"]) for state in opt.state.values()] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "damage", [{"state": []}, {"state": {0: 3}}, {"state": {None: {}}}, {"state": {True: {}}}, {"state": {"x": {}}},
+               {"param_groups": [3]},
+               {"param_groups": [{"params": [0, 0]}]}, {"param_groups": [{"params": ["0", "1"]}]}],
+)  # fmt: skip
+def test_a_state_of_another_form_is_refused(damage):
+    model, opt = stepped(Adam)
+    with pytest.raises(ValueError, match="its optimizer"):
+        optim.load_state(opt, opt.state_dict() | damage, model)
+
+
+def test_a_state_of_lists_within_lists_is_refused_in_time():
+    model, opt = stepped(SGD)
+    lists = [1.0]
+    for _ in range(40):
+        lists = [lists, lists]
+    with pytest.raises(ValueError, match="more than 1,000,000 values"):
+        optim.load_state(opt, opt.state_dict() | {"state": {0: {"own": lists}}}, model)
+
+
+def test_what_others_keep_is_not_known_and_an_error_of_theirs_leaves_the_optimizer_as_it_was():
+    class Own(SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["factors"] = torch.eye(len(p))
+
+        def load_state_dict(self, state_dict):
+            super().load_state_dict(state_dict)
+            if "stop" in state_dict:
+                raise OSError("no")
+
+    model, opt = stepped(Own)
+    opt.state["all"]["n"] = 1
+    saved = copy.deepcopy(opt.state_dict())
+    optim.load_state(opt, saved, model)
+    with pytest.raises(ValueError, match="its optimizer's state is not taken: OSError: no"):
+        optim.load_state(opt, saved | {"state": {}, "stop": True}, model)
+    assert [state["factors"].shape for key, state in opt.state.items() if key != "all"] == [(3, 3), (2, 2)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from learnerkit.text import columns, did_you_mean, first_few, format_time, in_one_line, in_units
+from learnerkit.text import columns, did_you_mean, first_few, format_time, in_one_line, in_units, printable
 
 
 def test_did_you_mean():
@@ -43,6 +43,8 @@ def test_the_first_few():
     assert first_few(["a"]) == "a"
     assert first_few(range(5)) == "0, 1, 2, 3, 4"
     assert first_few(range(7), "; ", n=2) == "0; 1 and 5 more"
+    assert first_few(["a\x1b", "b" * 10**7], n=2).startswith("a\\x1b, bbb")
+    assert len(first_few(["b" * 10**7])) < 1100
 
 
 def test_an_error_in_one_line():
@@ -54,6 +56,12 @@ def test_an_error_in_one_line():
         "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\nOSError: no\n"
     )
     assert in_one_line(OSError(of_worker)) == "OSError: no"
+
+
+def test_text_that_is_safe_to_print():
+    assert printable("model.0.weight") == "model.0.weight"
+    assert printable("a\x1b[2J\nb\udcff") == "a\\x1b[2J\\nb\\udcff"
+    assert printable("a" * 10**7 + "/file", 10) == "aaaaa ... (10000005 characters) ... /file"
 
 
 def test_in_units():

@@ -118,6 +118,13 @@ def test_the_wrapper_of_the_compiler_is_taken_off():
     assert torch_internals.without_compiler(model) is model
 
 
+def test_the_tensors_of_a_module_are_its_own():
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2, bias=False))
+    module.register_buffer("nothing", None)
+    found = [t for each in module.modules() for t in torch_internals.own_tensors(each)]
+    assert {id(t) for t in found} == {id(t) for t in (*module.parameters(), *module.buffers())}
+
+
 def test_the_workers_of_a_loader():
     iterator = iter(DataLoader(range(4), num_workers=2))
     assert len(torch_internals.workers_of(iterator)) == 2

@@ -138,7 +138,7 @@ class _Averaging(Callback):
         self.n_averaged = state["n"]
         self._begin()
         for name, value in state["average"].items():
-            self._average[name].copy_(value)
+            self._average[name].copy_(value.view_as(self._average[name]))
 
 
 class EMA(_Averaging):

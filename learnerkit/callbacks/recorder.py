@@ -88,8 +88,8 @@ class LossMeter:
         meter.cancelled = [all(each) for each in zip_longest(*(rank["cancelled"] for rank in ranks), fillvalue=True)]
         pairs = zip(ranks[0]["losses"], ranks[0]["counts"], strict=True) if len(ranks) == 1 else _summed(ranks, sums)
         for loss, count in pairs:
-            meter.losses.append(loss)
-            meter.counts.append(count)
+            meter.losses.append(float(loss))
+            meter.counts.append(float(count))
         return meter
 
     def mean(self, sums: bool, sharded: bool) -> float:
@@ -545,6 +545,7 @@ class Recorder(Callback):
         """Go on with the record. With another number of ranks, rank 0 has what all had seen of the epoch."""
         for name in _LISTS:
             setattr(self, name, list(state[name]))
+        self._row_columns = [list(map(str, names)) for names in self._row_columns]
         self._smooth.load_state_dict(state["smooth"])
         self.history[:] = [PastFit(**(json.loads(fit) if isinstance(fit, str) else fit)) for fit in state["history"]]
         self._has_valid_loss = state["has_valid_loss"]
@@ -558,8 +559,8 @@ class Recorder(Callback):
         for name, pairs in (item for rank in ranks for item in rank["logged"].items()):
             values, weights = (all_.setdefault(name, HostScalars()) for all_ in (self.logged, self._weights))
             for value, weight in pairs:
-                values.append(value)
-                weights.append(weight)
+                values.append(float(value))
+                weights.append(float(weight))
 
     def plot_loss(
         self, skip_start: int = 5, with_valid: bool = True, all_fits: bool = False, log: bool = False, ax: Any = None

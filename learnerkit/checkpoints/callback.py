@@ -6,25 +6,24 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from learnerkit import arguments, world
 from learnerkit.callbacks.training import StepCounter
 from learnerkit.checkpoints import state
-from learnerkit.checkpoints.state import Restorer, RunImage
-from learnerkit.checkpoints.storage import Checkpoint, Storage, candidates
+from learnerkit.checkpoints.state import Restorer, RunImage, check_types
+from learnerkit.checkpoints.storage import Checkpoint, Lock, Storage, candidates
 from learnerkit.events import CancelFitException, FitDone
 from learnerkit.files import CheckpointError, remove
 from learnerkit.parallel.agreement import END, SAVE, Request, end_at_once
-from learnerkit.text import first_few, format_time
+from learnerkit.text import first_few, format_time, in_one_line, printable
 from learnerkit.utils import unwrap, warn
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 _ENDS = "ends"  # the directory of the states at the end of each fit
 _FITS = 10  # so many of them are kept
@@ -35,6 +34,10 @@ _ends_here: set[Path] = set()
 
 TRAIN, TRAINED, EPOCH, FIT = "train", "trained", "epoch", "fit"
 """Where in a fit a checkpoint was taken: after a step, after an epoch's training, after an epoch, at the end."""
+
+
+_SUFFIXES = {TRAIN: "", TRAINED: "-trained", EPOCH: "-done", FIT: "-end"}  # of the names of checkpoints
+_INFO = {"place": "", "time": 0.0, "pct_train": 0.0, "lr_finds": [{}], "launchers": [""]}
 
 
 class Stopped(SystemExit):
@@ -94,6 +97,10 @@ class CheckpointCallback(StepCounter):
         # Absolute, as the script may change its directory between two checkpoints.
         self.path, self.keep, self.resume, self.strict = Path(path).expanduser().absolute(), keep, resume, strict
         self.every, self.save_on_signal, self.async_save = every, save_on_signal, async_save
+        if any("\ud800" <= c <= "\udfff" for c in str(self.path)):  # bytes of a name that are none of UTF-8
+            raise ValueError(
+                f"the path {printable(str(self.path))} is no UTF-8, so that what is saved there could not be read again"
+            )
         self._every_steps, self._seconds = _interval(every)
         self._found: Checkpoint | None = None  # where the run is to go on
         self._looked = False  # for it
@@ -104,6 +111,7 @@ class CheckpointCallback(StepCounter):
 
     def _forget(self) -> None:
         self._storage: Storage | None = None
+        self._lock: Lock | None = None
         self._request = Request()
         self._alone = True  # on one process nobody needs to agree
         self._handlers: dict[int, Any] = {}
@@ -113,6 +121,7 @@ class CheckpointCallback(StepCounter):
         self._deadline = float("inf")
         self._saved_at = -1  # the step after which the last one was taken
         self._config: dict[str, Any] = {}
+        self._infinite: dict[str, Tensor] = {}  # where values were infinite, or NaN, when the fit began, as in a mask
 
     # The beginning of a fit
 
@@ -127,7 +136,9 @@ class CheckpointCallback(StepCounter):
         self._alone = learn._agreement is None
         if learn._agreement is not None:
             self._request = learn._agreement.request
+        self._lock = Lock(self.path)
         with world.grouped_collectives():
+            self._lock.acquire()
             found = self._look()
             self._config = state.configuration(learn)
             carried, self._carried = self._carried, None
@@ -138,6 +149,8 @@ class CheckpointCallback(StepCounter):
             image, storage = state.image(learn), self._main()
             storage.check_values(state.weights(learn), image.state, image.own)
             storage.check_writable()
+        trained = {name for name, p in unwrap(learn.model).named_parameters() if p.requires_grad}
+        self._infinite = {k: where for k, where in _not_finite(self._values(image)).items() if k not in trained}
         self._start_clock()
         self._listen()
 
@@ -174,7 +187,7 @@ class CheckpointCallback(StepCounter):
         if not self.resume and not restarted:
             raise self._used()
         try:
-            found, damage = self._main().newest(), None
+            found, damage = _newest_of(self._main()), None
         except CheckpointError as e:  # all of them are damaged; the end of a fit may be whole
             found, damage = None, e
         for fit in world.broadcast(sorted(_numbers(self.path / _ENDS), reverse=True)):
@@ -198,7 +211,7 @@ class CheckpointCallback(StepCounter):
         """The state at the end of a fit; every rank must reach this."""
         path = self.path / _ENDS / str(fit)
         try:
-            return Storage(path).newest() if world.broadcast(path.is_dir()) else None
+            return _newest_of(Storage(path)) if world.broadcast(path.is_dir()) else None
         except CheckpointError:  # damaged, as was warned of; the fit goes on from an earlier one
             return None
 
@@ -219,22 +232,30 @@ class CheckpointCallback(StepCounter):
         """The newest from before the end of the fit, where others change things; every rank must reach this."""
         if found.info["place"] != FIT:
             return found
-        last = self._main().newest()
+        last = _newest_of(self._main())
         return found if last is None or last.info["fit"] != found.info["fit"] else last
 
     def _take_up(self, found: Checkpoint) -> bool:
         """Put the state of a checkpoint into the learner; tell whether there is something to do."""
         learn, info = self.learn, found.info
         self._restorer = restorer = Restorer(found)
+        restorer.check(learn)
         same_opt = self._compare(restorer.state)
         try:
             restorer.put_model(learn, with_opt=same_opt)
-        except ValueError as e:
-            raise CheckpointError(f"{found.path} does not fit this learner: {e}") from e
-        restorer.put_rest(learn)
+            restorer.put_rest(learn)
+            if info["place"] == FIT:
+                self._carried = restorer.put_samplers(learn)
+            else:
+                restorer.put_position(learn)
+        except CheckpointError:
+            raise
+        except Exception as e:  # of many types, where values are not what was written
+            raise CheckpointError(
+                f"{found.path} does not fit this learner: {e if isinstance(e, ValueError) else in_one_line(e)}"
+            ) from e
         if info["place"] == FIT:
             learn.epoch = info["epoch"]
-            self._carried = restorer.put_samplers(learn)
             self._restorer = None
             by = ""
             if found.path.parent.resolve() in _ends_here:
@@ -243,7 +264,6 @@ class CheckpointCallback(StepCounter):
             return False
         if info["place"] != EPOCH and learn._position is None:
             warn(f"without TrainEvalCallback the place in the data is not known: epoch {info['epoch']} is read anew")
-        restorer.put_position(learn)
         learn._start_epoch = info["epoch"] + (info["place"] == EPOCH)
         if info["place"] == EPOCH:
             self._restorer = None
@@ -261,7 +281,7 @@ class CheckpointCallback(StepCounter):
         lines = state.differences(before, now | {"fit": fit})
         for name, was in lengths.items():
             if was != now["fit"][name]:
-                text = f"{name} was {was} and is {now['fit'][name]}"
+                text = f"{name} was {printable(repr(was))} and is {now['fit'][name]}"
                 self.learn.say(
                     f"{text}: schedules, which go by the share of training done, are those of the new length"
                 )
@@ -405,9 +425,9 @@ class CheckpointCallback(StepCounter):
         }  # fmt: skip
 
     def _write(self, info: dict[str, Any], image: RunImage) -> None:
-        """Write a checkpoint unless the weights are not finite; every rank must reach this."""
-        learn = self.learn
-        bad = _not_finite(learn)
+        """Write a checkpoint unless values became NaN or infinite in this fit; every rank must reach this."""
+        learn, found = self.learn, _not_finite(self._values(image))
+        bad = [name for name, where in found.items() if bool((where & ~self._infinite.get(name, _NOWHERE)).any())]
         if world.reduce(int(bool(bad)), "max") if learn._sharded else bad:
             if world.is_main():
                 warn(f"no checkpoint is written: {first_few(bad)} are not finite; the last one stays")
@@ -415,7 +435,7 @@ class CheckpointCallback(StepCounter):
         info |= {"launchers": sorted({*(world.all_gather(_launcher()) if learn._sharded else [_launcher()])})}
         image.state["config"] = self._config
         name = f"fit{info['fit']}-epoch{info['epoch']}-step{info['step']}"
-        name += {TRAIN: "", TRAINED: "-trained", EPOCH: "-done", FIT: "-end"}[info["place"]]
+        name += _SUFFIXES[info["place"]]
         storage = self._main()
         if info["place"] == FIT:
             storage.wait()
@@ -424,6 +444,11 @@ class CheckpointCallback(StepCounter):
         storage.save(name, state.weights(learn), image.state, image.own, info)
         self._saved_at = self._steps
         self._start_clock()
+
+    def _values(self, image: RunImage) -> dict[str, Any]:
+        """The weights and buffers of the model, and what is trained beside it, by names."""
+        beside = {f"value {i} beside the model": t for i, t in enumerate(image.state["beside"])}
+        return state.weights(self.learn) | beside
 
     def _wait(self) -> None:
         if self._storage is not None:
@@ -457,6 +482,8 @@ class CheckpointCallback(StepCounter):
         try:
             self._wait()
         finally:
+            if self._lock is not None:
+                self._lock.release()
             self._request.heard = False
             self._looked = self._looked and self._done  # a fit that failed may be tried again, from what was saved
             self._forget()
@@ -502,15 +529,33 @@ def _interval(every: Any) -> tuple[int, float]:
     return 0, 60 * float(minutes[1])
 
 
+def _newest_of(storage: Storage) -> Checkpoint | None:
+    """The newest whole checkpoint, with an info of the right types; every rank must reach this.
+
+    Raises:
+        CheckpointError: on all ranks: there are checkpoints, and all are damaged; or the newest is not one of a run.
+    """
+    found = storage.newest()
+    if found is not None:
+        info, name = found.info, f"{found.path}/manifest.json: info"
+        check_types(info, _INFO, name)
+        counts = [info.get(key) for key in ("fit", "step", "epoch", "train_iter")]
+        length = [info.get(key) for key in ("n_epoch", "n_steps")]
+        counts += [n for n in length if n is not None]
+        if len(counts) != 5 or any(type(n) is not int for n in counts) or info.get("place") not in _SUFFIXES:
+            raise CheckpointError(f"{name} is damaged: it does not say where in the run the checkpoint was taken")
+    return found
+
+
 def _is_used(path: Path) -> bool:
     """Tell whether there are checkpoints, perhaps damaged ones."""
     return any(candidates(folder) for folder in (path, *(path / _ENDS).glob("*")))
 
 
-def _shown(path: Path) -> Path:
-    """A path as seen from the present directory, where it lies below that."""
+def _shown(path: Path) -> str:
+    """A path as seen from the present directory, where it lies below that, and safe to print."""
     here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+    return printable(str(path.relative_to(here) if path.is_relative_to(here) else path), 1000)
 
 
 def _numbers(path: Path) -> list[int]:
@@ -531,11 +576,14 @@ def _launcher() -> str:
 
 
 @torch.no_grad()
-def _not_finite(learn: "Learner") -> list[str]:
-    """The names of trained parameters with a NaN or an infinite value. A host-device sync."""
-    trained = [(name, p) for name, p in unwrap(learn.model).named_parameters() if p.requires_grad]
-    named = [(name, p) for name, p in trained if p.is_floating_point() and p.numel()]
-    sums = [p.sum(dtype=torch.float32 if p.dtype != torch.float64 else None).double() for _, p in named]
-    if not sums or bool(torch.stack(sums).isfinite().all()):
-        return []
-    return [name for name, p in named if not bool(p.isfinite().all())]  # a sum may overflow by itself
+def _not_finite(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Where tensors have a NaN or an infinite value, by their names. A host-device sync."""
+    found = {name: t for name, t in values.items() if isinstance(t, Tensor) and t.dtype in _FLOATS and t.numel()}
+    sums = [t.sum(dtype=torch.float32 if t.itemsize < 4 else None).abs().double() for t in found.values()]
+    finite = torch.stack([each.to(sums[0].device) for each in sums]).isfinite().tolist() if sums else []
+    bad = {name: ~t.isfinite() for (name, t), is_finite in zip(found.items(), finite, strict=True) if not is_finite}
+    return {name: where for name, where in bad.items() if bool(where.any())}  # a sum may overflow by itself
+
+
+_NOWHERE = torch.tensor(False)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)

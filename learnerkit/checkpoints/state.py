@@ -5,6 +5,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,7 +19,7 @@ from learnerkit.data.order import samplers_of
 from learnerkit.files import CheckpointError, Saved, fitted
 from learnerkit.losses import loss_name
 from learnerkit.metrics import metric_names
-from learnerkit.text import first_few, in_one_line
+from learnerkit.text import first_few, in_one_line, printable
 from learnerkit.utils import unbound, unwrap
 
 if TYPE_CHECKING:
@@ -119,6 +120,37 @@ class Restorer:
         self.checkpoint, self.state = checkpoint, checkpoint.state()
         self.same_ranks = checkpoint.n_ranks == world.world_size()
         self.own = checkpoint.own(world.rank()) or {}
+
+    def check(self, learn: "Learner") -> None:
+        """Compare the types of all values with those of the present run, before anything is put back.
+
+        What callbacks of others have is theirs: their `load_state_dict` may take anything.
+
+        Raises:
+            CheckpointError: a value is of another type.
+        """
+        now, path = image(learn), self.checkpoint.path
+        theirs = ("TorchScheduler",)  # has the state of a scheduler, which may be anybody's
+        ours = {
+            key for key, cb in keys(learn.cbs)
+            if type(cb).__module__.startswith("learnerkit.") and type(cb).__name__ not in theirs
+        }  # fmt: skip
+        expected = {
+            "opt": {}, "scaler": {}, "beside": now.state["beside"], "eval": [""], "frozen": [""], "order": [""],
+            "callbacks": {key: state for key, state in now.state["callbacks"].items() if key in ours},
+            "config": {"fit": {}, "optimizer": [""]},
+        }  # fmt: skip
+        check_types(self.state, expected, f"{path}/state.json: ")
+        if now.state["position"] is not None and "TrainEvalCallback" in self.state["order"]:
+            place = {key: now.state["position"][key] for key in ("epoch", "batches", "samples", "over", "order")}
+            place["samplers"] = {"generators": [], "attributes": []}
+            check_types(self.state["position"], place, f"{path}/state.json: position")
+        if self.own:
+            mine = {
+                part: {key: state for key, state in now.own[part].items() if key in ours}
+                for part in ("callbacks", "alone")
+            }
+            check_types(self.own, {"random": [], "position": {}} | mine, f"{path}/rank{world.rank()}.json: ")
 
     def put_model(self, learn: "Learner", with_opt: bool) -> None:
         """Load the weights and the optimizer's state; nothing is changed if something does not fit.
@@ -312,3 +344,36 @@ def callback_changes(then: list[str], now: list[str]) -> list[str]:
     lines = [f"{first_few(gone)} removed (their state is dropped)"] if gone else []
     lines += [f"{first_few(new)} added (they begin anew)"] if new else []
     return lines + ([f"{first_few(moved)} reordered"] if moved else [])
+
+
+# What types there are
+
+
+def check_types(found: Any, now: Any, name: str) -> None:
+    """Refuse values of other types than those of another state; what is `None` there may be anything.
+
+    Numbers are of one type, and tensors of one shape; of lists the items are compared that both have.
+
+    Args:
+        found: what is checked.
+        now: the other state.
+        name: of the value, for the error.
+
+    Raises:
+        CheckpointError: the text names the value.
+    """
+    if now is None:
+        return
+    kind = (int, float) if type(now) in (int, float) else Tensor if isinstance(now, Tensor) else type(now)
+    is_kind = isinstance(found, kind) and isinstance(found, bool) == isinstance(now, bool)
+    if is_kind and isinstance(now, Tensor | np.ndarray):
+        is_kind = (found.shape, found.dtype) == (now.shape, now.dtype)
+    if not is_kind or (isinstance(now, tuple) and len(found) != len(now)):
+        raise CheckpointError(
+            f"{name} is damaged: {printable(repr(found))} is not of the type of {printable(repr(now))}"
+        )
+    for key in (
+        now if isinstance(now, dict) else range(min(len(found), len(now))) if isinstance(now, list | tuple) else ()
+    ):
+        if not isinstance(now, dict) or key in found:
+            check_types(found[key], now[key], f"{name}.{key}")

@@ -32,13 +32,15 @@ from learnerkit import tensor_files, world
 from learnerkit.checkpoints.encoding import decode, encode
 from learnerkit.files import CheckpointError, plain_name, remove, remove_left_over, sync_directory, temporary_name
 from learnerkit.tensor_files import Buffer
-from learnerkit.text import first_few, in_one_line
+from learnerkit.text import first_few, in_one_line, printable
 from learnerkit.utils import warn
 
 T = TypeVar("T")
 
 _FORMAT = 1
 _MODEL, _STATE, _MANIFEST, _LATEST = "model.safetensors", "state.json", "manifest.json", "latest"
+_LOCK = ".learnerkit.lock"
+_DYING = 5.0  # seconds that the memory of a killed process may take to be freed, and its lock with it
 _MANIFEST_BYTES = 2**26  # more than any has
 _SHARED_BYTES = 2**16  # of a tensor that another rank than 0 may write
 _PATIENCE = 600.0  # seconds that a rank may need longer than another for its part
@@ -146,7 +148,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: it is damaged, or no checkpoint.
     """
     if not path.is_dir():
-        raise FileNotFoundError(f"there is no checkpoint {path}")
+        raise FileNotFoundError(f"there is no checkpoint {printable(str(path), 1000)}")
     if not os.path.lexists(path / _MANIFEST):
         names = sorted(p.name for p in candidates(path))
         there = f"; the checkpoints in it are {first_few(names)}" if names else ""
@@ -373,6 +375,73 @@ class Storage:
             os.rename(self.path / name, old[-1])
         # The kernel needs about a third of the time that writing takes: training need not wait for it.
         self._removing = tensor_files.in_thread(partial(_remove_all, old))
+
+
+class Lock:
+    """The lock on a run's directory, which one process has at a time, among those of all machines that see it.
+
+    It is a POSIX record lock, which the system frees when the process ends, however it ends. One of `flock` would stay
+    with loader workers that outlive a killed process, as forks share it. Where the file system has no locks, or
+    nothing can be written, there is none.
+
+    Args:
+        folder: the directory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / _LOCK
+        self._opened = -1
+
+    def acquire(self) -> None:
+        """Take the lock, for all ranks; every rank must reach this.
+
+        Raises:
+            CheckpointError: on all ranks: another process has it.
+        """
+        _agree(self._acquire if world.is_main() else lambda: None)
+
+    def _acquire(self) -> None:
+        end, who = time.monotonic() + _DYING, ""
+        while not self._try():
+            if time.monotonic() > end:
+                with suppress(OSError), open(self._path, encoding="utf-8", errors="replace") as file:
+                    who = file.read(200)
+                raise CheckpointError(
+                    f"{self._path.parent} is in use by {who or 'another process'}, and one run at a time writes to a "
+                    f"directory; if the machine of that one is gone, remove {self._path}"
+                    " (errors.html#directory-in-use)"
+                )
+            time.sleep(0.1)
+
+    def _try(self) -> bool:
+        """Take the lock, if there are locks here; tell whether no other process has it."""
+        opened = -1
+        try:
+            import fcntl
+
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            opened = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(opened).st_nlink:  # the process that had it has removed the file in the meantime
+                raise BlockingIOError
+            self._opened = opened
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            os.ftruncate(opened, 0)
+            os.write(opened, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
+        except (ImportError, OSError) as e:
+            if opened >= 0 and opened != self._opened:
+                os.close(opened)
+                return not isinstance(e, BlockingIOError | PermissionError)
+        return True
+
+    def release(self) -> None:
+        """Free the lock."""
+        if self._opened >= 0:
+            with suppress(OSError):
+                if os.fstat(self._opened).st_nlink:
+                    self._path.unlink()
+            os.close(self._opened)
+            self._opened = -1
 
 
 _REFUSED = "a checkpoint cannot be saved: "

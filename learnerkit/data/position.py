@@ -290,8 +290,9 @@ class Position:
         if self._resumed:
             return self._at_start
         found, self._ended, self._at_start = self._ended, None, self._ended
-        if found is None and isinstance(self._source, IterableDataset):
-            self._at_start = deepcopy(self._source.state_dict())  # the dataset may go on to change what it gave
+        source: Any = self._source if isinstance(self._source, IterableDataset) else None
+        if found is None and source is not None:
+            self._at_start = deepcopy(source.state_dict())  # the dataset may go on to change what it gave
         return found
 
     def share(self, shared: Any) -> int:

@@ -73,8 +73,7 @@ def _lines(learn: "Learner", error: Exception) -> list[str]:
     if any(frame.f_globals.get("__name__", "").startswith(_LOADING) for frame in frames):
         samples = mends.samples_of(frames)
         first = describe(next(iter(samples.values()), None))
-        joined = f"the batch was to be made of {len(samples)} samples such as {first}" if samples else ""
-        return [mend or mends.of_samples(samples, text), joined]
+        return [mend or mends.of_samples(samples, text), f"the samples are such as {first}" if samples else ""]
     if "take_loss" in names:
         got = f"the loss got predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}"
         return [mend or mends.of_loss(learn, frames, text), got]

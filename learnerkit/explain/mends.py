@@ -269,7 +269,7 @@ def of_metric(frames: list[FrameType]) -> str:
     if any(frame.f_globals.get("__name__", "").startswith("sklearn.") for frame in frames):
         return (
             "metrics of scikit-learn take targets first, decoded predictions and all samples at once: "
-            "AccumMetric(lambda p, y: f1_score(y, p.argmax(1)), name='f1')"
+            "AccumMetric(lambda p, y: f1_score(y, p.argmax(1), average='macro'), name='f1')"
         )
     return ""
 

@@ -5,7 +5,9 @@ sizes, looks functions up by their names, and puts names into code that it runs.
 tensor operation, a name or the arithmetic of sizes is refused here before torch sees it.
 """
 
+import ast
 import json
+import math
 import os
 import re
 import warnings
@@ -225,7 +227,9 @@ _SIZE_WORDS = (
     "StrictLessThan", "StrictGreaterThan", "And", "Or", "Not", "int_oo", "oo", "true", "false", "True", "False",
     "positive", "integer", "nonnegative", "precision",
 )  # fmt: skip
-_ARITHMETIC = re.compile(rf"([-+*/()., \d<>=!&|~]|\b({'|'.join(_SIZE_WORDS)}|[suz]f?\d+)\b|'([suz]f?\d+|[-+.\de]+)')*")
+_NUMBER = r"[-+.\d]+(e[-+]?\d{1,3})?"
+_ARITHMETIC = re.compile(rf"([-+*/()., \d<>=!&|~]|\b({'|'.join(_SIZE_WORDS)}|[suz]f?\d+)\b|'([suz]f?\d+|{_NUMBER})')*")
+_LONGEST_SIZE, _LARGEST_POWER = 4000, 64
 _STRUCTURES = (None, "builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
 
 
@@ -286,13 +290,48 @@ def _check_text(text: str, key: str) -> None:
         if text:
             _check_structure(json.loads(text)[1])
     elif key == "expr_str":
-        if not _ARITHMETIC.fullmatch(text):
+        if len(text) > _LONGEST_SIZE or not _ARITHMETIC.fullmatch(text) or not _is_soon_known(text):
             raise _refused("the size", text)
     elif key in ("target", "as_operator"):
         if not _TARGET.fullmatch(text) or _FILE_OPERATIONS.fullmatch(text):
             raise _refused("the operation", text)
     elif not (_NAME if key in _NAMES else _WORDS).fullmatch(text):
         raise _refused("the text", text)
+
+
+def _is_soon_known(text: str) -> bool:
+    "Tell whether the numbers of a size stay small: torch evaluates it, and `9**9**9` takes for ever."
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+        power = _power(tree)
+    except (SyntaxError, RecursionError, MemoryError):  # the last two where it is nested deeply
+        return False
+    nodes = list(ast.walk(tree))
+    numbers = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, int | float)]
+    bits = [ast.unparse(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "precision"]
+    return (
+        power <= _LARGEST_POWER
+        and not any(isinstance(node, ast.LShift | ast.RShift) for node in nodes)
+        and all(abs(number) < 2**64 for number in numbers)
+        and all(len(text) <= 3 for text in bits)
+    )
+
+
+def _power(node: ast.AST) -> float:
+    "Return the power to which a size raises its parts at most."
+    power = max(map(_power, ast.iter_child_nodes(node)), default=1)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        exponent: ast.AST = node.right
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Pow" and node.args:
+        exponent = node.args[-1]
+    else:
+        return power
+    if isinstance(exponent, ast.Call) and ast.unparse(exponent.func) == "Integer" and exponent.args:
+        exponent = exponent.args[0]
+    if isinstance(exponent, ast.UnaryOp):
+        exponent = exponent.operand
+    is_number = isinstance(exponent, ast.Constant) and isinstance(exponent.value, int)
+    return power * max(1, exponent.value) if is_number else math.inf
 
 
 _NAMES = ("name", "as_name", "parameter_name", "buffer_name", "tensor_constant_name", "forward_arg_names", "fqn")

@@ -15,7 +15,7 @@ from learnerkit.export import programs
 from learnerkit.export.facts import KEY, NotExported, read_facts
 from learnerkit.export.writing import ONNX, PROGRAM, SUFFIXES, exported_path
 from learnerkit.files import CheckpointError
-from learnerkit.text import in_one_line
+from learnerkit.text import first_few, in_one_line, printable
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -70,7 +70,8 @@ def load(
     world.follow_rank0("load_learner")
     if not file.is_file():
         found = (p.name for p in file.parent.iterdir() if p.suffix in SUFFIXES) if file.parent.is_dir() else ()
-        raise FileNotFoundError(f"there is no file {file}; exported there: {', '.join(sorted(found)) or 'nothing'}")
+        name, there = printable(str(file), 1000), first_few(sorted(found), n=20)
+        raise FileNotFoundError(f"there is no file {name}; exported there: {there or 'nothing'}")
     own = DataLoaders(NoData(), NoData(), device=device) if dls is None else dls
     if file.suffix == PROGRAM:
         if model is not None:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,18 @@ class CSVLogger(Logger):
 def _read(path: Path) -> list[list[str]]:
     if not path.exists():
         return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.reader(file))
+    _check_regular(path)
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return list(csv.reader(file))
+    except (ValueError, csv.Error) as e:  # no UTF-8, or a field of more than 131,072 characters
+        raise ValueError(f"{path} is not a table that can be continued ({e}); remove it, or give another name") from e
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse what is no file: reading from a pipe may never end."""
+    if not path.is_file():
+        raise ValueError(f"{path} cannot be continued, as it is no regular file; give another name")
 
 
 def _replace(path: Path, rows: list[list[str]]) -> None:
@@ -101,10 +112,11 @@ class JSONLogger(Logger):
     def _open(self) -> Any:
         path = _begin(self)
         if self._goes_back and path.exists():
+            _check_regular(path)
             with path.open("r+b") as file:
-                for _ in range(self._written):
-                    file.readline()
-                file.truncate(file.tell())
+                lines = [line for line in islice(file, self._written) if line.endswith(b"\n")]  # the last may be cut
+                file.truncate(sum(map(len, lines)))
+                self._written = len(lines)
         mode, self._id = "w" if self._id is None else "a", "file"
         return path.open(mode, encoding="utf-8")
 

@@ -1,9 +1,15 @@
 """`CheckpointCallback` on one process: a fit that is interrupted anywhere ends as one that is not."""
 
+import errno
+import fcntl
+import os
 import signal
+import socket
+import stat
 import threading
 import warnings
 from contextlib import nullcontext, suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -40,6 +46,7 @@ from learnerkit import (
     mae,
 )
 from learnerkit.callbacks.recorder import PastFit
+from learnerkit.checkpoints import storage
 
 EPOCH = STEPS // EPOCHS
 
@@ -622,6 +629,41 @@ def test_a_frozen_parameter_may_be_infinite(tmp_path):
     assert [p.name for p in tmp_path.glob("fit*")] == ["fit0-epoch0-step2-done"]
 
 
+class OneBadSample(Callback):
+    """Gives BatchNorm an infinite input at the second step, without a gradient."""
+
+    run_valid = False
+
+    def before_batch(self):
+        if self.train_iter == 1:
+            with torch.no_grad():
+                self.model.norm(torch.full((2, 1), torch.inf))
+
+
+def test_buffers_that_became_nan_or_infinite_are_not_saved(tmp_path):
+    model = make_model()
+    model.norm = torch.nn.BatchNorm1d(1)
+    learn = make_learner(model=model, cbs=[OneBadSample(), CheckpointCallback(tmp_path, every=1)])
+    with learn.no_logging(), pytest.warns(UserWarning, match="norm.running_mean, norm.running_var are not finite"):
+        learn.fit(2)
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.glob("**/fit0*")] == ["fit0-epoch0-step1"]
+
+
+def test_a_mask_that_was_infinite_when_the_fit_began_is_saved_unless_it_changes(tmp_path):
+    class Model(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(4, 1)
+            self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+
+    learn = make_learner(model=Model(), cbs=CheckpointCallback(tmp_path))
+    with learn.no_logging():
+        learn.fit(1)
+        learn.add_cb(Callback(after_train=lambda cb: cb.model.mask.fill_(torch.inf)))
+        with pytest.warns(UserWarning, match="mask are not finite"):
+            learn.fit(1)
+    assert [p.name for p in tmp_path.glob("fit*")] == ["fit0-epoch0-step2-done"]
+
+
 def test_all_checkpoints_are_in_one_place_wherever_the_script_goes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -645,6 +687,83 @@ class Spoils(Callback):
         if self.train_iter == 3:
             self.learn.loss_grad = self.loss_grad * float("nan")
             self.learn.loss = self.learn.loss_grad.detach()
+
+
+def test_a_directory_is_for_one_process_until_that_ends_whatever_it_leaves_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "_DYING", 0.2)
+    heard, tells = os.pipe()
+    holder = os.fork()
+    if not holder:
+        with suppress(BaseException):
+            storage.Lock(tmp_path)._acquire()
+            left = os.fork()  # as a loader worker
+            if left:
+                os.write(tells, str(left).encode())
+            signal.pause()
+        os._exit(1)
+    try:
+        left = int(os.read(heard, 20))
+        learn = make_learner(cbs=CheckpointCallback(tmp_path))
+        said = rf"{tmp_path} is in use by process {holder} on {socket.gethostname()} since 20\d\d-"
+        with learn.no_logging(), pytest.raises(CheckpointError, match=said) as caught:
+            learn.fit(1)
+        assert "\n" not in str(caught.value)
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+        os.close(heard)
+        os.close(tells)
+    try:
+        with learn.no_logging():
+            learn.fit(1)
+    finally:
+        os.kill(left, signal.SIGKILL)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ends", "fit0-epoch0-step2-done", "latest"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_where_the_file_system_has_no_locks_there_is_none(code, tmp_path, monkeypatch):
+    def refuses(*args):
+        raise OSError(code, "no locks")
+
+    monkeypatch.setattr(fcntl, "lockf", refuses)
+    learn = make_learner(cbs=CheckpointCallback(tmp_path))
+    with learn.no_logging():
+        learn.fit(1)
+    assert len(list(tmp_path.glob("fit*"))) == 1
+
+
+def test_a_lock_whose_file_was_removed_is_another_one(tmp_path):
+    first, second = storage.Lock(tmp_path), storage.Lock(tmp_path)
+    first.acquire()
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    second.acquire()
+    first.release()
+    assert list(tmp_path.iterdir()) == [file]
+    second.release()
+    second.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_cannot_be_read_again_is_refused_at_once(tmp_path):
+    with pytest.raises(ValueError, match=r"run\\udcff is no UTF-8"):
+        CheckpointCallback(tmp_path / os.fsdecode(b"run\xff"))
+
+
+def test_a_file_system_that_does_not_sync_directories_can_hold_checkpoints(tmp_path, monkeypatch):
+    def refuses(descriptor, code=errno.EINVAL):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuses)
+    learn = make_learner(cbs=CheckpointCallback(tmp_path))
+    with learn.no_logging():
+        learn.fit(1)
+        assert len(list(tmp_path.glob("fit*"))) == 1
+        monkeypatch.setattr(os, "fsync", partial(refuses, code=errno.EIO))
+        with raises(CheckpointError, "Input/output error"):
+            learn.fit(1)
 
 
 def test_two_of_them_are_refused(tmp_path):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.export.pt2_archive import PT2ArchiveReader, PT2ArchiveWriter
 
 from learnerkit import CheckpointError, DataLoaders, load_learner
+from learnerkit.export import programs
 
 
 class Evil:
@@ -72,6 +73,7 @@ HOSTILE = {
     "a library": lambda p: p | {"data/aotinductor/model/model.so": b"\x7fELF"},
     "another program": lambda p: p | {"models/other.json": p[PROGRAM]},
     "a size that is code": lambda p: with_text(p, PROGRAM, "Symbol('s", ORDER + "+Symbol('s"),
+    "a size that is never known": lambda p: with_text(p, PROGRAM, "Symbol('s", "9**9**9**9+Symbol('s"),
     "a size of characters": lambda p: with_text(p, PROGRAM, "Symbol('s", "eval(chr(49))+Symbol('s"),
     "a function by its name": lambda p: with_text(p, PROGRAM, "torch.ops.aten.tanh.default", "torch.os.mkdir"),
     "an operation on files": lambda p: with_text(
@@ -91,6 +93,30 @@ def test_what_could_run_code_is_refused_before_torch_reads_it(parts, name, monke
     with pytest.raises(CheckpointError, match=r"bad\.pt2: it has .* which could run code"):
         load_learner(write(HOSTILE[name](parts)))
     assert not Path("evil").exists()
+
+
+S = "Symbol('s27', positive=True, integer=True)"
+
+
+@pytest.mark.parametrize(
+    "size",
+    ["9**9**9**9", "2**(2**40)", "Pow(10, 10000000)", "Pow(Pow(9, 9), 9)", "Pow(Integer(9), Pow(Integer(9), 9))",
+     f"Pow({S}, Integer(65))", "1<<9999999999", "99999999!", "9!!", "Float('1e99999999', precision=53)",
+     "Float('2.5', precision=9999999999)", "1" * 30, "+".join(["1"] * 9999), "(" * 500, "-" * 3000 + "1", "**"],
+)  # fmt: skip
+def test_a_size_that_would_take_long_is_refused(size):
+    with pytest.raises(CheckpointError, match="it has the size"):
+        programs._check_text(size, "expr_str")
+
+
+@pytest.mark.parametrize(
+    "size",
+    [S, f"Add(Mod({S}, Integer(3)), Integer(-1))", f"Mul(Pow({S}, Integer(2)), Pow({S}, Integer(-3)))",
+     "s0**2*s1**2 + 1",
+     f"Max(Integer(1), TruncToInt(Mul(Float('2.5', precision=53), ToFloat({S}))))", "Float('1.0e-5', precision=53)"],
+)  # fmt: skip
+def test_sizes_as_torch_writes_them_pass(size):
+    programs._check_text(size, "expr_str")
 
 
 def test_a_good_one_written_again_is_read(parts):

@@ -170,6 +170,16 @@ def test_a_brief_traceback_keeps_of_this_package_the_last_frame_alone():
     assert second.count(f'File "{supervise.__file__}", line 2, in call') == 1
 
 
+def test_a_whole_traceback_is_shown_on_request(capsys, monkeypatch):
+    rank = ended(1, 1, 3.0, "ValueError: mine")
+    rank.report["traceback"] = "the whole of it"
+    report([rank], None, began=0.0)
+    assert "the whole" not in capsys.readouterr().err
+    monkeypatch.setenv("LEARNERKIT_TRACEBACK", "full")
+    report([rank], None, began=0.0)
+    assert "the whole of it" in capsys.readouterr().err
+
+
 def test_a_long_chain_of_errors_has_a_brief_traceback():
     error = None
     for i in range(1100):

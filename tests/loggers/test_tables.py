@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
@@ -247,6 +248,31 @@ def test_a_fit_that_failed_and_is_tried_again_from_a_checkpoint_has_no_doubles(t
     learn.fit(2)
     assert [record["step"] for record in lines()[1]] == list(range(1, 11))
     assert [row["epoch"] for row in table()] == ["0", "1"]
+
+
+@pytest.mark.parametrize("content", [b"epoch\n\xff\n", b"epoch\n" + b"1" * 200_000 + b"\n", None])
+def test_a_table_that_cannot_be_continued_is_named(content):
+    path = Path("history.csv")
+    path.write_bytes(content) if content else os.mkfifo(path)
+    with raises(ValueError, "history.csv", "continued", "another name"):
+        learner(CSVLogger(append=True)).fit(1)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:not as in the checkpoint")
+def test_lines_that_were_cut_are_written_again_and_a_pipe_is_refused(tmp_path):
+    run(tmp_path, Kill(8))
+    path = tmp_path / "history.jsonl"
+    whole = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(whole[:3]) + whole[3][:9])
+    run(tmp_path, resume=True)
+    assert [record["step"] for record in lines(path)[1]] == [1, 2, *range(7, 21)]
+    run(tmp_path / "other", Kill(8))
+    path = tmp_path / "other" / "history.jsonl"
+    path.unlink()
+    os.mkfifo(path)
+    with raises(ValueError, "history.jsonl cannot be continued", "no regular file"):
+        run(tmp_path / "other", resume=True)
 
 
 def test_a_name_stays_in_its_folder_and_a_path_is_taken_as_it_is(tmp_path):
