@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from learnerkit.launch import slurm, supervise
 from learnerkit.launch.addresses import NodeError, parse_endpoint
@@ -19,7 +19,7 @@ from learnerkit.launch.nodes import begin_alone, begin_with_others
 from learnerkit.launch.rendezvous import Elastic, Rendezvous, Static
 from learnerkit.launch.report import say
 from learnerkit.launch.supervise import Attempt, Interrupted, Job
-from learnerkit.text import signal_name
+from learnerkit.text import did_you_mean, escaped_line, printable, signal_name
 
 PORT = 29500  # of the nodes' rendezvous unless another one is given, as with torchrun
 DOCTOR = ["-m", "learnerkit.doctor", "--rank"]
@@ -69,6 +69,8 @@ def run(plan: Plan) -> int:
                     continue
                 number += 1
                 if outcome.kind in ("done", "stopped") or number > restarts:
+                    if outcome.kind == "failed" and outcome.code == 2:  # as argparse fails, but also others
+                        say_where_options_stand(job.command)
                     return outcome.code
         except Interrupted as interrupted:
             say(f"{signal_name(interrupted.signum)} received")
@@ -86,12 +88,33 @@ def run(plan: Plan) -> int:
 # The command line
 
 
+def say_where_options_stand(command: list[str]) -> None:
+    """Say so if an option that the script has got is one of the launcher."""
+    n_words = 2 if command[0] == "-m" else 1
+    script, given = " ".join(command[:n_words]), {word.partition("=")[0] for word in command[n_words:]}
+    for option in make_parser()._option_string_actions:
+        if option.startswith("--") and option in given:
+            say(
+                f"{option} stands behind the script, so the script has got it; "
+                f"options of the launcher stand before it: {option} ... {script}"
+            )
+            return
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
-    def error(self, message: str) -> NoReturn:
-        """Print the message and leave with code 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the arguments, and name the nearest option in place of one that there is not."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            near = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+        return options
+
+    def error(self, message: str, code: int = 2) -> NoReturn:
+        """Print the message and leave."""
+        self.exit(code, f"{self.prog}: error: {printable(message, 2000)}\n")
 
 
 def make_parser() -> Parser:
@@ -298,10 +321,12 @@ def write_sbatch(options: argparse.Namespace, command: list[str]) -> int:
         options.write_sbatch.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"--write-sbatch {options.write_sbatch}: {error.strerror}") from error
-    print(f"wrote {options.write_sbatch}; submit it with: sbatch {options.write_sbatch}")
+    file = escaped_line(str(options.write_sbatch))
+    print(f"wrote {file}; submit it with: sbatch {file}")
     for folder in {Path(file).parent: None for file in (options.output, options.error) if file}:
         if "%" not in str(folder) and not folder.is_dir():
-            print(f"first make the folder {folder}: SLURM does not, and without it the job fails and says nothing")
+            name = escaped_line(str(folder))
+            print(f"first make the folder {name}: SLURM does not, and without it the job fails and says nothing")
     return 0
 
 

@@ -65,6 +65,8 @@ def rank_environment(
             env.setdefault(name, topology.interface)
     if topology.local_world_size > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
+    # Where another rank has gone, torch prints twenty lines of C++ as a warning. Errors, such as NCCL's, are printed.
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = gpus
     return env | {

@@ -193,10 +193,16 @@ def format_error(error: BaseException) -> dict[str, str]:
     name = type(error).__name__
     message = str(whole).partition("\n")[0]  # safe even if the exception's own __str__ fails
     return {
-        "error": f"{name}: {message}" if message else name,
-        "traceback": "".join(whole.format()),
-        "brief": "".join(TracebackException.from_exception(error).format()),
+        "error": two_ends(f"{name}: {message}" if message else name, 1000),
+        "traceback": two_ends("".join(whole.format()), 1_000_000),
+        "brief": two_ends("".join(TracebackException.from_exception(error).format()), 10_000),
     }
+
+
+def two_ends(text: str, limit: int) -> str:
+    """Return a text, and of one that is longer than `limit` characters the beginning and the end."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
 
 
 # For other processes that are started here, too: those of a notebook, and of check_distributed
@@ -297,12 +303,15 @@ def wants_short() -> bool:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the traceback of an error and its causes as the user wants it: short, or whole."""
+    """Return the traceback of an error and its causes as the user wants it: short, or whole.
+
+    Of a long text there are the two ends.
+    """
     from traceback import TracebackException  # costs some milliseconds, and most scripts do not fail
 
     if wants_short():
         shorten(error)
-    return "".join(TracebackException.from_exception(error).format())
+    return two_ends("".join(TracebackException.from_exception(error).format()), 10_000 if wants_short() else 1_000_000)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -47,6 +48,7 @@ class Rank:
     heartbeat: Heartbeat | None = None
     location: str = ""  # where in the run it ended
     log: Path | None = None
+    guard: IO[bytes] | None = None  # is told that the rank has ended; see guard.py
 
 
 def failure(rank: Rank, topology: Topology) -> Outcome:
@@ -60,7 +62,8 @@ def log_errors(ranks: list[Rank]) -> None:
     """Put the traceback of each rank that failed at the end of its file, after all that it has printed."""
     for rank in ranks:
         if rank.log and "traceback" in rank.report:
-            with rank.log.open("a", encoding="utf-8") as file:
+            # The disk may be full, or the script may have removed the folder.
+            with suppress(OSError), rank.log.open("a", encoding="utf-8") as file:
                 file.write(escaped(rank.report["traceback"]))
 
 

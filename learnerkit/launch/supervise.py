@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -35,6 +35,7 @@ from learnerkit.text import signal_name
 T = TypeVar("T")
 
 RANK_MAIN = Path(__file__).with_name("rank_main.py")
+GUARD = Path(__file__).with_name("guard.py")
 
 POLL_SECONDS = 0.02
 CAUSE_SECONDS = 5.0  # after a failure that another rank may have caused: time for that one to end and say why
@@ -132,9 +133,10 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
     """Run the job once, and return how it has ended for all nodes; no process of it is left on this one."""
     began, topology = time.monotonic(), attempt.topology
     ranks: list[Rank] = []
-    with Output(job.log_dir, topology, job.tee, job.quiet) as output:
+    with Output(job.log_dir, topology, job.tee, job.quiet) as output, ExitStack() as guard:
         try:
             start(job, attempt, output, ranks)
+            guard.enter_context(guarded(ranks))
             reason = watch(ranks, signals, attempt)
             if reason is None and (first := first_failure(ranks)):
                 reason = attempt.agree_on_end(failure(first, topology))  # at once, so that others need not wait
@@ -237,6 +239,19 @@ def start(job: Job, attempt: Attempt, output: Output, ranks: list[Rank]) -> None
     attempt.close_listener()
 
 
+@contextmanager
+def guarded(ranks: list[Rank]) -> Iterator[None]:
+    """Have what the ranks have started killed, too, if this process is killed in the meantime: see guard.py."""
+    command = [sys.executable, "-IS", str(GUARD), *(str(rank.process.pid) for rank in ranks)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, bufsize=0,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        for rank in ranks:
+            rank.guard = process.stdin
+        yield
+
+
 # Watch
 
 
@@ -337,6 +352,9 @@ def record_end(rank: Rank) -> None:
     which its end caused in another rank comes after it.
     """
     kill_group(rank.process.pid)
+    if rank.guard is not None:
+        with suppress(OSError):  # somebody has killed the guard
+            rank.guard.write(b"%d\n" % rank.process.pid)
     with rank.report_file as file:
         file.seek(0)
         try:

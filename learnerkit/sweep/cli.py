@@ -6,16 +6,17 @@ import os
 import signal
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from learnerkit.launch.cli import Parser, choose_command
 from learnerkit.launch.gpus import choose_gpus, gpu_names
-from learnerkit.sweep.config import Config, changes, make_config, read_config
+from learnerkit.sweep.config import Config, ConfigError, changes, read_config
 from learnerkit.sweep.results import importances
 from learnerkit.sweep.screen import Screen, number
-from learnerkit.sweep.study import FileLock, Study, best_of, read_plan
+from learnerkit.sweep.study import FileLock, JournalError, Study, best_of, open_study, read_plan
 from learnerkit.sweep.workers import Command, Workers, share_out
 from learnerkit.text import signal_name
 
@@ -29,8 +30,8 @@ def make_parser() -> Parser:
         "       python -m learnerkit.sweep --join DIR [-j N] [--gpus 0,1]",
         description="Search for hyper-parameters: run a script many times, with other values each time.",
         epilog="The same command, given again, goes on with the search. Ctrl-C stops all trials and keeps everything.\n"
-        "The exit code is 0 when the search is complete, 1 if no trial has a value, 2 for a command or a config that\n"
-        "cannot be used, 128 + n if signal n stopped it.",
+        "The exit code is 0 when the search is complete, 1 if no trial has a value or the search's files are damaged,\n"
+        "2 for a command or a config that cannot be used, 128 + n if signal n stopped it.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -66,6 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return search(folder, config, command, gpus)
     except KeyboardInterrupt:  # only before the workers watch the signals
         return 128 + signal.SIGINT
+    except OSError as error:
+        parser.error(f"a file of the search cannot be used: {error}", code=1)
+    except (ConfigError, JournalError) as error:
+        parser.error(str(error), code=1)
 
 
 def asked(options: argparse.Namespace) -> tuple[Path, Config, Command]:
@@ -87,17 +92,16 @@ def begin(folder: Path, config: Config, command: Command) -> Command:
     plan: dict[str, Any] = {"config": config.data, "command": asdict(command)}
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
-        try:
-            before = read_plan(folder)
-        except FileNotFoundError:
-            before = plan
+        before, own_before = config, plan["command"]
+        with suppress(FileNotFoundError):
+            before, own_before = read_plan(folder)
         names = {"words": "command", "nproc": "--nproc", "as_arguments": "--as-arguments", "here": "--here"}
-        own = [name for key, name in names.items() if before["command"][key] != plan["command"][key]]
-        if changed := [*changes(before["config"], plan["config"]), *own]:
+        own = [name for key, name in names.items() if own_before[key] != plan["command"][key]]
+        if changed := [*changes(before.data, config.data), *own]:
             raise ValueError(
                 f"{folder} has a search with another {changed[0]}: give --dir for a new one, or remove that directory"
             )
-        plan["command"]["search"] = before["command"].get("search", command.search)
+        plan["command"]["search"] = own_before["search"] or command.search
         temporary = folder / f"sweep.json.{os.getpid()}.tmp"
         temporary.write_text(json.dumps(plan, indent=1), encoding="utf-8")
         os.replace(temporary, folder / "sweep.json")
@@ -109,11 +113,13 @@ def joined(options: argparse.Namespace) -> tuple[Path, Config, Command]:
     if options.command or options.dir or options.nproc or options.as_arguments or options.here:
         raise ValueError("--join goes with -j and --gpus alone; all else is as the search was begun")
     folder = options.join.absolute()
-    plan = read_plan(folder)
-    command = Command(**plan["command"])
+    config, given = read_plan(folder)
+    command = Command(**given)
+    if not command.words:
+        raise ValueError(f"{folder / 'sweep.json'}: there is no command to run")
     if command.words[0] != "-m" and not os.path.isfile(command.words[0]):
         raise ValueError(f"the search's script {command.words[0]} is not there on this machine")
-    return folder, make_config(plan["config"]), command
+    return folder, config, command
 
 
 def search(folder: Path, config: Config, command: Command, gpus: list[str | None]) -> int:
@@ -138,6 +144,10 @@ def search(folder: Path, config: Config, command: Command, gpus: list[str | None
 
     try:
         workers.run(show)
+    except Exception as error:
+        if not isinstance(error, OSError):
+            open_study(folder, config)  # which says so if the journal is damaged
+        raise
     finally:
         screen.close()
     rows = study.rows()

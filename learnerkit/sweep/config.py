@@ -15,9 +15,11 @@ from statistics import NormalDist
 from types import ModuleType
 from typing import Any
 
-from learnerkit.text import did_you_mean
+from learnerkit.text import did_you_mean, escaped, escaped_line, printable
 
 GRID_LIMIT = 100_000  # more combinations than anybody waits for
+NUMBER_LIMIT = 1e100  # of a number in a config: sums and differences of such numbers are finite
+STEP_LIMIT = 1e15  # values between two bounds, which Optuna can still tell apart
 TAIL = 1e-3  # of a normal distribution without bounds: so much is left out on either side
 
 
@@ -50,7 +52,7 @@ class Section:
 
     def __init__(self, entries: Any, where: str = "") -> None:
         if not isinstance(entries, dict):
-            raise ConfigError(f'{where}got {json.dumps(entries)}; it is a JSON object, {{"name": value, ...}}')
+            raise ConfigError(f'{where}got {shown(entries)}; it is a JSON object, {{"name": value, ...}}')
         self.entries, self.where = dict(entries), where
         self.known: list[str] = []
 
@@ -74,8 +76,8 @@ class Section:
         value = self.take(*names, default=default)
         if value is default:
             return value
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or (whole and value != int(value)) or (least is not None and value < least):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or (whole and value % 1 != 0) or (least is not None and value < least):
             what = "a whole number" if whole else "a number"
             self.refuse(names, value, f"it is {what}" + (f", {least:g} or more" if least is not None else ""))
         return int(value) if whole else value
@@ -89,7 +91,7 @@ class Section:
 
     def refuse(self, names: tuple[str, ...], value: Any, allowed: str) -> None:
         """Raise an error that names an entry."""
-        raise ConfigError(f"{self.where}{'/'.join(names)}: got {json.dumps(value)}; {allowed}")
+        raise ConfigError(f"{self.where}{'/'.join(names)}: got {shown(value)}; {allowed}")
 
     def end(self) -> None:
         """Refuse entries that nobody has taken."""
@@ -98,6 +100,62 @@ class Section:
                 f"{self.where}{name}: there is no such entry; allowed are {', '.join(self.known)}"
                 + did_you_mean(name, self.known)
             )
+
+
+def shown(value: Any) -> str:
+    """Return a value of a config for a message."""
+    return printable(json.dumps(value))
+
+
+def read_json(path: Path) -> Any:
+    """Read a file of JSON, which may have comments, as Comet's files have.
+
+    Raises:
+        ConfigError: it cannot be read, or has a name twice in one object.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise ConfigError(f"{path}: {shown(name)} is given twice in one object; leave one out")
+            found[name] = value
+        return found
+
+    def whole(digits: str) -> float:  # Python refuses to read thousands of digits as an integer
+        return int(digits) if len(digits) <= 600 else float(digits)
+
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        text = "\n".join("" if line.lstrip().startswith("#") else line for line in lines)
+        return json.loads(text, object_pairs_hook=unique, parse_int=whole)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: it is nested too deeply") from None
+
+
+def check_values(data: Any, where: str = "", depth: int = 0) -> None:
+    """Refuse names, texts and numbers of which no search can make use, wherever they stand in a config."""
+    if depth > 20:
+        raise ConfigError(f"{where}it is nested too deeply")
+    if isinstance(data, dict):
+        for name, value in data.items():
+            if escaped_line(name) != name or not 0 < len(name) <= 200:
+                raise ConfigError(
+                    f"{where}got the name {shown(name)}; a name has 1 to 200 characters, and no control characters"
+                )
+            check_values(value, f"{where.replace(': ', '.')}{name}: ", depth + 1)
+    elif isinstance(data, list):
+        for value in data:
+            check_values(value, where, depth + 1)
+    elif isinstance(data, str):
+        if escaped(data) != data:
+            raise ConfigError(f"{where}got {shown(data)}; a text has no control characters")
+    elif isinstance(data, int | float) and not abs(data) <= NUMBER_LIMIT:  # NaN is one of these, too
+        raise ConfigError(f"{where}got {shown(data)}; a number is at most {NUMBER_LIMIT:g}, and at least minus that")
 
 
 @dataclass(frozen=True)
@@ -152,14 +210,24 @@ class Parameter:
         return max(found[0], 1e-9), min(found[1], 1 - 1e-9)
 
     def grid(self, size: int) -> list[Any]:
-        """Return values from one end to the other, as Optuna would draw them: all if there are few, else `size`."""
+        """Return values from one end to the other, as Optuna would draw them: all if there are few, else `size`.
+
+        Raises:
+            ConfigError: there are too many.
+        """
         if self.choices:
             return list(self.choices)
         size = self.n_grid or size
         low, high = self._quantiles() if self.normal else (self.low or 0.0, self.high or 0.0)
         step = None if self.normal else self.step or (1 if self.whole and high - low < size else None)
         if step:
-            values = [low + i * step for i in range(int((high - low) / step + 1e-9) + 1)]
+            size = int((high - low) / step + 1e-9) + 1
+        if size > GRID_LIMIT:
+            raise ConfigError(
+                f"a grid has {size:,} values of it; at most {GRID_LIMIT:,} points are allowed: use random"
+            )
+        if step:
+            values = [low + i * step for i in range(size)]
         else:
             log = self.log and not self.normal
             ends = (math.log(low), math.log(high)) if log else (low, high)
@@ -202,12 +270,19 @@ def parameter(entries: Any, where: str) -> Parameter:
             raise ConfigError(f"{where}{names} are missing, which a {scale} scale needs")
     if low is not None and high is not None and low > high:
         raise ConfigError(f"{where}got the bounds {low:g} and {high:g}; the first is the smaller one")
-    if log and low is not None and low <= 0:
-        raise ConfigError(f"{where}min/low: got {low:g}; on a logarithmic scale it is above 0")
+    for names, bound in (("min/low", low), ("max/high", high)):
+        if log and bound is not None and bound <= 0:
+            raise ConfigError(f"{where}{names}: got {bound:g}; on a logarithmic scale it is above 0")
     if is_normal and (deviation is None or deviation <= 0):
-        raise ConfigError(f"{where}sigma: got {json.dumps(deviation)}; it is a number above 0")
+        raise ConfigError(f"{where}sigma: got {shown(deviation)}; it is a number above 0")
     if step is not None and (log or is_normal or step <= 0):
         raise ConfigError(f"{where}step: got {step:g}; it is above 0, and goes with a linear scale alone")
+    if step is not None and (high - low) / step > STEP_LIMIT:
+        raise ConfigError(f"{where}step: got {step:g}; there are more than {STEP_LIMIT:g} values between the bounds")
+    if log and is_normal and mean + 6 * deviation > math.log(NUMBER_LIMIT):
+        raise ConfigError(
+            f"{where}mu and sigma: got {mean:g} and {deviation:g}; there are values above {NUMBER_LIMIT:g}"
+        )
     return Parameter((), low, high, whole, log, step, (mean, deviation) if is_normal else None, n_grid)
 
 
@@ -272,7 +347,9 @@ class Config:
 
     def pruner(self) -> Any:
         """Make the pruner."""
-        return made("pruner", optuna().pruners, self.data.get("pruner") or "median", {})
+        return made(
+            "pruner", optuna().pruners, "median" if self.data.get("pruner") is None else self.data["pruner"], {}
+        )
 
     def values(self, drawn: dict[str, Any]) -> dict[str, Any]:
         """Return the values for the script, of what Optuna has drawn."""
@@ -281,6 +358,11 @@ class Config:
 
 NEEDS = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy", "WilcoxonPruner": "scipy"}
 """What Optuna imports only when trials run already."""
+JSON_TYPES = {
+    "int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dict": "an object",
+    "None": "null",
+}  # fmt: skip
+"""What a config can have for the types of Optuna's options."""
 
 
 def made(what: str, module: ModuleType, entry: Any, defaults: dict[str, Any]) -> Any:
@@ -308,16 +390,23 @@ def made(what: str, module: ModuleType, entry: Any, defaults: dict[str, Any]) ->
     if kind is None:
         names = sorted(cls.__name__ for cls in classes.values())
         raise ConfigError(
-            f'{what}: got {json.dumps(entry)}; it is a name or {{"name": ..., options}}, of {", ".join(names)}'
+            f'{what}: got {shown(entry)}; it is a name or {{"name": ..., options}}, of {", ".join(names)}'
             + did_you_mean(str(name), names)
         )
-    allowed = [option for option in inspect.signature(kind).parameters if option != "self"]
-    for option in options:
+    allowed = inspect.signature(kind).parameters
+    for option, value in options.items():
         if option not in allowed:
             raise ConfigError(
                 f"{what}.{option}: {kind.__name__} has no such option; it has {', '.join(allowed)}"
                 + did_you_mean(option, allowed)
             )
+        annotation = allowed[option].annotation
+        types = {part.partition("[")[0] for part in getattr(annotation, "__name__", str(annotation)).split(" | ")}
+        given = "None" if value is None else type(value).__name__
+        takes = " or ".join(words for name, words in JSON_TYPES.items() if name in types)
+        fits = given in types or (given == "int" and "float" in types) or option == "wrapped_pruner"
+        if takes and not fits:
+            raise ConfigError(f"{what}.{option}: got {shown(value)}; it takes {takes}")
     if "wrapped_pruner" in options:
         options["wrapped_pruner"] = made(what, module, options["wrapped_pruner"], {})
     needed = NEEDS.get(kind.__name__)
@@ -338,24 +427,20 @@ def read_config(path: Path) -> Config:
         ConfigError: it cannot be used.
         ImportError: Optuna is not installed.
     """
-    try:  # Comet's files may have comments
-        lines = path.read_text(encoding="utf-8").splitlines()
-        data = json.loads("\n".join("" if line.lstrip().startswith("#") else line for line in lines))
+    data = read_json(path)
+    try:
         top = Section(data)
         spec = Section(top.entries.pop("spec", {}), "spec: ")
         if both := top.entries.keys() & spec.entries.keys():
             raise ConfigError(f"{min(both)} is given twice, in spec and beside it; leave one out")
         return make_config(top.entries | spec.entries)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
 def make_config(data: dict[str, Any]) -> Config:
     """Check the entries of a config."""
+    check_values(data)
     section = Section(data)
     parameters = {
         name: parameter(entries, f"parameters.{name}: ")
@@ -365,10 +450,10 @@ def make_config(data: dict[str, Any]) -> Config:
         raise ConfigError('parameters: there are none; name at least one: {"lr": {"type": "float", ...}}')
     algorithm = section.one_of(["random", "grid", "bayes"], "algorithm")
     sampler = section.take("sampler")
-    if algorithm and sampler:
+    if algorithm is not None and sampler is not None:
         raise ConfigError("got algorithm and sampler, which mean the same; leave one out")
     metric = section.take("metric", default="loss")
-    if not isinstance(metric, str) or not metric:
+    if not isinstance(metric, str) or not metric or escaped_line(metric) != metric:
         section.refuse(("metric",), metric, "it is the name of what is optimized, such as 'valid_loss'")
     goal = section.one_of(["minimize", "maximize"], "objective", "direction")
     if goal is None and not any(word in metric for word in ("loss", "error")):
@@ -385,7 +470,14 @@ def make_config(data: dict[str, Any]) -> Config:
     section.take("name")
     section.end()
     is_grid = algorithm == "grid" or str(sampler).lower() in ("grid", "gridsampler")
-    grid = [p.grid(size) for p in parameters.values()] if is_grid else None
+    grid: list[list[Any]] | None = [] if is_grid else None
+    for name, each in parameters.items():
+        try:
+            each.distribution()
+            if grid is not None:
+                grid.append(each.grid(size))
+        except ValueError as error:
+            raise ConfigError(f"parameters.{name}: {error}") from error
     if grid and math.prod(map(len, grid)) > GRID_LIMIT:
         counts = " x ".join(str(len(values)) for values in grid)
         raise ConfigError(f"gridSize: the grid has {counts} points; at most {GRID_LIMIT:,} are allowed: use random")
@@ -396,11 +488,6 @@ def make_config(data: dict[str, Any]) -> Config:
     )
     config.sampler(0)
     config.pruner()
-    for name, each in parameters.items():
-        try:
-            each.distribution()
-        except ValueError as error:
-            raise ConfigError(f"parameters.{name}: {error}") from error
     return config
 
 

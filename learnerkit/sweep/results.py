@@ -4,7 +4,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from learnerkit.sweep.config import make_config, optuna
+from learnerkit.sweep.config import optuna
 from learnerkit.sweep.study import Row, best_of, open_study, read_plan, rows_of
 
 
@@ -21,10 +21,8 @@ class Sweep:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).absolute()
-        plan = read_plan(self.folder)
-        self.config = make_config(plan["config"])
+        self.config, self._command = read_plan(self.folder)
         self.study = open_study(self.folder, self.config)
-        self._command = plan["command"]
 
     @property
     def trials(self) -> list[Row]:

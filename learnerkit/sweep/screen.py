@@ -37,7 +37,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        self._draw([text], [])
+        self._draw([escaped_line(text)], [])
 
     def seen(self, rows: list[Row]) -> None:
         """Note the trials of which nothing is to be said, as they ended before."""

@@ -42,12 +42,11 @@ class Trial:
     """
 
     def __init__(self, place: dict[str, Any]) -> None:
-        from learnerkit.sweep.config import make_config, optuna
+        from learnerkit.sweep.config import optuna
         from learnerkit.sweep.study import open_study, read_plan
 
         folder = Path(place["folder"])
-        config = make_config(read_plan(folder)["config"])
-        study = open_study(folder, config, optuna().samplers.RandomSampler())  # which draws nothing here
+        study = open_study(folder, read_plan(folder)[0], optuna().samplers.RandomSampler())  # which draws nothing here
         self._trial = optuna().trial.Trial(study, place["trial"])
         # Another callback of the script may have reported before.
         self._step = 1 + max(study._storage.get_trial(place["trial"]).intermediate_values, default=-1)

@@ -10,7 +10,6 @@ The directory of a search has
 """
 
 import fcntl
-import json
 import math
 import os
 import socket
@@ -21,9 +20,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from learnerkit.sweep.config import Config, optuna
+from learnerkit.sweep.config import Config, ConfigError, Section, make_config, optuna, read_json
+from learnerkit.text import in_one_line
 
 NAME = "sweep"  # of the study in the journal
+
+
+class JournalError(ValueError):
+    """The journal has lines that Optuna has not written."""
 
 
 class FileLock:
@@ -99,11 +103,21 @@ def open_study(folder: Path, config: Config, sampler: Any = None, create: bool =
 
     Raises:
         FileNotFoundError: it is not there.
+        JournalError: the journal is damaged.
     """
     module, journal = optuna(), folder / "journal.log"
     lock: Any = JournalLock(journal)
-    storage = module.storages.JournalStorage(module.storages.journal.JournalFileBackend(str(journal), lock_obj=lock))
-    names = [study.study_name for study in storage.get_all_studies()]
+    try:
+        file = module.storages.journal.JournalFileBackend(str(journal), lock_obj=lock)
+        storage = module.storages.JournalStorage(file)
+        names = [study.study_name for study in storage.get_all_studies()]
+    except OSError:
+        raise
+    except Exception as error:  # of any class, as Optuna does not check what it reads
+        raise JournalError(
+            f"{journal} is damaged ({in_one_line(error)}); remove the lines that are no JSON objects, or the search's "
+            "directory"
+        ) from error
     options = {"storage": storage, "study_name": NAME, "pruner": config.pruner(), "sampler": sampler}
     if NAME in names:
         return module.load_study(**options)
@@ -191,7 +205,10 @@ class Study:
                 self._plan_next(firsts)
             if self.config.seed is not None:
                 self.study.sampler = self.config.sampler(len(trials))
-            trial = self.study.ask(self._distributions)
+            try:
+                trial = self.study.ask(self._distributions)
+            except Exception as error:  # of any class: Optuna checks some options when they are used
+                raise ConfigError(f"sampler: it cannot draw values ({in_one_line(error)})") from error
             lock = try_lock(self._running(trial.number))
             self._own.add(trial.number)
             values = self.config.values(trial.params)
@@ -335,14 +352,30 @@ def best_of(rows: list[Row], maximize: bool) -> Row | None:
     return (max if maximize else min)(found, key=lambda row: row.value or 0.0, default=None)
 
 
-def read_plan(folder: Path) -> dict[str, Any]:
-    """Read what a search was begun with.
+def read_plan(folder: Path) -> tuple[Config, dict[str, Any]]:
+    """Read what a search was begun with: the config, and the arguments of `workers.Command`.
 
     Raises:
         FileNotFoundError: there is no search.
+        ConfigError: the file was changed, and cannot be used.
     """
+    path = folder / "sweep.json"
+    if not path.exists():
+        raise FileNotFoundError(f"{folder} is not the directory of a search: it has no sweep.json")
+    data = read_json(path)
     try:
-        plan: dict[str, Any] = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{folder} is not the directory of a search: it has no sweep.json") from None
-    return plan
+        plan = Section(data)
+        config = make_config(Section(plan.take("config"), "config: ").entries)
+        given = Section(plan.take("command", default={}), "command: ")
+        plan.end()
+        command = {name: given.flag(name) for name in ("as_arguments", "here")}
+        command["nproc"] = given.number("nproc", whole=True, least=1, default=1)
+        command |= {name: given.take(name, default="") for name in ("start", "search")}
+        command["words"] = words = given.take("words", default=[])
+        given.end()
+        texts = [*words, command["start"], command["search"]] if isinstance(words, list) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise ConfigError("command: words is a list of texts; start and search are texts")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return config, command

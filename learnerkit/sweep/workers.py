@@ -205,7 +205,7 @@ class Workers:
         folder, metric = self._folder(run), self.study.config.metric
         logs = [folder / f"attempt-{run.attempt}" / "rank-0.log"]
         logs += sorted([*folder.glob("*.json"), *folder.rglob("*.jsonl")], key=lambda path: -path.stat().st_mtime)
-        for path in logs:
+        for path in filter(Path.is_file, logs):  # a script may remove its folder
             with path.open(encoding="utf-8", errors="replace") as lines:
                 value = last_value(lines, metric)
             if value is not None:
@@ -213,12 +213,13 @@ class Workers:
         return None
 
 
-NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf|NaN|Infinity)"
+# The quantifiers never give back what they have matched, or a long line would take minutes.
+NUMBER = r"[-+]?(?:(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?|nan|inf|NaN|Infinity)"
 
 
 def last_value(lines: Iterable[str], metric: str) -> float | None:
     """Return the last value of a metric in a text: `accuracy: 0.9`, `accuracy=0.9`, JSON, or a column of a table."""
-    named = re.compile(rf"(?<![\w.-]){re.escape(metric)}[\"']?\s*[:=\s]\s*({NUMBER})(?!\w|\.\d)")
+    named = re.compile(rf"(?<![\w.-]){re.escape(metric)}[\"']?(?:\s*+[:=]\s*+|\s++)({NUMBER})(?!\w|\.\d)")
     value, column, n_columns = None, -1, 0
     for line in lines:
         cells = line.split()

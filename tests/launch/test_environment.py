@@ -21,6 +21,7 @@ def test_rank_environment():
         "TP_SOCKET_IFNAME": loopback,
         "CUDA_VISIBLE_DEVICES": "5,6",
         "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "RANK": "1",
         "LOCAL_RANK": "1",
         "WORLD_SIZE": "2",
@@ -34,6 +35,7 @@ def test_rank_environment():
         "GROUP_WORLD_SIZE": "1",
     }
     assert rank_environment({"OMP_NUM_THREADS": "4"}, Topology(2, 1), 0)["OMP_NUM_THREADS"] == "4"
+    assert rank_environment({"TORCH_CPP_LOG_LEVEL": "INFO"}, Topology(2, 1), 0)["TORCH_CPP_LOG_LEVEL"] == "INFO"
     assert "OMP_NUM_THREADS" not in rank_environment({}, Topology(1, 1), 0)
     assert rank_environment(given, Topology(1, 1), 0)["CUDA_VISIBLE_DEVICES"] == "3"
 

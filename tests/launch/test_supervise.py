@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -188,6 +189,27 @@ def test_a_long_chain_of_errors_has_a_brief_traceback():
         except ValueError as e:
             error = e
     assert "ValueError: 0\n" in rank_main.format_error(error)["brief"]
+
+
+def test_a_long_message_is_cut():
+    for text in ("begin" + "\x1b" * 3_000_000 + "end", "begin\n" + "line\n" * 1_000_000 + "end"):
+        found = rank_main.format_error(ValueError(text))
+        for name, limit in {"error": 1100, "brief": 10_100, "traceback": 1_000_100}.items():
+            assert "ValueError: begin" in found[name]
+            assert len(found[name]) < limit
+        assert found["brief"].rstrip().endswith("end")
+
+
+def test_the_guard_kills_the_groups_that_have_not_ended():
+    def start(*command, **options):
+        return subprocess.Popen(command, process_group=0, stdin=subprocess.PIPE, **options)
+
+    with start("sleep", "60") as left, start("sleep", "60") as ended:
+        with start(sys.executable, "-IS", str(supervise.GUARD), str(left.pid), str(ended.pid)) as guard:
+            guard.stdin.write(b"%d\n" % ended.pid)
+        assert left.wait(60) == -signal.SIGKILL
+        assert ended.poll() is None
+        ended.kill()
 
 
 def test_a_broken_report_is_no_report():

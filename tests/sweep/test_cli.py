@@ -208,6 +208,7 @@ def test_a_module_that_runs_in_the_present_folder(search):
         (["-j", "0", "c.json", "t.py"], "-j 0: give a number, 1 or more"),
         (["--join", "nowhere"], "nowhere is not the directory of a search: it has no sweep.json"),
         (["--join", "nowhere", "--nproc", "2"], "--join goes with -j and --gpus alone"),
+        (["--join", "."], "sweep.json: there is no command to run"),
         (["--gpus", "0", "c.json", "t.py"], "--gpus 0: no GPU can be used here"),
     ],
 )
@@ -215,12 +216,34 @@ def test_a_command_that_cannot_be_used_is_one_line(words, said, capsys, monkeypa
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     write_config()
     Path("t.py").touch()
+    Path("sweep.json").write_text(f'{{"config": {Path("c.json").read_text()}}}')
     with pytest.raises(SystemExit) as ended:
         main(words)
     printed = capsys.readouterr()
     assert (ended.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
     assert said in printed.err
     assert not Path("sweeps").exists()  # else the right command would be refused, as it is another one
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("os.remove('../../journal.log')", "a file of the search cannot be used: [Errno 2]"),
+        pytest.param(
+            "open('../../journal.log', 'a').write('x\\n')", "journal.log is damaged (JSONDecodeError",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_a_trial_that_damages_the_search_ends_it_in_one_line(line, said, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    write_config(maxCombo=2)
+    Path("t.py").write_text(f"import os\n{line}\nprint('loss: 1')")
+    with pytest.raises(SystemExit) as ended:
+        main(["c.json", "t.py"])
+    err = capsys.readouterr().err
+    assert (ended.value.code, err.count("\n")) == (1, 1)
+    assert said in err
 
 
 def test_gpus_are_shared_out():

@@ -135,12 +135,48 @@ LR = {"type": "float", "min": 1e-3, "max": 1}
         ({"parameters": {"n": {"type": "discrete", "values": ["a"]}}}, "values/choices: got .*a list of numbers"),
         ({"parameters": {"n": {"type": "categorical", "values": []}}}, "values/choices: got .*at least one"),
         ({"algorithm": "grid", "gridSize": 100, "parameters": dict.fromkeys("abc", LR)}, "100 x 100 x 100 points"),
+        # What would be a traceback, or nothing, and take without end
+        ("[" * 50_000, "search.json: it is nested too deeply"),
+        ('{"seed": ' + "[" * 100 + "]" * 100 + "}", "seed: it is nested too deeply"),
+        ('{"seed": 1' + "0" * 400 + "}", r"seed: got 1000.* \(401 characters\) .*; a number is at most 1e\+100"),
+        ('{"seed": 1' + "0" * 5000 + "}", "seed: got Infinity; a number is at most"),
+        ('{"parameters": {"lr": {"values": [1, NaN]}}}', r"parameters\.lr\.values: got NaN; a number is at most"),
+        ({"parameters": {"lr": LR | {"max": 1e308}}}, r"parameters\.lr\.max: got 1e\+308; a number is at most"),
+        ({"parameters": {"lr": LR | {"step": 5e-324}}}, "step: got 4.9.*e-324; there are more than 1e.15 values"),
+        ({"parameters": {"lr": {"type": "float", "scalingType": "lognormal", "mu": 0, "sigma": 99}}},
+         "mu and sigma: got 0 and 99; there are values above 1e.100"),
+        ({"parameters": {"lr": {"type": "float", "scalingType": "lognormal", "mu": 0, "sigma": 1, "max": -1}}},
+         "max/high: got -1; on a logarithmic scale it is above 0"),
+        ({"sampler": {"name": "TPE", "n_startup_trials": "x"}}, "n_startup_trials: got \"x\"; it takes a whole number"),
+        ({"sampler": {"name": "TPE", "gamma": 3}}, "sampler.gamma: got 3; it takes null"),
+        ({"sampler": 0}, "sampler: got 0; it is a name or"),
+        ({"pruner": 0}, "pruner: got 0; it is a name or"),
+        ({"pruner": {"name": "Threshold", "lower": True}}, "pruner.lower: got true; it takes a number or null"),
+        ({"parameters": {"l\x1b[2J\nr": LR}}, r'parameters: got the name "l\\u001b\[2J\\nr"; a name has 1 to'),
+        ({"metric": "loss\x1b[2J"}, r'metric: got "loss\\u001b\[2J"; a text has no control characters'),
+        ({"metric": "loss\n"}, r'metric: got "loss\\n"; it is the name'),
+        ('{"parameters": {"lr": 1, "lr": 2}}', 'search.json: "lr" is given twice in one object'),
     ],
 )  # fmt: skip
 def test_a_bad_entry_is_named_with_what_is_allowed(change, said):
     data = change if isinstance(change, str) else {"parameters": {"lr": LR}} | change
     with pytest.raises(ConfigError, match=said):
         read(data)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("change", "size"),
+    [
+        ({"step": 1e-10}, "9,990,000,001"),
+        ({"gridSize": 10**10}, "10,000,000,000"),
+        ({"type": "int", "min": 0, "max": 10**11, "step": 1}, "100,000,000,001"),
+        ({"type": "int", "min": 0, "max": 10**11, "gridSize": 10**12}, "100,000,000,001"),
+    ],
+)
+def test_a_grid_is_counted_before_it_is_made(change, size):
+    with pytest.raises(ConfigError, match=f"parameters.lr: a grid has {size} values of it; at most 100,000 points"):
+        read({"algorithm": "grid", "parameters": {"lr": LR | change}})
 
 
 def test_a_sampler_that_needs_another_package_is_refused_before_anything_starts(monkeypatch):

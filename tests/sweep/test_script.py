@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -63,3 +64,10 @@ def test_without_optuna_the_error_says_what_to_install(script_env, tmp_path):
 )
 def test_the_last_printed_value_counts(text, value):
     assert last_value(text.splitlines(), "accuracy") == value
+
+
+def test_a_long_line_is_read_in_a_moment():
+    began = time.process_time()
+    for line in (" " * 40_000 + "x", ": " + "1" * 40_000 + "x", ": 1e" + "1" * 40_000 + "x", " accuracy" * 4000):
+        assert last_value([f"accuracy{line}"], "accuracy") is None
+    assert time.process_time() - began < 2

@@ -1,9 +1,11 @@
+import json
+import math
 import os
 
 import pytest
 
-from learnerkit.sweep.config import make_config
-from learnerkit.sweep.study import JournalLock, Study, best_of, open_study
+from learnerkit.sweep.config import ConfigError, make_config
+from learnerkit.sweep.study import JournalError, JournalLock, Study, best_of, open_study, read_plan
 
 X = {"x": {"type": "float", "min": 0, "max": 1}}
 
@@ -127,6 +129,45 @@ def test_a_lock_is_freed_where_its_journal_is_gone(tmp_path):
     lock._among_threads.release()
     assert lock.acquire()
     lock.release()
+
+
+PLAN = {"config": {"algorithm": "random", "parameters": X}, "command": {"words": ["t.py"]}}
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ([], r"got \[\]; it is a JSON object"),
+        ({"command": PLAN["command"]}, "config: got null; it is a JSON object"),
+        (PLAN | {"command": []}, r"command: got \[\]; it is a JSON object"),
+        (PLAN | {"more": 1}, "more: there is no such entry; allowed are config, command"),
+        (PLAN | {"command": {"words": [1]}}, "command: words is a list of texts"),
+        (PLAN | {"command": {"start": 3}}, "command: .*; start and search are texts"),
+        (PLAN | {"command": {"nproc": math.inf}}, "command: nproc: got Infinity; it is a whole number"),
+        (PLAN | {"command": {"x": 3}}, "command: x: there is no such entry"),
+        (None, "it is nested too deeply"),
+    ],
+)
+def test_a_file_of_a_search_that_was_changed_is_named(tmp_path, plan, said):
+    (tmp_path / "sweep.json").write_text("[" * 50_000 if plan is None else json.dumps(plan))
+    with pytest.raises(ConfigError, match=f"sweep.json: {said}"):
+        read_plan(tmp_path)
+
+
+@pytest.mark.parametrize("line", ["garbage", "[1]", "5", '{"a": 1}', '{"op_code": 99, "worker_id": "x"}'])
+def test_a_damaged_journal_is_named(tmp_path, line):
+    study = study_of(tmp_path)
+    journal = tmp_path / "search/journal.log"
+    journal.write_text(f"{line}\n{journal.read_text()}")
+    with pytest.raises(JournalError, match=r"search/journal.log is damaged \("):
+        open_study(tmp_path / "search", study.config)
+
+
+def test_a_sampler_that_fails_when_it_draws_is_named(tmp_path):
+    study = study_of(tmp_path, algorithm=None, sampler={"name": "TPE", "n_startup_trials": 1, "n_ei_candidates": -1})
+    study.finish(study.take(), "complete", 1.0)
+    with pytest.raises(ConfigError, match=r"sampler: it cannot draw values \(ValueError: negative dimensions"):
+        study.take()
 
 
 def test_the_values_of_pruned_and_failed_trials_are_not_the_best(tmp_path):

@@ -54,6 +54,16 @@ def test_a_trial_that_is_taken_while_the_search_stops_is_not_begun(workers):
     assert not Path(workers.study.folder, "trials").exists()
 
 
+def test_a_trial_that_removes_its_folder_fails_alone(workers):
+    Path(workers.command.words[0]).write_text("import os, shutil\nshutil.rmtree(os.getcwd())\nraise ValueError")
+    workers.run(lambda: None)
+    assert states(workers) == [("failed", 0, "failed (exit code 1): ValueError")] * 2
+
+
+def test_a_trial_without_a_folder_has_printed_nothing(workers):
+    assert workers._printed(workers.study.take()) is None
+
+
 def test_arguments_can_be_parsed():
     values = {"x": -1e-05, "y": -0.5, "n-layers": 3, "act": "relu"}
     words = Command(["t.py"], as_arguments=True).with_values(values)
