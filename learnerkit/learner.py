@@ -149,7 +149,9 @@ class Learner(RunState):
         wd_bn_bias: decay norms and biases too.
         train_bn: keep norm layers of frozen groups trainable.
         moms: momenta at the start, peak and end of `fit_one_cycle`.
-        loss_weight: what the loss averages over if not samples: a function of the targets that counts it, or 'sum'.
+        loss_weight: what the loss averages over if not samples: 'sum', or a function that counts it. It is called as
+            f(*targets) if it takes so many arguments, else as f(pred, *targets), where `pred` is the whole output of a
+            model that makes its own loss. 'samples' says that such a loss is a mean over samples.
         default_cbs: start with `TrainEvalCallback`, `Recorder` and `ProgressCallback`.
 
     Raises:

@@ -4,6 +4,7 @@ Means over samples are combined weighted by the number of samples; means over ot
 samples weighted by class) weighted by the number of those; sums are added.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -100,7 +101,9 @@ class LossWeight:
     Args:
         loss_func: for torch's losses `reduction`, `weight` and `ignore_index` decide what is counted; `None` is for a
             model that makes its own loss: what that averages over is inferred from its first batches.
-        loss_weight: `None`, 'sum', or a function of the targets that returns the number of items averaged over.
+        loss_weight: `None`, 'sum', 'samples', or a function that returns the number of items averaged over. It is
+            called as f(*targets) if it takes so many arguments by position, else as f(pred, *targets); of a model that
+            makes its own loss, `pred` is the whole output.
 
     Attributes:
         sums: the loss is a sum.
@@ -113,17 +116,20 @@ class LossWeight:
     """
 
     def __init__(self, loss_func: Any, loss_weight: str | Callable[..., Tensor] | None = None) -> None:
-        if loss_weight not in (None, "sum") and not callable(loss_weight):
+        if loss_weight not in (None, "sum", "samples") and not callable(loss_weight):
             raise ValueError(
                 f"got loss_weight={loss_weight!r}; it takes None, 'sum', or a function of the targets that returns the "
-                "number of items the loss averages over"
+                "number of items the loss averages over (or of what the model returns and the targets); 'samples' says "
+                "that it is a mean over samples (errors.html#loss-weight)"
             )
         if loss_weight is None and loss_option(loss_func, "reduction") == "none":
             raise ValueError(f"{loss_func} has reduction='none', so the loss is not a scalar; use 'mean' or 'sum'")
         self.sums = loss_weight == "sum" or (loss_weight is None and loss_option(loss_func, "reduction") == "sum")
-        self._is_given = callable(loss_weight)
-        self._count: Callable[..., Any] | None = loss_weight if callable(loss_weight) else None
-        if self._count is None and not self.sums and is_cross_entropy(loss_func):
+        self._given = loss_weight
+        self._count: Callable[..., Any] | None = None
+        if callable(loss_weight):
+            self._count, self._takes = loss_weight, _arguments_by_position(loss_weight)
+        if loss_weight is None and not self.sums and is_cross_entropy(loss_func):
             ignored = loss_option(loss_func, "ignore_index", -100)  # torch's own default
             self._count = partial(_count_classes, loss_option(loss_func, "weight"), ignored)
         self.unknown = self.found_alone = self.absent = False
@@ -141,7 +147,32 @@ class LossWeight:
         """
         return self._left_together > 0
 
-    def count(self, yb: tuple, batch_size: int, pred: Any = None, loss: Any = None, xb: tuple = ()) -> int | Tensor:
+    @property
+    def assumed(self) -> bool:
+        """Whether the model's own loss is taken for the mean over samples, although no batch has shown that it is."""
+        return self._means == {"samples"}
+
+    def takes_output(self, yb: tuple) -> bool:
+        """Tell whether the function that was given takes what the model returns before the targets.
+
+        Raises:
+            ValueError: it takes neither the targets alone nor these.
+        """
+        if not callable(self._given):
+            return False
+        (least, most), n = self._takes, len(yb)
+        if not (least <= n <= most or least <= n + 1 <= most):
+            takes = f"{least}" if least == most else f"{least} to {most}"
+            raise ValueError(
+                f"loss_weight={loss_name(self._given)} takes {takes} arguments by position, and a batch has {n} "
+                f"targets: let it take these {n}, or what the model returns and these {n}"
+                " (errors.html#loss-weight)"
+            )
+        return not least <= n <= most
+
+    def count(
+        self, yb: tuple, batch_size: int, pred: Any = None, loss: Any = None, xb: tuple = (), output: Any = None
+    ) -> int | Tensor:
         """Return the number of items behind a batch's loss: a 0-dim tensor if they are counted, on every rank.
 
         Args:
@@ -149,16 +180,21 @@ class LossWeight:
             batch_size: the number of samples.
             pred, loss, xb: the predictions, the loss and the inputs, if the model makes its own loss; a batch without
                 predictions is not inspected.
+            output: what a function that was given gets before the targets, if it takes that.
+
+        Raises:
+            ValueError: such a function takes other arguments, or returns no number.
         """
+        if self._given == "samples":
+            return batch_size
         if self._left_alone and batch_size and pred is not None:
             self._left_alone -= 1
             self._inspect(possible_means(yb, pred, loss, xb))
-        if self._count is None or not yb:
-            return rows_compared(pred, yb, batch_size)
-        count = self._count(*yb) if batch_size or not self._is_given else 0
-        if count is None:
-            return rows_compared(pred, yb, batch_size)
-        return count if isinstance(count, Tensor) else torch.tensor(count)
+        if callable(self._given) and (yb or output is not None):
+            arguments = (output, *yb) if self.takes_output(yb) else yb
+            return _checked_count(self._given(*arguments) if batch_size else 0)
+        count = self._count(*yb) if yb and self._count is not None else None
+        return rows_compared(pred, yb, batch_size) if count is None else count
 
     def _inspect(self, means: list[str]) -> None:
         agreed = self._left_together < _N_INSPECTED
@@ -189,6 +225,28 @@ class LossWeight:
         self._means, self._count = set(left), MEANS[left[0]]
 
 
+def _arguments_by_position(function: Callable) -> tuple[int, float]:
+    """Return how many arguments a function needs by position, and how many it takes."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a function in C, such as torch.numel
+        return 0, math.inf
+    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    most = math.inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(by_position)
+    return sum(p.default is p.empty for p in by_position), most
+
+
+def _checked_count(count: Any) -> Tensor:
+    """Return what the function `loss_weight` has counted as a tensor, through which no gradient flows."""
+    found = torch.as_tensor(count).detach() if hasattr(count, "__float__") else None
+    if found is None or found.ndim:
+        raise ValueError(
+            f"loss_weight returned {describe(count)}; it returns one number, what the loss averages over in the whole "
+            "batch: for instance .sum() of a mask"
+        )
+    return found
+
+
 def rows_compared(pred: Any, yb: tuple, batch_size: int) -> int:
     """Return how many rows of predictions are compared with targets: those of a sample may be several, or none."""
     if not (isinstance(pred, Tensor) and pred.ndim) or pred.shape[0] == batch_size or not batch_size or not yb:
@@ -204,14 +262,17 @@ def possible_means(yb: tuple, pred: Any, loss: Any, xb: tuple = ()) -> list[str]
 
     Returns:
         Some of 'targets' (the mean cross-entropy over the targets that are not negative), 'shifted' (the same with the
-        targets one position later than the predictions) and 'samples', the most likely first; all of them if the batch
-        does not tell, and none if the loss is another one over tokens.
+        targets one position later than the predictions), 'elements' (a mean of torch's over the elements of the
+        targets) and 'samples', which nothing shows, the most likely first; all of them if the batch does not tell, and
+        none if the loss is another one over tokens.
     """
     if not isinstance(loss, Tensor) or loss.ndim or len(yb) > 1:
         return ["samples"]
     if not yb:
         return [] if _over_tokens(xb, pred) else ["samples"]
     target = yb[0]
+    if isinstance(target, Tensor) and any(_is_mean_of_elements(t, target, loss) for t in tensors_in(pred)):
+        return ["elements"]
     if not _are_integers(target) or not _may_be_classes(target):
         return ["samples"]
     scores = [t for t in tensors_in(pred) if _may_be_scores(t, target)]
@@ -236,6 +297,19 @@ def possible_means(yb: tuple, pred: Any, loss: Any, xb: tuple = ()) -> list[str]
     # Several are equally close if all predictions are equal, or the loss has a low precision.
     near = 2 * (least + rounding) + 1e-9
     return list(dict.fromkeys(name for gap, name in gaps if gap <= near))
+
+
+def _is_mean_of_elements(pred: Tensor, target: Tensor, loss: Tensor) -> bool:
+    """Tell whether a loss is one of torch's means over the elements of predictions and targets. A host-device sync."""
+    plain = pred.is_floating_point() and not target.is_complex() and pred.layout is target.layout is torch.strided
+    if not plain or pred.device != target.device or pred.squeeze().shape != target.squeeze().shape:
+        return False
+    a, b = pred.detach().double().flatten(), target.detach().double().flatten()
+    tolerance = max(1e-4, 4 * torch.finfo(loss.dtype).eps)
+    return any(math.isclose(float(f(a, b)), float(loss.detach()), rel_tol=tolerance) for f in _MEANS_OF_ELEMENTS)
+
+
+_MEANS_OF_ELEMENTS = (F.mse_loss, F.binary_cross_entropy_with_logits, F.l1_loss, F.smooth_l1_loss)
 
 
 def _are_integers(target: Any) -> bool:
@@ -304,7 +378,7 @@ def _count_targets(target: Any, *rest: Any) -> Tensor | None:
     return None if rest or not _are_integers(target) else (target >= 0).sum()
 
 
-MEANS = {"shifted": _count_shifted, "targets": _count_targets, "samples": None}
+MEANS = {"shifted": _count_shifted, "targets": _count_targets, "elements": None, "samples": None}
 """What a model's own loss may be the mean over, the most frequent first, and the function that counts it in a batch."""
 
 
@@ -455,15 +529,21 @@ def take_loss(learn: "Learner") -> None:
     if (table["after_loss"] or table["before_backward"]) and isinstance(learn.loss, Tensor):
         learn.loss = learn.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
     weighting = learn._loss_weighting
-    learn._loss_count = count = weighting.count(learn.yb, learn.batch_size, learn.pred, learn.loss, learn.xb)
-    if weighting.unknown:
-        warn_of_unknown_count(learn, unknown_count(learn.yb), on_all=learn.training and weighting.found_alone)
-    elif isinstance(count, int) and count != learn.batch_size and not _is_torchs(learn.loss_func):
+    learn._loss_count = count = batch_count(learn, weighting)
+    if weighting.unknown or weighting.assumed:
+        warn_of_unknown_count(learn, doubtful_count(learn), on_all=learn.training and weighting.found_alone)
+    elif isinstance(count, int) and count != learn.batch_size and not _is_known(learn.loss_func):
         warn_of_unknown_count(
             learn,
             f"the loss compares {count} rows of a batch of {learn.batch_size} samples, and is taken for their mean; if "
             "it is another one, say so by loss_weight=",
         )
+
+
+def batch_count(learn: "Learner", weighting: LossWeight) -> int | Tensor:
+    """Return what the loss of the present batch averages over."""
+    made_of = learn.output if learn.loss_func is None else learn.pred
+    return weighting.count(learn.yb, learn.batch_size, learn.pred, learn.loss, learn.xb, made_of)
 
 
 def own_loss(output: Any) -> Any:
@@ -494,6 +574,10 @@ def check_shapes(loss_func: Any, pred: Any, yb: tuple) -> None:
 
 
 UNKNOWN_COUNT = "the model makes its own loss, and it is not known what that averages over: "
+SAY_COUNT = (
+    "loss_weight=, a function of the targets, or of what the model returns and the targets, that counts what the loss "
+    "averages over, or 'sum'"
+)
 
 
 def unknown_count(yb: tuple) -> str:
@@ -505,24 +589,39 @@ def unknown_count(yb: tuple) -> str:
         )
     return (
         f"{UNKNOWN_COUNT}it is not the mean cross-entropy over the targets that are not negative. Give the Learner "
-        "loss_weight=, a function of the targets that counts what the loss averages over, or 'sum'"
+        f"{SAY_COUNT}"
+    )
+
+
+def doubtful_count(learn: "Learner") -> str:
+    """Describe what is not known of the count of the present loss, and what to do; empty if there is no doubt."""
+    weighting = learn._loss_weighting
+    if weighting.unknown:
+        return unknown_count(learn.yb)
+    if not weighting.assumed or learn._overrides("_loss"):
+        return ""
+    parts = " + ".join(loss_parts(learn.output)) or "it"
+    return (
+        f"{UNKNOWN_COUNT}{parts} is taken for a mean over samples. If it is one, say loss_weight='samples'; "
+        f"else give the Learner {SAY_COUNT}"
     )
 
 
 def warn_of_unknown_count(learn: "Learner", why: str, on_all: bool = False) -> None:
     """Warn if the batches of several ranks, or of an accumulated step, are weighted by a count that is only a guess."""
-    if learn.task == "fit" and (learn._sharded or learn._gradient is not None):
+    if why and learn.task == "fit" and (learn._sharded or learn._gradient is not None):
         world.warn_once(
-            f"{why}. Until then steps of several batches or ranks are not exactly those of one batch "
+            f"{why}. Until then it may be that steps of several batches or ranks are not exactly those of one batch "
             "(errors.html#loss-weight)",
             on_all=on_all,
         )
 
 
-def _is_torchs(loss_func: Any) -> bool:
+def _is_known(loss_func: Any) -> bool:
+    """Tell whether a loss is one of torch's, or the model's own, of which `doubtful_count` says what is not known."""
     inner = unwrap_partial(loss_func)
     module = getattr(inner if hasattr(inner, "__qualname__") else type(inner), "__module__", "")
-    return module.startswith("torch.nn.")
+    return loss_func is None or module.startswith("torch.nn.")
 
 
 def no_scalar(loss: Any) -> ValueError:

@@ -27,7 +27,7 @@ ENDS = {"warn": 0, "warn_once": 0, "_warn_once": 0, "_say": 0, "not_together": 0
 WRITERS = {
     "why_empty", "_advice_for", "lone_last_batch", "unknown_count", "how_it_ended", "killed_by", "advice", "_describe",
     "of_run", "of_call", "of_device", "of_layer", "_of_ids", "_of_type", "of_loss", "of_comparison", "_of_classes",
-    "of_samples", "of_metric", "of_predict", "lost_worker", "_lines", "explain_metric",
+    "of_samples", "of_metric", "of_predict", "lost_worker", "_lines", "explain_metric", "doubtful_count",
     "_describe_death", "_standstill", "_store_lost", "_likely_reason", "_compare_samples", "_refusal",
 }  # fmt: skip
 """Functions that make such text; all text in them counts."""

@@ -297,7 +297,7 @@ def test_a_loss_of_few_digits_is_not_taken_for_another(dtype):
 
 def test_integers_that_are_not_classes_count_by_samples():
     pred, ages = torch.randn(6, 1), torch.tensor([-3, 5, -1, 20, 7, 0])
-    assert possible_means((ages,), pred, F.mse_loss(pred[:, 0], ages.float())) == ["samples"]
+    assert possible_means((ages,), pred, F.mse_loss(pred[:, 0], ages.float())) == ["elements"]
     assert LossWeight(None).count((ages,), 6, pred, torch.tensor(1.5)) == 6
     assert LossWeight(None).count((torch.randn(6, 1), torch.randn(6, 3)), 6) == 6
 
@@ -337,6 +337,77 @@ def test_who_says_what_the_loss_averages_over_is_believed():
     assert LossWeight(None, lambda y: y.numel()).count((target,), 6, scores, loss) == target.numel()
     assert LossWeight(None, "sum").count((target,), 6, scores, loss) == 6
     assert LossWeight(None, "sum").sums
+
+
+def test_a_mean_over_samples_that_no_batch_shows_is_an_assumption():
+    pred, target, classes = torch.randn(9, 1), torch.rand(9), torch.randint(3, (9,))
+    for loss, yb, assumed in (
+        (F.mse_loss(pred[:, 0], target), (target,), False),
+        (F.binary_cross_entropy_with_logits(pred[:, 0], target), (target,), False),
+        (F.smooth_l1_loss(pred[:, 0], target).bfloat16(), (target,), False),
+        (F.mse_loss(pred[:, 0], target, reduction="sum"), (target,), True),
+        (F.mse_loss(pred[:4, 0], target[:4]), (target,), True),
+        (torch.tensor(1.5), (target, target), True),
+        (torch.tensor(1.5), ([{"boxes": target}],), True),
+        (torch.tensor(1.5), (), True),
+    ):
+        weight = LossWeight(None)
+        assert weight.count(yb, 9, pred, loss) == 9
+        assert (weight.assumed, weight.unknown) == (assumed, False)
+    weight = LossWeight(None)
+    weight.count((classes,), 9, pred.expand(9, 3), F.cross_entropy(pred.expand(9, 3), classes))
+    assert not weight.assumed
+    for said in ("samples", "sum", len):
+        weight = LossWeight(None, said)
+        assert weight.count((target,), 9, pred, torch.tensor(1.5)) == 9
+        assert not weight.assumed
+    assert not LossWeight(F.mse_loss).assumed
+    # Rows that are compared are no samples to who has said so.
+    assert LossWeight(None, "samples").count((torch.rand(20),), 9, torch.rand(20)) == 9
+
+
+def test_a_mean_that_a_later_batch_contradicts_is_unknown():
+    pred, target, weight = torch.randn(9), torch.rand(9), LossWeight(None)
+    weight.count((target,), 9, pred, F.mse_loss(pred, target))
+    weight.count((target,), 9, pred, F.mse_loss(pred, target) + 1)
+    assert weight.unknown
+
+
+@pytest.mark.parametrize(
+    ("function", "n", "got"),
+    [
+        (lambda y: y, 1, "y"),
+        (lambda out, y: out, 1, "out"),
+        (lambda out: out, 0, "out"),
+        (lambda a, b: a, 2, "y"),
+        (lambda out, a, b: out, 2, "out"),
+        (lambda *yb: yb[0], 1, "y"),
+        (lambda a, pad=0: a, 1, "y"),
+        (lambda out, y, pad=0: out, 1, "out"),
+        (partial(lambda out, y, pad: out, pad=0), 1, "out"),
+        (torch.mean, 1, "y"),  # which Python knows no signature of
+    ],
+)
+def test_a_function_gets_the_output_if_it_takes_an_argument_more_than_there_are_targets(function, n, got):
+    found = {"y": torch.tensor(3), "out": torch.tensor(7)}
+    found |= {"y": found["y"].float()} if function is torch.mean else {}
+    weight = LossWeight(None, function)
+    assert weight.count((found["y"],) * n, 9, output=found["out"]) == found[got]
+    assert weight.takes_output((0,) * n) == (got == "out")
+
+
+def test_a_function_that_takes_other_arguments_or_returns_no_number_is_refused():
+    for function, takes in ((lambda: 1, "takes 0 arguments"), (lambda a, b, c: a, "takes 3 arguments")):
+        with pytest.raises(ValueError, match=f"{takes} by position, and a batch has 1 targets"):
+            LossWeight(None, function).count((torch.ones(2),), 2, output=1)
+    for wrong in (lambda y: y != -100, lambda y: None, lambda y: "12"):
+        with pytest.raises(ValueError, match="loss_weight returned .*; it returns one number"):
+            LossWeight(F.mse_loss, wrong).count((torch.ones(2),), 2)
+
+
+def test_no_gradient_flows_through_a_count():
+    shares = torch.rand(4, requires_grad=True)
+    assert not LossWeight(None, lambda out, y: out.sum()).count((0,), 4, output=shares).requires_grad
 
 
 # Shapes that would be broadcast

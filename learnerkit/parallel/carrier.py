@@ -12,7 +12,7 @@ from learnerkit import world
 from learnerkit.host_scalars import HostCopy
 from learnerkit.parallel.agreement import LEAVING
 
-FLAGS = len(LEAVING) + 2  # one for each reason to leave, whether the rank's data have ended, and what is asked of it
+FLAGS = len(LEAVING) + 1  # one for each reason to leave, and what is asked of the rank
 _SLOTS = 8  # so many that the gradients that follow in DDP's bucket stay aligned for vector instructions
 
 

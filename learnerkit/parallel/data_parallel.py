@@ -157,7 +157,8 @@ class ParallelCallback(Callback):
         This library's own callbacks say so themselves.
         """
         hooks = [hook for event in _AFTER_PRED for hook in self.learn._dispatch.table[event]]
-        return any(not is_ours(hook) or _reads(cb) for cb, hook, *_ in hooks)
+        counted = self.learn._loss_weighting.takes_output(self.learn.yb)
+        return counted or any(not is_ours(hook) or _reads(cb) for cb, hook, *_ in hooks)
 
 
 class _Replica(nn.Module):
@@ -182,7 +183,7 @@ class _Replica(nn.Module):
             return None, None, output
         if not isinstance(loss, Tensor) or loss.ndim:
             raise no_scalar(loss)
-        counts = None if weighting.sums else _count(weighting, inputs, targets, output, loss)
+        counts = None if weighting.sums else _count(weighting, inputs, targets, output, loss, own)
         if own and keep:
             output = _with_loss(output, None)  # the vector of the parts' losses is of no use
         return loss.reshape(1), counts, output if keep else None
@@ -200,9 +201,10 @@ class _Replica(nn.Module):
             raise
 
 
-def _count(weighting: LossWeight, inputs: Any, targets: tuple, output: Any, loss: Tensor) -> Tensor:
-    """The count of the loss of a part of a batch, of shape (1,)."""
-    count = weighting.count(targets, rows_of(inputs), _pred(output), loss, inputs)
+def _count(weighting: LossWeight, inputs: Any, targets: tuple, output: Any, loss: Tensor, own: bool) -> Tensor:
+    """The count of the loss of a part of a batch, of shape (1,); `own`: the model has made the loss."""
+    pred = _pred(output)
+    count = weighting.count(targets, rows_of(inputs), pred, loss, inputs, output if own else pred)
     # A product, because to copy a number to the device would make the host wait.
     return torch.ones(1, dtype=torch.float64, device=loss.device) * count
 

@@ -370,7 +370,7 @@ class DistributedCallback(Callback):
             least = 2 if alone else 1
             shared = rank_loader(
                 dl, name, training=training, split=self.split_batches, least=least, seed=seed,
-                sharded=self.dataset_is_sharded, join=self.uneven == "join",
+                sharded=self.dataset_is_sharded, join=self.uneven == "join", rank_step=self._step if training else None,
             )  # fmt: skip
             if learn.dls.keeps(dl):  # else it is made for this reading alone
                 self._loaders[key] = dl, shared  # with the loader itself, so that its id stays its own

@@ -2,10 +2,10 @@
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, islice
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from learnerkit import world
 from learnerkit.data.batches import loader_len, map_batch, tensors_in
 from learnerkit.data.lengths import LengthBatches
-from learnerkit.data.order import draws_globally, keep_seeds, samplers_of, with_batches
+from learnerkit.data.order import draws_globally, samplers_of, with_batches
 from learnerkit.data.position import Resumed, has_state, say_read_forward, source_of
 from learnerkit.data.streams import Draws, Numbered, Share, same_stream
 from learnerkit.metrics.combining import same
@@ -22,6 +22,9 @@ from learnerkit.parallel.drift import digests
 from learnerkit.text import first_few
 from learnerkit.torch_internals import as_worker, worker_info
 from learnerkit.utils import library_of, warn
+
+if TYPE_CHECKING:
+    from learnerkit.parallel.rank_step import RankStep
 
 
 def split_evenly(batch: Any, parts: int, least: int) -> list:
@@ -153,14 +156,13 @@ class RankLoader:
         share: what the batch given out last is of the whole; without samples of its own, the batch is empty.
         sample: where the batch is empty, the samples it was made of, for models that cannot run on nothing.
         step_size: samples of all ranks in a full step; `None` where the loader does not know it.
-        ended: this rank has no more data, but the others may have.
         is_last: the loader has no length, and this is the last batch, on all ranks alike.
         usual_total: samples of all ranks in a step, roughly, where the shares do not tell.
         source: what has the state of data that every rank reads alike.
     """
 
     source: Any = None
-    ended = is_last = False
+    is_last = False
     usual_total: int | None = None
     parts: tuple[int, int] | None = None  # of an iterable dataset: how many, and by how many workers each is read
 
@@ -210,9 +212,6 @@ class RankLoader:
             quiet: as in `Resumed`.
         """
         self.batches.draws.skip = skip
-
-    def note_ended(self, ended: float) -> None:
-        """Take note of the share of ranks whose data have ended, as all of them know it at the same step."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -264,11 +263,12 @@ class RankStream(IterableDataset):
         if self.skip == inf:
             return
         batches = islice(same_stream(self.batches, self.seed, self.rank == 0, self.since), int(self.skip), None)
-        for place, batch in enumerate(batches):
-            step, turn = (place, self.rank) if self.split else divmod(place, self.ranks)
+        per_step, mine = (1, 0) if self.split else (self.ranks, self.rank)
+        # Every rank reads all batches of a step before it: the model may make them, and is another one after it.
+        for step, found in enumerate(iter(lambda: list(islice(batches, per_step)), [])):
             # The loader takes its batches from the workers in turns.
-            if turn == self.rank and step % workers == number:
-                yield self._mine(batch)
+            if mine < len(found) and step % workers == number:
+                yield self._mine(found[mine])
 
     def _mine(self, batch: Any) -> tuple[int | None, Any]:
         if self.batches.size is None:
@@ -328,6 +328,7 @@ class _BatchesAlone:
 
 
 _END = object()
+_NOTHING = 0, None  # in the place of a batch and its number of samples
 
 
 def _those_needed(streams: list[Iterator]) -> list[Iterator]:
@@ -365,13 +366,13 @@ class _Counted(_Counting):
 class RankStreamLoader(RankLoader):
     """A `RankLoader` of an iterable dataset, of which nobody knows where it ends.
 
-    In training it reads one batch ahead. That a rank has given out its last batch is reduced with the gradients of that
-    step, so that all ranks end together.
+    In training a batch is read when its step begins, as on one process, since the model may make the data. Then the
+    ranks count those of them that have one, so that all end together.
 
     Args:
         loader: a copy of the user's that reads this rank's part.
         steps: the number of steps, where it is known.
-        training: whether ranks take every step together.
+        rank_step: the step that ranks take together in training; `None` in evaluation.
         join: go on, with empty batches, until the data of all ranks have ended, rather than of the first.
         usual_total: as in `RankLoader`.
         sharded: the dataset gives each rank its own part by itself.
@@ -379,20 +380,19 @@ class RankStreamLoader(RankLoader):
     """
 
     def __init__(
-        self, loader: DataLoader, steps: int | None, training: bool, join: bool, usual_total: int,
+        self, loader: DataLoader, steps: int | None, rank_step: "RankStep | None", join: bool, usual_total: int,
         sharded: bool = False, split: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(loader, None)
-        self.steps, self.training, self.join, self.usual_total = steps, training, join, usual_total
-        self.sharded, self.split, self._over = sharded, split, False
+        self.steps, self.rank_step, self.join, self.usual_total = steps, rank_step, join, usual_total
+        self.sharded, self.split = sharded, split
         self.parts = (world.world_size(), max(1, loader.num_workers)) if sharded else (1, 1)
-        self._source = source_of(loader) if sharded and training else None
-        whole = None if sharded or not training or loader.num_workers else loader.dataset.dataset  # type: ignore[attr-defined]
+        self._source = source_of(loader) if sharded and rank_step is not None else None
+        alike = not sharded and rank_step is not None and not loader.num_workers
+        whole = loader.dataset.dataset if alike else None  # type: ignore[attr-defined]
         self.source = whole if has_state(whole) else None
+        self._ended = False  # whether this rank has no more data, while others have
         self._left = False  # whether all have stopped before this rank's data ended
-        # Before the batch that is read ahead: the state of the source, and the random states that the batch draws from.
-        self._before: Any = None
-        self._random: tuple | None = None
         self._first = 0
         self._from: Any = loader
 
@@ -405,8 +405,11 @@ class RankStreamLoader(RankLoader):
         """The state of this rank's own part of the data as training has read it."""
         if not self.sharded:
             return {}
-        source = self._source.state_dict() if self._before is None and self._source is not None else self._before
-        return {"source": source, "ended": self.ended, "random": self._random, "left": self._left}
+        source = None if self._source is None else self._source.state_dict()
+        # A short batch has come to the end of a dataset, whose state may already be that of the next epoch.
+        size = None if self.share is None or isinstance(self._source, DataLoader) else self.share.size
+        short = size is not None and size * world.world_size() < self.usual_total
+        return {"source": source, "ended": self._ended or short, "left": self._left}
 
     @property
     def read_again(self) -> int:
@@ -414,7 +417,7 @@ class RankStreamLoader(RankLoader):
         return self._from.read_again if isinstance(self._from, Resumed) else 0
 
     def begin(self, skip: float, first: int, own: dict[str, Any], quiet: bool) -> None:
-        self._first, self._from, self._random = first, self.loader, own.get("random")
+        self._first, self._from = first, self.loader
         state = own.get("source")
         if state is not None and not first and own.get("left"):
             warn(
@@ -441,7 +444,7 @@ class RankStreamLoader(RankLoader):
         return self.steps
 
     def __iter__(self) -> Iterator:
-        return self._together() if self.training else self._alone()
+        return self._alone() if self.rank_step is None else self._together(self.rank_step)
 
     def _alone(self) -> Iterator:
         batches = self._counted()
@@ -458,20 +461,6 @@ class RankStreamLoader(RankLoader):
             yield from self._from
         else:
             yield from ((None, batch) for batch in self._from)
-
-    def _read(self, batches: Iterator) -> tuple[int | None, Any]:
-        "The next batch and its number of samples; what they depend on is noted, as a checkpoint may need it."
-        self._before = None if self._source is None else self._source.state_dict()
-        self._random = world.seed_states() if self.sharded and not self.loader.num_workers else None
-        return next(batches, (0, None))
-
-    def _read_first(self, batches: Iterator) -> tuple[int | None, Any]:
-        "The first batch, which had been read ahead already if the fit goes on here."
-        if self._random is None:
-            return next(batches, (0, None))
-        with keep_seeds():
-            world.set_seed_states(self._random)
-            return next(batches, (0, None))
 
     def _compare(self, first: Any) -> list[bool]:
         "Tell for each rank whether it has data, and warn if some have the same; every rank must reach this."
@@ -491,34 +480,32 @@ class RankStreamLoader(RankLoader):
         self.share = Share(step * world.world_size() + world.rank(), size, None)
         return emptied(self.sample) if batch is None or size == 0 else batch
 
-    def _together(self) -> Iterator:
-        batches = self._counted()
-        size, batch = self._read_first(batches)
-        self.sample = batch
-        has_begun = self._compare(batch)
-        if not any(has_begun):
+    def _together(self, rank_step: "RankStep") -> Iterator:
+        batches, step = self._counted(), self._first
+        size, batch = next(batches, _NOTHING)
+        self.sample, self.is_last, self._left = batch, False, False
+        having = sum(self._compare(batch))
+        if not having:
             if self._first:
                 return  # the epoch had ended
             raise ValueError("the training loader gave no batches on any rank; its iterable dataset is empty")
-        self._over, self._left = not (all(has_begun) or self.join), False
-        if not (all(has_begun) or self._over):  # those without data need to know what a batch looks like
+        least = 1 if self.join else world.world_size()
+        if least <= having < world.world_size():  # those without data need to know what a batch looks like
             found = world.all_gather(None if batch is None else map_batch(lambda t: t[:1] if t.ndim else t, batch))
             self.sample = next(b for b in (batch, *found) if b is not None)
-        step = self._first
-        while not self._over:
-            next_size, following = self._read(batches) if batch is not None else (0, None)
-            self.ended = following is None
+        while having >= least:
+            self._ended = batch is None
             self.sample = self.sample if batch is None else batch
             yield self._given(batch, size, step)
-            size, batch, step = next_size, following, step + 1
-        self.ended, self._before, self._left = False, None, batch is not None
+            size, batch = _NOTHING if self._ended else next(batches, _NOTHING)
+            having, step = rank_step.count_ranks(batch is not None), step + 1
+        if rank_step.is_begun:  # a step of several batches is still to be taken
+            self.is_last = True
+            yield self._given(None, 0, step)
+        self.share, self._ended, self._left = None, False, batch is not None
         if self.source is not None:
             deque(batches, 0)  # what is left of the last step, so that the next epoch begins alike on all ranks
         self._tell(step, batch is not None)
-
-    def note_ended(self, ended: float) -> None:
-        ended = round(ended * world.world_size())
-        self._over = self._over or (ended == world.world_size() if self.join else ended > 0)
 
     def _tell(self, step: int, has_more: bool) -> None:
         left = world.all_gather(has_more)
@@ -535,12 +522,14 @@ class RankStreamLoader(RankLoader):
 
 
 def rank_stream(
-    dl: DataLoader, name: str, *, training: bool, split: bool, seed: int | tuple, sharded: bool, join: bool
-) -> RankStreamLoader:
+    dl: DataLoader, name: str, *, rank_step: "RankStep | None", split: bool, seed: int | tuple, sharded: bool,
+    join: bool,
+) -> RankStreamLoader:  # fmt: skip
     """`dl`, which reads an iterable dataset, reading this rank's part.
 
     Args:
-        dl, name, training, split, seed: as in `rank_loader`.
+        dl, name, split, seed: as in `rank_loader`.
+        rank_step: as in `RankStreamLoader`.
         sharded: the dataset gives each rank and worker its own part by itself.
         join: as in `RankStreamLoader`.
 
@@ -554,7 +543,7 @@ def rank_stream(
         if not has_state(dl):
             name_of_batches = "sampler" if dl.batch_sampler is None else "batch_sampler"
             replaced[name_of_batches] = Draws(_users(getattr(dl, name_of_batches)))
-        return RankStreamLoader(with_batches(dl, **replaced), steps, training, join, size * ranks, sharded=True)
+        return RankStreamLoader(with_batches(dl, **replaced), steps, rank_step, join, size * ranks, sharded=True)
     if split:
         if dl.batch_size is None or size < ranks:
             raise ValueError(
@@ -562,19 +551,19 @@ def rank_stream(
                 "use split_batches=False or larger batches"
             )
     elif steps is not None:
-        steps = -(-steps // ranks) if join or not training else steps // ranks
+        steps = -(-steps // ranks) if join or rank_step is None else steps // ranks
     total = size if split else size * ranks
     twin = with_batches(
         dl, dataset=RankStream(dl, world.rank(), ranks, split, seed), collate_fn=_Counted(dl.collate_fn),
         batch_sampler=None, sampler=Draws(dl.sampler), worker_init_fn=None,
         persistent_workers=False,  # they would not learn of the next epoch's seed
     )  # fmt: skip
-    return RankStreamLoader(twin, steps, training, join, total, split=split)
+    return RankStreamLoader(twin, steps, rank_step, join, total, split=split)
 
 
 def rank_loader(
     dl: Any, name: str, *, training: bool, split: bool, least: int, seed: int | tuple, sharded: bool = False,
-    join: bool = False,
+    join: bool = False, rank_step: "RankStep | None" = None,
 ) -> RankLoader:  # fmt: skip
     """`dl` reading this rank's share: the user's samplers, collate, workers and pinning are kept.
 
@@ -583,7 +572,7 @@ def rank_loader(
         name: what to call it in errors.
         training, split, least: as in `RankBatches`.
         seed: the same on every rank.
-        sharded, join: of iterable datasets, as in `rank_stream`.
+        sharded, join, rank_step: of iterable datasets, as in `rank_stream`.
 
     Raises:
         TypeError: a loader whose batches cannot be shared out.
@@ -591,15 +580,17 @@ def rank_loader(
     """
     if not isinstance(dl, DataLoader):
         library = library_of(dl)
+        advice = "; put the batches into one: DataLoader(batches, batch_size=None)" if isinstance(dl, Sequence) else ""
+        if library == "fastai":
+            advice = "; its dataset may do in one: DataLoader(dls.train_ds, 64, shuffle=True)"
         raise TypeError(
             f"{name} is a {type(dl).__name__}{f' of {library}' if library else ''}; under DDP it must be a torch "
-            "DataLoader, whose sampler tells what each rank reads"
-            + ("; its dataset may do in one: DataLoader(dls.train_ds, 64, shuffle=True)" if library == "fastai" else "")
+            f"DataLoader, whose sampler tells what each rank reads{advice}"
         )
     if not dl.in_order and dl.num_workers:
         raise ValueError(f"{name} has in_order=False; sharing batches out among ranks needs their order")
     if isinstance(dl.dataset, IterableDataset):
-        return rank_stream(dl, name, training=training, split=split, seed=seed, sharded=sharded, join=join)
+        return rank_stream(dl, name, rank_step=rank_step, split=split, seed=seed, sharded=sharded, join=join)
     samplers = samplers_of(dl)
     if any(isinstance(s, DistributedSampler) for s in samplers):
         raise ValueError(

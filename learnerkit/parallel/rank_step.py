@@ -349,9 +349,9 @@ class RankStep:
 
     def _flags(self) -> list[float] | None:
         "This rank's flags, which concern the last batch of a step alone; `None`: there are none."
-        leaving, ended, request = self.agreement.pending, self.learn.dl.ended, self.agreement.request.mine
-        flagged = self.learn._step_due and (leaving is not None or ended or request)
-        return [*flags_of(leaving), float(ended), packed(request, self.ranks)] if flagged else None
+        leaving, request = self.agreement.pending, self.agreement.request.mine
+        flagged = self.learn._step_due and (leaving is not None or request)
+        return [*flags_of(leaving), packed(request, self.ranks)] if flagged else None
 
     def finish_reduction(self) -> None:
         """Correct the gradients once they are reduced, and leave if the flags say so."""
@@ -436,8 +436,7 @@ class RankStep:
             scale_gradients(self.params, self.mean.correction(self.counted, tolerance))
 
     def _obey(self, flags: list[float]) -> None:
-        *leaving, ended, request = flags
-        self.learn.dl.note_ended(ended)
+        *leaving, request = flags
         self.agreement.request.agreed = max(self.agreement.request.agreed, unpacked(request, self.ranks))
         if any(leaving):
             self.carrier.clear()
@@ -450,8 +449,17 @@ class RankStep:
         self._point = self._number_of("step")
 
     def end(self) -> None:
-        """Note that no batch follows."""
+        """Note that this rank leaves nothing of the batch out any more."""
         self._point = self._number_of("next batch")
+
+    def count_ranks(self, with_data: bool) -> int:
+        """Return how many ranks have data for another batch; every rank must reach this.
+
+        What a rank leaves for is told with the gradients, or after the last batch.
+        """
+        self.end()  # no rank waits in `all_skip` for this one, which waits for all here
+        with world.before_collective(None):
+            return world.reduce(int(with_data), among="votes")
 
     def all_skip(self, point: str) -> bool:
         """Tell whether every rank leaves a point of the batch out; ranks that come to it never call this."""

@@ -25,7 +25,7 @@ from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.data.batches import map_batch, tensors_in
 from learnerkit.data.order import in_order, with_batches
 from learnerkit.events import CancelFitException
-from learnerkit.losses import UNKNOWN_COUNT, unknown_count
+from learnerkit.losses import UNKNOWN_COUNT, doubtful_count
 from learnerkit.metrics import DEPENDS_ON_CUT
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback
@@ -277,8 +277,7 @@ class _Notes(Callback):
     def after_loss(self) -> None:
         torch_seeds, python_seeds, _ = world.seed_states()
         self.draws |= not torch.equal(torch_seeds, self.seeds[0]) or python_seeds != self.seeds[1]
-        if self.learn._loss_weighting.unknown:
-            self.unknown = unknown_count(self.learn.yb)
+        self.unknown = doubtful_count(self.learn)
 
     def after_batch(self) -> None:
         learn, size = self.learn, self.learn.batch_size
@@ -324,12 +323,21 @@ def _compare(one: dict, ranks: list[dict]) -> dict[str, Finding]:
     if wrong:
         first_alike = torch.isclose(alone["step 1"], together["step 1"], rtol=1e-6, equal_nan=True)
         apart = _first_apart([parts for _, parts in steps]) if "weights" in wrong else ""
-        found["reason"] = Finding(HINT, reason or _likely_reason(one, wrong, bool(first_alike), apart))
+        padded = any(part["shapes"] not in ([], step["shapes"]) for step, parts in steps for part in parts)
+        found["reason"] = Finding(HINT, reason or _likely_reason(one, wrong, bool(first_alike), apart, padded))
     return found
 
 
-def _likely_reason(one: dict, wrong: set[str], first_alike: bool, apart: str) -> str:
-    """The likely reason of a difference. `first_alike`: the losses of step 1 are equal; `apart`: the ranks differ."""
+def _likely_reason(one: dict, wrong: set[str], first_alike: bool, apart: str, padded: bool) -> str:
+    """The likely reason of a difference.
+
+    Args:
+        one: what one process has found.
+        wrong: the topics that differ.
+        first_alike: the losses of step 1 are equal.
+        apart: where the ranks differ from each other.
+        padded: the batches of ranks have other shapes than those of one process.
+    """
     if apart:
         return f"a callback that acts on some ranks alone: {apart}"
     if one["draws"]:
@@ -339,10 +347,16 @@ def _likely_reason(one: dict, wrong: set[str], first_alike: bool, apart: str) ->
         )
     if one["unknown"]:
         return one["unknown"]
+    if padded:
+        return (
+            "each rank pads its piece of a batch to the longest sample in it, so that the model sees other padding "
+            "than on one process: pad to a fixed length in the collate_fn, or let the model leave the padding out"
+        )
     if not first_alike:
         return (
-            "the loss is not a mean over samples: give the Learner loss_weight=, a function of the targets that counts "
-            "what it averages over; or a prediction depends on the other samples of its batch"
+            "the loss is not a mean over samples: give the Learner loss_weight=, a function of the targets (or of the "
+            "model's output and the targets) that counts what it averages over; or a prediction depends on the other "
+            "samples of its batch"
         )
     if wrong & {"samples", "losses", "weights"}:
         return "gradients that depend on how a batch is split: by a callback, a `_backward`, or a buffer of the model"

@@ -17,6 +17,7 @@ from learnerkit.data.batches import in_float32, likely_sizes, map_batch
 from learnerkit.events import CancelException
 from learnerkit.gradient_mean import host_count
 from learnerkit.host_scalars import HostScalars
+from learnerkit.losses import batch_count
 from learnerkit.parallel.distributed import member_of
 from learnerkit.snapshot import trial
 from learnerkit.torch_internals import BatchNorm, forget_removed_hooks
@@ -322,7 +323,7 @@ class GradientNoiseScale(Callback):
                 predictions_in_float32(learn)
             learn._loss()
             weighting = copy.copy(learn._loss_weighting)  # which may learn by what it counts
-            count = host_count(weighting.count(learn.yb, size, learn.pred, learn.loss, learn.xb))
+            count = host_count(batch_count(learn, weighting))
             loss = learn.loss_grad * self._scale() / (count if weighting.sums else 1)
             return list(torch.autograd.grad(loss, self._params(), allow_unused=True)), count
         except CancelException:

@@ -5,7 +5,7 @@ import torch
 from helpers import make_classes, make_data, make_dls, make_learner, make_model, raising, same_weights, weights
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, world
 from learnerkit.events import (
@@ -74,6 +74,42 @@ def test_another_loss_of_the_models_own_is_told_where_batches_are_weighed(monkey
     Learner(padded(4), OwnLoss(0.1), loss_weight=lambda y: (y != -100).sum()).fit(
         1, cbs=GradientAccumulation(n_batches=2)
     )
+
+
+class Positives(nn.Module):
+    """Makes losses that are means over the positives of a batch, as some detectors do."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 1).double()
+
+    def forward(self, x, targets):
+        there = targets > 0
+        losses = (self.body(x)[:, 0] - targets).square()[there]
+        return {"loss": losses.sum() / there.sum().clamp(min=1), "positives": there.sum()}
+
+
+def test_a_count_of_the_models_output_makes_the_steps_of_one_batch(monkeypatch):
+    monkeypatch.setattr(world, "_warned", set())
+    x = torch.randn(32, 4, dtype=torch.float64)
+
+    def train(bs, n, **kwargs):
+        torch.manual_seed(0)
+        dls = DataLoaders.from_datasets(TensorDataset(x, x[:, 0]), bs=bs, shuffle=False, device="cpu")
+        learn = Learner(dls, Positives(), opt_func=torch.optim.SGD, lr=0.1, **kwargs)
+        learn.fit(2, cbs=GradientAccumulation(n_batches=n))
+        return learn.model.body.weight.detach()
+
+    def count(output, targets):
+        return output["positives"]
+
+    torch.testing.assert_close(train(4, 4, loss_weight=count), train(16, 1, loss_weight=count))
+    with pytest.warns(
+        UserWarning, match="it is taken for a mean over samples. If it is one, say loss_weight='samples'"
+    ):
+        guessed = train(4, 4)
+    assert (guessed - train(4, 4, loss_weight=count)).abs().max() > 1e-4
+    train(4, 4, loss_weight="samples")  # without a warning
 
 
 def test_targets_under_another_name_are_told_where_batches_are_weighed(monkeypatch):

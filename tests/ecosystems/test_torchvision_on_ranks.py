@@ -1,6 +1,7 @@
-"""A detector of torchvision: losses as a dict in training, detections in evaluation; two processes equal one."""
+"""Detectors of torchvision: losses as a dict in training, detections in evaluation; two processes equal one."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -9,17 +10,17 @@ from rank_pool import Results
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from learnerkit import AccumMetric, DataLoaders, Learner, SaveModelCallback, set_seed
+from learnerkit import AccumMetric, DataLoaders, Learner, SaveModelCallback, set_seed, world
 
 CLASSES, SIZE = 3, 32
 
 
 class Squares(Dataset):
-    """Bright and dark squares, each of a class, on grey; every third image has none."""
+    """Bright and dark squares, each of a class, on grey; every third image has none unless there are `more`."""
 
-    def __init__(self, n, seed):
+    def __init__(self, n, seed, more=0):
         generator = torch.Generator().manual_seed(seed)
-        self.items = [self._make(i % 3, generator) for i in range(n)]
+        self.items = [self._make(i % 3 + more, generator) for i in range(n)]
 
     def __len__(self):
         return len(self.items)
@@ -37,12 +38,18 @@ class Squares(Dataset):
         return image, {"boxes": torch.cat([corners, corners + 8], 1).double(), "labels": labels}
 
 
+def make_backbone(channels):
+    convs = nn.Conv2d(1, 8, 4, stride=4), nn.ReLU(), nn.Conv2d(8, channels, 3, padding=1), nn.ReLU()
+    backbone = nn.Sequential(*convs)
+    backbone.out_channels = channels
+    return backbone
+
+
 def make_model():
     from torchvision.models.detection import RetinaNet
     from torchvision.models.detection.anchor_utils import AnchorGenerator
 
-    backbone = nn.Sequential(nn.Conv2d(1, 8, 4, stride=4), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
-    backbone.out_channels = 8
+    backbone = make_backbone(8)
     anchors = AnchorGenerator(sizes=((8,),), aspect_ratios=((1.0,),))
     return RetinaNet(
         backbone, CLASSES, min_size=SIZE, max_size=SIZE, image_mean=[0.0], image_std=[1.0], anchor_generator=anchors,
@@ -77,7 +84,7 @@ def make_learner(collate, **kwargs):
         make_model(),
         metrics=metrics,
         lr=3e-3,
-        **kwargs,
+        **{"loss_weight": "samples"} | kwargs,
     )
 
 
@@ -133,6 +140,49 @@ def test_a_detector_on_ranks_equals_one_process(found, n, collate):
         assert rank.pop("names") == alone["names"]
         expected = {key: value for key, value in alone.items() if key != "names"}
         torch.testing.assert_close(rank, expected, rtol=1e-8, atol=1e-9, equal_nan=True)
+
+
+def make_fcos():
+    """FCOS, whose losses are means over the positives of the batch, which its head counts here."""
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
+    from torchvision.models.detection.fcos import FCOS, FCOSHead
+
+    class Head(FCOSHead):
+        def compute_loss(self, targets, head_outputs, anchors, matched_idxs):
+            self.positives = (torch.stack(matched_idxs) >= 0).sum()
+            return super().compute_loss(targets, head_outputs, anchors, matched_idxs)
+
+    anchors = AnchorGenerator(sizes=((8,),), aspect_ratios=((1.0,),))
+    return FCOS(
+        make_backbone(32), CLASSES, SIZE, SIZE, [0.0], [1.0], anchors, Head(32, 1, CLASSES, 1)
+    ).double()  # fmt: skip
+
+
+def train_fcos(name):
+    world._warned.clear()
+    set_seed(1)
+    model = make_fcos()
+    weight = {"loss_weight": lambda targets: model.head.positives} if name == "positives" else {}
+    train = DataLoader(Squares(9, 9, more=1), 3, collate_fn=COLLATES["pairs"])
+    learn = Learner(DataLoaders(train, device="cpu"), model, lr=0.1, opt_func=torch.optim.SGD, **weight)
+    with warnings.catch_warnings(record=True) as caught, learn.no_logging(), learn.no_bar():
+        warnings.simplefilter("always")
+        with learn.distrib_ctx(split_batches=True):
+            learn.fit(2)
+    return [p.detach().clone() for p in model.parameters()], [str(w.message) for w in caught]
+
+
+def test_losses_that_are_means_over_positives_are_told_and_equal_one_process_by_their_count(rank_pools):
+    by_ranks = Results(rank_pools, train_fcos)
+    alone, _ = train_fcos("positives")
+    for weights, told in by_ranks[2, "positives"]:
+        assert not told
+        torch.testing.assert_close(weights, alone, rtol=1e-8, atol=1e-9)
+    guess, *others = by_ranks[2, "nothing"]
+    (told,) = guess[1]
+    assert "classification + bbox_regression + bbox_ctrness is taken for a mean over samples" in told
+    assert not any(told for _, told in others)
+    assert max((a - b).abs().max() for a, b in zip(alone, guess[0], strict=True)) > 1e-5
 
 
 def test_a_column_that_detectors_do_not_have_is_not_monitored_in_silence():

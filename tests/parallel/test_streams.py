@@ -9,7 +9,7 @@ from helpers import mostly_slow
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, accuracy, world
+from learnerkit import Callback, CancelEpochException, DataLoaders, GradientAccumulation, Learner, accuracy, world
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
@@ -176,6 +176,61 @@ def test_r35_parts_of_40_and_24_samples_stop_together_at_the_shorter():
     told = fit(make_learner(OwnPart([40, 24, 40]), cbs=seen), epochs=2, sharded=True)
     assert [len(step) for step in together(seen)] == [4 * N] * 6 * 2
     assert [text.partition(",")[0] for text in told] == ["the data of rank 1 ended after step 6"] * 2 * (RANK == 0)
+
+
+class Made(IterableDataset):
+    """Samples that the model makes: how many steps it has taken, and how often it was asked."""
+
+    def __init__(self, n):
+        self.n, self.learn = n, None
+
+    def __iter__(self):
+        for i in range(self.n):
+            yield torch.tensor([float(self.learn.steps), float(i)] * 2, dtype=torch.float64), torch.tensor(i % 2)
+
+
+class CountSteps(Callback):
+    """Counts the steps that the model has taken, and compares with what the batch was made with."""
+
+    run_valid = False
+
+    def before_fit(self):
+        self.learn.steps, self.late = 0, []
+
+    def before_batch(self):
+        self.late.append((self.learn.steps - self.x[: self.batch_size, 0]).abs().sum().item())
+
+    def after_step(self):
+        self.learn.steps += 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"split_batches": True}, {"sharded": True}, {"sharded": True, "uneven": "join"}], ids=str
+)
+@pytest.mark.filterwarnings("ignore:sharded=True says")
+def test_data_that_the_model_makes_are_made_by_the_model_of_that_step(options):
+    sharded = "sharded" in options
+    made = Made(20 if sharded or options else 20 * N)
+    made.n -= 4 * RANK * sharded  # so that ranks end at different steps
+    count = CountSteps()
+    made.learn = make_learner(made, cbs=count)
+    made.learn.steps = 0
+    fit(made.learn, epochs=1, **options)
+    assert len(count.late) == (5 - (N - 1) if sharded and "uneven" not in options else 5)
+    assert not any(count.late)
+
+
+def test_a_rank_that_leaves_between_two_steps_of_a_stream_takes_the_others_along():
+    for ranks in (RANK == 0, True):
+
+        def leave(cb, ranks=ranks):
+            if cb.training and cb.iter == 1 and ranks:
+                raise CancelEpochException
+
+        seen = Seen()
+        learn = make_learner(OwnPart([24] * 3), cbs=[seen, Callback(after_batch=leave)])
+        fit(learn, epochs=1, sharded=True, timeout=30)
+        assert len(together(seen)) in (2, 3)  # at the latest with the next step
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,33 @@ def test_a_models_own_loss_over_tokens_is_counted(capsys):
     assert verdict(capsys, own_loss(0.0))[0] is True
 
 
+class Lengths(torch.utils.data.Dataset):
+    """Samples of different lengths."""
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, i):
+        generator = torch.Generator().manual_seed(i)
+        return torch.randn(3 + i % 7, 4, generator=generator), i % 2
+
+
+def pad(samples):
+    rows, labels = zip(*samples, strict=True)
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor(labels)
+
+
+class PaddedMean(nn.Module):
+    """Sees the padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = make_model(n_out=3)
+
+    def forward(self, x):
+        return self.body(x).mean(1)
+
+
 def highest(pred, target):
     return pred.max()
 
@@ -337,10 +364,27 @@ def highest(pred, target):
             {"losses": r"step 1: "},
             "the model makes its own loss, and it is not known what that averages over: it is not the mean cross-ent",
         ),
+        (
+            lambda: make(PaddedMean(), dls=DataLoaders(DataLoader(Lengths(), 8, collate_fn=pad), device="cpu")),
+            NAMES - {"samples"},
+            {"losses": r"step 1: "},
+            "each rank pads its piece of a batch to the longest sample in it",
+        ),
         (lambda: make(metrics=highest), {"validation"}, {"validation": "metric 1: "}, "a metric that is not a mean"),
         (lambda: make(Centred()), {"validation", "predictions"}, {"predictions": r"output 0\[0, 0\]"}, "a metric"),
     ],
-    ids=["one rank", "loss", "dataset", "sampler", "dropout", "gradient", "own loss", "metric", "predictions"],
+    ids=[
+        "one rank",
+        "loss",
+        "dataset",
+        "sampler",
+        "dropout",
+        "gradient",
+        "own loss",
+        "padding",
+        "metric",
+        "predictions",
+    ],  # fmt: skip
 )
 def test_a_planted_fault_is_found(case, wrong, says, reason, capsys):
     found, report, _ = verdict(capsys, case())
