@@ -128,7 +128,7 @@ class LossWeight:
         self._given = loss_weight
         self._count: Callable[..., Any] | None = None
         if callable(loss_weight):
-            self._count, self._takes = loss_weight, _arguments_by_position(loss_weight)
+            self._takes = _arguments_by_position(loss_weight)
         if loss_weight is None and not self.sums and is_cross_entropy(loss_func):
             ignored = loss_option(loss_func, "ignore_index", -100)  # torch's own default
             self._count = partial(_count_classes, loss_option(loss_func, "weight"), ignored)
@@ -304,7 +304,8 @@ def _is_mean_of_elements(pred: Tensor, target: Tensor, loss: Tensor) -> bool:
     plain = pred.is_floating_point() and not target.is_complex() and pred.layout is target.layout is torch.strided
     if not plain or pred.device != target.device or pred.squeeze().shape != target.squeeze().shape:
         return False
-    a, b = pred.detach().double().flatten(), target.detach().double().flatten()
+    kind = torch.promote_types(pred.dtype, torch.float32)
+    a, b = (t.detach().to(kind).flatten() for t in (pred, target))
     tolerance = max(1e-4, 4 * torch.finfo(loss.dtype).eps)
     return any(math.isclose(float(f(a, b)), float(loss.detach()), rel_tol=tolerance) for f in _MEANS_OF_ELEMENTS)
 

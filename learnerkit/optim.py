@@ -637,7 +637,7 @@ def _check_state(saved: dict, opt: Optimizer, groups: list[dict]) -> None:
         for p, number in zip(group["params"], theirs["params"], strict=True):
             for name, value in saved["state"].get(number, {}).items():
                 expected = made.get((p.shape, p.dtype), {}).get(name)
-                if not _is_kept(value, expected, p) and not (value is None and isinstance(opt, SGD)):
+                if not _is_kept(value, expected) and not (value is None and isinstance(opt, SGD)):
                     raise ValueError(
                         f"its optimizer keeps as {printable(repr(name))} for parameter {number} "
                         f"{_described(value)}, and {type(opt).__name__} keeps {_described(expected)}"
@@ -659,7 +659,7 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, Real) and not isinstance(x, bool)
 
 
-def _is_kept(value: Any, expected: Any, p: Tensor) -> bool:
+def _is_kept(value: Any, expected: Any) -> bool:
     "Tell whether a value may be in the state of a parameter where a fresh optimizer has another; `None`: not known."
     if not isinstance(expected, Tensor):
         return expected is None or _is_like(value, expected)
@@ -699,7 +699,7 @@ def _state_made(opt: Optimizer, group: dict) -> dict[tuple, dict]:
     for p in metas.values():
         p.grad = torch.empty_like(p)
     options = {name: value for name, value in (_ALL_STATE | _PLAIN).items() if name in group}
-    fresh: Any = kind.__new__(kind)
+    fresh: Any = object.__new__(kind)
     fresh.__setstate__(
         {"defaults": {}, "state": defaultdict(dict), "param_groups": [group | options | {"params": [*metas.values()]}]}
     )

@@ -210,12 +210,13 @@ def _put_back_modules(owner: Any, stack: ExitStack, keep: Callable[[Tensor], Ten
     parts = list(owner.modules()) if isinstance(owner, nn.Module) else [owner]
     seen, held = set(map(id, parts)), list[Any]()
     for part in parts:  # which grows
-        own = (*part._parameters.values(), *part._buffers.values()) if isinstance(part, nn.Module) else ()
-        if any(is_lazy(t) for t in own):
+        entries = (*part._parameters.values(), *part._buffers.values()) if isinstance(part, nn.Module) else ()
+        own = [t for t in entries if t is not None]
+        if any(map(is_lazy, own)):
             continue
         put_back_attributes(part, stack)
         for t in own:
-            if t is not None and t.is_leaf and id(t) not in seen:  # a buffer may be the result of a computation
+            if t.is_leaf and id(t) not in seen:  # a buffer may be the result of a computation
                 seen.add(id(t))
                 stack.callback(_put_back_tensor, restorer(t, keep), t.requires_grad, restorer(t.grad, keep))
         for x in _held(part):

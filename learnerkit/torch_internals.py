@@ -113,7 +113,7 @@ def forget_removed_hooks(p: Tensor) -> None:
     if not p._backward_hooks:
         p._backward_hooks = None
     if not p._post_accumulate_grad_hooks:
-        p._post_accumulate_grad_hooks = None
+        p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
 
 # Exported programs

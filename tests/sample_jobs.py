@@ -317,7 +317,10 @@ def do(name: str) -> dict:
     set_seed(42)
     job = JOBS.get(name) or REFUSED[name][0]
     cbs = GradientAccumulation(n_batches=2) if job.accumulate else None
-    learn = Learner(loaders(job), job.model(), job.loss, opt_func=sgd, lr=0.05, metrics=list(job.metrics), cbs=cbs)
+    options = {} if job.loss else {"loss_weight": "samples"}  # those of models are means over samples
+    learn = Learner(
+        loaders(job), job.model(), job.loss, opt_func=sgd, lr=0.05, metrics=list(job.metrics), cbs=cbs, **options
+    )
     with learn.distrib_ctx(split_batches=job.loader != "whole"):
         if name in REFUSED:
             try:

@@ -140,17 +140,17 @@ class Restorer:
             "callbacks": {key: state for key, state in now.state["callbacks"].items() if key in ours},
             "config": {"fit": {}, "optimizer": [""]},
         }  # fmt: skip
-        check_types(self.state, expected, f"{path}/state.json: ")
+        check_types(self.state, expected, f"{path}/state.json: state")
         if now.state["position"] is not None and "TrainEvalCallback" in self.state["order"]:
             place = {key: now.state["position"][key] for key in ("epoch", "batches", "samples", "over", "order")}
             place["samplers"] = {"generators": [], "attributes": []}
-            check_types(self.state["position"], place, f"{path}/state.json: position")
+            check_types(self.state["position"], place, f"{path}/state.json: state.position")
         if self.own:
             mine = {
                 part: {key: state for key, state in now.own[part].items() if key in ours}
                 for part in ("callbacks", "alone")
             }
-            check_types(self.own, {"random": [], "position": {}} | mine, f"{path}/rank{world.rank()}.json: ")
+            check_types(self.own, {"random": [], "position": {}} | mine, f"{path}/rank{world.rank()}.json: own")
 
     def put_model(self, learn: "Learner", with_opt: bool) -> None:
         """Load the weights and the optimizer's state; nothing is changed if something does not fit.
@@ -372,8 +372,10 @@ def check_types(found: Any, now: Any, name: str) -> None:
         raise CheckpointError(
             f"{name} is damaged: {printable(repr(found))} is not of the type of {printable(repr(now))}"
         )
-    for key in (
-        now if isinstance(now, dict) else range(min(len(found), len(now))) if isinstance(now, list | tuple) else ()
-    ):
-        if not isinstance(now, dict) or key in found:
-            check_types(found[key], now[key], f"{name}.{key}")
+    pairs: dict[Any, tuple] = {}
+    if isinstance(now, dict):
+        pairs = {key: (found[key], value) for key, value in now.items() if key in found}
+    elif isinstance(now, list | tuple):
+        pairs = dict(enumerate(zip(found, now, strict=False)))
+    for key, (value, expected) in pairs.items():
+        check_types(value, expected, f"{name}.{key}")

@@ -7,6 +7,7 @@
                   rank1.json ...       the same of the other ranks
                   manifest.json        the sizes and sha256 of these files, and its own; written last
     <path>/latest                      the name of the newest, for people and scripts
+    <path>/.learnerkit.lock            held by the process that trains, for the length of a fit
 
 A checkpoint is written under a temporary name beside its place, synced and renamed; then `latest` is replaced, and only
 then old ones are removed. So a crash at any moment leaves the one before. Which is the newest is said by a number in

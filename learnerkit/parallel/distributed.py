@@ -492,7 +492,7 @@ def _settings(cbs: Iterable[Callback]) -> dict[str, str]:
         if base is Callback or cb.rank0_only or not cb.run:
             continue
         for name, value in vars(cb).items():
-            if name in signature(base.__init__).parameters and isinstance(value, int | float | str | None):
+            if name in signature(base).parameters and isinstance(value, int | float | str | None):
                 key = f"{base.__name__}({name}=)"
                 found[key] = f"{found[key]}, {value!r}" if key in found else repr(value)
     return found

@@ -408,7 +408,7 @@ class RankStreamLoader(RankLoader):
         source = None if self._source is None else self._source.state_dict()
         # A short batch has come to the end of a dataset, whose state may already be that of the next epoch.
         size = None if self.share is None or isinstance(self._source, DataLoader) else self.share.size
-        short = size is not None and size * world.world_size() < self.usual_total
+        short = size is not None and size * world.world_size() < (self.usual_total or 0)
         return {"source": source, "ended": self._ended or short, "left": self._left}
 
     @property
