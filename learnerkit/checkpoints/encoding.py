@@ -129,7 +129,7 @@ def decode(found: Any, tensors: Mapping[int, Tensor] | Sequence[Tensor]) -> Any:
     mark = next((key for key in found if key.startswith("!")), None)
     if mark is None:
         return {key: decode(value, tensors) for key, value in found.items()}
-    value = found[mark]
+    value: Any = found[mark]
     if type(value) is not {"!tuple": list, "!dict": list, "!scalar": str, "!float": str}.get(mark, int):
         raise ValueError(f"it has the mark {mark!r} with a {type(value).__name__}")
     match mark:

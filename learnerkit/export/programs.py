@@ -321,7 +321,7 @@ def _power(node: ast.AST) -> float:
     "Return the power to which a size raises its parts at most."
     power = max(map(_power, ast.iter_child_nodes(node)), default=1)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        exponent: ast.AST = node.right
+        exponent: Any = node.right
     elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Pow" and node.args:
         exponent = node.args[-1]
     else:
