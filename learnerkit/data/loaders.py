@@ -252,10 +252,11 @@ class DataLoaders:
     def input_batch(self, item: Any) -> tuple[Any, Any]:
         """Return a batch of one input, as `test_dl` gives it, and its loader, or what stands for it.
 
-        No random stream moves, and no loader is made where that would take longer than a small model.
+        No random stream moves. A loader is made only for a class with a `test_dl` and no `input_batch` of its own: it
+        would take longer than a small model.
         """
         if type(self).test_dl is DataLoaders.test_dl:
-            return self._joins_inputs(self.train if self.valid is None else self.valid)([item]), _ONLY_INPUTS
+            return self._joins_inputs(self.train if self.valid is None else self.valid)([item]), ONLY_INPUTS
         # A generator, because the loader would otherwise draw a seed from the global one.
         dl = self.test_dl([item], bs=1, num_workers=0, generator=torch.Generator())
         return next(iter(dl)), dl
@@ -543,7 +544,8 @@ def _yields_tuples(dl: DataLoader) -> bool:
         return isinstance(dl.dataset[0], tuple | list)
 
 
-_ONLY_INPUTS = SimpleNamespace(only_inputs=True)
+ONLY_INPUTS = SimpleNamespace(only_inputs=True)
+"""Stands for the loader of a batch without targets, which has been made without one."""
 
 _ADVICE = "give DataLoaders(..., batch_size=lambda batch: ...), a function that counts the samples of a batch"
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from learnerkit import world
 from learnerkit.callbacks.augmentation import BatchTransform
-from learnerkit.data.loaders import DataLoaders
+from learnerkit.data.loaders import ONLY_INPUTS, DataLoaders
 from learnerkit.data.order import keep_seeds
 from learnerkit.data.parts import held_out
 from learnerkit.export.reading import NoData
@@ -254,6 +254,11 @@ class ImageDataLoaders(DataLoaders):
         if not hasattr(items, "__getitem__") or hasattr(items, "iloc"):  # what Path.glob returns, a column of a frame
             items = list(items)
         return super().test_dl(ReadImages(items, self.data.reader), bs, **loader_kwargs)
+
+    def input_batch(self, item: Any) -> tuple[Any, Any]:
+        """Return a batch of one picture, as `test_dl` gives it, and what stands for its loader."""
+        join = self._joins_inputs(self.train if self.valid is None else self.valid)
+        return join([ReadImages([item], self.data.reader)[0]]), ONLY_INPUTS
 
     def show_batch(self, n: int = 9, ds_idx: int = 0) -> Any:
         """Show pictures of the first batch of a loader with their classes; those of training are augmented."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from learnerkit.data.lengths import LengthBatches
-from learnerkit.data.loaders import DataLoaders
+from learnerkit.data.loaders import ONLY_INPUTS, DataLoaders
 from learnerkit.data.parts import held_out
 from learnerkit.export.reading import NoData
 from learnerkit.language.batches import IGNORED, EncodedTexts, Padded, TokenBlocks
@@ -293,6 +293,10 @@ class TextDataLoaders(DataLoaders):
             return DataLoader(ds, bs, collate_fn=self.data.collate, **loader_kwargs)
         batches = LengthBatches(ds.lengths, self.tokens).in_order()
         return DataLoader(ds, batch_sampler=batches, collate_fn=self.data.collate, **loader_kwargs)
+
+    def input_batch(self, item: Any) -> tuple[Any, Any]:
+        """Return a batch of one text, as `test_dl` gives it, and what stands for its loader."""
+        return self.data.collate([EncodedTexts(*self.data.codec.encode([item]))[0]]), ONLY_INPUTS
 
 
 def _read(file: Path) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import world
-from learnerkit.data.loaders import DataLoaders
+from learnerkit.data.loaders import ONLY_INPUTS, DataLoaders
 from learnerkit.data.parts import held_out
 from learnerkit.export.reading import NoData
 from learnerkit.tabular import dates as date_parts
@@ -271,6 +271,10 @@ class TabularDataLoaders(DataLoaders):
             bs, loader_kwargs: as in `DataLoaders.test_dl`.
         """
         return super().test_dl(TensorDataset(*self.data.encode(items)), bs, **loader_kwargs)
+
+    def input_batch(self, item: Any) -> tuple[Any, Any]:
+        """Return a batch of one row, as `test_dl` gives it, and what stands for its loader."""
+        return self.data.encode([item]), ONLY_INPUTS
 
 
 def _parts_that_differ(dates: Sequence[Dates], train: "DataFrame") -> tuple[list[Categories], list[Numbers]]:
