@@ -1255,6 +1255,7 @@ class Learner(RunState):
 
     # Files
 
+    @public
     def save(self, file: File, with_opt: bool = True) -> Path | BinaryIO:
         """Write the model's weights, and the optimizer's state, on rank 0. Never waits for other ranks.
 
@@ -1290,6 +1291,7 @@ class Learner(RunState):
             save_whole(state, target)
         return target
 
+    @public
     def load(
         self, file: File, with_opt: bool = True, strict: bool = True, device: torch.device | str | int | None = None
     ) -> "Learner":
@@ -1332,6 +1334,7 @@ class Learner(RunState):
             )
         return self
 
+    @public
     def export(self, fname: str | Path) -> Path:
         """Write the trained model for those who predict with it, on rank 0 alone: `load_learner` reads it.
 

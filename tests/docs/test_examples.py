@@ -286,7 +286,7 @@ def test_batch_and_rate_prints_both_halves_of_its_table():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "nproc"), [("python", 1), ("launch", 2), pytest.param("torchrun", 2, marks=pytest.mark.soak)]
+    ("way", "nproc"), [("python", 1), *(pytest.param(way, 2, marks=pytest.mark.soak) for way in ("launch", "torchrun"))]
 )
 def test_train_images_reads_folders_and_exports(way, nproc):
     from PIL import Image
