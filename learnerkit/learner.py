@@ -585,7 +585,8 @@ class Learner(RunState):
         arguments.check_positive("lr_mult", lr_mult)
         kwargs["cbs"] = listify(kwargs.get("cbs"))  # for both parts
         high = base_lr / 2
-        rates = slice(high / lr_mult, high) if self.splitter else high  # without a splitter, groups keep their ratio
+        several = self.splitter is not None and len(optim.split(unwrap(self.model), self.splitter)) > 1
+        rates = slice(high / lr_mult, high) if several else high  # groups of the user's own keep their ratio
         head = dict(n_epoch=freeze_epochs, lr_max=slice(base_lr), pct_start=0.99, **kwargs)
         whole = dict(n_epoch=epochs, lr_max=rates, pct_start=pct_start, div=div, **kwargs)
         takes = signature(self.fine_tune).parameters | signature(self.fit_one_cycle).parameters.keys()

@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 
 from learnerkit.text import did_you_mean, first_few, in_one_line, printable
 from learnerkit.torch_internals import StatisticsNorm
-from learnerkit.utils import library_of, unbound, warn
+from learnerkit.utils import library_of, unbound
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -470,6 +470,9 @@ def group_rates(
         default: the same, used if `lr` is `None`, or does not have the optimizer. Without one groups have their base
             rates.
         settle: is given the rates of each optimizer, and returns them without any `Later`.
+
+    Raises:
+        ValueError: as in `rates`, and `slice(lo, hi)` for one group.
     """
     opts = made.values() if isinstance(made, dict) else [made]
     pairs = zip(for_each(made, listed(lr)), for_each(made, listed(default)), strict=True)
@@ -483,7 +486,11 @@ def _rates_of(opt: Optimizer, lr: Any) -> list[float]:
         return base
     is_slice = isinstance(lr, slice)
     if is_slice and lr.start is not None and len(base) == 1:
-        warn(f"got lr={lr} for 1 parameter group, which gets {lr.stop}; splitter= makes several groups of a model")
+        raise ValueError(
+            f"got lr={lr} for 1 parameter group, which would get {lr.stop} alone; give that rate, or give the Learner "
+            "a splitter=, which makes several groups of the model"
+            " (errors.html#learning-rate)"
+        )
     if is_row(lr) or (is_slice and (lr.start is not None or len(set(base)) == 1)):
         return rates(lr, len(base), whose_groups(opt))
     (rate,) = rates(lr, 1)

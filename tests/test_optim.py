@@ -404,13 +404,14 @@ def test_rates_of_groups_are_shown(capsys):
     assert optim.rates_text([1e-5, 1e-4, 1e-4, 1e-3, 1e-2]) == "1e-05 .. 0.01 in 5 groups"
 
 
-def test_a_slice_over_one_group_is_told():
+def test_a_slice_over_one_group_is_refused():
     for fit in ("fit", "fit_one_cycle"):
-        with pytest.warns(UserWarning, match="for 1 parameter group, which gets 0.001; splitter= makes several"):
+        with pytest.raises(ValueError, match="for 1 parameter group, which would get 0.001 alone; give that rate, or"):
             getattr(make_learner(), fit)(1, slice(1e-5, 1e-3))
     learn = make_learner()
     learn.fit(1, slice(1e-3))
-    learn.fine_tune(1)  # no warning
+    learn.fine_tune(1)
+    make_learner(splitter=lambda model: [list(model.parameters())]).fine_tune(1)
 
 
 def test_fine_tuning_keeps_the_ratio_of_rates_that_the_user_gave_to_groups():
