@@ -157,7 +157,7 @@ def test_train_autoencoder_goes_on_by_itself_with_what_two_processes_have_left(t
     assert Path("models/reconstructions.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_fashion_challenge_prints_each_seed_and_the_mean():
     data = ["--data", "sample", "--images", 512, "--width", 1]
     options = [*data, "--epochs", 1, "--seeds", 2, "--first", 3, "--bs", 8]
@@ -254,7 +254,7 @@ def test_train_tabular_learns(monkeypatch, capsys):
     assert (float(trees[1]) > 0.9) if importlib.util.find_spec("sklearn") else (trees is None)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_train_tabular_comes_to_the_same_numbers_on_two_processes():
     pytest.importorskip("pandas")
     runs = [run_script(EXAMPLES / "train_tabular.py", nproc=n, way=way) for n, way in ((1, "python"), (2, "torchrun"))]

@@ -20,8 +20,8 @@ NOTEBOOKS = {  # with so many pictures and tables
     "08_data": (2, 4),
     "09_batch_and_rate": (1, 2),
 }
-# The others take a minute or two.
-SHORT = ("01_getting_started", "02_distributed", "04_writing_callbacks", "05_resume", "07_looking_inside")
+# The others take half a minute to two.
+SHORT = ("01_getting_started", "02_distributed", "04_writing_callbacks", "05_resume")
 
 
 def read_notebook(name):
