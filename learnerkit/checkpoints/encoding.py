@@ -130,8 +130,10 @@ def decode(found: Any, tensors: Mapping[int, Tensor] | Sequence[Tensor]) -> Any:
     if mark is None:
         return {key: decode(value, tensors) for key, value in found.items()}
     value: Any = found[mark]
-    if type(value) is not {"!tuple": list, "!dict": list, "!scalar": str, "!float": str}.get(mark, int):
-        raise ValueError(f"it has the mark {mark!r} with a {type(value).__name__}")
+    kinds: dict[str, type] = {"!tuple": list, "!dict": list, "!scalar": str, "!float": str}
+    kind = type(value)
+    if kind is not kinds.get(mark, int):
+        raise ValueError(f"it has the mark {mark!r} with a {kind.__name__}")
     match mark:
         case "!tensor":
             order = found.get("order")
