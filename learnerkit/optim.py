@@ -602,10 +602,11 @@ def load_state(made: Optimizer | Optimizers, saved: dict, model: nn.Module) -> N
     try:
         for name, opt in opts.items():
             opt.param_groups = groups[name]
+            # How a step is computed, and the base rates, are as the script has them, and not the file.
+            kept = [{k: v for k, v in own.items() if k in _PLAIN} | {BASE: _base_rate(own)} for own in groups[name]]
+            theirs = [group | own for group, own in zip(states[name]["param_groups"], kept, strict=True)]
             with torch.no_grad():
-                opt.load_state_dict(states[name])
-            for group, own in zip(opt.param_groups, groups[name], strict=True):
-                group[BASE] = _base_rate(own)  # as the script has it, and not the file
+                opt.load_state_dict(states[name] | {"param_groups": theirs})
             state_to_params(opt)
     except Exception as e:  # an optimizer's own way to load may raise anything
         for opt, state, param_groups in before:

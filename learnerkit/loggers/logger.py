@@ -231,9 +231,7 @@ class Logger(Callback):
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """The run and the last step, once all up to it is written. A host-device sync."""
-        if self._id is None:
-            return {}
+        """The run, if it has begun, and the last step, once all up to it is written. A host-device sync."""
         if self._handle is not None:  # not in `before_fit`, where nothing is new
             self._note_row()
             self._write_notes(wait=True)
@@ -244,6 +242,8 @@ class Logger(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on in the run after the last step that was written before the checkpoint."""
+        if state["id"] is None:
+            return  # it had not begun
         if self._handle is None or self._newest > state["newest"]:
             self._release()
             self._goes_back = True
