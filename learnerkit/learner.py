@@ -442,13 +442,7 @@ class Learner(RunState):
             ValueError: the training loader has no length, so that nobody knows how far training has come.
         """
         cycle, momentum = self._one_cycle(div, div_final, pct_start, moms)
-        run: dict[str, Any] = {
-            "wd": wd,
-            "cbs": cbs,
-            "reset_opt": reset_opt,
-            "start_epoch": start_epoch,
-            "n_steps": n_steps,
-        }
+        run = dict[str, Any](wd=wd, cbs=cbs, reset_opt=reset_opt, start_epoch=start_epoch, n_steps=n_steps)
         self._fit_scheduled(cycle, n_epoch, lr_max, momentum=momentum, **run)
 
     def _one_cycle(
@@ -484,13 +478,7 @@ class Learner(RunState):
         Raises:
             ValueError: the training loader has no length, so that nobody knows how far training has come.
         """
-        run: dict[str, Any] = {
-            "wd": wd,
-            "cbs": cbs,
-            "reset_opt": reset_opt,
-            "start_epoch": start_epoch,
-            "n_steps": n_steps,
-        }
+        run = dict[str, Any](wd=wd, cbs=cbs, reset_opt=reset_opt, start_epoch=start_epoch, n_steps=n_steps)
         self._fit_scheduled(lambda rate: combined_cos(pct_start, rate, rate, rate / div_final), n_epoch, lr, **run)
 
     @public
@@ -523,13 +511,7 @@ class Learner(RunState):
             arguments.check_count(name, value)
         lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
         shares = [length / sum(lengths) for length in lengths]
-        run: dict[str, Any] = {
-            "wd": wd,
-            "cbs": cbs,
-            "reset_opt": reset_opt,
-            "start_epoch": start_epoch,
-            "n_steps": None,
-        }
+        run = dict[str, Any](wd=wd, cbs=cbs, reset_opt=reset_opt, start_epoch=start_epoch, n_steps=None)
         self._fit_scheduled(
             lambda peak: combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles), sum(lengths), lr_max, **run
         )
@@ -589,7 +571,7 @@ class Learner(RunState):
         rates = slice(high / lr_mult, high) if several else high  # groups of the user's own keep their ratio
         head = dict(n_epoch=freeze_epochs, lr_max=slice(base_lr), pct_start=0.99, **kwargs)
         whole = dict(n_epoch=epochs, lr_max=rates, pct_start=pct_start, div=div, **kwargs)
-        takes = signature(self.fine_tune).parameters | signature(self.fit_one_cycle).parameters.keys()
+        takes = {*signature(self.fine_tune).parameters, *signature(self.fit_one_cycle).parameters}
         check_keywords("Learner.fine_tune", kwargs, sorted(takes - {"kwargs", "n_epoch", "lr_max"}))
         for part in (head, whole):
             arguments.check_fit(self, part["n_epoch"], part.get("start_epoch", 0), part.get("n_steps"))
