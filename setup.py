@@ -12,8 +12,11 @@ TRACKERS = {
     "wandb": ["wandb>=0.19"],
     "comet": ["comet-ml>=3.44"],
     "mlflow": ["mlflow>=2.14"],
+    "trackio": ["trackio>=0.40"],
 }
 ONNX = ["onnx>=1.17", "onnxscript>=0.5"]
+HUB = ["huggingface_hub>=0.30"]
+SERVE = ["fastapi>=0.115", "uvicorn>=0.30"]  # for examples/serve.py
 DOCS = ["sphinx>=8.1", "myst-nb>=1.3", "furo>=2025.7.19", "sphinx-copybutton>=0.5.2"]
 PEERS = ["fastai>=2.8", "lightning>=2.5", "accelerate>=1.10"]  # with which nbs/coming_from compares
 DEV = [
@@ -23,12 +26,17 @@ DEV = [
     *TABULAR,
     *ONNX,
     "onnxruntime>=1.20",
+    *HUB,
+    *SERVE,
+    "httpx>=0.27",
     *TEXT,
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.7",
     "ruff>=0.9",
     "mypy>=1.13",
+    "basedpyright>=1.30",  # pyright with a node of its own, so that pip installs all of it
+    "build>=1.2",
     "psutil>=5.9",
     "torchmetrics>=1.4",
     "torcheval>=0.0.7",
@@ -42,8 +50,10 @@ DEV = [
     *TRACKERS["tensorboard"],
     *TRACKERS["wandb"],
     *TRACKERS["comet"],
-    "mlflow-skinny>=2.14",  # all of it but the server and the viewer
+    *TRACKERS["mlflow"],
+    *TRACKERS["trackio"],
     "scikit-learn>=1.5",
+    "jsonargparse[signatures]>=4.40",
 ]
 
 VERSION = re.search(
@@ -57,9 +67,12 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
+    license_files=["LICENSE"],
     python_requires=">=3.11",
+    package_dir={"": "."},  # so that an editable install is a path file, which editors and type checkers follow
     packages=find_packages(include=["learnerkit", "learnerkit.*"]),
     package_data={"learnerkit": ["assets/*", "py.typed"]},
+    entry_points={"console_scripts": ["learnerkit = learnerkit.__main__:main"]},
     install_requires=[
         "torch>=2.10",
         "torchvision",
@@ -75,6 +88,8 @@ setup(
         "tabular": TABULAR,
         "text": TEXT,
         "onnx": ONNX,
+        "hub": HUB,
+        "serve": SERVE,
         "docs": DOCS,
         "peers": PEERS,
         "dev": DEV,

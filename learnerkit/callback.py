@@ -17,7 +17,47 @@ from learnerkit.events import INNER_EVENTS, LOOP, CancelException, Event
 from learnerkit.text import did_you_mean
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from learnerkit.callbacks.recorder import Recorder
+    from learnerkit.data.loaders import DataLoaders
     from learnerkit.learner import Learner
+    from learnerkit.state import PublicState
+
+    class _Read(PublicState):
+        """What a callback reads of its learner, as type checkers see it; `Any`: it may use the name for its own."""
+
+        n_epoch: int | Any
+        n_steps: int | Any
+        n_iter: int | Any
+        dls: DataLoaders
+        model: nn.Module
+        recorder: Recorder
+        final_record: list[float]
+        effective_batch_size: int | Any
+        x: Any
+        y: Any
+        opt: Any
+        opts: Any
+        cbs: Any
+        loss_func: Any
+        loss_weight: Any
+        metrics: Any
+        logger: Any
+        path: Any
+        model_dir: Any
+        opt_func: Any
+        splitter: Any
+        lr: Any
+        wd: Any
+        wd_bn_bias: Any
+        moms: Any
+        train_bn: Any
+
+        @property
+        def smooth_loss(self) -> float | None: ...
+else:
+    _Read = object
 
 LEVELS = ("fit", "epoch", "train", "validate", "batch")
 """The levels of the loop that have a cleanup event."""
@@ -28,7 +68,7 @@ _FREE = ("check",)
 """Names of the learner's that a callback may give its own attributes: a common word, and nothing that a run reads."""
 
 
-class Callback:
+class Callback(_Read):
     """Code that runs during training: subclass it, or pass functions: `Callback(after_batch=f, order=0)`.
 
     Attributes:
@@ -78,16 +118,18 @@ class Callback:
         """The attribute of the learner by which others find this callback: `Recorder` is `learn.recorder`."""
         return camel2snake(type(self).__name__.removesuffix("Callback")) or "callback"
 
-    def __getattr__(self, name: str) -> Any:
-        # Only reached when the callback has no such attribute itself.
-        learn = self.__dict__.get("learn")
-        if learn is not None and not name.startswith("__"):
-            try:
-                return getattr(learn, name)
-            except AttributeError:
-                pass
-        where = "nor has its learner" if learn is not None else "and it is not added to a learner"
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}, {where}")
+    if not TYPE_CHECKING:  # for which a name that is not in `_Read` is a mistake
+
+        def __getattr__(self, name: str) -> Any:
+            # Only reached when the callback has no such attribute itself.
+            learn = self.__dict__.get("learn")
+            if learn is not None and not name.startswith("__"):
+                try:
+                    return getattr(learn, name)
+                except AttributeError:
+                    pass
+            where = "nor has its learner" if learn is not None else "and it is not added to a learner"
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}, {where}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         learn = self.__dict__.get("learn")

@@ -10,11 +10,10 @@ if TYPE_CHECKING:
     from learnerkit.data.position import Position
 
 
-class RunState:
+class PublicState:
     """The attributes that a run sets, with their values when nothing runs.
 
-    A callback reads these as its own (`self.loss`), and assigns them as `self.learn.loss = ...`. Names with an
-    underscore belong to this package: a callback of your own may use such a word, without it, for an attribute.
+    A callback reads these as its own (`self.loss`), and assigns them as `self.learn.loss = ...`.
     """
 
     task: str | None = None
@@ -34,7 +33,6 @@ class RunState:
     """Training batches since the fit began."""
     pct_train: float = 0.0
     """The share of the fit's training that is done, from 0 to 1."""
-    _start_epoch: int = 0  # the first epoch of the fit, or of its part in this process
 
     # The batch
 
@@ -56,13 +54,16 @@ class RunState:
     """The predictions: the model's output, or its `logits`."""
     output: Any = None
     """The whole output of the model."""
-    loss: Any = None
+    loss: Tensor | Any = None
     """The loss that is recorded, detached: a tensor, or `None` without targets."""
-    loss_grad: Any = None
+    loss_grad: Tensor | Any = None
     """The loss that is differentiated."""
 
-    # For this package
 
+class RunState(PublicState):
+    """The attributes that a run sets, with those of this package, whose names begin with an underscore."""
+
+    _start_epoch: int = 0  # the first epoch of the fit, or of its part in this process
     _dispatch: "Dispatch" = None  # type: ignore[assignment]  # who is called at which event; None: nothing runs
     _in_fit: bool = False  # whether a fit is going on, whose random streams evaluation leaves alone
     _unpack: Any = None  # the `Unpacker` of the loader that is read
@@ -76,12 +77,14 @@ class RunState:
     _as_validated: Any = nullcontext  # a context in which the model has the weights that are validated, as an average
 
     def __init__(self) -> None:
-        for name in RunState.__annotations__:  # in the learner's own `__dict__`, with what else it has
+        for name in _NAMES:  # in the learner's own `__dict__`, with what else it has
             setattr(self, name, getattr(RunState, name))
 
+
+_NAMES = (*PublicState.__annotations__, *RunState.__annotations__)
 
 COUNTERS = ("n_epoch", "n_steps", "epoch", "train_iter", "pct_train", "_start_epoch")
 """The attributes that stay after a fit, and that evaluation puts back."""
 
-TRANSIENT = tuple(name for name in RunState.__annotations__ if name not in COUNTERS)
+TRANSIENT = tuple(name for name in _NAMES if name not in COUNTERS)
 """The attributes that every run puts back at its end."""

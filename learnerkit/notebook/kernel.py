@@ -17,7 +17,7 @@ import time
 from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from types import GeneratorType
@@ -52,7 +52,7 @@ class WorkerTraceback(Exception):
     """The cause of an error that a worker raised: its traceback there."""
 
 
-def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> Any:
+def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> AbstractContextManager["Learner"]:
     """Return the context for `Learner.distrib_ctx`.
 
     Raises:

@@ -441,7 +441,7 @@ def _should_move(
 def judge_metrics(learn: "Learner") -> list[Finding]:
     """Compute each metric on the present batch, on this rank alone: no other rank waits for one that fails."""
     try:
-        meters = make_meters(copy.deepcopy(learn.metrics), learn.loss_func)
+        meters = make_meters(copy.deepcopy(learn.metrics), learn.loss_func, learn.dls.classes, learn.dls.targets)
     except Exception as e:
         return [Finding(WRONG, in_one_line(e))]
     values, found = [], []
