@@ -4,6 +4,7 @@ Fashion-MNIST is (c) 2017 Zalando SE, MIT licence; the chat lines are by the aut
 the table of penguins is in the public domain (CC0). The notices are in `learnerkit/assets`.
 """
 
+from collections.abc import Callable
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,6 +61,7 @@ def fashion_mnist_sample() -> tuple[TensorDataset, TensorDataset]:
 def fashion_mnist_files(path: str | Path) -> Path:
     """Write the sample of `fashion_mnist_sample` as PNG files into path/train/<class>/ and path/valid/<class>/.
 
+    No folder can have the slash of the class 'T-shirt/top': it is in the folder 'T-shirt-top', and has that name there.
     A folder that is there already is left as it is. With several processes rank 0 writes and the others wait; every
     rank must reach this.
 
@@ -69,27 +71,91 @@ def fashion_mnist_files(path: str | Path) -> Path:
     Returns:
         The folder.
     """
-    found: Any = world.rank0_first(_write_files, Path(path))
+    found: Any = world.rank0_first(_write_whole, Path(path), _write_fashion)
     return found
 
 
-def _write_files(path: Path) -> Path:
-    from PIL import Image
-
+def _write_whole(path: Path, write: Callable[..., None], *args: Any) -> Path:
+    "Let `write` make a folder, unless it is there."
     if path.is_dir():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent) as folder:
         whole = Path(folder, path.name)
-        for part, ds in zip(("train", "valid"), fashion_mnist_sample(), strict=True):
-            for name in FASHION_MNIST_CLASSES:
-                (whole / part / name.replace("/", "-")).mkdir(parents=True)
-            images, labels = ds.tensors
-            for i, (pixels, label) in enumerate(zip(images.mul(255).round().to(torch.uint8), labels, strict=True)):
-                name = FASHION_MNIST_CLASSES[label].replace("/", "-")
-                Image.fromarray(pixels[0].numpy()).save(whole / part / name / f"{i:04}.png")
+        write(whole, *args)
         whole.rename(path)  # so that it is whole or not there
     return path
+
+
+def _write_fashion(folder: Path) -> None:
+    from PIL import Image
+
+    for part, ds in zip(("train", "valid"), fashion_mnist_sample(), strict=True):
+        for name in FASHION_MNIST_CLASSES:
+            (folder / part / name.replace("/", "-")).mkdir(parents=True)
+        images, labels = ds.tensors
+        for i, (pixels, label) in enumerate(zip(images.mul(255).round().to(torch.uint8), labels, strict=True)):
+            name = FASHION_MNIST_CLASSES[label].replace("/", "-")
+            Image.fromarray(pixels[0].numpy()).save(folder / part / name / f"{i:04}.png")
+
+
+SHAPES = ("background", "circle", "square")
+"""The names of the numbers in the masks of `drawn_shapes`."""
+
+
+def drawn_shapes(path: str | Path, n: int = 200, seed: int = 0, size: int = 64) -> Path:
+    """Draw pictures with a circle, a square or both, and write them as PNG files with all that is known of them.
+
+    `path/shapes.csv` has a row for each picture: `image` and `mask`, its files; `shapes`, their names with a blank
+    between them, the largest first; `n`, how many they are; `cx` and `cy`, the centre of the largest in pixels, and
+    `x0`, `y0`, `x1`, `y1`, the box around it. A mask has the number of `SHAPES` for each pixel. A folder that is there
+    already is left as it is. With several processes rank 0 writes and the others wait; every rank must reach this.
+
+    Args:
+        path: the folder.
+        n: pictures.
+        seed: of the draw.
+        size: pixels of height and width.
+
+    Returns:
+        The folder.
+    """
+    found: Any = world.rank0_first(_write_whole, Path(path), _write_shapes, n, seed, size)
+    return found
+
+
+def _write_shapes(folder: Path, n: int, seed: int, size: int) -> None:
+    import csv
+
+    import numpy as np
+    from PIL import Image
+
+    draw = np.random.default_rng(seed)
+    down, across = np.mgrid[:size, :size] + 0.5
+    (folder / "images").mkdir(parents=True)
+    (folder / "masks").mkdir()
+    with (folder / "shapes.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["image", "mask", "shapes", "n", "cx", "cy", "x0", "y0", "x1", "y1"])
+        for i in range(n):
+            picture = draw.integers(0, 80, (size, size, 3), dtype=np.uint8)
+            mask = np.zeros((size, size), np.uint8)
+            kinds = draw.permutation([1, 2])[: draw.integers(1, 3)]
+            radius = int(draw.integers(size // 6, size // 4))
+            x, y = map(int, draw.integers(radius, size - radius, 2))
+            small = size // 8
+            beside = np.clip((x + size // 2) % size, small, size - small)  # where they do not touch
+            places = [(x, y, radius), (beside, draw.integers(small, size - small), small)]
+            for (centre, height, reach), kind in zip(places, kinds, strict=False):
+                right, under = np.abs(across - centre), np.abs(down - height)
+                distance = np.hypot(right, under) if SHAPES[kind] == "circle" else np.maximum(right, under)
+                picture[distance <= reach] = draw.integers(120, 256, 3)
+                mask[distance <= reach] = kind
+            files = [f"images/{i:04}.png", f"masks/{i:04}.png"]
+            Image.fromarray(picture).save(folder / files[0])
+            Image.fromarray(mask).save(folder / files[1])
+            names = " ".join(SHAPES[kind] for kind in kinds)
+            rows.writerow([*files, names, len(kinds), x, y, x - radius, y - radius, x + radius, y + radius])
 
 
 def fashion_mnist(root: str | Path) -> tuple[TensorDataset, TensorDataset]:

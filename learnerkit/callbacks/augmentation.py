@@ -87,8 +87,11 @@ class BatchTransform(_Drawing):
             found = self.fn(first, learn.y)
         if not isinstance(found, tuple) or len(found) != 2:
             raise ValueError(f"{self.fn} returned {describe(found)}; BatchTransform(with_targets=True) needs (x, y)")
-        learn.xb, y = (found[0], *rest), found[1]
-        learn.yb = (y,) if len(learn.yb) == 1 else tuple(y)
+        before, y = learn.yb, found[1]
+        learn.yb = (y,) if len(before) == 1 else tuple(y)
+        # A model that makes its own loss has its targets among the inputs.
+        new = {id(old): each for old, each in zip(before, learn.yb, strict=True)}
+        learn.xb = (found[0], *(new.get(id(x), x) for x in rest))
 
 
 class _Mixing(_Drawing):

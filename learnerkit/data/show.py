@@ -127,6 +127,17 @@ def label(y: Any, classes: Sequence[str] | Callable[[Tensor], str] | None) -> st
     return cell(y)
 
 
+DRAWN = ("points", "boxes", "masks")
+"""The targets of pictures that are drawn over them."""
+
+
+def note(y: Any, dls: "DataLoaders") -> Any:
+    """What shows a target or a decoded prediction of one sample: its text, or itself where it is drawn."""
+    if dls.targets in DRAWN:
+        return y[0] if isinstance(y, tuple) else y
+    return label(y, dls.target_names)
+
+
 # Samples
 
 
@@ -146,13 +157,15 @@ def nth(part: Any, i: int) -> Any:
     return tuple(nth(x, i) for x in part) if isinstance(part, tuple | list) else part
 
 
-def show(dls: "DataLoaders", inputs: list[tuple], notes: dict[str, list[str]], title: str = "") -> Any:
+def show(dls: "DataLoaders", inputs: list[tuple], notes: dict[str, list[Any]], title: str = "") -> Any:
     """Show samples on rank 0.
 
     Args:
         dls: whose `decode` makes of an input what is shown.
         inputs: of each sample.
-        notes: what is written to each sample, by its kind, such as 'target'; `WRONG` marks what is wrong.
+        notes: what is written to each sample, by its kind, such as 'target'; `WRONG` marks what is wrong. What is no
+            text is drawn, targets in green, and predictions in red; of masks a prediction in colours, and the target's
+            outlines, if there are both.
         title: of the figure.
 
     Returns:
@@ -169,7 +182,9 @@ def show(dls: "DataLoaders", inputs: list[tuple], notes: dict[str, list[str]], t
     shown: list[Any] = [dls.decode(*x) if dls.decode else (x[0] if len(x) == 1 else x) for x in inputs]
     pictures = [picture for x in shown if (picture := _picture(x)) is not None]
     if len(pictures) == len(shown):
-        return _figure(pictures, [list(each) for each in zip(*notes.values(), strict=True)], title)
+        return _figure(
+            pictures, [dict(zip(notes, each, strict=True)) for each in zip(*notes.values(), strict=True)], title
+        )
     rows = [_row(x) for x in shown]
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[row.get(name, "") for name in names] for row in rows]
@@ -217,24 +232,50 @@ def _picture(x: Any) -> Tensor | None:
     return x.float() / 255 if x.dtype == torch.uint8 else x.float().nan_to_num(0.0, 0.0, 0.0)
 
 
-def _figure(pictures: list[Tensor], notes: list[list[str]], title: str) -> Any:
+def _figure(pictures: list[Tensor], notes: list[dict[str, Any]], title: str) -> Any:
     low, high = min(float(p.min()) for p in pictures), max(float(p.max()) for p in pictures)
     if low < 0 or high > 1:  # normalised: all by the same range, so that they can be compared
         pictures = [(p - low) / max(high - low, 1e-12) for p in pictures]
     plt = pyplot("show")
     across = math.ceil(math.sqrt(len(pictures)))
     down = math.ceil(len(pictures) / across)
-    lines = max((len(note) for note in notes), default=0)
+    texts = [[text for text in each.values() if isinstance(text, str)] for each in notes or [{}] * len(pictures)]
+    lines = max(map(len, texts))
     size = 2 * across, (1.9 + 0.2 * lines) * down + 0.3 * bool(title)
     figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
     for ax in axes.flat:
         ax.axis("off")
-    for ax, picture, note in zip(axes.flat, pictures, notes or [[]] * len(pictures), strict=False):
+    for ax, picture, written in zip(axes.flat, pictures, texts, strict=False):
         ax.imshow(picture.numpy(), cmap="gray", vmin=0, vmax=1)
-        wrong = {"color": "tab:red"} if any(line.startswith(WRONG) for line in note) else {}
-        ax.set_title("\n".join(note), fontsize=9, **wrong)
+        wrong = {"color": "tab:red"} if any(line.startswith(WRONG) for line in written) else {}
+        ax.set_title("\n".join(written), fontsize=9, **wrong)
+    for ax, each in zip(axes.flat, notes, strict=False):
+        drawn = {name: y for name, y in each.items() if not isinstance(y, str)}
+        for name, y in drawn.items():
+            _draw(ax, y, _COLORS.get(name, "tab:red"), outlines=len(drawn) > 1 and name == "target")
     if title:
         figure.suptitle(title, fontsize=10)
     if front_end() == "notebook":
         plt.close(figure)  # else the notebook would show it twice, as a figure and as the value of the cell
     return figure
+
+
+_COLORS = {"target": "tab:green"}
+
+
+def _draw(ax: Any, y: Any, color: str, outlines: bool) -> None:
+    "Draw a dict of boxes, points (k, 2) or a mask (H, W) over a picture."
+    from matplotlib.patches import Rectangle
+
+    if isinstance(y, Mapping):
+        for x0, y0, x1, y1 in y["boxes"].tolist():
+            ax.add_patch(Rectangle((x0 - 0.5, y0 - 0.5), x1 - x0, y1 - y0, fill=False, edgecolor=color, linewidth=2))
+    elif y.is_floating_point():
+        ax.scatter(
+            *(y.reshape(-1, 2).T - 0.5).tolist(), color=color, s=20
+        )  # matplotlib's 0 is in the middle of the first pixel
+    elif outlines:
+        for number in y.unique().tolist():
+            ax.contour((y == number).numpy(), [0.5], colors="white", linewidths=1)
+    else:
+        ax.imshow(np.ma.masked_less(y.numpy(), 0), cmap="tab20", vmin=0, vmax=19, alpha=0.5, interpolation="nearest")

@@ -1,6 +1,8 @@
-"""Augmentation of whole batches of images, with random numbers of its own for each image."""
+"""Augmentation of whole batches of images, with random numbers of its own for each image, and of places in them."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,14 +50,31 @@ class ImageAugmentation:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
 
-    def __call__(self, images: Tensor) -> Tensor:
-        """Return the images (n, channels, height, width), floats from 0 to 1, augmented."""
-        if images.device.type != "cpu":
-            return self._changed(images)
-        some = max(1, _IN_CACHE // max(1, images[:1].numel()))  # a processor is quicker with few at a time
-        return torch.cat([self._changed(part) for part in images.split(some)])
+    def __call__(self, images: Tensor, targets: Any = None) -> Any:
+        """Return images augmented, and with targets the pair of both.
 
-    def _changed(self, images: Tensor) -> Tensor:
+        Masks, points and boxes move with their image: masks by the nearest pixel, boxes to those around their corners.
+        Points and boxes may leave the image.
+
+        Args:
+            images: (n, channels, height, width), floats from 0 to 1.
+            targets: torchvision's `tv_tensors`: a `Mask` (n, height, width), `KeyPoints` (n, k, 2), or a list of
+                dicts with `BoundingBoxes` (k, 4).
+        """
+        # A processor is quicker with few at a time.
+        some = max(1, _IN_CACHE // max(1, images[:1].numel())) if images.device.type == "cpu" else max(1, len(images))
+        parts = [self._changed(part) for part in images.split(some)]
+        found = torch.cat([part for part, _, _ in parts])
+        if targets is None:
+            return found
+        grid, forth = (torch.cat([part[i] for part in parts]) for i in (1, 2))
+        return found, _moved(targets, grid, forth, found.shape[-2:])
+
+    def _changed(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return images augmented; where their pixels are in the originals; and the affine maps (n, 2, 3) to there.
+
+        Both count from -1 to 1, between the edges of an image.
+        """
         n, channels, height, width = images.shape
 
         def draw(least: float, largest: float) -> Tensor:
@@ -65,31 +84,49 @@ class ImageAugmentation:
         w, h = (root * stretch).clamp(max=1), (root / stretch).clamp(max=1)
         x, y = (1 - w) * draw(-1, 1), (1 - h) * draw(-1, 1)  # the image reaches from -1 to 1
         mirrored = w * torch.where(draw(0, 1) < self.flip, -1, 1)
-        out_height, out_width = self.size or (height, width)
+        angle = draw(-self.rotate, self.rotate).deg2rad() if self.rotate else torch.zeros_like(x)
+        cos, sin = angle.cos(), angle.sin()
+        # From a place in the crop to one in the image. An angle is one of pixels, whatever the image's proportions.
+        across = [mirrored * cos, -h * sin * (height / width), x]
+        along = [mirrored * sin * (width / height), h * cos, y]
         right, down = (
             torch.arange(1 - side, side, 2, device=images.device, dtype=images.dtype) / side
-            for side in (out_width, out_height)
+            for side in reversed(self.size or (height, width))
         )
-        # From a place in the crop to one in the image: across = x + mirrored * right, and so on.
-        across, along = (
-            (x + mirrored * right).expand(n, out_height, -1),
-            (y + h * down[:, None]).expand(-1, -1, out_width),
-        )
-        if self.rotate:
-            angle = draw(-self.rotate, self.rotate).deg2rad()
-            cos, sin = angle.cos(), angle.sin()
-            # An angle is one of pixels, whatever the image's proportions.
-            across, along = (
-                x + mirrored * cos * right - h * sin * (height / width) * down[:, None],
-                y + mirrored * sin * (width / height) * right + h * cos * down[:, None],
-            )
-        grid = torch.stack([across, along], -1)
+        grid = torch.stack([to_x * right + to_y * down[:, None] + by for to_x, to_y, by in (across, along)], -1)
         images = F.grid_sample(images, grid, padding_mode="reflection", align_corners=False)
         if self.light:
             contrast, brightness = 1 + draw(-self.light, self.light), draw(-self.light, self.light)
             shift = images.mean((1, 2, 3)).view(-1, 1, 1) * (1 - contrast) + brightness
             images = torch.addcmul(shift[:, None], images, contrast[:, None]).clamp_(0, 1)
-        return images
+        return images, grid, torch.stack([torch.cat(row, 2)[:, 0] for row in (across, along)], 1)
 
 
 _IN_CACHE = 1 << 20  # numbers
+
+
+def _moved(targets: Any, grid: Tensor, forth: Tensor, size: Sequence[int]) -> Any:
+    "Masks, points or boxes as `ImageAugmentation` moves them."
+    from torchvision import tv_tensors
+
+    if isinstance(targets, tv_tensors.Mask):
+        masks = targets.as_subclass(Tensor)[:, None]
+        exact = torch.promote_types(grid.dtype, torch.float32)  # every number of a class is one of these, too
+        moved = F.grid_sample(masks.to(exact), grid.to(exact), "nearest", "reflection", align_corners=False)
+        return moved[:, 0].round().to(masks.dtype)
+    if isinstance(targets, tv_tensors.KeyPoints):
+        return _placed(targets.as_subclass(Tensor), forth, targets.canvas_size, size)
+    return [_boxes_moved(each, affine[None], size) for each, affine in zip(targets, forth, strict=True)]
+
+
+def _placed(points: Tensor, forth: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
+    "Points (n, k, 2) in pixels of images that had one size and have another."
+    old, new = (points.new_tensor(side[::-1]) for side in (before, after))
+    places = (points * 2 / old - 1 - forth[:, None, :, 2].to(points)) @ forth[:, :, :2].to(points).inverse().mT
+    return (places + 1) * new / 2
+
+
+def _boxes_moved(target: dict, affine: Tensor, size: Sequence[int]) -> dict:
+    boxes, old = target["boxes"].as_subclass(Tensor), target["boxes"].canvas_size
+    corners = _placed(boxes[:, [0, 1, 2, 1, 0, 3, 2, 3]].reshape(1, -1, 2), affine, old, size).view(-1, 4, 2)
+    return target | {"boxes": torch.cat([corners.amin(1), corners.amax(1)], 1)}

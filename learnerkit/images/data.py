@@ -5,11 +5,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from learnerkit import world
@@ -17,11 +18,13 @@ from learnerkit.callbacks.augmentation import BatchTransform
 from learnerkit.data.loaders import ONLY_INPUTS, DataLoaders
 from learnerkit.data.order import keep_seeds
 from learnerkit.data.parts import held_out
+from learnerkit.data.show import DRAWN
 from learnerkit.export.reading import NoData
 from learnerkit.images.augmentation import ImageAugmentation
-from learnerkit.images.reading import ImageReader, ReadImages
+from learnerkit.images.reading import ImageReader
+from learnerkit.images.targets import ReadImages, TargetReader, listed, transformed
 from learnerkit.launch.environment import usable_cores
-from learnerkit.text import first_few
+from learnerkit.text import did_you_mean, first_few
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
 """The ends of the names that `from_folder` takes for pictures."""
@@ -30,15 +33,26 @@ _MOST_WORKERS = 8  # of a loader, where nothing is said
 
 
 class ImageData:
-    """Pictures with their classes: how they are read, and which are there to train and to validate on.
+    """Pictures with their targets: how they are read, and which are there to train and to validate on.
 
-    `from_folder` and `from_items` make one of files; a dataset that yields pictures is given as it is.
+    `from_folder`, `from_df`, `from_func` and `from_items` make one of files; a dataset that yields pictures is given as
+    it is.
 
     Args:
-        train_ds: pairs of a picture and the number of its class: a list, or a dataset such as torchvision's. Pictures
-            are paths, PIL's, arrays (H, W) or (H, W, C), or tensors (H, W) or (C, H, W).
+        train_ds: pairs of a picture and its target: a list, or a dataset such as torchvision's. Pictures are paths,
+            PIL's, arrays (H, W) or (H, W, C), or tensors (H, W) or (C, H, W).
         valid_ds: the same for validation.
         classes: the names of the classes; by default `train_ds.classes`.
+        targets: what a target is, and what the loaders make of it:
+            'class': the number of a class (the methods that are named above take its name).
+            'classes': several classes, a list or a set of their names; floats (n_classes,), 1 for those.
+            'numbers': a number or several; floats (n,).
+            'points': k points (k, 2), x and y in pixels of the picture in its file; floats (k, 2), in pixels of the
+            resized picture. Pixel 0, 0 is in the upper left corner.
+            'boxes': a dict of 'boxes' (k, 4), x0, y0, x1, y1 in pixels, and their 'labels', by name or number: what
+            torchvision's detectors take, in lists of one for each picture. Boxes are cut at the picture's borders.
+            'masks': the number of a class for each pixel (H, W): a file, PIL's, an array or a tensor; int64 (H, W),
+            the nearest pixels of the resized picture. Number -100 counts for nothing, as what 'pad' adds.
         size: pixels of height and width, or (height, width), to which all pictures are resized.
         channels: 3 for colours, 1 for gray; each picture is converted.
         method: how a picture of other proportions is made to fit: 'crop', 'pad' or 'squish', as for `ImageReader`.
@@ -53,6 +67,7 @@ class ImageData:
         valid_ds: Any = None,
         classes: Iterable[str] | None = None,
         *,
+        targets: str = "class",
         size: int | tuple[int, int] = 224,
         channels: int = 3,
         method: str = "crop",
@@ -60,8 +75,9 @@ class ImageData:
         self.reader = ImageReader(size, channels, method)  # type: ignore[arg-type]  # which makes two of one number
         found = getattr(train_ds, "classes", None) if classes is None else classes
         self.classes = None if found is None else list(map(str, found))
+        self.targets, of_targets = targets, TargetReader(targets, self.classes)
         self.train_ds, self.valid_ds = (
-            None if ds is None else ReadImages(ds, self.reader, self.classes) for ds in (train_ds, valid_ds)
+            None if ds is None else ReadImages(ds, self.reader, of_targets) for ds in (train_ds, valid_ds)
         )
 
     @classmethod
@@ -83,11 +99,12 @@ class ImageData:
             valid: what is validated on: a share of the pictures, drawn at random, of each class as many; the name of a
                 folder in `path`; or `None` for nothing.
             train: where `valid` is a folder, the one beside it to train on.
-            label: a function of a picture's path that returns its class; by default the name of its folder.
+            label: a function of a picture's path that returns its target; by default the name of its folder.
             seed: of the draw.
             skip_damaged: read every file once, and leave out those that cannot be read. Without it they are an error
                 when their turn comes.
-            reading: `size`, `channels` and `method`, as for `ImageData`.
+            reading: `classes`, `targets`, `size`, `channels` and `method`, as for `ImageData`, and `delim`, as for
+                `from_items`.
 
         Raises:
             FileNotFoundError: there is no such folder, or no picture in it.
@@ -111,52 +128,133 @@ class ImageData:
         label = label or _folder_name
         parts = [(paths, [label(Path(p)) for p in paths]) for _, paths in found]
         if isinstance(valid, str):
-            return cls._numbered(parts, reading)
+            return cls._of_parts(parts, **reading)
         return cls.from_items(*parts[0], valid, seed=seed, **reading)
 
     @classmethod
-    def from_items(
-        cls, items: Iterable, labels: Iterable, valid: float | None = 0.2, *, seed: int = 42, **reading: Any
+    def from_df(
+        cls,
+        df: Any,
+        image: str,
+        label: str | Sequence[str],
+        valid: Any = 0.2,
+        *,
+        path: str | Path = ".",
+        **reading: Any,
     ) -> "ImageData":
-        """Take pictures and their classes from two lists.
+        """Take pictures and their targets from the columns of a frame of pandas.
+
+        Args:
+            df: the frame.
+            image: the column of the pictures' files.
+            label: the column of the targets, or several: of 'numbers' each has one, of 'points' each two have an x and
+                a y. Of 'boxes' five have x0, y0, x1, y1 and the label of one box, and the rows of one picture belong
+                together.
+            valid: as for `from_items`; or the name of a column that is true in the rows to validate on.
+            path: the folder in which the files are, those of masks too.
+            reading: `seed`, `delim` and others, as for `from_items`.
+
+        Raises:
+            ValueError: a column that is not there; and as `from_items`.
+        """
+        several = not isinstance(label, str)
+        for name in (image, *(label if several else [label]), *([valid] if isinstance(valid, str) else [])):
+            if name not in df.columns:
+                near = did_you_mean(str(name), df.columns)
+                raise ValueError(f"there is no column {name!r}; the frame has {first_few(df.columns, n=20)}{near}")
+        rows = list(df[[*label]].itertuples(index=False, name=None) if several else df[label])
+        items, out = df[image].tolist(), None
+        if isinstance(valid, str):
+            out = list(map(bool, df[valid]))
+            if not set(df[valid]) <= {True, False}:
+                raise ValueError(
+                    f"the column {valid!r} has {first_few(set(df[valid]))}; it is true or false in each row"
+                )
+        if reading.get("targets") == "boxes" and several:
+            first = {item: i for i, item in reversed(list(enumerate(items)))}
+            boxes: dict[Any, list] = {item: [] for item in items}
+            for item, row in zip(items, rows, strict=True):
+                boxes[item].append(row)
+            items, rows = list(boxes), [_as_boxes(found) for found in boxes.values()]
+            out = out and [out[first[item]] for item in items]
+        elif reading.get("targets") == "masks":
+            rows = [Path(path, row) for row in rows]
+        return cls.from_items([Path(path, item) for item in items], rows, valid if out is None else out, **reading)
+
+    @classmethod
+    def from_func(cls, items: Iterable, label: Callable[[Path], Any], valid: Any = 0.2, **reading: Any) -> "ImageData":
+        """Take pictures whose targets are what a function of their paths returns.
+
+        Args:
+            items: paths.
+            label: the function.
+            valid, reading: as for `from_items`.
+        """
+        items = list(items)
+        return cls.from_items(items, [label(Path(item)) for item in items], valid, **reading)
+
+    @classmethod
+    def from_items(
+        cls, items: Iterable, labels: Iterable, valid: Any = 0.2, *, seed: int = 42, **reading: Any
+    ) -> "ImageData":
+        """Take pictures and their targets from two lists.
 
         Args:
             items: paths, or pictures as for `ImageData`.
-            labels: the class of each.
-            valid: the share that is validated on, drawn at random, of each class as many; or `None` for nothing.
+            labels: the target of each, as for `ImageData`; a class by its name, which is text or a whole number.
+            valid: what is validated on: a share, drawn at random, of each class as many; a list with true or false for
+                each picture, or of their places; or `None` for nothing.
             seed: of the draw.
-            reading: `size`, `channels` and `method`, as for `ImageData`.
+            reading: `targets`, `size`, `channels` and `method`, as for `ImageData`; `classes`, by default those of the
+                labels to train on; and `delim`, which says where to cut a text with several classes, such as ' '.
 
         Raises:
-            ValueError: lists of other lengths, a single class, or another share.
+            ValueError: lists of other lengths, a single class, another `valid`, or labels that are no such targets.
+            FileNotFoundError: masks whose files are not there.
         """
         items, labels = list(items), list(labels)  # a column of a frame has indices of its own
         if len(items) != len(labels):
             raise ValueError(f"got {len(items):,} pictures and {len(labels):,} labels; each picture has one")
-        if valid is None:
-            return cls._numbered([(items, labels)], reading)
-        if not isinstance(valid, float) or not 0 < valid < 1:
-            raise ValueError(f"got valid={valid!r}; it is a share between 0 and 1, such as 0.2, or None")
-        out = held_out(valid, labels, seed)
-        rows = [[i for i, is_out in enumerate(out) if is_out == is_valid] for is_valid in (False, True)]
-        return cls._numbered([([items[i] for i in part], [labels[i] for i in part]) for part in rows], reading)
+        parts = [(items, labels)]
+        if valid is not None:
+            by_class = reading.get("targets", "class") == "class"
+            out = held_out(valid, labels if by_class else [0] * len(labels), seed)
+            rows = [[i for i, is_out in enumerate(out) if is_out == is_valid] for is_valid in (False, True)]
+            parts = [([items[i] for i in part], [labels[i] for i in part]) for part in rows]
+        return cls._of_parts(parts, **reading)
 
     @classmethod
-    def _numbered(cls, parts: Sequence[tuple[Sequence, list]], reading: dict[str, Any]) -> "ImageData":
-        "Make it of pictures and labels to train on and to validate on, with numbers for the labels."
-        classes = sorted(set(parts[0][1]))
-        if len(classes) < 2 or isinstance(classes[0], float):
-            raise ValueError(
-                f"the classes to train on are: {first_few(classes) or 'none'}; there have to be two, and labels are "
-                "text or whole numbers"
-            )
-        numbers = {name: number for number, name in enumerate(classes)}
-        if unknown := {str(name) for _, labels in parts for name in labels if name not in numbers}:
-            raise ValueError(f"validated on, but not trained on: the classes {first_few(sorted(unknown))}")
-        datasets = [
-            [(item, numbers[name]) for item, name in zip(items, labels, strict=True)] for items, labels in parts
-        ]
-        return cls(datasets[0], datasets[1] if len(datasets) > 1 else None, classes, **reading)
+    def _of_parts(
+        cls,
+        parts: Sequence[tuple[Sequence, list]],
+        *,
+        targets: str = "class",
+        classes: Iterable[Any] | None = None,
+        delim: str | None = None,
+        **reading: Any,
+    ) -> "ImageData":
+        "Make it of pictures and labels to train on and to validate on."
+        if targets == "classes":
+            parts = [(items, [listed(label, delim) for label in labels]) for items, labels in parts]
+        names = None if classes is None else list(classes)
+        if targets in ("class", "classes"):
+            known = set(parts[0][1] if targets == "class" else chain.from_iterable(parts[0][1]))
+            names = sorted(known) if names is None else names
+            if len(names) < 2 or isinstance(names[0], float):
+                raise ValueError(
+                    f"the classes to train on are: {first_few(names) or 'none'}; there have to be two, and labels are "
+                    "text or whole numbers"
+                )
+        reader = TargetReader(targets, None if names is None else list(map(str, names)))
+        if targets == "class":
+            unknown = {str(name) for _, labels in parts for name in labels} - {*(reader.classes or ())}
+            if unknown and classes is None:
+                raise ValueError(f"validated on, but not trained on: the classes {first_few(sorted(unknown))}")
+            parts = [(items, reader.numbers(map(str, labels)).tolist()) for items, labels in parts]
+        encoded = [[reader.encoded(label) for label in labels] for _, labels in parts]
+        reader.check(chain.from_iterable(encoded))
+        datasets = [list(zip(items, ys, strict=True)) for (items, _), ys in zip(parts, encoded, strict=True)]
+        return cls(datasets[0], datasets[1] if len(datasets) > 1 else None, names, targets=targets, **reading)
 
     def __repr__(self) -> str:
         parts = ((self.train_ds, "train on"), (self.valid_ds, "validate on"))
@@ -172,7 +270,8 @@ class ImageData:
         self,
         bs: int = 64,
         *,
-        augment: bool | Callable[[Tensor], Tensor] = False,
+        augment: bool | Callable[..., Any] = False,
+        transform: Callable[..., Any] | None = None,
         num_workers: int | None = None,
         **kwargs: Any,
     ) -> "ImageDataLoaders":
@@ -184,7 +283,13 @@ class ImageData:
         Args:
             bs: pictures in a training batch.
             augment: a function of a batch (n, channels, height, width) in training, such as `ImageAugmentation(...)`
-                with other values, or transforms of `torchvision.transforms.v2`; `True`: `ImageAugmentation()`.
+                with other values, or transforms of `torchvision.transforms.v2`; `True`: `ImageAugmentation()`. Where
+                the targets are masks, points or boxes, it is f(pictures, targets) and returns both, as `transform`,
+                with a batch of each: a `Mask` (n, height, width), `KeyPoints` (n, k, 2), or a list of dicts.
+            transform: a transform of `torchvision.transforms.v2` for each picture in training, in the workers; or a
+                function f(picture, target) that returns both. It gets the resized picture (channels, height, width),
+                uint8, and its target as `tv_tensors`: `Image`, and `Mask`, `KeyPoints` or `BoundingBoxes`, so that a
+                target follows its picture. Pictures that it returns have one size.
             num_workers: processes that read; by default the cores of the machine over its ranks, up to 8, for files,
                 and none for pictures in memory.
             kwargs: those of `DataLoaders.from_datasets`.
@@ -196,21 +301,28 @@ class ImageData:
             cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             num_workers = min(_MOST_WORKERS, cores) if isinstance(first, str | os.PathLike) else 0
         kwargs |= {"bs": bs, "num_workers": num_workers}
-        dls = self._with_loaders(ImageDataLoaders.from_datasets(self.train_ds, self.valid_ds, **kwargs))
+        if self.targets == "boxes":
+            kwargs.setdefault("collate_fn", _in_lists)
+        train_ds = self.train_ds
+        if transform is not None:
+            train_ds = ReadImages(train_ds.samples, self.reader, train_ds.targets, transform)
+        dls = self._with_loaders(ImageDataLoaders.from_datasets(train_ds, self.valid_ds, **kwargs))
         if augment:
             dls.augment = ImageAugmentation() if augment is True else augment
-            dls.cbs = [BatchTransform(dls.augment)]
+            moves = self.targets in DRAWN
+            fn = partial(transformed, dls.augment, self.targets) if moves else dls.augment
+            dls.cbs = [BatchTransform(fn, with_targets=moves)]
         return dls
 
     def _with_loaders(self, dls: Any) -> "ImageDataLoaders":
-        dls.data, dls.preprocessing = self, json.loads(self.to_json())
+        dls.data, dls.targets, dls.preprocessing = self, self.targets, json.loads(self.to_json())
         return dls
 
     # Files
 
     def to_json(self) -> str:
         """The classes and how pictures are read as JSON, which `from_json` reads."""
-        return json.dumps({**asdict(self.reader), "classes": self.classes})
+        return json.dumps({**asdict(self.reader), "classes": self.classes, "targets": self.targets})
 
     @classmethod
     def from_json(cls, text: str) -> "ImageData":
@@ -222,17 +334,22 @@ class ImageDataLoaders(DataLoaders):
     """Loaders of pictures, with their `data`. Their batches become floats from 0 to 1 on the device.
 
     Attributes:
-        augment: the function that changes batches in training, or `None`.
+        augment: the function that changes batches in training, or `None`; of masks and points it takes and returns
+            pictures and targets.
     """
 
     data: ImageData
-    augment: Callable[[Tensor], Tensor] | None = None
+    inputs = {"images": ("channels", "height", "width")}
+    augment: Callable[..., Any] | None = None
     _shows_augmented = False
 
     def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple, tuple]:
         """Split a batch as `DataLoaders` do, with images as floats."""
         (images, *others), targets = super().split(batch, arguments)
         images = images / 255 if images.dtype == torch.uint8 else images
+        if self.augment and self._shows_augmented and self.targets in DRAWN:
+            images, *moved = transformed(self.augment, self.targets, images, *targets)
+            return (images, *others), tuple(moved)
         return (self.augment(images) if self.augment and self._shows_augmented else images, *others), targets
 
     def test_dl(self, items: Any, bs: int | None = None, **loader_kwargs: Any) -> DataLoader:
@@ -255,10 +372,11 @@ class ImageDataLoaders(DataLoaders):
             items = list(items)
         return super().test_dl(ReadImages(items, self.data.reader), bs, **loader_kwargs)
 
-    def input_batch(self, item: Any) -> tuple[Any, Any]:
-        """Return a batch of one picture, as `test_dl` gives it, and what stands for its loader."""
+    def input_batch(self, *items: Any) -> tuple[Any, Any]:
+        """Return a batch of some pictures, as `test_dl` gives it, and what stands for its loader."""
         join = self._joins_inputs(self.train if self.valid is None else self.valid)
-        return join([ReadImages([item], self.data.reader)[0]]), ONLY_INPUTS
+        pictures = ReadImages(items, self.data.reader)
+        return join([pictures[i] for i in range(len(items))]), ONLY_INPUTS
 
     def show_batch(self, n: int = 9, ds_idx: int = 0) -> Any:
         """Show pictures of the first batch of a loader with their classes; those of training are augmented."""
@@ -268,6 +386,18 @@ class ImageDataLoaders(DataLoaders):
                 return super().show_batch(n, ds_idx)
         finally:
             self._shows_augmented = False
+
+
+def _in_lists(samples: list[tuple]) -> tuple:
+    "Make a batch of samples, each with targets of its own number."
+    pictures, *targets = zip(*samples, strict=True)
+    return torch.stack(pictures), *map(list, targets)
+
+
+def _as_boxes(rows: list[tuple]) -> dict[str, list]:
+    if any(len(row) != 5 for row in rows):
+        raise ValueError(f"got {len(rows[0])} columns of boxes; they are five: x0, y0, x1, y1 and the label")
+    return {"boxes": [row[:4] for row in rows], "labels": [row[4] for row in rows]}
 
 
 def _folder_name(path: Path) -> str:

@@ -2,13 +2,12 @@
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 METHODS = ("crop", "pad", "squish")
 
@@ -46,6 +45,14 @@ class ImageReader:
         """Return a picture as a tensor of shape (channels, height, width), uint8.
 
         Args:
+            picture: as for `placed`.
+        """
+        return self.placed(picture)[0]
+
+    def placed(self, picture: Any) -> tuple[Tensor, "Place"]:
+        """Return a picture as a tensor of shape (channels, height, width), uint8, and where its pixels have gone.
+
+        Args:
             picture: the path of a file, a PIL picture, an array of shape (H, W) or (H, W, C), or a tensor of shape
                 (H, W) or (C, H, W); arrays and tensors are uint8, or floats from 0 to 1.
 
@@ -58,8 +65,10 @@ class ImageReader:
         if isinstance(picture, str | os.PathLike):
             try:
                 with Image.open(picture) as image:
+                    lies = image.getexif().get(_ORIENTATION, 1) > 4  # on its side
+                    place = self.place(*(image.size if lies else image.size[::-1]))
                     image.draft(self._mode, (max(self.size), max(self.size)))  # JPEG: decodes no more than is needed
-                    return self._fit(self._pixels(image))
+                    return self._fit(self._pixels(image)), place
             except Exception as e:  # PIL raises many types for damaged files
                 raise OSError(
                     f"the picture {os.fspath(picture)} cannot be read ({type(e).__name__}: {e}). Replace or remove it; "
@@ -72,7 +81,17 @@ class ImageReader:
                 f"got a {type(picture).__name__} for a picture; it is a path, a PIL picture, an array (H, W[, C]) or a "
                 "tensor ([C, ]H, W)"
             )
-        return self._fit(self._pixels(picture))
+        pixels = self._pixels(picture)
+        return self._fit(pixels), self.place(*pixels.shape[1:])
+
+    def place(self, h: int, w: int) -> "Place":
+        """Return where the pixels of a picture of height `h` and width `w` go."""
+        kept, inner, (height, width) = (h, w), self.size, self.size
+        if self.method == "crop":
+            kept = min(h, max(1, round(w * height / width))), min(w, max(1, round(h * width / height)))
+        elif self.method == "pad":
+            inner = min(height, max(1, round(h * width / w))), min(width, max(1, round(w * height / h)))
+        return Place((h, w), kept, inner, self.size)
 
     @property
     def _mode(self) -> str:
@@ -93,17 +112,50 @@ class ImageReader:
         return pixels.reshape(turned.height, turned.width, self.channels).permute(2, 0, 1)
 
     def _fit(self, pixels: Tensor) -> Tensor:
-        (_, h, w), (height, width) = pixels.shape, self.size
-        if self.method == "crop":
-            kept = min(h, max(1, round(w * height / width))), min(w, max(1, round(h * width / height)))
-            top, left = (h - kept[0]) // 2, (w - kept[1]) // 2
-            return _resized(pixels[:, top : top + kept[0], left : left + kept[1]], self.size)
-        if self.method == "squish":
-            return _resized(pixels, self.size)
-        inner = min(height, max(1, round(h * width / w))), min(width, max(1, round(w * height / h)))
-        top, left = (height - inner[0]) // 2, (width - inner[1]) // 2
-        around = (left, width - inner[1] - left, top, height - inner[0] - top)
-        return F.pad(_resized(pixels, inner), around)
+        place = self.place(*pixels.shape[1:])
+        (top, left), (kept_h, kept_w) = place.corner, place.kept
+        return F.pad(_resized(pixels[:, top : top + kept_h, left : left + kept_w], place.inner), place.border)
+
+
+class Place(NamedTuple):
+    """Where the pixels of a picture go: a part in its middle is resized, and put in the middle of the new picture.
+
+    Args:
+        stored: (height, width) of the picture as it is stored, turned as its EXIF data say.
+        kept: of the part.
+        inner: of the part as it is resized.
+        size: of the new picture.
+    """
+
+    stored: tuple[int, int]
+    kept: tuple[int, int]
+    inner: tuple[int, int]
+    size: tuple[int, int]
+
+    @property
+    def corner(self) -> tuple[int, int]:
+        """The row and column where the part begins."""
+        return (self.stored[0] - self.kept[0]) // 2, (self.stored[1] - self.kept[1]) // 2
+
+    @property
+    def border(self) -> tuple[int, int, int, int]:
+        """The pixels to add at the left, right, top and bottom."""
+        down, across = self.size[0] - self.inner[0], self.size[1] - self.inner[1]
+        return across // 2, across - across // 2, down // 2, down - down // 2
+
+    def moved(self, points: Tensor) -> Tensor:
+        """Return points (k, 2), x and y in pixels of the stored picture, in pixels of the new one."""
+        (top, left), border = self.corner, self.border
+        scale = points.new_tensor([self.inner[1] / self.kept[1], self.inner[0] / self.kept[0]])
+        return (points - points.new_tensor([left, top])) * scale + points.new_tensor([border[0], border[2]])
+
+    def cut(self, mask: Tensor, outside: int) -> Tensor:
+        """Return a mask (H, W) for the new picture by its nearest pixels, with the number `outside` where none are."""
+        rows, columns = (
+            begin + ((torch.arange(n) + 0.5) * (of / n)).long()
+            for begin, of, n in zip(self.corner, self.kept, self.inner, strict=True)
+        )
+        return F.pad(mask[rows[:, None], columns], self.border, value=outside)
 
 
 _ORIENTATION = 0x0112  # the number of the EXIF tag
@@ -127,23 +179,3 @@ def _as_bytes(picture: Tensor | np.ndarray) -> np.ndarray:
             "two or three dimensions"
         )
     return picture[..., 0] if picture.shape[2:] == (1,) else np.ascontiguousarray(picture)
-
-
-class ReadImages(Dataset):
-    """The samples of a dataset, with their pictures read.
-
-    Args:
-        samples: pictures as `ImageReader` takes them, or pairs of one and a target.
-        reader: the reader.
-        classes: the names of the targets, where they are classes.
-    """
-
-    def __init__(self, samples: Any, reader: ImageReader, classes: list[str] | None = None) -> None:
-        self.samples, self.reader, self.classes = samples, reader, classes
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, i: int) -> Any:
-        sample = self.samples[i]
-        return (self.reader(sample[0]), *sample[1:]) if isinstance(sample, tuple) else self.reader(sample)

@@ -12,7 +12,7 @@ from learnerkit import arguments, world
 from learnerkit.callbacks.prediction import decoder, per_sample
 from learnerkit.data.batches import loader_len, with_rows
 from learnerkit.data.order import first_batch, in_order, keep_seeds
-from learnerkit.data.show import WRONG, Table, label, nth, pyplot, samples_of, show
+from learnerkit.data.show import DRAWN, WRONG, Table, label, note, nth, pyplot, samples_of, show
 from learnerkit.losses import itself
 from learnerkit.utils import describe
 
@@ -251,9 +251,11 @@ def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:
     found, classes = decode(learn.loss_func, preds, targets), dls.target_names
     rows = with_rows(preds if found is None else found, len(samples))
     answers = [nth(rows, i) for i in range(len(samples))]
-    if targets is None or found is None:
-        notes = {} if targets is None else {"target": [label(y, classes) for _, y in samples]}
-        notes["prediction"] = [label(p, classes if found is not None else None) for p in answers]
+    if targets is None or found is None or dls.targets in DRAWN:
+        notes = {} if targets is None else {"target": [note(y, dls) for _, y in samples]}
+        notes["prediction"] = [
+            label(p, None) if found is None and dls.targets is None else note(p, dls) for p in answers
+        ]
     else:
         notes = _notes((y if len(y) > 1 else y[0] for _, y in samples), answers, classes)
     return show(dls, [x for x, _ in samples], notes, "target and prediction" if len(notes) > 1 else "prediction")

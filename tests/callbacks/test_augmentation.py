@@ -226,6 +226,26 @@ def test_it_acts_where_it_is_told_to():
     assert len(set(after)) == 1
 
 
+class NotesTargets(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 1), []
+
+    def forward(self, x, targets=None):
+        self.seen.append((x, targets))
+        return {"squared": (self.layer(x) - targets).square().mean()}
+
+
+def test_a_model_that_makes_its_own_loss_gets_the_targets_that_go_with_its_inputs():
+    model, before = NotesTargets(), []
+    note = Callback(before_batch=lambda cb: before.append((cb.xb, cb.yb)))
+    cbs = [BatchTransform(lambda x, y: (-x, y + 5), with_targets=True), note]
+    Learner(make_learner().dls, model, cbs=cbs, loss_weight="samples").fit(1)
+    assert len(before) > 1
+    assert all(len(xb) == 2 and xb[1] is yb[0] for xb, yb in before)
+    assert all(targets is xb[1] for (_, targets), (xb, _) in zip(model.seen, before, strict=True))
+
+
 def test_targets_may_be_transformed_too():
     seen = []
     learn = make_learner(cbs=BatchTransform(lambda x, y: (-x, y + 5), with_targets=True))

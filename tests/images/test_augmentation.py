@@ -5,8 +5,12 @@ import math
 import pytest
 import torch
 from helpers import raises
+from torch.nn import functional as F
+from torchvision.transforms import v2
 
+from learnerkit.images import augmentation
 from learnerkit.images.augmentation import ImageAugmentation
+from learnerkit.images.targets import transformed
 
 
 def places(n=200, height=32, width=48):
@@ -74,6 +78,83 @@ def test_light_changes_brightness_and_contrast_of_each_image():
         assert least - 1e-3 < each.min() < least + 0.02
         assert largest - 0.02 < each.max() < largest + 1e-3
     assert ImageAugmentation(light=1.0)(torch.rand(50, 1, 4, 4)).aminmax() >= (0, 0)
+
+
+# What moves with the images
+
+
+KINDS = {
+    "crops": ImageAugmentation(scale=(0.3, 0.9), flip=0.5),
+    "rotates": ImageAugmentation((0.5, 1), rotate=40, size=(40, 52)),
+    "a processor's parts": ImageAugmentation((0.5, 1), rotate=10),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_masks_and_points_move_with_their_images(name, monkeypatch):
+    if name == "a processor's parts":
+        monkeypatch.setattr(augmentation, "_IN_CACHE", 3 * 32 * 48 * 2)
+    torch.manual_seed(0)
+    images = places(5)
+    number = (images[:, 0] // 1 + 48 * (images[:, 1] // 1)).long()
+    points = torch.rand(5, 7, 2) * torch.tensor([48.0, 32])
+    found = {}
+    for kind, y in (("masks", number), ("points", points)):
+        torch.manual_seed(1)
+        found[kind] = transformed(KINDS[name], kind, images, y)
+    torch.manual_seed(1)
+    alone = KINDS[name](images)
+    assert all(type(pair[0]) is type(pair[1]) is torch.Tensor for pair in found.values())
+    assert all(torch.equal(pair[0], alone) for pair in found.values())
+    mask = found["masks"][1]
+    assert mask.dtype == torch.int64
+    # In the middle of the result, the pixel of the mask is the one whose column and row the image has.
+    column, row = (alone[:, i, 10:22, 14:34] for i in (0, 1))
+    inner = mask[:, 10:22, 14:34]
+    assert ((inner % 48 + 0.5 - column).abs() < 0.51).all()
+    assert ((inner // 48 + 0.5 - row).abs() < 0.51).all()
+    height, width = alone.shape[-2:]
+    for i in range(5):
+        moved = found["points"][1][i]
+        inside = ((moved > 1) & (moved < torch.tensor([width - 1.0, height - 1.0]))).all(1)
+        at = moved[inside] * 2 / torch.tensor([width, height]) - 1
+        shown = F.grid_sample(alone[i : i + 1, :2], at[None, None], align_corners=False)[0, :, 0].T
+        assert inside.any()
+        torch.testing.assert_close(shown, points[i][inside], atol=0.02, rtol=0)
+
+
+def test_boxes_are_those_around_what_they_had():
+    torch.manual_seed(0)
+    images = torch.zeros(20, 3, 32, 48)
+    images[:, :, 8:20, 10:30] = 1
+    names = torch.tensor([3, 4])
+    boxes = [{"boxes": torch.tensor([[10.0, 8, 30, 20], [43, 27, 48, 32]]), "labels": names}] * 20
+    found, moved = transformed(ImageAugmentation((0.4, 0.9)), "boxes", images, boxes)
+    assert {len(each["boxes"]) for each in moved} == {1, 2}  # the small one is often outside
+    for image, each in zip(found, moved, strict=True):
+        assert len(each["labels"]) == len(each["boxes"])
+        assert each["labels"][0] == 3
+        rows, columns = ((image[0] > 0.5).any(1 - i).nonzero() for i in (0, 1))
+        shown = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+        assert (each["boxes"][0] - torch.tensor(shown)).abs().max() < 1.01
+        assert (each["boxes"] >= 0).all()
+        assert (each["boxes"] <= torch.tensor([48, 32, 48, 32])).all()
+    assert torch.equal(boxes[0]["boxes"], torch.tensor([[10.0, 8, 30, 20], [43, 27, 48, 32]]))
+
+
+def test_transforms_of_torchvision_get_images_and_targets():
+    images, mask = torch.rand(3, 3, 20, 30), torch.randint(4, (3, 20, 30))
+    boxes = [{"boxes": torch.tensor([[2.0, 3, 10, 9]]), "labels": torch.tensor([1])}] * 3
+    for kind, y in (("masks", mask), ("boxes", boxes)):
+        ours, theirs = (
+            transformed(fn, kind, images, y)
+            for fn in (ImageAugmentation((1, 1), (1, 1), flip=1), v2.RandomHorizontalFlip(1))
+        )
+        torch.testing.assert_close(ours, theirs)
+        assert type(theirs[0]) is torch.Tensor
+    torch.manual_seed(0)
+    found, moved = transformed(v2.RandomResizedCrop(10), "masks", images, mask)
+    assert (found.shape, moved.shape) == ((3, 3, 10, 10), (3, 10, 10))
 
 
 def test_what_is_refused():

@@ -75,6 +75,21 @@ def test_a_class_is_what_a_function_says(folder):
     assert all(int(Path(path).stem) % 2 == number for path, number in data.train_ds.samples)
 
 
+def test_a_class_may_have_a_slash_in_its_name(folder, plt):
+    data = ImageData.from_folder(folder, label=lambda p: "T-shirt/top" if "dark" in str(p) else "Coat", size=8)
+    dls = data.dataloaders(4, num_workers=0, device="cpu")
+    assert dls.classes == ["Coat", "T-shirt/top"]
+    titles = [ax.get_title() for ax in dls.show_batch(4).axes]
+    assert set(titles) <= {"Coat", "T-shirt/top"}
+    assert "T-shirt/top" in titles
+    learn = make_learner(dls)
+    path = str(learn.export("slash.pt2"))
+    again = load_learner(path, data=ImageData, device="cpu")
+    file = next(folder.glob("dark/[0-9]*.png"))
+    assert again.predict(file).label == learn.predict(file).label
+    assert again.dls.classes == dls.classes
+
+
 def test_training_and_validation_have_folders_of_their_own(folder):
     Path("parts").mkdir()
     folder.rename("parts/train")
@@ -174,7 +189,8 @@ def test_what_is_raw_is_predicted_from_files_and_after_an_export(folder):
     found = loaded.predict(path)
     assert found.label == "light"
     assert torch.allclose(found.pred, expected.pred, atol=1e-5)
-    assert loaded.dls.preprocessing == {"size": [8, 8], "channels": 3, "method": "crop", "classes": ["dark", "light"]}
+    reading = {"size": [8, 8], "channels": 3, "method": "crop", "classes": ["dark", "light"], "targets": "class"}
+    assert loaded.dls.preprocessing == reading
     assert len(loaded.get_preds(dl=loaded.dls.test_dl(paths))[0]) == 4
 
 

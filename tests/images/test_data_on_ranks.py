@@ -1,15 +1,18 @@
-"""Pictures from files on several ranks: what one process learns, each picture read once."""
+"""Pictures from files on several ranks: what one process learns, each picture read once, with targets of each kind."""
 
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
 from rank_pool import Results
 from torch import nn
 
-from learnerkit import ImageData, Learner, accuracy, set_seed, world
+from learnerkit import ImageData, Learner, accuracy, mae, set_seed, world
+from learnerkit.datasets import drawn_shapes
+from learnerkit.vision.classifier import Scaled
 
 
 def write_pictures():
@@ -59,3 +62,35 @@ def test_ranks_augment_their_own_pictures_and_keep_the_same_weights(results):
     ranks = results[2, "augmented"]
     assert ranks[0] == ranks[1]
     assert ranks[0] != results[2, "plain"][0]
+
+
+def train_targets(name):
+    targets = name
+    folder = drawn_shapes("shapes", n=43, size=16)
+    set_seed(1)
+    column = {"classes": "shapes", "numbers": "n", "points": ["cx", "cy"]}[targets]
+    reading = {"targets": targets, "delim": " ", "path": folder, "size": 16}
+    data = ImageData.from_df(pd.read_csv(folder / "shapes.csv"), "image", column, 0.3, **reading)
+    dls = data.dataloaders(8, num_workers=0, device="cpu")
+    layers = [nn.Linear(3 * 16 * 16, 1 if targets == "numbers" else 2)]
+    if targets != "classes":
+        layers.append(Scaled(*data.train_ds.scale()))
+    loss = nn.BCEWithLogitsLoss() if targets == "classes" else nn.MSELoss()
+    learn = Learner(dls, nn.Sequential(nn.Flatten(), *layers), loss, metrics=accuracy if targets == "classes" else mae)
+    with learn.distrib_ctx(split_batches=True), learn.no_logging():
+        learn.fit(2, 0.001)
+        preds, y = learn.get_preds()
+    assert [each.tolist() for each in y] == [data.valid_ds[i][1].tolist() for i in range(len(data.valid_ds))]
+    return learn.recorder.values, [w.tolist() for w in learn.model.state_dict().values()], preds.tolist()
+
+
+@pytest.fixture(scope="module")
+def found(rank_pools):
+    return Results(rank_pools, train_targets)
+
+
+@pytest.mark.parametrize("targets", ["classes", "numbers", pytest.param("points", marks=pytest.mark.slow)])
+def test_ranks_learn_several_classes_numbers_and_points_as_one_process_does(found, targets):
+    (expected,) = found[1, targets]
+    for each in found[2, targets]:
+        torch.testing.assert_close(each, expected, rtol=1e-4, atol=1e-4)

@@ -7,8 +7,9 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from itertools import takewhile
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from torch.nn import functional as F
 
 from learnerkit import world
 from learnerkit.data.loaders import DataLoaders
+from learnerkit.data.weights import class_loss
 from learnerkit.learner import Learner
+from learnerkit.metrics import accuracy, mae
 from learnerkit.text import did_you_mean
 from learnerkit.utils import describe, listify, training_modes, unwrap
 
@@ -42,6 +45,7 @@ def vision_learner(
     splitter: Callable[[nn.Module], Iterable] | None = None,
     pretrained: bool | None = None,
     model_kwargs: dict[str, Any] | None = None,
+    class_weights: Any = None,
     **learner_kwargs: Any,
 ) -> Learner:
     """Make a Learner for images, whose model is the body of a known network with a new head.
@@ -51,17 +55,24 @@ def vision_learner(
 
     Args:
         dls: batches of images (batch, channels, height, width), floats from 0 to 1 or uint8, and targets.
-        model_fn: a builder of torchvision (`resnet18`), its name (`"resnet18"`), or a module, which is copied.
-        n_out: outputs; by default the number of `classes` of the training set, or the `num_classes` of a metric.
-        weights: the weights to load, as torchvision takes them ('DEFAULT', 'IMAGENET1K_V1', a member of the enum);
-            `None`: a new network.
-        metrics: as for `Learner`.
+        model_fn: a builder of torchvision (`resnet18`), its name (`"resnet18"`), the name of a network of timm, or a
+            module, which is copied. A name that both know is torchvision's; `"timm:resnet18"` is timm's. A line that is
+            printed says whose network it is, and whether it is pretrained.
+        n_out: outputs; by default the number of `classes` of the training set, or the `num_classes` of a metric; for
+            numbers and points as many as a target has.
+        weights: the weights to load, as torchvision takes them ('DEFAULT', 'IMAGENET1K_V1', a member of the enum); of a
+            network of timm 'DEFAULT', with the tag in its name ("resnet18.a1_in1k") or timm's own choice; `None`: a new
+            network.
+        metrics: as for `Learner`; by default `accuracy` for several classes, and `mae` for numbers and points.
         cut: the body: a number of the network's first children, or a function of the network that returns it; by
             default everything before its pooling and its classifier.
-        concat_pool: pool the body's feature maps by average and maximum, concatenated, instead of by average only.
-        loss_func: default `nn.CrossEntropyLoss()`.
+        concat_pool: pool the body's feature maps by average and maximum, concatenated, instead of by average only. For
+            points they are averaged in each of 4 x 4 parts of the picture.
+        loss_func: default `nn.CrossEntropyLoss()`; for several classes (`ImageData(targets="classes")`)
+            `nn.BCEWithLogitsLoss()`, and for numbers and points `nn.MSELoss()`, of outputs that begin at their mean and
+            have their standard deviation (`Scaled`).
         normalize: (mean, std) of each channel for the model's first layer (`Normalize`); `True`: those that the weights
-            were trained with, for a module or a new network ImageNet's; `False`: no such layer.
+            were trained with, for a module or a new network of torchvision ImageNet's; `False`: no such layer.
         n_in: channels of the images. Unless it is 3 the first convolution is changed: one channel gets the sum of the
             three channels' weights, two get the first two times 1.5, and those beyond three start at zero; `normalize`
             then uses the average of its numbers. With 3, gray images of one channel are repeated.
@@ -72,32 +83,76 @@ def vision_learner(
         pretrained: whether the body is pretrained, so that it starts frozen; by default it is with `weights` and for
             a module.
         model_kwargs: for the builder, such as `{"image_size": 64}` of torchvision's vision transformers.
+        class_weights: as for `tabular_learner`.
         learner_kwargs: for `Learner`.
 
     Raises:
         TypeError, ValueError: arguments that cannot work, a network whose classifier is not found, no `n_out`.
         RuntimeError: the weights cannot be downloaded.
     """
+    if dls.targets in ("boxes", "masks"):
+        raise ValueError(
+            f"got loaders with {dls.targets}; vision_learner predicts classes, numbers and points. Masks are for "
+            "unet_learner, boxes for a detector such as torchvision's"
+        )
+    body, out, stats, is_pretrained = known_body(
+        model_fn, weights, cut, normalize, n_in, pretrained, model_kwargs or {}
+    )
+    if custom_head is None:
+        scaled = _scaled(dls, n_out)
+        if n_out is None:
+            n_out = count_classes(dls, metrics) if scaled is None else scaled.mean.numel()
+        n_features = out.shape[1]
+        pool: nn.Module | None = None
+        if out.ndim == 4 and dls.targets == "points":
+            n_features *= _GRID**2
+            pool = nn.AdaptiveAvgPool2d(_GRID)
+        elif out.ndim == 4:
+            pool = ConcatPool() if concat_pool else nn.AdaptiveAvgPool2d(1)
+        custom_head = create_head(n_features, n_out, hidden, dropout, pool)
+        if scaled is not None:
+            custom_head.append(scaled)
+        custom_head.to(out.dtype)
+    parts = {} if stats is None else {"normalize": stats}
+    model = nn.Sequential(OrderedDict(parts | {"body": body, "head": custom_head}))
+    loss, metric = _BY_TARGETS.get(dls.targets, (nn.CrossEntropyLoss, None))
+    loss_func = class_loss(dls, loss_func, loss(), class_weights)
+    metrics = metric if metrics is None else metrics
+    learn = Learner(dls, model, loss_func, splitter=splitter or split_layers, metrics=metrics, **learner_kwargs)
+    if is_pretrained:
+        learn.freeze()
+    return learn
+
+
+_BY_TARGETS: dict[str | None, tuple[Callable[..., nn.Module], Any]] = {
+    "classes": (nn.BCEWithLogitsLoss, accuracy), "numbers": (nn.MSELoss, mae), "points": (nn.MSELoss, mae),
+}  # fmt: skip
+"""The loss and the metric for the targets of `ImageData`."""
+
+_GRID = 4
+"""Down and across, the places at which a head for points gets feature maps: with one their place would be lost."""
+
+
+def known_body(
+    model_fn: Any, weights: Any, cut: Any, normalize: Any, n_in: int, pretrained: bool | None, model_kwargs: dict
+) -> tuple[nn.Module, Tensor, "Normalize | None", bool]:
+    """Return the body of a known network, its output for a small image, what normalizes, and whether it is pretrained.
+
+    Args:
+        model_fn, weights, cut, normalize, n_in, pretrained, model_kwargs: as for `vision_learner`.
+    """
     if not isinstance(model_fn, nn.Module):
-        network, weights = _build(model_fn, weights, model_kwargs or {}, pretrained)
+        network, weights = _build(model_fn, weights, model_kwargs, pretrained)
     elif weights is not None or model_kwargs:
         raise TypeError("weights= and model_kwargs= are for a builder; the given module has its weights already")
     else:
         network = copy.deepcopy(model_fn)
     body, out = _make_body(network, cut, n_in)
     _adapt_channels(body, n_in)
-    if custom_head is None:
-        n_out = _count_classes(dls, metrics) if n_out is None else n_out
-        pool = (ConcatPool() if concat_pool else nn.AdaptiveAvgPool2d(1)) if out.ndim == 4 else None
-        custom_head = create_head(out.shape[1], n_out, hidden, dropout, pool).to(out.dtype)
-    stats = _channel_stats(normalize, weights, n_in)
-    parts = {} if stats is None else {"normalize": Normalize(*stats)}
-    model = nn.Sequential(OrderedDict(parts | {"body": body, "head": custom_head}))
-    loss_func, splitter = loss_func or nn.CrossEntropyLoss(), splitter or split_layers
-    learn = Learner(dls, model, loss_func, splitter=splitter, metrics=metrics, **learner_kwargs)
-    if pretrained or (pretrained is None and (isinstance(model_fn, nn.Module) or weights is not None)):
-        learn.freeze()
-    return learn
+    stats = _channel_stats(normalize, weights, network, n_in)
+    if pretrained is None:
+        pretrained = isinstance(model_fn, nn.Module) or weights is not None
+    return body, out, None if stats is None else Normalize(*stats), pretrained
 
 
 # The parts of the model
@@ -125,6 +180,26 @@ class Normalize(nn.Module):
         if x.dtype == torch.uint8:
             x = x.to(self.mean.dtype) / 255
         return (x - self.mean) / self.std
+
+
+class Scaled(nn.Module):
+    """Gives outputs the shape and the scale of numbers: mean + std * x.
+
+    Args:
+        mean, std: of the numbers, of the shape of one target, such as (k, 2) for k points.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Tensor, std: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean.clone())
+        self.register_buffer("std", std.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return outputs (batch, n) as numbers (batch, ...)."""
+        return self.mean + self.std * x.reshape(-1, *self.mean.shape)
 
 
 class ConcatPool(nn.Module):
@@ -197,20 +272,13 @@ def _units(module: nn.Module, limit: float) -> Iterator[list[nn.Parameter]]:
 
 def _build(builder: Any, weights: Any, model_kwargs: dict, pretrained: bool | None) -> tuple[nn.Module, Any]:
     "Return the network, and the member of torchvision's enum for `weights`."
-    from torchvision import models
-
-    if isinstance(builder, str):
-        names = models.list_models(module=models)
-        if builder not in names:
-            near = did_you_mean(builder, names)
-            raise ValueError(f"torchvision has no classifier {builder!r}{near} (torchvision.models.list_models())")
-        builder = models.get_model_builder(builder)
+    builder = _named(builder) if isinstance(builder, str) else builder
     if not callable(builder):
         raise TypeError(f"got model_fn={builder!r}; it is a builder of torchvision, its name, or an nn.Module")
+    # A user's own builder may load weights by itself.
+    source = "timm" if isinstance(builder, _OfTimm) else "torchvision" if _is_torchvisions(builder) else None
     if weights is None:
-        # A user's own builder may load weights by itself.
-        is_torchvisions = (getattr(builder, "__module__", None) or "").startswith("torchvision.")
-        if pretrained and model_kwargs.get("weights") is None and is_torchvisions:
+        if pretrained and model_kwargs.get("weights") is None and source:
             raise ValueError(
                 f"got pretrained=True and no weights: {_name(builder)} would be a new network with random weights, "
                 "which would stay frozen; say which to load, such as weights='DEFAULT'"
@@ -222,12 +290,63 @@ def _build(builder: Any, weights: Any, model_kwargs: dict, pretrained: bool | No
         network = world.rank0_first(_load, builder, weights, model_kwargs, per_node=True)
     if not isinstance(network, nn.Module):
         raise TypeError(f"model_fn made a {type(network).__name__}; it must make an nn.Module")
+    if source and world.is_main():
+        loaded = weights or model_kwargs.get("weights")
+        if weights and source == "timm":
+            loaded = cast(dict, network.pretrained_cfg)["tag"]
+        said = f"pretrained weights: {loaded}" if loaded else "random weights; weights='DEFAULT' loads pretrained ones"
+        print(f"{_name(builder)} of {source} has {said}")
     return network, weights
+
+
+def _is_torchvisions(builder: Callable) -> bool:
+    return (getattr(builder, "__module__", None) or "").startswith("torchvision.")
+
+
+def _named(name: str) -> Callable[..., Any]:
+    "The builder of torchvision or else of timm that has this name."
+    from torchvision import models
+
+    names = models.list_models(module=models)
+    of_timm = name.removeprefix("timm:")
+    if of_timm == name and name in names:
+        return models.get_model_builder(name)
+    if find_spec("timm"):
+        import timm
+
+        if timm.is_model(of_timm):
+            return _OfTimm(of_timm)
+        names += timm.list_models()
+    near = did_you_mean(of_timm, names)
+    raise ValueError(
+        f"no classifier {name!r}{near}; there are torchvision.models.list_models() and, where timm "
+        "is installed, timm.list_models()"
+        " (errors.html#vision-model)"
+    )
+
+
+class _OfTimm:
+    "A builder of timm, called as one of torchvision."
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, weights: Any = None, **model_kwargs: Any) -> nn.Module:
+        import timm
+
+        return timm.create_model(self.__name__, pretrained=weights is not None, **model_kwargs)
 
 
 def _find_weights(builder: Callable, weights: Any) -> Any:
     from torchvision import models
 
+    if isinstance(builder, _OfTimm):
+        if weights != "DEFAULT":
+            raise ValueError(
+                f"got weights={weights!r}; of timm they are 'DEFAULT', and a tag belongs to the name: "
+                f"'{_name(builder).partition('.')[0]}.{weights}'"
+            )
+        return weights
     try:
         known = models.get_model_weights(builder)
     except ValueError:
@@ -244,10 +363,12 @@ def _load(builder: Callable, weights: Any, model_kwargs: dict) -> nn.Module:
     try:
         return builder(weights=weights, **model_kwargs)
     except OSError as e:  # such as errors of the connection
-        url, folder = getattr(weights, "url", weights), f"{torch.hub.get_dir()}/checkpoints"
+        put = f"put the file {getattr(weights, 'url', weights)} into {torch.hub.get_dir()}/checkpoints"
+        if isinstance(builder, _OfTimm):
+            put = "say where the file is by model_kwargs={'pretrained_cfg_overlay': {'file': ...}}"
         raise RuntimeError(
-            f"the weights of {_name(builder)} could not be downloaded ({e}). Without a connection, put the file {url} "
-            f"into {folder}, pass a module that has its weights, or train a new network with weights=None"
+            f"the weights of {_name(builder)} could not be downloaded ({e}). Without a connection, {put}, pass a "
+            "module that has its weights, or train a new network with weights=None"
             " (errors.html#download)"
         ) from e
 
@@ -288,7 +409,7 @@ def _make_body(network: nn.Module, cut: int | Callable | None, n_in: int) -> tup
         raise TypeError(f"got cut={cut!r}; it is a number of children, or a function of the network")
     if not isinstance(body, nn.Module) or not any(True for _ in body.parameters()):
         raise ValueError(f"cut={cut!r} left {describe(body)} without parameters; {_children(network)}")
-    _, out = _run_on_image(body, n_in, network)
+    _, out = run_on_image(body, n_in, network)
     return body, _checked_output(out, network)
 
 
@@ -306,7 +427,7 @@ def _without_classifier(network: nn.Module, n_in: int) -> tuple[nn.Module, Tenso
         if name
     ]
     try:
-        image, _ = _run_on_image(network, n_in, network, before=calls.clear)
+        image, _ = run_on_image(network, n_in, network, before=calls.clear)
     finally:
         for hook in hooks:
             hook.remove()
@@ -371,10 +492,10 @@ def _run(module: nn.Module, x: Tensor) -> Any:
         return module.eval()(x)
 
 
-def _run_on_image(
+def run_on_image(
     module: nn.Module, n_in: int, network: nn.Module, before: Callable[[], None] = lambda: None
 ) -> tuple[Tensor, Any]:
-    "Return an image that the module accepts, of the network's own size or else of 64 or 224 pixels, and its output."
+    """Return an image that the module accepts, of the network's own size or else 64 or 224 pixels, and its output."""
     conv = _first_conv(module)
     like = next(module.parameters(), torch.empty(0))
     own_size = getattr(network, "image_size", None)
@@ -438,14 +559,18 @@ def _adapt_channels(body: nn.Module, n_in: int) -> None:
     conv.in_channels, conv.weight = n_in, nn.Parameter(new)
 
 
-def _channel_stats(normalize: Any, weights: Any, n_in: int) -> tuple[list[float], list[float]] | None:
+def _channel_stats(
+    normalize: Any, weights: Any, network: nn.Module, n_in: int
+) -> tuple[list[float], list[float]] | None:
     "Return the mean and the standard deviation of each channel."
     if normalize is False:
         return None
     if normalize is True:
         transform: Any = weights.transforms() if hasattr(weights, "transforms") else None
         has_stats = hasattr(transform, "mean") and hasattr(transform, "std")
-        mean, std = map(list, (transform.mean, transform.std) if has_stats else IMAGENET_STATS)
+        of_timm = getattr(network, "pretrained_cfg", None) or {}
+        known = (of_timm["mean"], of_timm["std"]) if "mean" in of_timm else IMAGENET_STATS
+        mean, std = map(list, (transform.mean, transform.std) if has_stats else known)
         if len(mean) != n_in:
             mean, std = ([sum(numbers) / len(numbers)] * n_in for numbers in (mean, std))
         return mean, std
@@ -458,7 +583,24 @@ def _channel_stats(normalize: Any, weights: Any, n_in: int) -> tuple[list[float]
     return mean, std
 
 
-def _count_classes(dls: DataLoaders, metrics: Any) -> int:
+def _scaled(dls: DataLoaders, n_out: int | None) -> Scaled | None:
+    "The end of a head for numbers or points."
+    if dls.targets not in ("numbers", "points"):
+        return None
+    if dls.train_ds is not None:
+        mean, std = dls.train_ds.scale()  # type: ignore[attr-defined]  # of ReadImages
+    elif n_out is None:
+        raise ValueError(f"how many {dls.targets}? The learner has no data; pass n_out=")
+    else:  # the weights to load have the numbers
+        mean = torch.zeros(n_out).reshape((-1, 2) if dls.targets == "points" else -1)
+        std = torch.ones_like(mean)
+    if n_out not in (None, mean.numel()):
+        raise ValueError(f"got n_out={n_out}; the targets have {mean.numel()} numbers, of shape {tuple(mean.shape)}")
+    return Scaled(mean, std)
+
+
+def count_classes(dls: DataLoaders, metrics: Any) -> int:
+    """Return the number of outputs that the loaders' classes, or a metric, ask for."""
     if dls.classes is not None:
         return len(dls.classes)
     for metric in metrics.values() if isinstance(metrics, dict) else listify(metrics):

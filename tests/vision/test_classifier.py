@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
 from helpers import Wrapped, same_weights, weights
 from torch import nn
@@ -389,6 +390,53 @@ def test_no_network_is_an_error_that_says_what_to_do(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match=r"weights of resnet18 could not .*no network.* put the file https.*") as e:
         image_learner("resnet18", weights="DEFAULT")
     assert f"into {tmp_path}/hub/checkpoints" in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("resnet18", "resnet18 of torchvision has random weights; weights='DEFAULT' loads pretrained ones\n"),
+        ("resnet10t", "resnet10t of timm has random weights; weights='DEFAULT' loads pretrained ones\n"),
+        (
+            "timm:resnet18.a1_in1k",
+            "resnet18.a1_in1k of timm has random weights; weights='DEFAULT' loads pretrained ones\n",
+        ),
+    ],
+)
+def test_a_line_says_whose_network_it_is_and_that_it_is_new(name, line, capsys):
+    learn = image_learner(name)
+    assert capsys.readouterr().out == line
+    assert ("timm" in line) == (type(learn.model.body).__module__.startswith(("timm", "learnerkit")))
+    assert learn.model(torch.rand(2, 3, 64, 64)).shape == (2, CLASSES)
+    image_learner(models.resnet18() if name == "resnet18" else small_resnet)
+    assert capsys.readouterr().out == ""
+
+
+def test_weights_of_timm_are_those_of_its_file_and_the_body_starts_frozen(capsys):
+    set_seed(0)
+    saved = timm.create_model("resnet10t")
+    torch.save(saved.state_dict(), "weights.pth")
+    cfg = {"file": "weights.pth", "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.5, 0.5)}
+    learn = image_learner("resnet10t", weights="DEFAULT", model_kwargs={"pretrained_cfg_overlay": cfg})
+    assert capsys.readouterr().out == "resnet10t of timm has pretrained weights: c3_in1k\n"
+    body = {name.removeprefix("network."): w for name, w in learn.model.body.state_dict().items()}
+    same = [torch.equal(w, body[name]) for name, w in saved.state_dict().items() if name in body]
+    assert len(same) > 50
+    assert all(same)
+    assert learn.model.normalize.mean.flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert not next(learn.model.body.parameters()).requires_grad
+
+
+def test_weights_of_timm_that_cannot_be_had_say_where_to_put_them(monkeypatch):
+    def no_network(*args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", no_network)
+    message = r"weights of resnet10t could not .*no network.*model_kwargs=\{'pretrained_cfg_overlay': \{'file'"
+    with pytest.raises(RuntimeError, match=message):
+        image_learner("resnet10t", weights="DEFAULT")
+    with pytest.raises(ValueError, match=r"got weights='a1_in1k'; of timm .*belongs to the name: 'resnet10t.a1_in1k'"):
+        image_learner("resnet10t", weights="a1_in1k")
 
 
 # How many outputs
