@@ -70,25 +70,62 @@ DECODINGS: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 """By name: what makes classes, numbers, or a yes or no for each class, of predictions."""
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": partial(torch.softmax, dim=1), "exp": torch.exp, "sigmoid": torch.sigmoid, "itself": itself,
+}  # fmt: skip
+"""By name: what makes probabilities of predictions."""
+
+_KNOWN: tuple[tuple[tuple, str, str | None], ...] = (
+    ((nn.CrossEntropyLoss, F.cross_entropy), "argmax", "softmax"),
+    ((nn.NLLLoss, F.nll_loss), "argmax", "exp"),
+    (_OF_NUMBERS, "itself", None),
+    (BINARY_LOGITS, "above 0", "sigmoid"),
+    (BINARY_SHARES, "above 0.5", "itself"),
+)  # torch's losses, with the names of what decodes predictions for them and of what makes probabilities of them
+
+
+def _known(loss_func: Any) -> tuple[str | None, str | None]:
+    found = ((decodes, activates) for losses, decodes, activates in _KNOWN if is_one_of(loss_func, losses))
+    return next(found, (None, None))
+
 
 def decoding(loss_func: Any) -> str | None:
     """Return the name of how predictions for one of torch's losses are decoded, or `None` where that is not known."""
-    if is_cross_entropy(loss_func):
-        return "argmax"
-    if is_one_of(loss_func, _OF_NUMBERS):
-        return "itself"
-    if is_one_of(loss_func, BINARY_LOGITS):
-        return "above 0"
-    return "above 0.5" if is_one_of(loss_func, BINARY_SHARES) else None
+    return _known(loss_func)[0]
+
+
+def own_decode(loss_func: Any) -> Any:
+    """Return a loss's own `decode`, or `decodes` as in fastai; `None` if it has neither."""
+    return loss_option(loss_func, "decode", loss_option(loss_func, "decodes"))
 
 
 def decode_of(loss_func: Any) -> Callable[[Any], Any] | None:
     """Return what decodes predictions for a loss: its own `decode` or `decodes`, else as `decoding` says."""
-    own = loss_option(loss_func, "decode", loss_option(loss_func, "decodes"))
+    own = own_decode(loss_func)
     if callable(own):
         return own
     known = decoding(loss_func)
     return None if known is None else DECODINGS[known]
+
+
+def rules(loss_func: Any) -> tuple[str | None, str | None]:
+    """Return the names of what decodes predictions for a loss, and of what makes probabilities of them.
+
+    `None` for what is not known, or is code of the loss's own; of one that decodes by such code neither is known.
+    """
+    if own_decode(loss_func) is not None:
+        return None, None
+    decodes, activates = _known(loss_func)
+    return decodes, None if callable(loss_option(loss_func, "activation")) else activates
+
+
+def activation_of(loss_func: Any) -> Callable[[Any], Any] | None:
+    """Return what makes probabilities of predictions for a loss: its own `activation`, else as `rules` says."""
+    own = loss_option(loss_func, "activation")
+    if callable(own):
+        return own
+    known = rules(loss_func)[1]
+    return None if known is None else ACTIVATIONS[known]
 
 
 _N_INSPECTED = 8

@@ -21,6 +21,11 @@ class LengthBatches(Sampler[list[int]]):
         tokens: what a batch may have at most, padding included: its samples times the length of the longest. A sample
             that is longer is a batch of its own.
         shuffle: draw in random order; otherwise the longest come first.
+        weights: of each sample, by which as many samples as there are get drawn in random order, with replacement. The
+            draw is stratified by length: the samples lie side by side on a line, each as long as it is expected to be
+            drawn, and a point is drawn from each unit of that line (Kitagawa 1996; compared with other ways by Douc and
+            Cappé, https://arxiv.org/abs/cs/0507025). So the expected number of times is exact for each sample, and how
+            many samples each batch has stays the same, too.
         generator: of the random order; `None`: a fit lends one, else it is seeded from torch's global generator.
 
     Raises:
@@ -29,12 +34,18 @@ class LengthBatches(Sampler[list[int]]):
 
     def __init__(
         self, lengths: Sequence[int] | Tensor, tokens: int, shuffle: bool = False,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | None = None, weights: Tensor | None = None,
     ) -> None:  # fmt: skip
         if tokens < 1 or not len(lengths):
             raise ValueError(f"got {len(lengths)} samples and tokens={tokens}; there must be at least one of each")
         self.lengths, self.tokens, self.shuffle, self.generator = torch.as_tensor(lengths), tokens, shuffle, generator
-        self._bounds = _bounds(self.lengths)
+        self.weights, self._bounds = weights, _bounds(self.lengths)
+        if weights is not None:
+            self._by_length = self._bounds.argsort(descending=True, stable=True)
+            ends = weights.double()[self._by_length].cumsum(0)
+            self._ends = ends / ends[-1] * len(ends)
+            first = torch.searchsorted(self._ends, torch.arange(len(ends)).double(), right=True)
+            self._bounds = self._bounds[self._by_length][first]  # from here on, of the draws
         self._sizes: list[int] = []
         longest, start = self._bounds.sort(descending=True).values.tolist(), 0
         while start < len(longest):
@@ -45,7 +56,7 @@ class LengthBatches(Sampler[list[int]]):
         return len(self._sizes)
 
     def __iter__(self) -> Iterator[list[int]]:
-        if not self.shuffle:
+        if not self.shuffle and self.weights is None:
             order = self.lengths.argsort(descending=True, stable=True)
             yield from (batch.tolist() for batch in order.split(self._sizes))
             return
@@ -53,7 +64,11 @@ class LengthBatches(Sampler[list[int]]):
         if generator is None:
             generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
         order = torch.randperm(len(self.lengths), generator=generator)
-        batches = order[self._bounds[order].argsort(descending=True, stable=True)].split(self._sizes)
+        order = order[self._bounds[order].argsort(descending=True, stable=True)]
+        if self.weights is not None:
+            points = torch.arange(1, len(order) + 1) - torch.rand(len(order), generator=generator, dtype=torch.float64)
+            order = self._by_length[torch.searchsorted(self._ends, points)][order]
+        batches = order.split(self._sizes)
         turns = torch.randperm(len(batches) - 1, generator=generator) + 1
         yield from (batches[turn].tolist() for turn in (0, *turns.tolist()))
 

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from learnerkit import world
 from learnerkit.data.batches import lengths_in, likely_sizes, loader_len, to_device
@@ -16,6 +24,7 @@ from learnerkit.data.order import first_batch, keep_seeds, samplers_of, with_bat
 from learnerkit.data.rows import IndexBatches, RowsLoader
 from learnerkit.data.samplers import SamplerStates
 from learnerkit.data.streams import Draws, InitWorker, Numbered, PerSample, starts_workers
+from learnerkit.data.weights import count_classes, labels_of, sample_weights
 from learnerkit.utils import check_keywords, describe, suggests_keywords, warn
 
 _WITHOUT_WORKERS: dict[str, Any] = {"timeout": 0, "prefetch_factor": None, "multiprocessing_context": None}
@@ -45,7 +54,10 @@ class DataLoaders:
     Attributes:
         preprocessing: what turned raw data into the datasets' inputs, as a mapping that JSON can hold, or `None`:
             `Learner.export` stores it and `load_learner` gives it back.
+        targets: of pictures, the kind of their targets as `ImageData(targets=)` has it, or `None`.
         cbs: callbacks that every Learner with these loaders gets, such as an augmentation of its batches.
+        inputs: the names of the inputs in an exported program, each with the names of its axes behind that of the
+            batch; by default the arguments of the model's `forward`, or the keys of a mapping batch.
 
     Raises:
         TypeError: a loader that cannot be iterated over.
@@ -53,7 +65,9 @@ class DataLoaders:
     """
 
     preprocessing: Mapping[str, Any] | None = None
+    targets: str | None = None
     cbs: Sequence[Any] = ()
+    inputs: Mapping[str, Sequence[str]] = {}
 
     @suggests_keywords
     def __init__(
@@ -103,6 +117,7 @@ class DataLoaders:
         bs: int = 64,
         valid_bs: int | None = None,
         shuffle: bool = True,
+        weights: str | Mapping[Any, float] | Sequence[float] | Tensor | None = None,
         num_workers: int = 0,
         device: torch.device | str | int | None = None,
         n_inp: int | None = None,
@@ -120,6 +135,9 @@ class DataLoaders:
             bs: samples in a training batch.
             valid_bs: samples in a batch of the other loaders; by default `bs`.
             shuffle: draw training samples in random order (map-style datasets).
+            weights: draw training samples with replacement, as many as there are, in proportion to these weights:
+                'balanced': each class equally often; a mapping from the name of each class to the weight of its
+                samples; or one weight for each sample.
             num_workers: worker processes of each loader; reading whole batches needs none and starts none.
             device, n_inp, target_keys, ignore_keys, batch_size, classes, decode: as for `DataLoaders`.
             loader_kwargs: for `torch.utils.data.DataLoader`; `sampler`, `batch_sampler` and `drop_last` are for the
@@ -127,7 +145,8 @@ class DataLoaders:
 
         Raises:
             TypeError: tensors or arrays in the place of datasets, or a keyword that nothing takes.
-            ValueError: a training set without samples, or a batch size that is no number of samples.
+            ValueError: a training set without samples, a batch size that is no number of samples, or `weights` that
+                do not fit the training set.
         """
         check_keywords(f"{cls.__name__}.from_datasets", loader_kwargs, _KEYWORDS)
         _check_datasets(train_ds, valid_ds)
@@ -138,6 +157,14 @@ class DataLoaders:
                 )
         train_only = {k: loader_kwargs.pop(k) for k in _TRAIN_ONLY if k in loader_kwargs}
         loader_kwargs["num_workers"] = num_workers
+        if weights is not None:
+            if isinstance(train_ds, IterableDataset) or not shuffle or {"sampler", "batch_sampler"} & {*train_only}:
+                raise ValueError(
+                    "weights= draws samples at random from a dataset with a length; leave out shuffle=False, sampler= "
+                    "and batch_sampler="
+                )
+            drawn = sample_weights(weights, train_ds, _class_names(train_ds, classes))
+            train_only["sampler"] = WeightedRandomSampler(drawn, len(drawn))  # type: ignore[arg-type]  # a tensor will do
         if "batch_sampler" not in train_only:
             train_only["batch_size"] = bs
             if "sampler" not in train_only and not isinstance(train_ds, IterableDataset):
@@ -249,16 +276,16 @@ class DataLoaders:
         dl.only_inputs = True
         return dl
 
-    def input_batch(self, item: Any) -> tuple[Any, Any]:
-        """Return a batch of one input, as `test_dl` gives it, and its loader, or what stands for it.
+    def input_batch(self, *items: Any) -> tuple[Any, Any]:
+        """Return a batch of some inputs, as `test_dl` gives it, and its loader, or what stands for it.
 
         No random stream moves. A loader is made only for a class with a `test_dl` and no `input_batch` of its own: it
         would take longer than a small model.
         """
         if type(self).test_dl is DataLoaders.test_dl:
-            return self._joins_inputs(self.train if self.valid is None else self.valid)([item]), ONLY_INPUTS
+            return self._joins_inputs(self.train if self.valid is None else self.valid)([*items]), ONLY_INPUTS
         # A generator, because the loader would otherwise draw a seed from the global one.
-        dl = self.test_dl([item], bs=1, num_workers=0, generator=torch.Generator())
+        dl = self.test_dl([*items], bs=len(items), num_workers=0, generator=torch.Generator())
         return next(iter(dl)), dl
 
     def _joins_inputs(self, like: Any) -> Callable[[list], Any]:
@@ -277,15 +304,20 @@ class DataLoaders:
     @property
     def classes(self) -> list[Any] | None:
         """The names of the classes: those given, else `classes` of the training set; `None` if it has none."""
-        found, ds = self._classes, self.train_ds
-        while found is None and ds is not None:
-            found, parts = getattr(ds, "classes", None), getattr(ds, "datasets", None)  # of a ConcatDataset
-            ds = parts[0] if parts else getattr(ds, "dataset", None)  # of a Subset
-        return None if found is None else list(found)
+        return _class_names(self.train_ds, self._classes)
 
     @classes.setter
     def classes(self, names: Iterable[Any] | None) -> None:
         self._classes = None if names is None else list(names)
+
+    @property
+    def class_counts(self) -> dict[Any, int] | None:
+        """How many training samples each class has, by its name, or by its number where `classes` has no names.
+
+        No sample is read; it is `None` where the training set does not list its targets, or they are no classes.
+        """
+        labels = labels_of(self.train_ds)
+        return None if labels is None else count_classes(labels, self.classes)
 
     @property
     def target_names(self) -> Sequence[Any] | Callable[[Tensor], str] | None:
@@ -313,10 +345,10 @@ class DataLoaders:
         """
         if not world.is_main():
             return None
-        from learnerkit.data.show import label, samples_of, show  # here, as most scripts never need it
+        from learnerkit.data.show import note, samples_of, show  # here, as most scripts never need it
 
         samples = samples_of(self, first_batch(self[ds_idx]), n)
-        targets = {"target": [label(y, self.target_names) for _, y in samples]} if any(y for _, y in samples) else {}
+        targets = {"target": [note(y, self) for _, y in samples]} if any(y for _, y in samples) else {}
         return show(self, [x for x, _ in samples], targets)
 
     def twin(self, dl: Any, training: bool, always: bool = False) -> Any:
@@ -568,6 +600,14 @@ def _checked_count(n: Any) -> int:
 
 
 _KEYWORDS = [*signature(DataLoaders.from_datasets).parameters, *signature(DataLoader).parameters]
+
+
+def _class_names(ds: Any, given: Iterable[Any] | None) -> list[Any] | None:
+    "The names of the classes: those given, else `classes` of a dataset, or of what it is made of."
+    while given is None and ds is not None:
+        given, parts = getattr(ds, "classes", None), getattr(ds, "datasets", None)  # of a ConcatDataset
+        ds = parts[0] if parts else getattr(ds, "dataset", None)  # of a Subset
+    return None if given is None else list(given)
 
 
 def _check_datasets(train_ds: Any, valid_ds: Any) -> None:

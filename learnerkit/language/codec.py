@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learnerkit.text import first_few
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -113,9 +115,11 @@ class TextCodec:
 def checked_texts(texts: Iterable) -> list[str]:
     """Return the texts as a list; refuse anything else among them."""
     texts = list(texts)
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(f"got {text!r} among the texts; each is a str (for missing ones, such as NaN, put '')")
+    if others := [i for i, text in enumerate(texts) if not isinstance(text, str)]:
+        raise TypeError(
+            f"{len(others):,} of {len(texts):,} texts are no str, such as {texts[others[0]]!r}, at the places "
+            f"{first_few(others)} (from 0); for missing ones put ''"
+        )
     return texts
 
 

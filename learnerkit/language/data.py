@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.loaders import ONLY_INPUTS, DataLoaders
 from learnerkit.data.parts import held_out
+from learnerkit.data.weights import sample_weights
 from learnerkit.export.reading import NoData
 from learnerkit.language.batches import IGNORED, EncodedTexts, Padded, TokenBlocks
 from learnerkit.language.codec import TextCodec, checked_texts, train_tokenizer
@@ -184,7 +185,13 @@ class TextData:
         return self.codec.decode((ids[sample["attention_mask"].bool()] if "attention_mask" in sample else ids).tolist())
 
     def dataloaders(
-        self, tokens: int = 4096, seq_len: int = 128, *, device: torch.device | str | int | None = None, **kwargs: Any
+        self,
+        tokens: int = 4096,
+        seq_len: int = 128,
+        *,
+        weights: str | Mapping[Any, float] | Sequence[float] | Tensor | None = None,
+        device: torch.device | str | int | None = None,
+        **kwargs: Any,
     ) -> "TextDataLoaders":
         """Make loaders, whose batches are mappings as models of transformers take them.
 
@@ -198,17 +205,22 @@ class TextData:
         Args:
             tokens: in a batch at most, with padding.
             seq_len: predictions in a block of a language model.
+            weights: by which texts with classes are drawn in training, as in `DataLoaders.from_datasets`.
             device: as for `DataLoaders`.
             kwargs: for `torch.utils.data.DataLoader`.
+
+        Raises:
+            ValueError: `weights` for a language model, or such as do not fit the texts.
         """
-        check_keywords(
-            "TextData.dataloaders", kwargs, ["tokens", "seq_len", "device", *signature(DataLoader).parameters]
-        )
+        own = ["tokens", "seq_len", "weights", "device"]
+        check_keywords("TextData.dataloaders", kwargs, [*own, *signature(DataLoader).parameters])
+        if weights is not None and self.classes is None:
+            raise ValueError("got weights= for a language model, whose texts are one stream of tokens without classes")
         if self.train_ds is None:
             return self.as_loaders(NoData(), NoData(), device=device, tokens=tokens)
         train, valid = (
-            None if ds is None else self._loader(ds, tokens, seq_len, ds is self.train_ds, **kwargs)
-            for ds in (self.train_ds, self.valid_ds)
+            None if ds is None else self._loader(ds, tokens, seq_len, is_train, weights if is_train else None, **kwargs)
+            for ds, is_train in ((self.train_ds, True), (self.valid_ds, False))
         )
         dls = self.as_loaders(train, valid, device=device, tokens=tokens)
         dls._pins = "pin_memory" not in kwargs
@@ -222,12 +234,15 @@ class TextData:
         dls.data, dls.tokens, dls.preprocessing = self, tokens, json.loads(self.to_json())
         return dls
 
-    def _loader(self, ds: Any, tokens: int, seq_len: int, training: bool, **kwargs: Any) -> DataLoader:
+    def _loader(
+        self, ds: Any, tokens: int, seq_len: int, training: bool, weights: Any, **kwargs: Any
+    ) -> DataLoader:  # fmt: skip
         if isinstance(ds, Tensor):
             kwargs = {"batch_size": max(1, tokens // seq_len), "shuffle": training} | kwargs
             found: Dataset = TokenBlocks(ds, seq_len)
         else:
-            found, kwargs["batch_sampler"] = ds, LengthBatches(ds.lengths, tokens, shuffle=training)
+            drawn = None if weights is None else sample_weights(weights, ds, self.classes)
+            found, kwargs["batch_sampler"] = ds, LengthBatches(ds.lengths, tokens, shuffle=training, weights=drawn)
         return DataLoader(found, collate_fn=self.collate, **kwargs)
 
     @property
@@ -253,6 +268,7 @@ class TextDataLoaders(DataLoaders):
 
     data: TextData
     tokens: int
+    inputs = {"input_ids": ("tokens",), "attention_mask": ("tokens",)}
 
     def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple, tuple]:
         """Split a batch as `DataLoaders` do; the targets of a language model are the next tokens of its predictions."""
@@ -294,9 +310,10 @@ class TextDataLoaders(DataLoaders):
         batches = LengthBatches(ds.lengths, self.tokens).in_order()
         return DataLoader(ds, batch_sampler=batches, collate_fn=self.data.collate, **loader_kwargs)
 
-    def input_batch(self, item: Any) -> tuple[Any, Any]:
-        """Return a batch of one text, as `test_dl` gives it, and what stands for its loader."""
-        return self.data.collate([EncodedTexts(*self.data.codec.encode([item]))[0]]), ONLY_INPUTS
+    def input_batch(self, *items: Any) -> tuple[Any, Any]:
+        """Return a batch of some texts, as `test_dl` gives it, and what stands for its loader."""
+        texts = EncodedTexts(*self.data.codec.encode(items))
+        return self.data.collate([texts[i] for i in range(len(items))]), ONLY_INPUTS
 
 
 def _read(file: Path) -> str:

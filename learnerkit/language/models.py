@@ -1,6 +1,13 @@
-"""A small classifier of texts."""
+"""A small classifier of texts, and the Learner that trains it or another model."""
+
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
+
+from learnerkit.data.weights import class_loss
+from learnerkit.language.data import TextDataLoaders
+from learnerkit.learner import Learner
 
 
 class TextClassifier(nn.Module):
@@ -42,3 +49,45 @@ class TextClassifier(nn.Module):
 
 
 _PRIME = 1_000_003  # spreads neighbouring ids over the embeddings
+
+
+def text_learner(
+    dls: TextDataLoaders,
+    model: nn.Module | None = None,
+    metrics: Any = None,
+    *,
+    loss_func: Callable[..., Tensor] | None = None,
+    size: int = 50,
+    pairs: int = 2**16,
+    dropout: float = 0.5,
+    class_weights: Any = None,
+    **learner_kwargs: Any,
+) -> Learner:
+    """Make a Learner for texts.
+
+    Args:
+        dls: from `TextData.dataloaders`.
+        model: any module that takes their batches by keyword, such as one of transformers; by default a
+            `TextClassifier` for their classes.
+        metrics: as for `Learner`.
+        loss_func: default `nn.CrossEntropyLoss()` for classes; for a language model the loss that `model` makes itself.
+        size, pairs, dropout: of the `TextClassifier`.
+        class_weights: as for `tabular_learner`.
+        learner_kwargs: for `Learner`, such as `splitter`.
+
+    Raises:
+        TypeError, ValueError: other loaders, a language model without `model`, or `class_weights` that do not fit.
+    """
+    if not isinstance(dls, TextDataLoaders):
+        raise TypeError(
+            f"got a {type(dls).__name__}; text_learner takes what TextData's dataloaders() returns; for others there "
+            "is Learner(dls, TextClassifier(vocab_size, n_out), loss_func)"
+        )
+    data = dls.data
+    if model is None:
+        if data.classes is None:
+            raise ValueError("the texts have no classes; give model= the language model that predicts the next token")
+        model = TextClassifier(data.vocab_size, len(data.classes), size, pairs, dropout)
+    if data.classes is not None or class_weights is not None:
+        loss_func = class_loss(dls, loss_func, nn.CrossEntropyLoss(), class_weights)
+    return Learner(dls, model, loss_func, metrics=metrics, **learner_kwargs)

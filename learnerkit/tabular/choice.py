@@ -61,7 +61,9 @@ def look(column: "Series", whole: "Series") -> Seen:
         if len(found) > FEW and not len(there) and ways_to_read(texts):
             return _DATES
     if len(found) > max(FEW, len(column) / 2):
-        return Seen("", "text that differs in most rows")
+        share = float(np.isfinite(read_numbers(texts)).mean()) if len(texts) else 0.0
+        cells = f", and {share:.0%} of it is numbers; {no_numbers(whole)}" if share > 0.5 else ""
+        return Seen("", f"text that differs in most rows{cells}")
     return Seen("cats", told=_spellings(found))
 
 
@@ -87,10 +89,12 @@ def no_numbers(column: "Series") -> str:
     if not len(wrong):
         return ""
     counts = Counter(repr(str(value)[:20]) for value in wrong)
+    grouped = np.isfinite(read_numbers(wrong.astype(str).str.replace(",", ""))).any()
+    mend = "; pandas.read_csv(..., thousands=',') reads numbers such as 1,234.5" if grouped else ""
     texts = first_few((f"{text} ({n})" for text, n in counts.most_common()), n=4)
     return (
         f"{len(wrong):,} of {len(column):,} cells are no numbers, and count as missing: {texts}; rows "
-        f"{first_few(wrong.index)}"
+        f"{first_few(wrong.index)}{mend}"
     )
 
 

@@ -43,11 +43,14 @@ class Categories:
     def encode(self, column: "Series") -> np.ndarray:
         """Return the number of each value, int64.
 
+        Where there were numbers alone in training, numbers that are written as text are read.
+
         Raises:
             ValueError: none of the values is of a kind (text, numbers, timestamps) that was there in training.
         """
-        codes, found = distinct(column)
-        before, now = ({_kind(value) for value in values} for values in (self.values, found))
+        before = {_kind(value) for value in self.values}
+        codes, found = distinct(with_numbers(column) if before == {"numbers"} else column)
+        now = {_kind(value) for value in found}
         if before and now and before.isdisjoint(now):
             raise ValueError(
                 f"column {self.name!r} held {' and '.join(before)} in training, such as {self.values[0]!r}, and now "
@@ -108,10 +111,25 @@ class Numbers:
         return cls(column.name, float(np.median(there)), float(mean), float(std), flagged, whole, from_text)
 
     def encode(self, column: "Series") -> tuple[np.ndarray, np.ndarray]:
-        """Return the standardised numbers, float64, and which were missing."""
-        values = read_numbers(column) if self.from_text and holds_text(column) else numbers_in(column)
+        """Return the standardised numbers, float64, and which were missing; those written as text are read."""
+        values = read_numbers(column) if self.from_text and holds_text(column) else numbers_in(with_numbers(column))
         missing = ~np.isfinite(values)
         return (np.where(missing, self.median, values) - self.mean) / self.std, missing
+
+    def check(self, column: "Series") -> None:
+        """Refuse text that has a digit and is no number, where text without one, such as 'n/a', is missing.
+
+        Raises:
+            ValueError: such text, as '1,234.50' is.
+        """
+        if not self.from_text or not holds_text(column):
+            return
+        unread = column[np.isnan(read_numbers(column))]
+        if wrong := [x for x in unread.tolist() if isinstance(x, str) and re.search(r"\d", x)]:
+            raise ValueError(
+                f"column {self.name!r} is one of numbers, and has {first_few(map(repr, wrong), n=3)}; write a number "
+                "as 1234.5 (in files: pandas.read_csv(..., thousands=',')), and None for a missing one"
+            )
 
     def decode(self, number: float) -> float | int:
         """Return the value of a standardised number, to six digits."""
@@ -172,6 +190,20 @@ def read_numbers(column: "Series") -> np.ndarray:
 
     codes, found = distinct(column)
     return np.array([*map(number, found), math.nan])[codes]  # a missing one has code -1
+
+
+def with_numbers(column: "Series") -> "Series":
+    """Return the column with numbers where text is one for Python's `float`, and nothing where it is empty."""
+
+    def number(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return float(value) if value.strip() else None
+        except ValueError:
+            return value
+
+    return column.astype(object).map(number) if holds_text(column) else column
 
 
 def numbers_in(column: "Series") -> np.ndarray:

@@ -175,7 +175,14 @@ class TabularData:
         Raises:
             ValueError: a column that is missing, or has values of another kind than in training.
         """
-        frame, columns = _as_frame(rows), list[Any]([*self.cats, *self.conts])
+        frame = _as_frame(rows)
+        for column in self.conts:
+            if column.name in frame:
+                column.check(frame[column.name])
+        return self._encoded(frame)
+
+    def _encoded(self, frame: "DataFrame") -> tuple[Tensor, Tensor]:
+        columns = list[Any]([*self.cats, *self.conts])
         _check_columns(frame, [column.name for column in self.dates])
         frame = frame.assign(**{k: v for column in self.dates for k, v in column.parts(frame[column.name]).items()})
         _check_columns(frame, [column.name for column in columns])
@@ -206,7 +213,7 @@ class TabularData:
             values = numbers_in(column)
             if not np.isfinite(values).all():
                 raise ValueError(f"some values of {self.target.name!r} are infinite; leave these rows out")
-            return TensorDataset(*self.encode(frame), _stack([values], len(frame), np.float32))
+            return TensorDataset(*self._encoded(frame), _stack([values], len(frame), np.float32))
         classes = self.target.encode(column) - 1
         if (classes < 0).any():
             unknown = first_few(map(repr, column[classes < 0].unique().tolist()))
@@ -214,7 +221,7 @@ class TabularData:
                 f"no row of the training part has {self.target.name!r} = {unknown}, so none to validate on may; choose "
                 "another valid="
             )
-        return TensorDataset(*self.encode(frame), torch.from_numpy(classes))
+        return TensorDataset(*self._encoded(frame), torch.from_numpy(classes))
 
     def dataloaders(self, bs: int = 64, **kwargs: Any) -> "TabularDataLoaders":
         """Make loaders of the training and validation part, which read whole batches at once.
@@ -262,6 +269,7 @@ class TabularDataLoaders(DataLoaders):
     """Loaders of a table, with its `data`; `test_dl` and `learn.predict` take rows."""
 
     data: TabularData
+    inputs = {"cats": (), "conts": ()}
 
     def test_dl(self, items: Rows, bs: int | None = None, **loader_kwargs: Any) -> DataLoader:
         """A loader of rows as `TabularData.encode` takes them; a target among their columns is not read.
@@ -272,9 +280,15 @@ class TabularDataLoaders(DataLoaders):
         """
         return super().test_dl(TensorDataset(*self.data.encode(items)), bs, **loader_kwargs)
 
-    def input_batch(self, item: Any) -> tuple[Any, Any]:
-        """Return a batch of one row, as `test_dl` gives it, and what stands for its loader."""
-        return self.data.encode([item]), ONLY_INPUTS
+    def input_batch(self, *items: Any) -> tuple[Any, Any]:
+        """Return a batch of some rows, as `test_dl` gives it, and what stands for its loader."""
+        alike: dict[Any, list[int]] = {}  # a frame of other rows could hide that one has no such column, or other types
+        for i, row in enumerate(items):
+            kinds = tuple((name, type(value)) for name, value in row.items()) if hasattr(row, "items") else None
+            alike.setdefault(kinds, []).append(i)
+        parts = [self.data.encode([items[i] for i in rows]) for rows in alike.values()]
+        order = torch.tensor([i for rows in alike.values() for i in rows]).argsort()
+        return tuple(torch.cat(tensors)[order] for tensors in zip(*parts, strict=True)), ONLY_INPUTS
 
 
 def _parts_that_differ(dates: Sequence[Dates], train: "DataFrame") -> tuple[list[Categories], list[Numbers]]:

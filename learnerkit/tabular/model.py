@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from learnerkit.data.weights import class_loss
 from learnerkit.learner import Learner
 from learnerkit.tabular.columns import Numbers
 from learnerkit.tabular.data import TabularDataLoaders
@@ -95,6 +96,7 @@ def tabular_learner(
     dropout: float = 0.0,
     embed_dropout: float = 0.0,
     bn: bool = False,
+    class_weights: Any = None,
     **learner_kwargs: Any,
 ) -> Learner:
     """Make a Learner for a table, whose model is a `TabularModel`.
@@ -106,10 +108,13 @@ def tabular_learner(
         loss_func: default `nn.CrossEntropyLoss()` for classes, `nn.MSELoss()` for a number.
         embedding_sizes: of some columns, by name; by default `embedding_size` of their categories and one more.
         y_range: the least and the largest number that is predicted.
+        class_weights: what each class weighs in the default loss of classes: 'balanced', in inverse proportion to its
+            rows; a mapping by class; or a sequence in the order of the classes.
         learner_kwargs: for `Learner`.
 
     Raises:
-        TypeError, ValueError: other loaders, or a size for a column that is not one of categories.
+        TypeError, ValueError: other loaders, a size for a column that is not one of categories, or `class_weights` that
+            do not fit.
     """
     if not isinstance(dls, TabularDataLoaders):
         raise TypeError(f"got a {type(dls).__name__}; tabular_learner takes what TabularData's dataloaders() returns")
@@ -127,4 +132,5 @@ def tabular_learner(
         embeddings, data.n_numbers, n_out, layers, dropout=dropout, embed_dropout=embed_dropout, bn=bn, scale=scale,
         y_range=y_range,
     )  # fmt: skip
-    return Learner(dls, model, loss_func or loss, metrics=metrics, **learner_kwargs)
+    loss_func = class_loss(dls, loss_func, loss, class_weights)
+    return Learner(dls, model, loss_func, metrics=metrics, **learner_kwargs)

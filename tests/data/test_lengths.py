@@ -88,3 +88,32 @@ def test_nothing_to_batch():
         LengthBatches([], 5)
     with raises(ValueError, "got 2 samples and tokens=0"):
         LengthBatches([1, 2], 0)
+
+
+@pytest.mark.parametrize("tokens", [100, 1000])
+def test_weighted_draws_are_of_the_expected_number_within_the_budget(tokens):
+    found, weights = lengths(), torch.rand(500, generator=torch.Generator().manual_seed(2)) ** 2
+    weights[:40] = 0
+    sampler = LengthBatches(found, tokens, True, torch.Generator().manual_seed(1), weights)
+    counts, sizes, epochs = torch.zeros(500), set(), 60
+    for _ in range(epochs):
+        batches = list(sampler)
+        assert all(padded(batch, found) <= tokens or len(batch) == 1 for batch in batches)
+        sizes.add(tuple(sorted(map(len, batches))))
+        counts += torch.tensor(sum(batches, [])).bincount(minlength=500)
+    assert len(sizes) == 1  # the same number of batches, of the same sizes, in each epoch
+    assert len(batches) == len(sampler)
+    assert sum(map(len, batches)) == 500
+    expected = weights / weights.sum() * 500
+    assert counts[:40].sum() == 0
+    # A sample's draws in an epoch are its whole part and at most two that are drawn or not: a variance below 1/2.
+    assert ((counts / epochs - expected).abs() < 5 * (0.5 / epochs) ** 0.5).all()
+
+
+def test_a_rare_sample_that_is_drawn_often_is_in_many_batches():
+    weights = torch.ones(500)
+    weights[7] = 100
+    sampler = LengthBatches(torch.full((500,), 10), 100, True, torch.Generator().manual_seed(1), weights)
+    times = [batch.count(7) for batch in sampler]
+    assert sum(times) in (83, 84, 85)
+    assert max(times) < 8

@@ -80,7 +80,7 @@ def test_json_and_pickle_keep_all_of_it(tokenizer):
 
 
 def test_what_is_no_text_and_no_tokenizer(tokenizer):
-    with raises(TypeError, "got nan among the texts; each is a str"):
+    with raises(TypeError, "1 of 2 texts are no str, such as nan, at the places 1 (from 0)"):
         TextCodec(tokenizer).encode(["a", float("nan")])
     with raises(TypeError, "got a tokenizer str; it must be a tokenizers.Tokenizer, or one of transformers"):
         TextCodec("bert-base-uncased")

@@ -33,8 +33,8 @@ def test_labels_parts_and_classes():
         TextData.from_texts(texts, [0.5] * 60)
     with raises(ValueError, "nan among them", "text, whole numbers or truth values"):
         TextData.from_texts(texts, [float("nan"), *labels[1:]])
-    with raises(TypeError, "got nan among the texts", "put ''"):
-        TextData.from_texts([float("nan"), *texts[1:]], labels)
+    with raises(TypeError, "2 of 60 texts are no str, such as nan, at the places 0, 3 (from 0)", "put ''"):
+        TextData.from_texts([float("nan"), *texts[1:3], None, *texts[4:]], labels)
     with raises(ValueError, "all texts have the class 1; there is nothing to learn"):
         TextData.from_texts(texts, [1] * 60)
     with raises(ValueError, "validated on, but not trained on: the classes mineral", "another valid="):

@@ -168,7 +168,8 @@ def test_numbers_written_as_text_are_read_and_cells_that_are_none_are_named(caps
     assert [c.name for c in data.conts] == ["monthly", "age", "row"]
     for said in (
         "monthly: text, read as numbers; 3 of 200 cells are no numbers, and count as missing: 'n/a' (2), '1,234.50' "
-        "(1); rows 3, 9, 50; conts= or cats= settles it",
+        "(1); rows 3, 9, 50; pandas.read_csv(..., thousands=',') reads numbers such as 1,234.5; conts= "
+        "or cats= settles it",
         "age: text, read as numbers; 2 of 200 cells are no numbers, and count as missing: '' (1), '0x1f' (1); rows 20, "
         "71; conts=",
         "row: a different whole number in each row: an id? df.drop(columns=['row']) leaves it out",
@@ -185,6 +186,9 @@ def test_numbers_written_as_text_are_read_and_cells_that_are_none_are_named(caps
     again = TabularData.from_json(data.to_json())
     row = {**frame.iloc[0], "monthly": "new dirt", "age": 33.0}
     assert same_tensors(again.encode(row), data.encode({**row, "monthly": None, "age": "33"}))
+    for rows in ({**row, "monthly": "1,234.50"}, frame):  # in a row for a service, and in new rows for `test_dl`
+        with pytest.raises(ValueError, match=r"column 'monthly' is one of numbers, and has '1,234.50'; write a number"):
+            again.encode(rows)
     TabularData.from_df(frame, "y", ["town"], ["monthly", "row"])
     assert joined(capsys.readouterr().out).startswith("look at monthly: 3 of 200 cells are no numbers, and count")
     assert TabularData.from_df(frame[["age", "y"]].iloc[80:160], "y", valid=None).conts[0].name == "age"
@@ -341,6 +345,8 @@ def test_what_cannot_be_is_refused():
         data.encode(frame.assign(town=3))
     with raises(ValueError, "'area' is one of numbers", "'large'"):
         data.encode({**frame.iloc[0], "area": "large"})
+    with raises(ValueError, "'area' is one of numbers", "'1,000'"):
+        data.encode({**frame.iloc[0], "area": "1,000"})
     for path in ("train.csv", Path("train.csv")):
         with raises(TypeError, "got 'train.csv'; read the file first: pandas.read_csv('train.csv')"):
             make(frame=path)
@@ -358,3 +364,20 @@ def test_times_of_python_are_timestamps():
     ).cats
     assert column == Categories.from_json(json.loads(json.dumps(column.as_json())))
     assert column.encode(pd.Series([datetime(2020, 1, 2), None], name="t")).tolist() == [1, 0]
+
+
+def test_numbers_of_a_request_may_be_text():
+    frame = pd.DataFrame({"age": [31.5, None, 40.0] * 20, "year": [2007, 2008] * 30, "sold": ["no", "yes"] * 30})
+    data = TabularData.from_df(frame, "sold", ["year"], ["age"], None)
+    for given, meant in (
+        ({"age": "31.5", "year": "2008"}, {"age": 31.5, "year": 2008}),
+        ({"age": " 4e1 ", "year": "2008.0"}, {"age": 40.0, "year": 2008}),
+        ({"age": "", "year": " "}, {"age": None, "year": None}),
+        ({"age": "nan", "year": "1999"}, {"age": None, "year": 1999}),
+    ):
+        same_tensors(data.encode(given), data.encode(meant))
+        two = [{"age": 40.0, "year": 2007}]
+        same_tensors(data.encode([given, *two]), data.encode([meant, *two]))
+    for column, value in (("age", "1,000"), ("age", "n/a"), ("year", "last")):
+        with raises(ValueError, repr(column), repr(value)):
+            data.encode({"age": 1.0, "year": 2007} | {column: value})

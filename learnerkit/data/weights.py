@@ -1,0 +1,154 @@
+"""Classes of different size: how many samples each has, how often a sample is drawn, and what it weighs in the loss."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from learnerkit import world
+from learnerkit.data.order import samplers_of
+from learnerkit.text import first_few
+from learnerkit.utils import describe
+
+_RARE = 0.1
+"""The share of the samples below which a class is named, if it is also below half of an equal share."""
+
+
+def labels_of(dataset: Any) -> Tensor | None:
+    """Return the number of each sample's class, int64 (n,), where a dataset lists them; no sample is read.
+
+    They are the last tensor of a `TensorDataset`, the second entries of a list of pairs, or `labels` or `targets` as
+    torchvision's datasets have them.
+    """
+    if isinstance(dataset, Subset):
+        found = labels_of(dataset.dataset)
+        return None if found is None else found[torch.as_tensor(dataset.indices, dtype=torch.int64)]
+    if isinstance(dataset, ConcatDataset):
+        parts = [labels_of(part) for part in dataset.datasets]
+        return None if any(part is None for part in parts) else torch.cat(cast(list[Tensor], parts))
+    if isinstance(dataset, TensorDataset):
+        listed: Any = dataset.tensors[-1] if len(dataset.tensors) > 1 else None
+    elif isinstance(dataset, list):
+        listed = [sample[1] for sample in dataset if isinstance(sample, tuple) and len(sample) == 2]
+    else:
+        listed = getattr(dataset, "labels", getattr(dataset, "targets", None))
+    try:
+        found = torch.as_tensor([] if listed is None else listed)
+    except (TypeError, ValueError, RuntimeError):  # such as texts, or lists of several lengths
+        return None
+    are_classes = found.ndim == 1 and not found.is_floating_point() and len(found) and int(found.min()) >= 0
+    return found.long().cpu() if are_classes and len(found) == len(dataset) else None
+
+
+def count_classes(labels: Tensor, names: Sequence | None) -> dict[Any, int]:
+    """Return how many samples each class has, by its name, or by its number if there are no names for all."""
+    n = int(labels.max()) + 1
+    if names is None or len(names) < n:
+        names = range(n)
+    return dict(zip(names, labels.bincount(minlength=len(names)).tolist(), strict=True))
+
+
+def sample_weights(weights: Any, dataset: Any, names: Sequence | None) -> Tensor:
+    """Return what each training sample weighs when samples are drawn, float64 (n,).
+
+    Args:
+        weights: 'balanced', a mapping from the name of each class to the weight of its samples, or one for each sample.
+        dataset: the training set.
+        names: of the classes.
+
+    Raises:
+        ValueError: other weights, or classes that are not known.
+    """
+    labels = labels_of(dataset)
+    counts = None if labels is None else count_classes(labels, names)
+    found = _numbers("weights", weights, counts, len(dataset), "training samples")
+    return found[labels] if isinstance(weights, str | Mapping) else found
+
+
+def class_loss(dls: Any, given: Callable | None, default: nn.Module, class_weights: Any) -> Any:
+    """Return the loss of a new learner, and say on rank 0 if the default one will see little of a class.
+
+    Args:
+        dls: its loaders.
+        given: the user's loss, if there is one.
+        default: the loss otherwise.
+        class_weights: for each class, as `sample_weights` takes them, or a sequence in the order of the classes.
+
+    Raises:
+        ValueError: weights that do not fit the loss or the loaders.
+    """
+    is_weighted = any(getattr(sampler, "weights", None) is not None for sampler in samplers_of(dls.train))
+    of_classes = given is None and isinstance(default, nn.CrossEntropyLoss)
+    counts = dls.class_counts if of_classes else None
+    if class_weights is None:
+        if counts and not is_weighted:
+            _say_rare(counts)
+        return given or default
+    if not of_classes:
+        raise ValueError(
+            f"got class_weights= and the loss {describe(given or default)}; class_weights= are those of the default "
+            "loss of samples with one class each, nn.CrossEntropyLoss(); give another loss its weights itself"
+            " (errors.html#class-weights)"
+        )
+    if is_weighted and isinstance(class_weights, str):
+        raise ValueError(
+            "got class_weights='balanced' for loaders that draw by weights= already; take one of them, as both would "
+            "count a rare class twice"
+        )
+    names = dls.classes if counts is None else counts
+    found = _numbers("class_weights", class_weights, counts, None if names is None else len(names), "classes")
+    return nn.CrossEntropyLoss(weight=found.to(torch.get_default_dtype()))
+
+
+def _numbers(name: str, given: Any, counts: dict[Any, int] | None, n: int | None, what: str) -> Tensor:
+    """The weights of the classes if they are given by class, else `n` weights; float64.
+
+    'balanced' is n_samples / (n_classes * count), as in scikit-learn (King and Zeng, "Logistic Regression in Rare
+    Events Data", 2001).
+    """
+    if isinstance(given, str | Mapping):
+        if counts is None:
+            raise ValueError(
+                f"got {name}={given!r}, and the classes of the training samples are not known, as their dataset lists "
+                f"no whole numbers as targets; give {name}= one number for each of the {what}"
+                " (errors.html#class-weights)"
+            )
+        if isinstance(given, Mapping) and given.keys() != counts.keys():
+            raise ValueError(
+                f"got {name}= for the classes {first_few(map(repr, given)) or 'none'}; give one weight for each of: "
+                f"{first_few(map(repr, counts), n=20)}"
+            )
+        if given == "balanced":
+            given = [sum(counts.values()) / (len(counts) * max(count, 1)) for count in counts.values()]
+        elif isinstance(given, Mapping):
+            given = [given[key] for key in counts]
+        n, what = len(counts), "classes"
+    try:
+        found = torch.as_tensor(given, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.empty(0)
+    fits = found.ndim == 1 and len(found) and n in (None, len(found))
+    if not fits or not found.isfinite().all() or (found < 0).any() or not found.any():
+        raise ValueError(
+            f"got {name}={given if isinstance(given, str) else describe(given)}; it is 'balanced', a mapping with a "
+            f"weight for each class, or one number for each of the {'' if n is None else f'{n:,} '}{what}, 0 or more, "
+            "and not 0 for all"
+            " (errors.html#class-weights)"
+        )
+    return found
+
+
+def _say_rare(counts: dict[Any, int]) -> None:
+    total = sum(counts.values())
+    rare = [name for name, n in counts.items() if n < total * min(_RARE, 0.5 / len(counts))]
+    if not rare or not world.is_main():
+        return
+    name = min(rare, key=counts.__getitem__)
+    others = f", and {len(rare) - 1} more below 10 %" if len(rare) > 1 else ""
+    print(
+        f"class {name!r}: {100 * counts[name] / total:.2g} % of {total:,} samples{others}. weights='balanced' in "
+        "dataloaders() draws each class equally often, class_weights='balanced' weighs the loss; metrics='f1' shows "
+        "more than accuracy"
+    )
