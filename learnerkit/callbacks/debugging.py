@@ -1,15 +1,18 @@
-"""Debugging aids: short epochs, and overfitting one batch."""
+"""Debugging aids: short epochs, overfitting one batch, and traces of some steps."""
 
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import profile, schedule
 
 from learnerkit import arguments, world
 from learnerkit.callback import Callback
 from learnerkit.data.batches import loader_len, map_batch, to_device
 from learnerkit.data.streams import Share
+from learnerkit.utils import warn
 
 
 class LoaderView:
@@ -176,3 +179,62 @@ class OverfitBatch(_LoaderSwap):
         kept = to_device(state.get("own", []), self.learn.dls.device)  # none for another number of ranks
         # In place: the loader of the epoch has the list.
         self._kept[:] = [(batch, facts | {"share": facts["share"] and Share(*facts["share"])}) for batch, facts in kept]
+
+
+class ProfilerCallback(Callback):
+    """Records some training steps of each fit by `torch.profiler`, on every rank, and writes a trace file.
+
+    The file is Chrome's JSON: open it at https://ui.perfetto.dev, in chrome://tracing, or with TensorBoard's profiler
+    plugin. A line says where it is. A fit that ends in between, also by an error, leaves what was recorded.
+
+    Args:
+        folder: for the files, one for each rank: a path, taken as it is.
+        steps: the first and the last step to record: training batches that this fit reads, counted from 1; the first
+            is 2 or later, as the profiler starts in the step before. A step begins with the loading of its batch.
+        options: for `torch.profiler.profile`: `record_shapes=True`, `profile_memory=True`, `with_stack=True`.
+
+    Attributes:
+        path: of the last file of this rank, or `None`.
+
+    Raises:
+        TypeError, ValueError: arguments that cannot work.
+    """
+
+    order = 1000  # a step ends after what all others do in it
+    only_fit = True
+    run_valid = False
+    _profiler: Any = None
+
+    def __init__(self, folder: str | Path = "profile", steps: tuple[int, int] = (10, 15), **options: Any) -> None:
+        super().__init__()
+        first, last = steps
+        arguments.check_count("steps[0]", first, "the first step to record", least=2)
+        arguments.check_count("steps[1]", last, "the last step to record", least=first)
+        self.folder, self.steps, self.options = Path(folder), (first, last), options
+        self.path: Path | None = None
+
+    def before_fit(self) -> None:
+        first, last = self.steps
+        # One step before the first is for the profiler's own start.
+        when = schedule(wait=first - 2, warmup=1, active=last - first + 1, repeat=1)
+        self.path = None
+        profiler = profile(schedule=when, on_trace_ready=self._write, **self.options)
+        profiler.start()
+        self._profiler = profiler
+
+    def after_batch(self) -> None:
+        self._profiler.step()
+
+    def _write(self, profiler: profile) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"fit{self.learn._fits}-rank{world.rank()}.pt.trace.json"
+        profiler.export_chrome_trace(str(path))
+        self.path = path
+        self.learn.say(f"the trace of the steps from {self.steps[0]} on is in {path}")
+
+    def cleanup_fit(self) -> None:
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+            if self.path is None and world.is_main():
+                warn(f"no step was recorded: the fit has read fewer than {self.steps[0]} training batches")

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from learnerkit import arguments, world
 from learnerkit.callbacks.training import StepCounter
 from learnerkit.checkpoints import state
 from learnerkit.checkpoints.state import Restorer, RunImage, check_types
-from learnerkit.checkpoints.storage import Checkpoint, Lock, Storage, candidates
+from learnerkit.checkpoints.storage import Checkpoint, Lock, Storage, candidates, info_of
 from learnerkit.events import CancelFitException, FitDone
 from learnerkit.files import CheckpointError, remove
 from learnerkit.parallel.agreement import END, SAVE, Request, end_at_once
@@ -67,10 +68,11 @@ class CheckpointCallback(StepCounter):
     interrupt.
 
     Args:
-        path: a directory for this run alone, which all machines share.
+        path: a directory for this run alone, which all machines share; for `resume="run:ID"` also one above it.
         every: 'epoch', a number of optimizer steps, or minutes such as '10min'. The last epoch's end is always saved.
         keep: how many checkpoints stay, the newest. The states at the end of fits are kept beside them.
-        resume: go on from the newest whole checkpoint, if there is one.
+        resume: go on from the newest whole checkpoint, if there is one. "run:ID", with the `run_id` of a tracker, goes
+            on with the checkpoints of that run, which are looked for in `path` and the directories below it.
         save_on_signal: whether signals save. They are seen only where the fit runs in the main thread; between fits,
             when the last one is saved, they do what they do without this callback.
         async_save: copy what is saved to the host's memory, and write it while training goes on.
@@ -78,8 +80,8 @@ class CheckpointCallback(StepCounter):
 
     Raises:
         TypeError, ValueError: arguments that cannot work.
-        CheckpointError: in `before_fit`: the directory cannot be written, has another run's checkpoints, or what
-            is there does not fit.
+        CheckpointError: there are no checkpoints of the tracker's run, or several directories of them; in
+            `before_fit`: the directory cannot be written, has another run's checkpoints, or what is there does not fit.
     """
 
     order = 10_000
@@ -87,7 +89,7 @@ class CheckpointCallback(StepCounter):
     only_fit = True
 
     def __init__(
-        self, path: str | Path, every: str | int = "epoch", keep: int = 3, resume: bool = False,
+        self, path: str | Path, every: str | int = "epoch", keep: int = 3, resume: bool | str = False,
         save_on_signal: bool = True, async_save: bool = False, strict: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -95,12 +97,14 @@ class CheckpointCallback(StepCounter):
             raise TypeError(f"got path={path!r}; it is the directory for the checkpoints of this run, such as 'runs/1'")
         arguments.check_count("keep", keep, "a number of checkpoints")
         # Absolute, as the script may change its directory between two checkpoints.
-        self.path, self.keep, self.resume, self.strict = Path(path).expanduser().absolute(), keep, resume, strict
+        self.path, self.keep, self.resume, self.strict = Path(path).expanduser().absolute(), keep, bool(resume), strict
         self.every, self.save_on_signal, self.async_save = every, save_on_signal, async_save
         if any("\ud800" <= c <= "\udfff" for c in str(self.path)):  # bytes of a name that are none of UTF-8
             raise ValueError(
                 f"the path {printable(str(self.path))} is no UTF-8, so that what is saved there could not be read again"
             )
+        if isinstance(resume, str):
+            self.path = _of_run(self.path, resume)
         self._every_steps, self._seconds = _interval(every)
         self._found: Checkpoint | None = None  # where the run is to go on
         self._looked = False  # for it
@@ -422,6 +426,7 @@ class CheckpointCallback(StepCounter):
             "fit": learn._fits, "place": place, "step": self._steps, "time": time.time(),
             "epoch": learn.epoch, "train_iter": learn.train_iter, "pct_train": learn.pct_train,
             "n_epoch": learn.n_epoch, "n_steps": learn.n_steps, "lr_finds": list(learn._lr_finds),
+            "runs": [run for cb in learn.cbs if isinstance(run := getattr(cb, "run_id", None), str)],
         }  # fmt: skip
 
     def _write(self, info: dict[str, Any], image: RunImage) -> None:
@@ -545,6 +550,31 @@ def _newest_of(storage: Storage) -> Checkpoint | None:
         if len(counts) != 5 or any(type(n) is not int for n in counts) or info.get("place") not in _SUFFIXES:
             raise CheckpointError(f"{name} is damaged: it does not say where in the run the checkpoint was taken")
     return found
+
+
+def _of_run(path: Path, resume: str) -> Path:
+    """The directory with the checkpoints of a tracker's run, at `path` or below it.
+
+    Raises:
+        CheckpointError: there is none, or more than one.
+        ValueError: `resume` is not 'run:ID'.
+    """
+    kind, _, run = resume.partition(":")
+    if kind != "run" or not run:
+        raise ValueError(f"got resume={resume!r}; it is True, False, or 'run:ID' with the run_id of a tracker")
+    found: dict[str, set[str]] = {}
+    for one in (each for folder in (path, *path.rglob("*/")) for each in candidates(folder)):
+        with suppress(CheckpointError):  # a damaged one; the others say the same
+            folder = one.parents[2] if one.parents[1].name == _ENDS else one.parent
+            for each in info_of(one).get("runs", []):
+                found.setdefault(str(each), set()).add(str(folder))
+    if len(found.get(run, ())) != 1:
+        said = "these do" if run in found else "the runs of the checkpoints there"
+        raise CheckpointError(
+            f"{resume!r}: one directory in {path} or below it has to have checkpoints of this run; {said}: "
+            f"{first_few(sorted(found.get(run, found))) or 'none'}"
+        )
+    return Path(*found[run])
 
 
 def _is_used(path: Path) -> bool:

@@ -159,6 +159,16 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return checkpoint
 
 
+def info_of(path: Path) -> dict[str, Any]:
+    """What the manifest of a checkpoint says of its run; other files are not looked at.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged.
+    """
+    info: dict[str, Any] = _manifest(path)["info"]
+    return info
+
+
 class Storage:
     """The directory of a run's checkpoints.
 

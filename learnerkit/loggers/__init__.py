@@ -2,5 +2,6 @@
 
 - logger.py: what they share: which numbers, when, on which rank, and how a run goes on;
 - tables.py: files, CSV and JSON;
-- trackers.py: TensorBoard, Weights & Biases, Comet, MLflow.
+- trackers.py: TensorBoard, Weights & Biases, Comet, MLflow, Trackio;
+- facts.py: what is known of the code and of the data.
 """

@@ -1,20 +1,32 @@
 """What all loggers share: which numbers are written, when, and how a run goes on in the next fit or after a kill."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from glob import glob
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from learnerkit import __version__, arguments, world
 from learnerkit.callback import Callback
 from learnerkit.checkpoints.state import configuration
 from learnerkit.data.show import pyplot
-from learnerkit.utils import unwrap
+from learnerkit.files import plain_name
+from learnerkit.loggers.facts import code, fingerprint
+from learnerkit.text import in_one_line
+from learnerkit.utils import unwrap, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 _SECONDS = 1.0  # between two writes in an epoch
+
+
+Files = str | Path | Iterable[str | Path]
+"""Paths of files, or patterns."""
 
 
 class Record(NamedTuple):
@@ -256,31 +268,89 @@ class Logger(Callback):
 
 
 class Tracker(Logger):
-    """A logger that shows numbers in a viewer or at a service, and figures too.
+    """A logger that shows numbers in a viewer or at a service, and takes figures and files too.
 
     Args:
         package: what it needs.
         extra: by which that is installed.
         every, config: as in `Logger`.
         plots: give the recorder's plots to the tracker at the end of each fit.
+        log_model: the name for `learn.export` of the model that the tracker gets at the end of each fit; its suffix is
+            the format.
+        log_files: paths, or patterns such as 'configs/*.yaml', of files that the tracker gets at the end of each fit.
 
     Raises:
         ImportError: the package is not installed.
+        TypeError, ValueError: arguments that cannot work.
     """
 
-    def __init__(self, package: str, extra: str, every: int, plots: bool, config: Any) -> None:
+    def __init__(
+        self, package: str, extra: str, every: int, plots: bool, config: Any, log_model: str | None = None,
+        log_files: Files = (),
+    ) -> None:  # fmt: skip
         super().__init__(every, config)
         self.plots = plots
+        if log_model is not None and not (isinstance(log_model, str) and log_model.endswith(_FORMATS)):
+            raise ValueError(
+                f"got log_model={log_model!r}; it is a name for learn.export, with a suffix: 'model.safetensors', "
+                "'model.pt2' or 'model.onnx'"
+            )
+        self.log_model = log_model and plain_name(log_model, "the tracker's run")
+        self.log_files = [log_files] if isinstance(log_files, str | Path) else list(log_files)
+        self._has_ended = False
         if getattr(find_spec(package), "origin", None) is None:  # a folder of that name is none, such as W&B makes
             raise ImportError(f"{self!r} needs {package}: pip install 'learnerkit[{extra}]'")
         if plots:
             pyplot(f"{self!r}(plots=True)")
 
+    def _forget(self) -> None:
+        super()._forget()
+        self._native: Any = None  # the tracker's object of the run
+
+    @property
+    def run_id(self) -> str | None:
+        """The tracker's name of the run, on rank 0, from the first fit to `close`; else `None`."""
+        return self._id
+
+    @property
+    def run(self) -> Any:
+        """The tracker's own object of the run, on rank 0 and in this process, once it has begun; else, as in every
+        callback, whether this one acts."""
+        return vars(self).get("run", True) and (self._native or True)
+
+    @run.setter
+    def run(self, acts: bool) -> None:
+        vars(self)["run"] = acts
+
     def after_fit(self) -> None:
+        self._has_ended = True
         recorder = self.learn.recorder
         if self.plots and recorder.lrs:
             self._log_plot("plots/loss", recorder.plot_loss())
             self._log_plot("plots/schedule", recorder.plot_sched()[0])
+
+    def cleanup_fit(self) -> None:
+        try:
+            if self._has_ended and self._handle is not None:  # now other callbacks have put the last weights in place
+                self._send_files()
+        finally:
+            self._has_ended = False
+            super().cleanup_fit()
+
+    def _send_files(self) -> None:
+        """Give the tracker the model and the files. What fails is a warning, as the training is done."""
+        with TemporaryDirectory() as folder:
+            if self.log_model is not None:
+                path = Path(folder, self.log_model)
+                self._try_to_send("model", lambda: {path.name: self.learn.export(path)})
+            if self.log_files:
+                self._try_to_send("files", lambda: _matching(self.log_files))
+
+    def _try_to_send(self, kind: str, files: Callable[[], dict[str, Path]]) -> None:
+        try:
+            self._write_files(kind, files())
+        except Exception as e:
+            warn(f"{self!r} has not logged the {kind}: {in_one_line(e)}")
 
     def _log_plot(self, name: str, ax: Any) -> None:
         try:
@@ -314,6 +384,30 @@ class Tracker(Logger):
         """Write a figure."""
         raise NotImplementedError
 
+    def _write_files(self, kind: str, files: dict[str, Path]) -> None:
+        """Write files, by the names that they get; they may be gone afterwards. `kind` is 'model' or 'files'."""
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_native": None}
+
+
+def _matching(patterns: list[str | Path]) -> dict[str, Path]:
+    """The files that paths and patterns name, by their paths below the current directory, or else by their names."""
+    found: dict[str, Path] = {}
+    here = Path.cwd()
+    for pattern in patterns:
+        paths = [Path(name).absolute() for name in glob(str(pattern), recursive=True)]
+        files = [path for path in paths if path.is_file()]
+        if not files:
+            warn(f"log_files: there is no file {str(pattern)!r}")
+        found |= {path.relative_to(here).as_posix() if path.is_relative_to(here) else path.name: path for path in files}
+    return found
+
+
+_FORMATS = (".safetensors", ".pt2", ".onnx")
+"""Of `learn.export`."""
+
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
@@ -330,11 +424,16 @@ def _as_dict(config: Any) -> dict[str, Any]:
 def _hyper_parameters(learn: "Learner") -> dict[str, Any]:
     """What a fit was started with, as nested plain values. Needs no communication."""
     found = configuration(learn)
+    for name, dl in zip(("train", "valid"), learn.dls.loaders[:2], strict=True):
+        if dl is not None:
+            found[name]["data"] = fingerprint(getattr(dl, "dataset", dl))
     return found | {
         "parameters": sum(p.numel() for p in unwrap(learn.model).parameters()),
         "ranks": world.world_size() if learn._sharded else 1,
         "effective_batch_size": learn.effective_batch_size,
         "versions": found["versions"] | {"learnerkit": __version__},
+        "seed": torch.initial_seed(),
+        "code": code(),
     }
 
 

@@ -1,4 +1,4 @@
-"""Loggers for TensorBoard, Weights & Biases, Comet and MLflow.
+"""Loggers for TensorBoard, Weights & Biases, Comet, MLflow and Trackio.
 
 Each writes the records of steps as 'step/loss', 'step/lr' and so on, and the rows of the table under their columns.
 """
@@ -8,12 +8,13 @@ import re
 import secrets
 import sys
 import time
-from pathlib import Path
+from io import BytesIO
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from learnerkit import world
 from learnerkit.files import name_or_path
-from learnerkit.loggers.logger import Record, Tracker, flat
+from learnerkit.loggers.logger import Files, Record, Tracker, flat
 from learnerkit.text import in_one_line
 
 _begun_here: set[str] = set()
@@ -35,6 +36,7 @@ class TensorBoardCallback(Tracker):
         every: training batches between two records of steps.
         plots: give the recorder's plots to the tracker at the end of each fit.
         config: values of your own that are written with the hyper-parameters, such as `vars(args)`.
+        log_model, log_files: other trackers take these; TensorBoard keeps no files, and refuses them.
 
     Raises:
         ImportError: tensorboard is not installed.
@@ -44,9 +46,15 @@ class TensorBoardCallback(Tracker):
     _guarded = False
 
     def __init__(
-        self, log_dir: str | Path | None = None, every: int = 1, plots: bool = False, config: Any = None
-    ) -> None:
+        self, log_dir: str | Path | None = None, every: int = 1, plots: bool = False, config: Any = None,
+        log_model: None = None, log_files: tuple[()] = (),
+    ) -> None:  # fmt: skip
         super().__init__("tensorboard", "tensorboard", every, plots, config)
+        if log_model or log_files:
+            raise ValueError(
+                "TensorBoardCallback takes no log_model and no log_files, as TensorBoard shows no files; learn.export "
+                "writes the model"
+            )
         if not isinstance(log_dir, str | Path | None):
             raise TypeError(f"got log_dir={log_dir!r}; it is a name inside learn.path/runs, or a path")
         self.log_dir = None if log_dir is None else name_or_path(log_dir, "learn.path/runs")
@@ -62,7 +70,8 @@ class TensorBoardCallback(Tracker):
         elif self._goes_back and _has_row(self._id, self._newest):
             self._there = -1, self._newest  # the row of an epoch may come after a checkpoint of its last step
         _wait_for_a_later_name(self._id)
-        return SummaryWriter(self._id, purge_step=hidden_from)
+        self._native = SummaryWriter(self._id, purge_step=hidden_from)
+        return self._native
 
     def _write_config(self, config: dict[str, Any]) -> None:
         rows = [(name, str(value).replace("|", "\\|")) for name, value in flat(config).items()]
@@ -104,7 +113,52 @@ def _has_row(folder: str, step: int) -> bool:
     )
 
 
-class WandbCallback(Tracker):
+class _Service(Tracker):
+    """A tracker whose run stays open between fits; one that the user has opened is used, and not closed."""
+
+    _guarded = False
+    _may_lose_config = True
+
+    def _active(self) -> Any:
+        """The run that is open in this process, or `None`."""
+        raise NotImplementedError
+
+    def _id_of(self, run: Any) -> str:
+        found: str = run.id
+        return found
+
+    def _begin(self) -> Any:
+        """Go on with the run `_id`; if that is `None`, begin one."""
+        raise NotImplementedError
+
+    def _end(self, run: Any) -> None:
+        run.finish()
+
+    def _there_of(self, run: Any) -> tuple[int, int]:
+        """The last step, and the last row, that a run has which goes on."""
+        return -1, -1
+
+    def _open(self) -> Any:
+        run = self._active()
+        if run is not None and self._id_of(run) in _begun_here and self._id_of(run) != self._id:
+            self._end(run)
+            run = None
+        if run is None:
+            run = self._begin()
+            _begun_here.add(self._id_of(run))
+        if self._goes_back and self._id_of(run) == self._id:
+            self._there = self._there_of(run)
+        self._id, self._native = self._id_of(run), run
+        return run
+
+    def close(self) -> None:
+        """End the run, unless it is yours: the next fit begins another one."""
+        if self._id in _begun_here and (run := self._active()) is not None and self._id_of(run) == self._id:
+            self._end(run)
+        super().close()
+
+
+class WandbCallback(_Service):
     """Logs to a run of Weights & Biases.
 
     A run that you have opened yourself (`wandb.init`) is used, and stays open. Otherwise one begins in the first fit,
@@ -119,6 +173,9 @@ class WandbCallback(Tracker):
         every: training batches between two records of steps.
         plots: give the recorder's plots to the tracker at the end of each fit.
         config: values of your own that are written with the hyper-parameters, such as `vars(args)`.
+        log_model: the name for `learn.export` of the model that is logged at the end of each fit, whose suffix is the
+            format: "model.safetensors", "model.pt2", "model.onnx".
+        log_files: paths, or patterns such as "configs/*.yaml", of files that are logged at the end of each fit.
         init: for `wandb.init`: `project="digits"`, `mode="offline"`.
 
     Raises:
@@ -127,28 +184,32 @@ class WandbCallback(Tracker):
     """
 
     _guarded = False
-    _may_lose_config = True
 
-    def __init__(self, every: int = 10, plots: bool = False, config: Any = None, **init: Any) -> None:
-        super().__init__("wandb", "wandb", every, plots, config)
+    def __init__(
+        self, every: int = 10, plots: bool = False, config: Any = None, log_model: str | None = None,
+        log_files: Files = (), **init: Any,
+    ) -> None:  # fmt: skip
+        super().__init__("wandb", "wandb", every, plots, config, log_model, log_files)
         self.init = init
         self._charted: set[str] = set()
 
-    def _open(self) -> Any:
+    def _active(self) -> Any:
         import wandb
 
-        run = wandb.run
-        if run is not None and run.id in _begun_here and run.id != self._id:
-            run.finish()
-            run = None
-        if run is None:
-            known = {} if self._id is None else {"id": self._id, "resume": "allow"}
-            run = wandb.init(**self.init | known)
-            _begun_here.add(run.id)
-        if self._goes_back and run.id == self._id:
-            last = int(run.summary.get("step") or 0)
-            self._there = last, last - 1  # the row of that step may not be there
-        self._id = run.id
+        return wandb.run
+
+    def _begin(self) -> Any:
+        import wandb
+
+        known = {} if self._id is None else {"id": self._id, "resume": "allow"}
+        return wandb.init(**self.init | known)
+
+    def _there_of(self, run: Any) -> tuple[int, int]:
+        last = int(run.summary.get("step") or 0)
+        return last, last - 1  # the row of that step may not be there
+
+    def _open(self) -> Any:
+        run = super()._open()
         run.define_metric("step", hidden=True)
         self._charted = set()
         return run
@@ -170,17 +231,16 @@ class WandbCallback(Tracker):
 
         self._handle.log({name: wandb.Image(figure), "step": self._newest})
 
-    def close(self) -> None:
-        """End the run, unless it is yours: the next fit begins another one."""
-        if self._id in _begun_here:
-            import wandb
+    def _write_files(self, kind: str, files: dict[str, Path]) -> None:
+        import wandb
 
-            if wandb.run is not None and wandb.run.id == self._id:
-                wandb.run.finish()
-        super().close()
+        artifact = wandb.Artifact(f"{kind}-{self._id}", kind)
+        for name, path in files.items():
+            artifact.add_file(str(path), name)  # which copies it
+        self._handle.log_artifact(artifact)
 
 
-class CometCallback(Tracker):
+class CometCallback(_Service):
     """Logs to an experiment of Comet.
 
     An experiment that you have started yourself (`comet_ml.start`) is used, and stays open. Otherwise one begins in the
@@ -195,6 +255,9 @@ class CometCallback(Tracker):
         every: training batches between two records of steps.
         plots: give the recorder's plots to the tracker at the end of each fit.
         config: values of your own that are written with the hyper-parameters, such as `vars(args)`.
+        log_model: the name for `learn.export` of the model that is logged at the end of each fit, whose suffix is the
+            format: "model.safetensors", "model.pt2", "model.onnx".
+        log_files: paths, or patterns such as "configs/*.yaml", of files that are logged at the end of each fit.
         start: for `comet_ml.start`: `project_name="digits"`, `online=False`.
 
     Raises:
@@ -203,25 +266,31 @@ class CometCallback(Tracker):
     """
 
     _guarded = False
-    _may_lose_config = True
 
-    def __init__(self, every: int = 10, plots: bool = False, config: Any = None, **start: Any) -> None:
-        super().__init__("comet_ml", "comet", every, plots, config)
+    def __init__(
+        self, every: int = 10, plots: bool = False, config: Any = None, log_model: str | None = None,
+        log_files: Files = (), **start: Any,
+    ) -> None:  # fmt: skip
+        super().__init__("comet_ml", "comet", every, plots, config, log_model, log_files)
         self.start = start
 
-    def _open(self) -> Any:
+    def _active(self) -> Any:
         import comet_ml
 
-        running = comet_ml.get_running_experiment()
-        if running is not None and running.get_key() in _begun_here and running.get_key() != self._id:
-            running.end()
-            running = None
-        if running is None:
-            known = {} if self._id is None else {"experiment_key": self._id, "mode": "get_or_create"}
-            running = comet_ml.start(**self.start | known)
-            _begun_here.add(running.get_key())
-        self._id = running.get_key()
-        return running
+        return comet_ml.get_running_experiment()
+
+    def _id_of(self, run: Any) -> str:
+        found: str = run.get_key()
+        return found
+
+    def _begin(self) -> Any:
+        import comet_ml
+
+        known = {} if self._id is None else {"experiment_key": self._id, "mode": "get_or_create"}
+        return comet_ml.start(**self.start | known)
+
+    def _end(self, run: Any) -> None:
+        run.end()
 
     def _write_config(self, config: dict[str, Any]) -> None:
         self._handle.log_parameters(flat(config))
@@ -233,15 +302,13 @@ class CometCallback(Tracker):
     def _write_figure(self, name: str, figure: Any) -> None:
         self._handle.log_figure(name, figure, step=self._newest)
 
-    def close(self) -> None:
-        """End the experiment, unless it is yours: the next fit begins another one."""
-        if self._id in _begun_here:
-            import comet_ml
-
-            running = comet_ml.get_running_experiment()
-            if running is not None and running.get_key() == self._id:
-                running.end()
-        super().close()
+    def _write_files(self, kind: str, files: dict[str, Path]) -> None:
+        for name, path in files.items():
+            with path.open("rb") as file:  # of an open file Comet makes a copy, and uploads that later
+                if kind == "model":
+                    self._handle.log_model(kind, file, file_name=name)
+                else:
+                    self._handle.log_asset(file, file_name=name)
 
 
 class MLflowCallback(Tracker):
@@ -261,6 +328,9 @@ class MLflowCallback(Tracker):
         every: training batches between two records of steps.
         plots: give the recorder's plots to the tracker at the end of each fit.
         config: values of your own that are written with the hyper-parameters, such as `vars(args)`.
+        log_model: the name for `learn.export` of the model that is logged at the end of each fit, whose suffix is the
+            format: "model.safetensors", "model.pt2", "model.onnx".
+        log_files: paths, or patterns such as "configs/*.yaml", of files that are logged at the end of each fit.
 
     Raises:
         ImportError: mlflow is not installed.
@@ -271,9 +341,9 @@ class MLflowCallback(Tracker):
 
     def __init__(
         self, experiment: str | None = None, run_name: str | None = None, every: int = 10, plots: bool = False,
-        config: Any = None,
+        config: Any = None, log_model: str | None = None, log_files: Files = (),
     ) -> None:  # fmt: skip
-        super().__init__("mlflow", "mlflow", every, plots, config)
+        super().__init__("mlflow", "mlflow", every, plots, config, log_model, log_files)
         self.experiment, self.run_name = experiment, run_name
         self._is_own = False
 
@@ -291,7 +361,7 @@ class MLflowCallback(Tracker):
             run = mlflow.start_run(self._id, self._experiment_id(client), None if self._id else self.run_name)
         if self._goes_back and self._id == run.info.run_id:
             self._there = _last_step(client, self._id, "step/lr"), _last_step(client, self._id, "train_loss")
-        self._id = run.info.run_id
+        self._id, self._native = run.info.run_id, run
         return client
 
     def _experiment_id(self, client: Any) -> str | None:
@@ -328,6 +398,10 @@ class MLflowCallback(Tracker):
     def _write_figure(self, name: str, figure: Any) -> None:
         self._handle.log_figure(self._id, figure, f"{_allowed(name)}-{self._newest}.png")
 
+    def _write_files(self, kind: str, files: dict[str, Path]) -> None:
+        for name, path in files.items():
+            self._handle.log_artifact(self._id, str(path), PurePosixPath(kind, name).parent.as_posix())
+
     def _leave(self) -> None:
         import mlflow
 
@@ -335,6 +409,119 @@ class MLflowCallback(Tracker):
         if self._is_own and active is not None and active.info.run_id == self._id:
             error = sys.exception()
             mlflow.end_run("FINISHED" if error is None else "FAILED" if isinstance(error, Exception) else "KILLED")
+
+
+class TrackioCallback(_Service):
+    """Logs to a run of Trackio, which keeps it in a database of this machine: `trackio show` shows it.
+
+    A run that you have opened yourself (`trackio.init`) is used, and stays open; it gets the hyper-parameters if
+    nothing was logged to it before. Otherwise one begins in the first fit, and goes on in the next ones. It ends by
+    `close`, by the first fit of another `TrackioCallback`, or with the process.
+
+    Names and steps are as in TensorBoard. In a run that goes on from a checkpoint, Trackio cannot drop what was logged
+    after that: steps that are in the database of this machine are not written again, those on a server are. Trackio
+    writes twice a second: a process that is killed loses the last half second.
+
+    Args:
+        project: its name.
+        every: training batches between two records of steps.
+        plots: give the recorder's plots to the tracker at the end of each fit.
+        config: values of your own that are written with the hyper-parameters, such as `vars(args)`.
+        log_model: the name for `learn.export` of the model that is logged at the end of each fit, whose suffix is the
+            format: "model.safetensors", "model.pt2", "model.onnx".
+        log_files: paths, or patterns such as "configs/*.yaml", of files that are logged at the end of each fit.
+        init: for `trackio.init`: `name="first"`, `group="small"`.
+
+    Raises:
+        ImportError: trackio is not installed.
+        TypeError, ValueError: arguments that cannot work.
+    """
+
+    _guarded = False
+
+    def __init__(
+        self, project: str, every: int = 10, plots: bool = False, config: Any = None, log_model: str | None = None,
+        log_files: Files = (), **init: Any,
+    ) -> None:  # fmt: skip
+        super().__init__("trackio", "trackio", every, plots, config, log_model, log_files)
+        self.init: dict[str, Any] = {"project": project, "embed": False} | init
+
+    @property
+    def name(self) -> str:
+        """The attribute of the learner: `learn.trackio`."""
+        return "trackio"
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._named: dict[str, str] = {}  # project and name, by which Trackio finds a run
+
+    def _active(self) -> Any:
+        import trackio
+
+        return trackio.context_vars.current_run.get()
+
+    def _begin(self) -> Any:
+        import trackio
+
+        run = trackio.init(**self.init | (self._named | {"resume": "must"} if self._id else {}))
+        if self._id not in (None, run.id):
+            self._end(run)
+            raise RuntimeError(
+                f"{self!r}: the run {self._id} cannot go on, as {run.project} has a newer one of its name, "
+                f"{run.name!r}, and Trackio finds a run by its name: rename that one"
+            )
+        return run
+
+    def _end(self, run: Any) -> None:
+        import trackio
+
+        trackio.finish()
+
+    def _there_of(self, run: Any) -> tuple[int, int]:
+        from trackio.sqlite_storage import SQLiteStorage
+
+        logs = SQLiteStorage.get_logs(run.project, run.name, run_id=run.id)
+        step, row = (
+            max((log["step"] for log in logs if name in log), default=-1) for name in ("step/lr", "train_loss")
+        )
+        return step, row
+
+    def _open(self) -> Any:
+        run = super()._open()
+        self._named = {"project": run.project, "name": run.name}
+        return run
+
+    def _write_config(self, config: dict[str, Any]) -> None:
+        self._handle.config.update({name: value for name, value in config.items() if name not in self._handle.config})
+
+    def _write(self, records: list[Record]) -> None:
+        for record in records:
+            self._handle.log(record.numbers(), step=record.step)
+
+    def _write_figure(self, name: str, figure: Any) -> None:
+        import trackio
+        from PIL import Image
+
+        with BytesIO() as file:
+            figure.savefig(file, format="png")
+            self._handle.log({name: trackio.Image(Image.open(file))}, step=self._newest)
+
+    def _write_files(self, kind: str, files: dict[str, Path]) -> None:
+        import trackio
+
+        artifact = trackio.Artifact(f"{kind}-{self._id}", type=kind)
+        for name, path in files.items():
+            artifact.add_file(path, name)
+        self._handle.log_artifact(artifact)  # which copies the files
+
+    def state_dict(self) -> dict[str, Any]:
+        """The run, and the last step."""
+        return super().state_dict() | {"named": self._named}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on in the run after the last step that was written before the checkpoint."""
+        super().load_state_dict(state)
+        self._named = dict(state["named"])
 
 
 def _last_step(client: Any, run: Any, name: str) -> int:

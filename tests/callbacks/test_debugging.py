@@ -1,5 +1,6 @@
-"""ShortEpochCallback and OverfitBatch: fits cut short, and batches learnt by heart."""
+"""ShortEpochCallback and OverfitBatch: fits cut short, and batches learnt by heart. ProfilerCallback: its trace."""
 
+import json
 from functools import partial
 
 import psutil
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner
-from learnerkit.callbacks.debugging import OverfitBatch, ShortEpochCallback
+from learnerkit.callbacks.debugging import OverfitBatch, ProfilerCallback, ShortEpochCallback
 
 
 class Stream(IterableDataset):
@@ -166,6 +167,7 @@ class Noisy(Dataset):
         return torch.rand(4), torch.zeros(1)
 
 
+@pytest.mark.filterwarnings("ignore:the first batch")
 def test_the_batch_is_kept_as_it_was_read_whatever_is_done_to_it():
     def spoil(cb):
         if cb.training:
@@ -211,3 +213,38 @@ def test_pretended_dataparallel(two_gpus):
     assert type(learn.model) is nn.Sequential
     learn = make_learner(make_dls(8, 4, 4, data=make_classes), make_model(n_out=2), nn.CrossEntropyLoss()).to_parallel()
     assert not learn.check()
+
+
+# ProfilerCallback
+
+
+def steps_of(path):
+    return [e["name"] for e in json.loads(path.read_text())["traceEvents"] if "ProfilerStep" in str(e.get("name"))]
+
+
+@pytest.mark.slow  # the profiler's first start takes seconds
+def test_a_trace_has_the_chosen_steps_and_an_error_leaves_what_was_recorded(tmp_path, capsys):
+    tracing = ProfilerCallback(tmp_path / "traces", steps=(2, 4), record_shapes=True)
+    learn = make_learner(make_dls(12, bs=4), cbs=tracing)
+    learn.fit(2)
+    assert steps_of(tracing.path) == [f"ProfilerStep#{i}" for i in (1, 2, 3)]
+    assert f"the trace of the steps from 2 on is in {tmp_path / 'traces' / 'fit0-rank0.pt.trace.json'}" in (
+        capsys.readouterr().out
+    )
+    fails = Callback(before_step=lambda cb: 1 / 0 if cb.train_iter == 2 else None)
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(2, cbs=fails)
+    assert tracing.path.name == "fit1-rank0.pt.trace.json"
+    assert len(steps_of(tracing.path)) in (1, 2)
+    learn.remove_cb(tracing)
+    learn.fit(1, cbs=ProfilerCallback(tmp_path, steps=(2, 2)))  # another one can start
+    assert len(steps_of(tmp_path / f"fit{learn._fits - 1}-rank0.pt.trace.json")) == 1
+    with pytest.warns(match="no step was recorded: the fit has read fewer than 20 training batches"):
+        learn.fit(1, cbs=ProfilerCallback(tmp_path, steps=(20, 30)))
+    learn.validate(cbs=tracing)
+
+
+def test_the_steps_of_a_trace_are_checked():
+    for steps in ((1, 3), (3, 2), (2.5, 3)):
+        with pytest.raises((TypeError, ValueError), match="steps"):
+            ProfilerCallback(steps=steps)

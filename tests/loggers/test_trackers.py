@@ -1,11 +1,15 @@
-"""The loggers to TensorBoard, Weights & Biases, Comet and MLflow: each without a network, read back."""
+"""The loggers to TensorBoard, Weights & Biases, Comet, MLflow and Trackio: each on this machine, read back."""
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
+from urllib.request import urlopen
 
 import pytest
 from helpers import ROOT, make_dls, make_learner, raises
@@ -18,9 +22,11 @@ from learnerkit import (
     CometCallback,
     MLflowCallback,
     TensorBoardCallback,
+    TrackioCallback,
     WandbCallback,
     mae,
 )
+from learnerkit.launch.environment import LOOPBACK
 from learnerkit.loggers.logger import flat
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of the trackers' own code
@@ -74,11 +80,13 @@ def killed_and_resumed(tmp_path, make, kill=5):
         (WandbCallback, "wandb", "wandb"),
         (CometCallback, "comet_ml", "comet"),
         (MLflowCallback, "mlflow", "mlflow"),
+        (partial(TrackioCallback, "mine"), "trackio", "trackio"),
     ],
 )
 def test_a_missing_package_is_named_with_the_extra(kind, package, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    with raises(ImportError, f"{kind.__name__} needs {package}: pip install 'learnerkit[{extra}]'"):
+    name = getattr(kind, "func", kind).__name__
+    with raises(ImportError, f"{name} needs {package}: pip install 'learnerkit[{extra}]'"):
         kind()
 
 
@@ -149,13 +157,41 @@ def test_tensorboard_goes_on_in_the_same_directory_without_doubles(tmp_path):
     assert scalars(folder)["mae"][2:] == nearly(expected(learn, before=6))["mae"]
 
 
-# Weights & Biases, Comet, MLflow: in processes of their own, as they leave threads, sockets and settings behind
+# The others: in processes of their own, as they leave threads, sockets and settings behind
+
+
+@contextmanager
+def mlflow_server(folder, env):
+    """A server of MLflow with a database of SQLite; gives its address."""
+    address = f"http://{LOOPBACK}:{free_port()}"
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
+    command += ["--artifacts-destination", str(folder / "artifacts"), "--workers", "1"]
+    command += ["--host", LOOPBACK, "--port", address.rpartition(":")[2]]
+    with open(folder / "server.txt", "w") as said:
+        server = subprocess.Popen(command, env=env, stdout=said, stderr=said, start_new_session=True)
+    try:
+        end = time.monotonic() + 300
+        while True:
+            with suppress(OSError), urlopen(f"{address}/health", timeout=5):
+                break
+            assert server.poll() is None, (folder / "server.txt").read_text()
+            assert time.monotonic() < end, (folder / "server.txt").read_text()
+            time.sleep(0.2)
+        yield address
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)  # the server and its worker
+        server.wait(60)
+
+
+def free_port():
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        return taken.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory):
     """What a training in two processes has given the trackers, of which the first one was killed; and its folder."""
-    for package in ("wandb", "comet_ml", "mlflow"):
+    for package in ("wandb", "comet_ml", "mlflow", "trackio"):
         pytest.importorskip(package)
     folder = tmp_path_factory.mktemp("tracked")
     home, temporary = folder / "home", folder / "tmp"
@@ -164,14 +200,17 @@ def tracked(tmp_path_factory):
     env = {name: value for name, value in environment().items() if not name.startswith(("WANDB_", "COMET_", "MLFLOW_"))}
     env |= {
         "HOME": str(home), "TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "COMET_OFFLINE_DIRECTORY": "comet", "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
-        "MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false",
+        "COMET_OFFLINE_DIRECTORY": "comet", "TRACKIO_DIR": str(folder / "trackio"),
+        "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder / "staged"),
         "COMET_DISABLE_AUTO_LOGGING": "1",  # of what is given to MLflow
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }  # fmt: skip
     done = []
-    for mode in ("die", "go"):
-        command = [sys.executable, str(SCRIPTS / "tracked.py"), mode]
-        done.append(subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600))
+    with mlflow_server(folder, env) as address:
+        for mode in ("die", "go"):
+            command = [sys.executable, str(SCRIPTS / "tracked.py"), mode]
+            their = env | {"MLFLOW_TRACKING_URI": address}
+            done.append(subprocess.run(command, cwd=folder, env=their, capture_output=True, text=True, timeout=600))
     assert [each.returncode for each in done] == [9, 0], "\n".join(each.stdout + each.stderr for each in done)
     return json.loads(done[1].stdout.splitlines()[-1]), folder
 
@@ -195,6 +234,7 @@ def test_wandb_has_all_of_a_run_that_was_killed_and_uses_the_users_run(tracked):
     assert users == found["users"][0]
     assert [step for step, _ in logged["step/lr"]] == [1, 2, 3] * 2
     assert len(list(folder.glob("wandb/offline-*/files/media/**/*.png"))) == 2 * 4  # of four fits
+    assert config["seed"] == found["seed"]
 
 
 @pytest.mark.slow
@@ -215,9 +255,26 @@ def test_mlflow_goes_on_without_doubles_and_uses_the_active_run(tracked):
     (status, name, params, metrics, figures), (_, _, theirs, logged, _) = found["mlflow"]
     assert (status, name, params["arch"], params["parameters"]) == ("FINISHED", "one", "mlp", "37")
     assert {name: metrics[name] for name in metrics.keys() - {"epoch"}} == wanted(found)
-    assert [each.startswith("plots/") for each in figures] == [True] * 4
+    assert [each.startswith("plots/") for each in figures[:-3]] == [True] * 4
+    assert figures[-3:] == ["model/model.safetensors", "files/configs/a.txt", "later/a.txt"]
+    assert found["mlflow files"] == [True, "a file"]
+    assert found["objects"] == found["ids"]
+    assert params["code.command"].endswith("tracked.py die")
+    assert params["train.data"].startswith("TensorDataset, 12 items, sha256 ")
+    assert params["seed"] == str(found["seed"])
     assert (theirs["parameters"], theirs["arch"]) == ("mine", "mlp")
     assert [step for step, _ in logged["step/lr"]] == [1, 2, 3] * 2
+
+
+@pytest.mark.slow
+def test_trackio_goes_on_in_the_same_run_without_doubles_and_uses_the_users_run(tracked):
+    found, _ = tracked
+    (run, name, config, metrics, figures, artifacts, same), *others = found["trackio"]
+    assert (run, name, config["arch"], config["parameters"]) == (found["ids"][3], "two", "mlp", 37)
+    assert {name: metrics[name] for name in metrics.keys() - {"epoch"}} == wanted(found)
+    assert sorted(figures) == ["plots/loss"] * 2 + ["plots/schedule"] * 2
+    assert (artifacts.keys(), same) == ({f"model-{run}", f"files-{run}"}, True)
+    assert others == []
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A training that is logged to W&B, Comet and MLflow, without a network: it dies, and another process goes on.
+"""A training that is logged to W&B, Comet, MLflow and Trackio, on this machine: it dies, and another process goes on.
 
 The first one dies in its second fit, two steps after a checkpoint. The other one goes on, ends the runs, and logs two
 fits to runs that it has opened itself. It prints what it has trained and what the trackers have, as JSON.
@@ -10,12 +10,16 @@ import os
 import socket
 import struct
 import sys
+import time
 import zipfile
+from pathlib import Path
 
 import matplotlib
+import torch
 from helpers import make_dls, make_learner
+from safetensors.torch import load_file
 
-from learnerkit import Callback, CheckpointCallback, CometCallback, MLflowCallback, WandbCallback, mae
+from learnerkit import Callback, CheckpointCallback, CometCallback, MLflowCallback, TrackioCallback, WandbCallback, mae
 
 matplotlib.use("Agg")
 connect = socket.socket.connect
@@ -32,15 +36,18 @@ socket.socket.connect = refuse
 
 def make_trackers():
     kwargs = {"every": 1, "plots": True, "config": {"arch": "mlp"}}
+    kwargs |= {"log_model": "model.safetensors", "log_files": ["configs/*.txt"]}
     return [
         WandbCallback(mode="offline", project="p", **kwargs),
         CometCallback(online=False, **kwargs),
         MLflowCallback("mine", "one", **kwargs),
+        TrackioCallback("mine", name="two", **kwargs),
     ]
 
 
 def die(cb):
     if sys.argv[1] == "die" and cb.training and cb.learn._fits == 1 and cb.train_iter == 5:
+        time.sleep(1.5)  # Trackio writes twice a second
         os._exit(9)
 
 
@@ -117,8 +124,45 @@ def mlflow_run(run):
     metrics = {
         name: [[at.step, at.value] for at in client.get_metric_history(run, name)] for name in found.data.metrics
     }
-    figures = [item.path for item in client.list_artifacts(run, "plots")]
+    folders = ("plots", "model", "files/configs", "later")
+    figures = [item.path for folder in folders for item in client.list_artifacts(run, folder)]
     return found.info.status, found.info.run_name, found.data.params, metrics, figures
+
+
+def artifacts_of(run, learn):
+    """Whether the model that MLflow has of a run is the learner's, and the text of the file."""
+    from mlflow.artifacts import download_artifacts, load_text
+
+    model = load_file(download_artifacts(run_id=run, artifact_path="model/model.safetensors"))
+    return same_weights(model, learn), load_text(download_artifacts(run_id=run, artifact_path="files/configs/a.txt"))
+
+
+def same_weights(found, learn):
+    own = learn.model.state_dict()
+    return found.keys() == own.keys() and all(torch.equal(found[name], own[name]) for name in own)
+
+
+def trackio_runs(learn):
+    """[id, name, hyper-parameters, {name: [[step, value], ...]}, figures, artifacts, same weights] of each run."""
+    import trackio
+
+    for run in trackio.Api().runs("mine"):
+        metrics, figures = {}, []
+        for log in trackio.SQLiteStorage.get_logs("mine", run.name, run_id=run.id):
+            for name in log.keys() - {"step", "timestamp"}:
+                if name.startswith("plots/"):
+                    figures.append(name)
+                else:
+                    metrics.setdefault(name, []).append([log["step"], log[name]])
+        names, same = {}, None
+        for version in trackio.SQLiteStorage.get_run_artifacts("mine", run.name, run.id)["output"]:
+            names[version["name"]] = version["version"]
+        with_model = trackio.init("mine", "reader", embed=False, auto_log_cpu=False)
+        if names:
+            folder = Path(with_model.use_artifact(f"model-{run.id}:latest").download("downloaded"))
+            same = same_weights(load_file(folder / "model.safetensors"), learn)
+        trackio.finish()
+        yield run.id, run.name, run.config, metrics, figures, names, same
 
 
 def recorded(learn):
@@ -132,23 +176,33 @@ def recorded(learn):
 
 
 def main():
+    Path("configs").mkdir(exist_ok=True)
+    Path("configs/a.txt").write_text("a file")
     trackers = make_trackers()
     dies = Callback(after_batch=die, order=20_000)
     learn = learner(*trackers, CheckpointCallback("run", every=3, resume=True), dies)
     learn.validate()
     if sys.argv[1] == "die":
-        assert not any(map(os.path.exists, ("wandb", "comet", "mlruns")))
+        assert not any(map(os.path.exists, ("wandb", "comet", os.environ["TRACKIO_DIR"])))
     learn.fit(1)
-    found = {"first": recorded(learn), "ids": [tracker._id for tracker in trackers]}
+    found = {"first": recorded(learn), "ids": [tracker.run_id for tracker in trackers]}
     learn.fit(2)
     found["second"] = recorded(learn)
+    objects = [tracker.run for tracker in trackers]
+    found["objects"] = [objects[0].id, objects[1].get_key(), objects[2].info.run_id, objects[3].id]
+    found["mlflow files"] = artifacts_of(learn.mlflow.run_id, learn)
+    found["seed"] = torch.initial_seed()
     for tracker in trackers:
         tracker.close()
 
     import comet_ml
     import mlflow
+    import trackio
     import wandb
 
+    found["trackio"] = [*trackio_runs(learn)]
+    mlflow.log_artifact("configs/a.txt", "later", run_id=found["ids"][2])
+    mine = trackio.init("theirs", embed=False, auto_log_cpu=False)
     with wandb.init(mode="offline", config={"parameters": "mine"}) as run, mlflow.start_run() as active:
         mlflow.log_param("parameters", "mine")
         experiment = comet_ml.start(online=False)
@@ -161,6 +215,10 @@ def main():
         assert (run.config["parameters"], run.config["arch"]) == ("mine", "mlp")
         assert mlflow.active_run() is not None
         assert not experiment.ended
+        assert trackio.context_vars.current_run.get() is mine
+        trackio.finish()
+        (run_of_theirs,) = trackio.Api().runs("theirs")
+        assert run_of_theirs.config["arch"] == "mlp"
         found["users"] = [run.id, experiment.get_key(), active.info.run_id]
         experiment.end()
     wandb.teardown()  # waits for its service, which writes the files

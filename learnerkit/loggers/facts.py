@@ -1,0 +1,108 @@
+"""What is known of the code and of the data that a run began with, without reading the data."""
+
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from learnerkit.data.batches import loader_len
+
+_BYTES = 2**24  # of a tensor or an array
+_ITEMS = 1000  # of a list
+_PARTS = 20_000  # of a dataset: items and tensors together
+_DEPTH = 12  # of lists and datasets inside each other
+_SECONDS = 5.0  # for git
+
+
+def code() -> dict[str, Any]:
+    """The command line, and the git commit of the script's folder, or in a notebook of the current one.
+
+    Returns:
+        'command'; 'commit', and 'changed': whether files that git tracks differ from it. Without git, or in a folder
+        that it does not track, 'command' alone.
+    """
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    folder = Path.cwd() if script is None else Path(script).absolute().parent
+    found: dict[str, Any] = {"command": shlex.join(sys.argv)}
+    status = ["status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(folder), *status],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=True,
+        )  # fmt: skip
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return found
+    lines = done.stdout.splitlines()
+    commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid")]
+    return found | {"commit": commits[0], "changed": not all(line.startswith("#") for line in lines)}
+
+
+def fingerprint(data: Any) -> str:
+    """A text that changes with a dataset: its type, its length, and a SHA-256 of what it holds in memory.
+
+    The digest covers the tensors, arrays, lists and dicts that the dataset and the datasets inside it have as
+    attributes: names, types and shapes, and of values at most 16 MiB of a tensor and 1,000 items of a list, at equal
+    distances, and the first 20,000 items of all. A file named in a list counts by the last two parts of its path and
+    its size. What is in files, and what code makes of a sample, is not covered. It is the same in every process that
+    has the same data.
+
+    Args:
+        data: a dataset, or a list of batches.
+
+    Returns:
+        Without the digest if nothing is held in memory.
+    """
+    parts = list(islice(_parts(data) if isinstance(data, list | tuple) else _attributes(data), _PARTS))
+    n, kind = loader_len(data), type(data).__name__
+    size = "no length" if n is None else f"{n} items"
+    digest = hashlib.sha256(b"".join(b"%d %s" % (len(part), part) for part in parts)).hexdigest()[:16]
+    return f"{kind}, {size}, sha256 {digest}" if parts else f"{kind}, {size}"
+
+
+def _attributes(data: Any, depth: int = 0) -> Iterator[bytes]:
+    for name, value in getattr(data, "__dict__", {}).items():
+        if isinstance(value, Tensor | np.ndarray | list | tuple | dict | Dataset):
+            yield from _parts((name, value), depth)
+
+
+def _parts(value: Any, depth: int = 0) -> Iterator[bytes]:
+    """What a value is told apart by; `depth`: it lies in so many others."""
+    if isinstance(value, dict):
+        value = list(value.items())
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        value = value.tolist()
+    if depth > _DEPTH:
+        return
+    if isinstance(value, Tensor | np.ndarray):
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        yield _some_bytes(value)
+    elif isinstance(value, Dataset):
+        yield from _attributes(value, depth + 1)
+    elif isinstance(value, list | tuple):
+        yield b"%d items" % len(value)
+        for item in value[:: len(value) // _ITEMS + 1]:
+            yield from _parts(item, depth + 1)
+    elif isinstance(value, str | os.PathLike) and os.path.isfile(value):
+        yield f"{'/'.join(Path(value).parts[-2:])} {os.path.getsize(value)}".encode()
+    elif isinstance(value, str | bytes | int | float | None):
+        yield repr(value).encode()
+
+
+def _some_bytes(value: Tensor | np.ndarray) -> bytes:
+    """The bytes of rows at equal distances. A host-device sync, for tensors elsewhere."""
+    rows: Any = value[:: value.nbytes // _BYTES + 1] if value.ndim else value
+    flat = rows.reshape(-1)
+    flat = flat[:: flat.nbytes // _BYTES + 1]
+    if isinstance(flat, Tensor):
+        flat = flat.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return flat.tobytes()
