@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from learnerkit.files import CheckpointError
-from learnerkit.losses import DECODINGS, decoding, loss_option
+from learnerkit.losses import ACTIVATIONS, DECODINGS, rules
 from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
@@ -24,13 +24,15 @@ class NotExported:
     """Stands for the loss of an exported model: it decodes predictions, and nothing can be computed with it.
 
     Args:
-        decoding: as in `Facts`.
+        decoding, probabilities: as in `Facts`.
     """
 
-    def __init__(self, decoding: str | None) -> None:
-        self.decoding = decoding
+    def __init__(self, decoding: str | None, probabilities: str | None) -> None:
+        self.decoding, self.probabilities = decoding, probabilities
         if decoding is not None:
             self.decode = DECODINGS[decoding]
+        if probabilities is not None:
+            self.activation = ACTIVATIONS[probabilities]
 
     def __call__(self, *args: Any) -> Tensor:
         raise ValueError("the learner was loaded without a loss: load_learner(..., loss_func=...) gives it one")
@@ -44,6 +46,7 @@ class Facts:
         model: the name of the model's class, for messages alone.
         decoding: how predictions are decoded, by its name in `losses.DECODINGS`, or `None`: by nothing that a file can
             say.
+        probabilities: what makes probabilities of predictions, by its name in `losses.ACTIVATIONS`, or `None`.
         own_loss: the model makes its own loss.
         inputs: the names of the inputs, where batches are mappings.
         classes, n_inp, target_keys, ignore_keys, preprocessing: as in `DataLoaders`.
@@ -52,6 +55,7 @@ class Facts:
 
     model: str
     decoding: str | None = None
+    probabilities: str | None = None
     own_loss: bool = False
     inputs: list[str] | None = None
     classes: list[Any] | None = None
@@ -74,9 +78,10 @@ class Facts:
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
-    "model": (str,), "decoding": (str, type(None)), "own_loss": (bool,), "inputs": (list, type(None)),
-    "classes": (list, type(None)), "n_inp": (int, type(None)), "target_keys": (list, type(None)),
-    "ignore_keys": (list, type(None)), "preprocessing": (dict, type(None)), "version": (int,),
+    "model": (str,), "decoding": (str, type(None)), "probabilities": (str, type(None)), "own_loss": (bool,),
+    "inputs": (list, type(None)), "classes": (list, type(None)), "n_inp": (int, type(None)),
+    "target_keys": (list, type(None)), "ignore_keys": (list, type(None)), "preprocessing": (dict, type(None)),
+    "version": (int,),
 }  # fmt: skip
 
 
@@ -84,22 +89,21 @@ def facts_of(learn: "Learner", inputs: Iterable[str] | None = None) -> Facts:
     """The record of a learner; `inputs`: the names of a mapping batch's."""
     dls, loss_func = learn.dls, learn.loss_func
     classes = None if dls.classes is None else [_plain(name) for name in dls.classes]
+    decodes, activates = _rules(loss_func, classes)
     return Facts(
-        model=type(unwrap(learn.model)).__name__, decoding=_decoding(loss_func, classes), own_loss=loss_func is None,
-        inputs=None if inputs is None else list(inputs), classes=classes, n_inp=dls.n_inp,
+        model=type(unwrap(learn.model)).__name__, decoding=decodes, probabilities=activates,
+        own_loss=loss_func is None, inputs=None if inputs is None else list(inputs), classes=classes, n_inp=dls.n_inp,
         target_keys=list(dls.target_keys), ignore_keys=list(dls.ignore_keys), preprocessing=dls.preprocessing,
     )  # fmt: skip
 
 
-def _decoding(loss_func: Any, classes: Any) -> str | None:
+def _rules(loss_func: Any, classes: Any) -> tuple[str | None, str | None]:
+    "The names of what decodes predictions, and of what makes probabilities of them."
     if isinstance(loss_func, NotExported):
-        return loss_func.decoding
+        return loss_func.decoding, loss_func.probabilities
     if loss_func is None:  # as `Learner.predict` has it
-        return "argmax" if classes is not None else None
-    own = loss_option(loss_func, "decode", loss_option(loss_func, "decodes"))  # code, which no file here has
-    if own is not None:
-        return None
-    return decoding(loss_func)
+        return ("argmax", "softmax") if classes is not None else (None, None)
+    return rules(loss_func)  # without code, which no file here has
 
 
 def _plain(name: Any) -> Any:
@@ -123,12 +127,14 @@ def read_facts(text: str | None, file: Any) -> Facts:
                 f"{file} was exported by a later learnerkit, in version {found['version']} of the format; this one "
                 f"reads up to {VERSION}: update it"
             )
-        found.setdefault("ignore_keys", None)  # which older files have not
+        for name in ("ignore_keys", "probabilities"):
+            found.setdefault(name, None)  # which older files have not
         facts = Facts(**{each.name: found[each.name] for each in fields(Facts)})
         wrong = [name for name, kinds in _TYPES.items() if not isinstance(vars(facts)[name], kinds)]
         names = [*(facts.target_keys or ()), *(facts.ignore_keys or ()), *(facts.inputs or ())]
-        if wrong or facts.decoding not in (None, *DECODINGS) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"{', '.join(wrong) or 'decoding, or a name,'} is of another kind")
+        known = facts.decoding in (None, *DECODINGS) and facts.probabilities in (None, *ACTIVATIONS)
+        if wrong or not known or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{', '.join(wrong) or 'decoding, probabilities, or a name,'} is of another kind")
     except CheckpointError:
         raise
     except Exception as e:

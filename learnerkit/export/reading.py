@@ -2,7 +2,8 @@
 
 import json
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ def _is_raw(item: Any) -> bool:
 
 
 def load(
-    make: Callable[..., "Learner"], fname: Any, model: Any, dls: DataLoaders | None, data: Any, loss_func: Any,
+    make: type["Learner"], fname: Any, model: Any, dls: DataLoaders | None, data: Any, loss_func: Any,
     device: Any, path: str | Path, model_dir: str | Path,
 ) -> "Learner":  # fmt: skip
     """Make the learner for `load_learner`, which see, by the class `make`."""
@@ -81,7 +82,6 @@ def load(
         program.inputs, model = facts.inputs, program
     else:
         facts = read_facts(_record(file), file)
-        model = _made(model, file, facts.model)
     if data is not None:
         own = _prepared(data, facts.preprocessing, file, own.device)
     elif dls is None:
@@ -94,8 +94,13 @@ def load(
         own.classes = facts.classes
     if own.preprocessing is None:
         own.preprocessing = facts.preprocessing
+    if file.suffix != PROGRAM:
+        made = _made(model, file, facts.model, own)
+        model = made.model if isinstance(made, make) else made
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model={model!r} returned {made!r}; it must return an nn.Module")
     makes_loss = facts.own_loss and file.suffix != PROGRAM
-    loss_func = NotExported(facts.decoding) if loss_func is None and not makes_loss else loss_func
+    loss_func = NotExported(facts.decoding, facts.probabilities) if loss_func is None and not makes_loss else loss_func
     learn = make(own, model, loss_func, path=path, model_dir=model_dir)
     if file.suffix != PROGRAM:
         with world.alone():
@@ -121,18 +126,21 @@ def _record(file: Path) -> str | None:
         raise CheckpointError(f"{file} is damaged, or not a safetensors file: {in_one_line(e)}") from e
 
 
-def _made(model: Any, file: Path, name: str) -> nn.Module:
-    "The user's model, for weights that a model of this name had."
+def _made(model: Any, file: Path, name: str, dls: DataLoaders) -> Any:
+    "The user's model, or a learner with it, for weights that a model of this name had."
     if isinstance(model, nn.Module):
         return model
     if model is None:
         raise ValueError(
             f"{file} has the weights of a {name[:80]!r}, and no code: give load_learner(..., model=) the module, or "
-            "the function or class that makes it. A '.pt2' export needs none"
+            "the function or class that makes it, such as `lambda dls: vision_learner(dls, 'resnet18')`, whose dls "
+            "have the classes. A '.pt2' export needs none"
+            " (errors.html#load-learner)"
         )
     if not callable(model):
         raise TypeError(f"got model={model!r}; it is a module, or the function or class that makes it, and no name")
-    made = model()
-    if not isinstance(made, nn.Module):
-        raise TypeError(f"model={model!r} returned {made!r}; it must return an nn.Module")
-    return made
+    try:
+        takes_loaders = next(iter(signature(model).parameters), None) == "dls"
+    except ValueError:  # a function in C
+        takes_loaders = False
+    return model(dls) if takes_loaders else model()

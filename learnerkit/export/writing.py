@@ -1,9 +1,11 @@
 """`Learner.export`: the model of a learner as a file of weights, a program of torch.export, or ONNX."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +46,7 @@ def exported_path(fname: Any, folder: Path) -> Path:
     path = folder / fname if isinstance(fname, str) else fname
     if path.suffix in SUFFIXES:
         return path
-    kinds = "'.safetensors' (weights), '.pt2' (a program that needs no code) or '.onnx'"
+    kinds = "'.pt2' (a program, which is loaded without code), '.safetensors' (weights, which need it) or '.onnx'"
     if path.suffix in _PICKLES:
         raise ValueError(
             f"got {path.name!r}: '{path.suffix}' files are pickles, which can run any code when they are read, and "
@@ -100,7 +102,7 @@ def _write_traced(learn: "Learner", path: Path) -> None:
     args, kwargs, size = example(learn)
     facts = facts_of(learn, kwargs or None)
     safe_name = path.with_suffix(files.SAFETENSORS).name
-    names = list(kwargs) or (["x"] if len(args) == 1 else [f"x{i}" for i in range(len(args))])
+    names = list(kwargs) or input_names(learn, len(args))
     with predicting(learn, names) as predictor:
         program = programs.traced(predictor, args, kwargs, size, safe_name)
         # Of all samples, and of one: what holds for the example's number of samples alone is found out here.
@@ -123,7 +125,27 @@ def _write_traced(learn: "Learner", path: Path) -> None:
         if path.suffix == PROGRAM:
             programs.write(program, facts, path, lambda read: check("the exported program", read))
         else:
-            _write_onnx(program, facts, path, ["pred"] if isinstance(expected[0], Tensor) else None, check)
+            axes = _axes(learn.dls.inputs, dict(zip(names, kwargs.values() or args, strict=True)), size)
+            _write_onnx(program, facts, path, axes, ["pred"] if isinstance(expected[0], Tensor) else None, check)
+
+
+def input_names(learn: "Learner", n: int) -> list[str]:
+    """The names of `n` inputs that a model takes by position: those of the loaders, or of its `forward`'s arguments."""
+    found = list(learn.dls.inputs)
+    if len(found) != n:
+        arguments = signature(unwrap(learn.model).forward).parameters.values()
+        found = [each.name for each in arguments if each.kind is Parameter.POSITIONAL_OR_KEYWORD][:n]
+    return found if len(found) == n else [f"x{i}" for i in range(n)]
+
+
+def _axes(known: Mapping[str, Sequence[str]], inputs: Mapping[str, Any], size: int) -> dict[str, Any]:
+    "Names for the axes of the inputs whose length is free, by their numbers."
+
+    def axes(name: str, t: Tensor) -> dict[int, str]:
+        names = [*known.get(name, ()), *(f"{name}_{i}" for i in range(1, t.ndim))][: t.ndim - 1]
+        return dict(enumerate(["batch", *names]))
+
+    return {name: map_batch(partial(axes, name), value, lambda x: None) for name, value in inputs.items()}
 
 
 def example(learn: "Learner") -> tuple[tuple, dict[str, Any], int]:
@@ -162,12 +184,15 @@ def predicting(learn: "Learner", names: list[str]) -> Iterator[programs.Predicto
 
 
 def _write_onnx(
-    program: Any, facts: Facts, path: Path, outputs: list[str] | None, check: Callable[[str, Callable[..., Any]], None]
-) -> None:
+    program: Any, facts: Facts, path: Path, axes: dict[str, Any], outputs: list[str] | None,
+    check: Callable[[str, Callable[..., Any]], None],
+) -> None:  # fmt: skip
     """Write ONNX with torch's exporter, and run it on the example if onnxruntime is there."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            found: Any = torch.onnx.export(program, dynamo=True, verbose=False, output_names=outputs)
+            found: Any = torch.onnx.export(
+                program, dynamo=True, verbose=False, output_names=outputs, dynamic_shapes=axes
+            )
         found.model.metadata_props[KEY] = facts.as_json()
     except Exception as e:
         raise CheckpointError(

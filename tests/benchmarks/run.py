@@ -125,6 +125,21 @@ def images(rounds: int, n: int = 20_000) -> list[tuple[str, str, str]]:
     return rows
 
 
+def serve(rounds: int) -> list[tuple[str, str, str]]:
+    """The example of a service, against one that is written by hand for the same model, with the same gathering."""
+    found = json.loads(output_of([sys.executable, HERE / "serve.py", rounds]))
+    by_hand, ours = found["processor"]
+    per_second = 600 / median(times[1] for times in found["rounds"])
+    return [
+        (
+            f"requests a second, share of a service by hand ({per_second:.0f})",
+            f"{1 / ratio(found['rounds']):.3f}",
+            "0.9",
+        ),
+        ("    processor time of a request, share", f"{ours / by_hand:.3f}", ""),
+    ]
+
+
 def notebook(rounds: int) -> list[tuple[str, str, str]]:
     """Training on two processes from a notebook's cell against the launcher: until it begins, and a second fit."""
     from kernel import Kernel
@@ -265,6 +280,7 @@ BENCHMARKS: dict[str, Callable[[int], list[tuple[str, str, str]]]] = {
     "ddp": ddp,
     "data": data,
     "images": images,
+    "serve": serve,
     "notebook": notebook,
     "checkpoint": checkpoint,
     "noise": noise,

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from helpers import make_learner, make_model
+from helpers import make_classes, make_dls, make_learner, make_model
+from torch import nn
 
 from learnerkit import CheckpointError, load_learner
 
@@ -34,6 +36,23 @@ def test_weights_need_a_model_of_the_users():
         load_learner(path, make_model, dls=make_learner().dls, device="cpu")
     with pytest.raises(FileNotFoundError, match=r"there is no file models/b\.pt2; exported there: a\.safetensors"):
         load_learner("b.pt2")
+
+
+def test_a_function_of_the_loaders_makes_the_model_for_their_classes():
+    learn = make_learner(make_dls(data=make_classes), make_model(n_out=3), nn.CrossEntropyLoss())
+    learn.dls.classes = ["ant", "bee", "cow"]
+    path, x = learn.export("classes"), make_classes().tensors[0][0]
+
+    def make(dls, returns):
+        model = make_model(n_out=len(dls.classes))
+        return model if returns == "model" else make_learner(dls, model, nn.CrossEntropyLoss())
+
+    for returns in ("model", "learner"):
+        other = load_learner(path, partial(make, returns=returns), device="cpu")
+        assert other.predict(x).label == learn.predict(x).label
+        assert torch.equal(other.predict(x).pred, learn.predict(x).pred)
+    with pytest.raises(ValueError, match=r"such as `lambda dls: vision_learner\(dls, 'resnet18'\)`"):
+        load_learner(path)
 
 
 def test_weights_of_another_model_change_nothing():

@@ -171,8 +171,10 @@ def test_onnx_runs_on_batches_of_any_size(kind):
     path = learn.export(f"{kind}.onnx")
     assert [each.name for each in path.parent.iterdir()] == [path.name]
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    names = {"cnn": ["x"], "pair": ["x0", "x1"], "mapping": ["a", "b"]}[kind]
-    assert [each.name for each in session.get_inputs()] == names
+    names = {"cnn": ["input"], "pair": ["a", "b"], "mapping": ["a", "b"]}[kind]  # of `forward`
+    axes = ["batch", 1, "input_2", "input_3"] if kind == "cnn" else ["batch", "a_1"]
+    assert {each.name: each.shape for each in session.get_inputs()} == dict.fromkeys(names, axes)
+    assert [each.shape for each in session.get_outputs()] == [["batch", 3]]
     for n in (1, 8):
         columns = torch.utils.data.default_collate(items[:n])
         columns = list(columns.values()) if kind == "mapping" else columns if kind == "pair" else [columns]
