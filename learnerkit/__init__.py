@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.callbacks.averaging import EMA as EMA
     from learnerkit.callbacks.averaging import SWA as SWA
     from learnerkit.callbacks.debugging import OverfitBatch as OverfitBatch
+    from learnerkit.callbacks.debugging import ProfilerCallback as ProfilerCallback
     from learnerkit.callbacks.debugging import ShortEpochCallback as ShortEpochCallback
     from learnerkit.callbacks.lr_find import SuggestionMethod as SuggestionMethod
     from learnerkit.callbacks.lr_find import minimum as minimum
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.callbacks.precision import GradientClip as GradientClip
     from learnerkit.callbacks.precision import MixedPrecision as MixedPrecision
     from learnerkit.callbacks.progress import ProgressCallback as ProgressCallback
+    from learnerkit.callbacks.progress import ShowGraphCallback as ShowGraphCallback
     from learnerkit.callbacks.recorder import Recorder as Recorder
     from learnerkit.callbacks.schedule import ParamScheduler as ParamScheduler
     from learnerkit.callbacks.schedule import SchedCos as SchedCos
@@ -50,6 +52,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.callbacks.tracking import TrackerCallback as TrackerCallback
     from learnerkit.callbacks.tracking import ValidateEvery as ValidateEvery
     from learnerkit.callbacks.training import BnFreeze as BnFreeze
+    from learnerkit.callbacks.training import MCDropout as MCDropout
     from learnerkit.callbacks.training import TrainEvalCallback as TrainEvalCallback
     from learnerkit.checkpoints.callback import CheckpointCallback as CheckpointCallback
     from learnerkit.data import DataLoaders as DataLoaders
@@ -61,6 +64,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.events import CancelTrainException as CancelTrainException
     from learnerkit.events import CancelValidException as CancelValidException
     from learnerkit.events import Event as Event
+    from learnerkit.export.hub import push_to_hub as push_to_hub
     from learnerkit.files import CheckpointError as CheckpointError
     from learnerkit.images.augmentation import ImageAugmentation as ImageAugmentation
     from learnerkit.images.data import ImageData as ImageData
@@ -70,17 +74,23 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.inspection.interpretation import ClassificationInterpretation as ClassificationInterpretation
     from learnerkit.language.data import TextData as TextData
     from learnerkit.language.models import TextClassifier as TextClassifier
+    from learnerkit.language.models import text_learner as text_learner
     from learnerkit.learner import Learner as Learner
+    from learnerkit.learner import from_hub as from_hub
     from learnerkit.learner import load_learner as load_learner
     from learnerkit.loggers.tables import CSVLogger as CSVLogger
     from learnerkit.loggers.tables import JSONLogger as JSONLogger
     from learnerkit.loggers.trackers import CometCallback as CometCallback
     from learnerkit.loggers.trackers import MLflowCallback as MLflowCallback
     from learnerkit.loggers.trackers import TensorBoardCallback as TensorBoardCallback
+    from learnerkit.loggers.trackers import TrackioCallback as TrackioCallback
     from learnerkit.loggers.trackers import WandbCallback as WandbCallback
     from learnerkit.metrics import AccumMetric as AccumMetric
+    from learnerkit.metrics import Dice as Dice
+    from learnerkit.metrics import IoU as IoU
     from learnerkit.metrics import Metric as Metric
     from learnerkit.metrics import accuracy as accuracy
+    from learnerkit.metrics import accuracy_multi as accuracy_multi
     from learnerkit.metrics import error_rate as error_rate
     from learnerkit.metrics import mae as mae
     from learnerkit.metrics import mse as mse
@@ -99,7 +109,8 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.tabular.model import TabularModel as TabularModel
     from learnerkit.tabular.model import tabular_learner as tabular_learner
     from learnerkit.utils import unwrap as unwrap
-    from learnerkit.vision import vision_learner as vision_learner
+    from learnerkit.vision.classifier import vision_learner as vision_learner
+    from learnerkit.vision.unet import unet_learner as unet_learner
     from learnerkit.world import on_rank0 as on_rank0
     from learnerkit.world import rank0_first as rank0_first
     from learnerkit.world import set_seed as set_seed
@@ -109,10 +120,10 @@ _HOMES = {
     "callbacks.accumulation": ["GradientAccumulation"],
     "callbacks.augmentation": ["BatchTransform", "CutMix", "MixUp"],
     "callbacks.averaging": ["EMA", "SWA"],
-    "callbacks.debugging": ["OverfitBatch", "ShortEpochCallback"],
+    "callbacks.debugging": ["OverfitBatch", "ProfilerCallback", "ShortEpochCallback"],
     "callbacks.lr_find": ["SuggestionMethod", "minimum", "slide", "steep", "valley"],
     "callbacks.precision": ["ChannelsLast", "Compile", "GradientClip", "MixedPrecision"],
-    "callbacks.progress": ["ProgressCallback"],
+    "callbacks.progress": ["ProgressCallback", "ShowGraphCallback"],
     "callbacks.recorder": ["Recorder"],
     "callbacks.schedule": [
         "ParamScheduler", "SchedCos", "SchedExp", "SchedLin", "SchedNo", "SchedPoly", "TorchScheduler",
@@ -122,25 +133,27 @@ _HOMES = {
         "EarlyStoppingCallback", "ReduceLROnPlateau", "SaveModelCallback", "TerminateOnNaNCallback",
         "TrackerCallback", "ValidateEvery",
     ],
-    "callbacks.training": ["BnFreeze", "TrainEvalCallback"],
+    "callbacks.training": ["BnFreeze", "MCDropout", "TrainEvalCallback"],
     "checkpoints.callback": ["CheckpointCallback"],
     "data": ["DataLoaders"],
     "events": [
         "CancelBackwardException", "CancelBatchException", "CancelEpochException", "CancelFitException",
         "CancelStepException", "CancelTrainException", "CancelValidException", "Event",
     ],
+    "export.hub": ["push_to_hub"],
     "files": ["CheckpointError"],
     "images.augmentation": ["ImageAugmentation"],
     "images.data": ["ImageData"],
     "inspection.hooks": ["ActivationStats", "Hook", "Hooks"],
     "inspection.interpretation": ["ClassificationInterpretation"],
     "loggers.tables": ["CSVLogger", "JSONLogger"],
-    "loggers.trackers": ["CometCallback", "MLflowCallback", "TensorBoardCallback", "WandbCallback"],
+    "loggers.trackers": ["CometCallback", "MLflowCallback", "TensorBoardCallback", "TrackioCallback", "WandbCallback"],
     "language.data": ["TextData"],
-    "language.models": ["TextClassifier"],
-    "learner": ["Learner", "load_learner"],
+    "language.models": ["TextClassifier", "text_learner"],
+    "learner": ["Learner", "from_hub", "load_learner"],
     "metrics": [
-        "AccumMetric", "Metric", "accuracy", "error_rate", "mae", "mse", "perplexity", "rmse", "top_k_accuracy",
+        "AccumMetric", "Dice", "IoU", "Metric", "accuracy", "accuracy_multi", "error_rate", "mae", "mse", "perplexity",
+        "rmse", "top_k_accuracy",
     ],
     "parallel": ["DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError"],
     "scaling.rate": ["scaled_lr"],
@@ -150,7 +163,8 @@ _HOMES = {
     "tabular.data": ["TabularData"],
     "tabular.model": ["TabularModel", "tabular_learner"],
     "utils": ["unwrap"],
-    "vision": ["vision_learner"],
+    "vision.classifier": ["vision_learner"],
+    "vision.unet": ["unet_learner"],
     "world": ["on_rank0", "rank0_first", "set_seed"],
 }  # fmt: skip
 
@@ -163,13 +177,14 @@ __all__ = sorted([*_home_of, *_MODULES])
 
 _ELSEWHERE = {  # names of other libraries, and what serves the same purpose here
     "Trainer": "Learner", "LightningModule": "Learner", "LightningDataModule": "DataLoaders", "Accelerator": "Learner",
-    "cnn_learner": "vision_learner", "text_classifier_learner": "TextClassifier", "DataBlock": "DataLoaders",
+    "cnn_learner": "vision_learner", "text_classifier_learner": "text_learner", "DataBlock": "DataLoaders",
     "ImageDataLoaders": "ImageData", "TextDataLoaders": "TextData", "TabularDataLoaders": "TabularData",
     "TabularPandas": "TabularData", "AvgMetric": "Metric", "ModelCheckpoint": "CheckpointCallback",
+    "push_to_hub_fastai": "push_to_hub", "from_pretrained_fastai": "from_hub",
     "EarlyStopping": "EarlyStoppingCallback", "LearningRateFinder": "Learner.lr_find", "seed_everything": "set_seed",
     "rank_zero_only": "on_rank0", "GradientAccumulationScheduler": "GradientAccumulation",
     "StochasticWeightAveraging": "SWA", "Interpretation": "ClassificationInterpretation",
-    "skm_to_fastai": "AccumMetric",
+    "skm_to_fastai": "AccumMetric", "MCDropoutCallback": "MCDropout",
 }  # fmt: skip
 
 

@@ -1,11 +1,14 @@
 """The Learner: the training loop, and the verbs its users call."""
 
+from __future__ import annotations  # so that `help` and editors show `Callbacks`, rather than what it stands for
+
 import copy
 import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from inspect import signature
 from itertools import count, takewhile
 from pathlib import Path
@@ -19,9 +22,16 @@ from learnerkit import arguments, files, optim, parallel, world
 from learnerkit.callback import Callback, Dispatch, acts_in_evaluation, describe_loop, kept_flags
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.augmentation import BatchTransform
-from learnerkit.callbacks.lr_find import SUGGESTIONS, LRFinder
+from learnerkit.callbacks.lr_find import SUGGESTIONS, LRFinder, choice
 from learnerkit.callbacks.precision import MixedPrecision
-from learnerkit.callbacks.prediction import GatherPredictions, Prediction, PredictOne, averaged, predicted
+from learnerkit.callbacks.prediction import (
+    GatherPredictions,
+    KeepPredictions,
+    Prediction,
+    activation_for,
+    averaged,
+    predicted,
+)
 from learnerkit.callbacks.progress import ProgressCallback, print_above
 from learnerkit.callbacks.recorder import EvaluationCallback, Recorder, TableLogger
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, combine_scheds, combined_cos
@@ -68,6 +78,8 @@ from learnerkit.utils import (
 )
 
 if TYPE_CHECKING:
+    import learnerkit as lk
+    from learnerkit.callbacks.lr_find import SuggestedLRs
     from learnerkit.inspection.summary import Summary
     from learnerkit.scaling.report import ScalingReport
 
@@ -113,11 +125,11 @@ def public(method: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def on_workers(method: Callable[Concatenate["Learner", _P], _R]) -> Callable[Concatenate["Learner", _P], _R]:
+def on_workers(method: Callable[Concatenate[Learner, _P], _R]) -> Callable[Concatenate[Learner, _P], _R]:
     """Have a public method of the learner carried out by the notebook workers, if there are any."""
 
     @functools.wraps(method)
-    def run(learn: "Learner", *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def run(learn: Learner, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if learn._workers is None:
             return method(learn, *args, **kwargs)
         return learn._workers.call(call, args, kwargs)
@@ -165,6 +177,48 @@ class Learner(RunState):
     cbs: list[Callback]  # the callbacks, as they were added
     logger: Callable[[list], None]  # gets each row of the table
     recorder: Recorder  # where it has one; so has every other callback its name
+
+    if TYPE_CHECKING:  # the library's own callbacks, by their names
+        activation_stats: lk.ActivationStats
+        batch_transform: lk.BatchTransform
+        bn_freeze: lk.BnFreeze
+        channels_last: lk.ChannelsLast
+        checkpoint: lk.CheckpointCallback
+        comet: lk.CometCallback
+        compile: lk.Compile
+        csv_logger: lk.CSVLogger
+        cut_mix: lk.CutMix
+        distributed: lk.DistributedCallback
+        drift_check: lk.DriftCheck
+        early_stopping: lk.EarlyStoppingCallback
+        ema: lk.EMA
+        gradient_accumulation: lk.GradientAccumulation
+        gradient_clip: lk.GradientClip
+        gradient_noise_scale: lk.GradientNoiseScale
+        json_logger: lk.JSONLogger
+        mc_dropout: lk.MCDropout
+        mix_up: lk.MixUp
+        mixed_precision: lk.MixedPrecision
+        mlflow: lk.MLflowCallback
+        overfit_batch: lk.OverfitBatch
+        parallel: lk.ParallelCallback
+        param_scheduler: lk.ParamScheduler
+        profiler: lk.ProfilerCallback
+        progress: lk.ProgressCallback
+        reduce_lr_on_plateau: lk.ReduceLROnPlateau
+        save_model: lk.SaveModelCallback
+        scaling_monitor: lk.ScalingMonitor
+        short_epoch: lk.ShortEpochCallback
+        show_graph: lk.ShowGraphCallback
+        swa: lk.SWA
+        tensor_board: lk.TensorBoardCallback
+        terminate_on_na_n: lk.TerminateOnNaNCallback
+        torch_scheduler: lk.TorchScheduler
+        tracker: lk.TrackerCallback
+        trackio: lk.TrackioCallback
+        train_eval: lk.TrainEvalCallback
+        validate_every: lk.ValidateEvery
+        wandb: lk.WandbCallback
 
     @suggests_keywords
     def __init__(
@@ -540,12 +594,15 @@ class Learner(RunState):
     @public
     def fine_tune(
         self,
-        epochs: int,
+        epochs: int | None = None,
         base_lr: float = 2e-3,
         freeze_epochs: int = 1,
         lr_mult: float = 100.0,
         pct_start: float = 0.3,
         div: float = 5.0,
+        *,
+        n_steps: int | None = None,
+        freeze_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
         """Train the last parameter group alone, then the whole model at lower rates for its first groups.
@@ -559,6 +616,8 @@ class Learner(RunState):
             freeze_epochs: of the first part.
             lr_mult: how many times the first group's rate the head's is, in the second part, if there is a splitter.
             pct_start, div: of the second part, as in `fit_one_cycle`.
+            n_steps: optimizer steps of the second part, instead of `epochs`.
+            freeze_steps: optimizer steps of the first part, instead of `freeze_epochs`.
             kwargs: for `fit_one_cycle`, in both parts.
 
         Raises:
@@ -569,15 +628,17 @@ class Learner(RunState):
         high = base_lr / 2
         several = self.splitter is not None and len(optim.split(unwrap(self.model), self.splitter)) > 1
         rates = slice(high / lr_mult, high) if several else high  # groups of the user's own keep their ratio
-        head = dict(n_epoch=freeze_epochs, lr_max=slice(base_lr), pct_start=0.99, **kwargs)
-        whole = dict(n_epoch=epochs, lr_max=rates, pct_start=pct_start, div=div, **kwargs)
+        first = freeze_epochs if freeze_steps is None else None
+        head = dict(n_epoch=first, n_steps=freeze_steps, lr_max=slice(base_lr), pct_start=0.99, **kwargs)
+        whole = dict(n_epoch=epochs, n_steps=n_steps, lr_max=rates, pct_start=pct_start, div=div, **kwargs)
         takes = {*signature(self.fine_tune).parameters, *signature(self.fit_one_cycle).parameters}
         check_keywords("Learner.fine_tune", kwargs, sorted(takes - {"kwargs", "n_epoch", "lr_max"}))
         for part in (head, whole):
-            arguments.check_fit(self, part["n_epoch"], part.get("start_epoch", 0), part.get("n_steps"))
+            arguments.check_fit(self, part["n_epoch"], part.get("start_epoch", 0), part["n_steps"])
             optim.rates(part["lr_max"], 2)
             self._one_cycle(**{name: part[name] for name in ("div", "div_final", "pct_start", "moms") if name in part})
-        arguments.check_length(self.dls.train, "fine_tune")
+        if n_steps is None or freeze_steps is None:
+            arguments.check_length(self.dls.train, "fine_tune")
         self.freeze()
         self.fit_one_cycle(**head)
         self.unfreeze()
@@ -592,15 +653,17 @@ class Learner(RunState):
         stop_div: bool = True,
         show_plot: bool = True,
         suggest_funcs: Callable | Iterable[Callable] = SUGGESTIONS,
-    ) -> tuple:
+    ) -> SuggestedLRs:
         """Train while the learning rate grows, and suggest rates by how the loss goes: `learn.lr_find().valley`.
 
-        The method is the learning rate range test (Smith, https://arxiv.org/abs/1506.01186). Afterwards weights,
-        optimizer, random streams and data order are exactly what they were, also after an error, and so is the rest
-        that `check` puts back, and the recorder, but for the curve that its `plot_lr_find` shows. If groups were made
-        with different rates, they keep their ratio meanwhile, and the rates are those of the group with the highest.
-        Under DDP every rank must reach this; the losses are those of the global batches, and all ranks get the same
-        suggestions.
+        The method is the learning rate range test (Smith, https://arxiv.org/abs/1506.01186). A printed line says which
+        of the rates to take: `valley`, unless the loss hardly fell, or was lowest at a rate below it.
+
+        Afterwards weights, optimizer, random streams and data order are exactly what they were, also after an error,
+        and so is the rest that `check` puts back, and the recorder, but for the curve that its `plot_lr_find` shows. If
+        groups were made with different rates, they keep their ratio meanwhile, and the rates are those of the group
+        with the highest. Under DDP every rank must reach this; the losses are those of the global batches, and all
+        ranks get the same suggestions.
 
         Args:
             start_lr: the first rate.
@@ -630,6 +693,8 @@ class Learner(RunState):
         suggested: Any = finder.suggest(show_plot)
         if hasattr(self, "recorder"):
             self.recorder.lr_find_curve = finder.curve
+        if finder.curve is not None and (line := choice(*finder.curve)):
+            self.say(line)
         scaling_rate().say_held(self)
         self._lr_finds.append(suggested._asdict())
         return suggested
@@ -671,12 +736,14 @@ class Learner(RunState):
         with_loss: bool = False,
         with_decoded: bool = False,
         act: Callable[[Tensor], Tensor] | None = None,
+        probs: bool = False,
         on: str = "all",
         cbs: Callbacks = None,
     ) -> tuple:
         """Predictions for every sample once, in order, on the host: `(preds, targets)` and what else is asked for.
 
-        Under DDP every rank must reach this and gets the whole. Predictions are the model's raw outputs.
+        Under DDP every rank must reach this and gets the whole. Predictions are the model's raw outputs, unless `act`
+        or `probs` is given.
 
         Args:
             ds_idx: the dataset, by its loader; it is read in its own order, not its sampler's.
@@ -686,6 +753,9 @@ class Learner(RunState):
             with_decoded: add the decoded predictions, by `loss_func.decode` (or fastai's `decodes`), else argmax for a
                 cross-entropy, yes or no for a binary one (likelier than not), and numbers as they are.
             act: a function of the predictions, such as `torch.sigmoid`.
+            probs: make probabilities of the predictions, as the loss says: softmax for a cross-entropy, sigmoid for a
+                binary one with logits, or the loss's own `activation`. A model's own loss over `dls.classes` is taken
+                for a cross-entropy.
             on: 'all', or 'rank0': the other ranks get `None` for each item.
             cbs: callbacks for this run alone.
 
@@ -695,14 +765,14 @@ class Learner(RunState):
         Raises:
             ValueError: a loss or data of which the items asked for cannot be had.
         """
-        gather = GatherPredictions(with_input, with_loss, with_decoded, act, on)
+        gather = GatherPredictions(with_input, with_loss, with_decoded, activation_for(self, act, probs), on)
         dl = in_order(self.dls[ds_idx], str(ds_idx)) if dl is None else dl
         with self._running("predict", [gather, *listify(cbs)]) as nested:
             self._evaluate(dl, nested)
         return gather.items
 
     @public
-    def predict(self, item: Any, act: Callable[[Tensor], Tensor] | None = None) -> Prediction:
+    def predict(self, item: Any, act: Callable[[Tensor], Tensor] | None = None, probs: bool = False) -> Prediction:
         """The prediction for one input: `label, decoded, pred = learn.predict(x)`.
 
         The callbacks see it as a batch of one sample. Modes and records stay as they are, and so do random streams,
@@ -712,28 +782,54 @@ class Learner(RunState):
         Args:
             item: as the dataset yields it, without targets: one input, a tuple of several, or a mapping.
             act: a function of the predictions, such as `torch.sigmoid` or `partial(torch.softmax, dim=1)`.
+            probs: return probabilities in place of the raw output, as in `get_preds`.
 
         Returns:
             The class's name, or its number where `dls.classes` has no names, or the number that is predicted; the
             decoded prediction, such as the class's number, or `None` where nobody knows how to decode; and the raw
-            output. The last two are on the host, and have no batch axis.
+            output. The last two are on the host, and have no batch axis. The attribute `probs` of what is returned has
+            the probabilities in any case.
 
         Raises:
             RuntimeError: a fit or an evaluation of this learner goes on in another thread.
-            ValueError: the loader's `collate_fn` cannot do without targets.
+            ValueError: the loader's `collate_fn` cannot do without targets, or the loss does not say how to make
+                probabilities.
         """
+        return self.predict_many([item], act, probs)[0]
+
+    @public
+    def predict_many(
+        self, items: list, act: Callable[[Tensor], Tensor] | None = None, probs: bool = False
+    ) -> list[Prediction]:
+        """The predictions for several inputs, as `predict` makes them, from one batch: for a service.
+
+        It is faster than `predict` for each and than `get_preds`, which reads any number of inputs by a loader.
+
+        Args:
+            items: the inputs, each as for `predict`. All of them must fit into the memory at a time.
+            act, probs: as for `predict`.
+
+        Raises:
+            RuntimeError, ValueError: as for `predict`.
+            TypeError: no list.
+        """
+        if not isinstance(items, list):
+            raise TypeError(f"got a {type(items).__name__}; predict_many takes a list of inputs, and predict one input")
+        if not items:
+            return []
+        act = activation_for(self, act, probs)
         with self._lock, world.alone():
             arguments.check_thread(self, "predict")
             heard = any(type(cb) not in _LEFT_OUT and acts_in_evaluation(cb) for cb in self.cbs)
-            return (self._predict_in_loop if heard or self._overrides("_forward") else self._predict_alone)(item, act)
+            return (self._predict_in_loop if heard or self._overrides("_forward") else self._predict_alone)(items, act)
 
-    def _predict_alone(self, item: Any, act: Callable[[Tensor], Tensor] | None) -> Prediction:
+    def _predict_alone(self, items: list, act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
         "Do what the loop does with a batch that no callback listens to; nothing of this learner changes."
         model, nested, device = unwrap(self.model), self._dispatch is not None, self.dls.device
         modules = list(model.modules())
         resets = not nested and callable(getattr(model, "reset", None))
         if resets or not is_placed(modules, device):
-            return self._predict_in_loop(item, act)
+            return self._predict_in_loop(items, act)
         one = copy.copy(self)
         one.model, one.task, one.training, one._agreement = model, "predict", False, None
         sets_modes = any(type(cb) is TrainEvalCallback and cb.run for cb in self.cbs)
@@ -743,22 +839,22 @@ class Learner(RunState):
             if changes:
                 model.eval()
             try:
-                batch, one.dl = self.dls.input_batch(item)
+                batch, one.dl = self.dls.input_batch(*items)
                 unpack = Unpacker(self.dls, one.dl, device, own_loss_arguments(self.loss_func, model), False)
                 one.batch, one.xb, one.yb = unpack.split(batch)
                 one._forward()
-                return predicted(one, act)
+                return predicted(one, len(items), act)
             except Exception as e:
                 explain(one, e)
                 raise
 
-    def _predict_in_loop(self, item: Any, act: Callable[[Tensor], Tensor] | None) -> Prediction:
-        one, dl = PredictOne(act), self.dls.test_dl([item], bs=1, num_workers=0)
-        with self._by_itself(), self._running("predict", one) as nested:
+    def _predict_in_loop(self, items: list, act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
+        kept, dl = KeepPredictions(len(items), act), self.dls.test_dl(items, bs=len(items), num_workers=0)
+        with self._by_itself(), self._running("predict", kept) as nested:
             self._evaluate(dl, nested)
-        if one.found is None:
+        if kept.found is None:
             raise ValueError("a callback has cancelled the prediction, so there is none")
-        return one.found
+        return kept.found
 
     @contextmanager
     def _by_itself(self) -> Iterator[None]:
@@ -786,6 +882,7 @@ class Learner(RunState):
         beta: float | None = 0.25,
         use_max: bool = False,
         act: Callable[[Tensor], Tensor] | None = None,
+        probs: bool = False,
     ) -> tuple:
         """Predictions averaged over a plain and `n` augmented readings of a dataset: `(preds, targets)`.
 
@@ -801,6 +898,7 @@ class Learner(RunState):
             beta: the share of the plain predictions; `None`: preds is a pair, the augmented ones' mean and the plain.
             use_max: take the largest predictions instead of an average.
             act: a function of the predictions, such as `partial(torch.softmax, dim=1)`, before they are averaged.
+            probs: average probabilities, as in `get_preds`.
 
         Raises:
             ValueError: nothing that augments, no augmented reading, or predictions that are not tensors.
@@ -811,6 +909,7 @@ class Learner(RunState):
                 f"got dl={dl!r} and batch_tfms={batch_tfms!r}; tta takes one of them, a loader that augments or an "
                 "augmentation of the inputs"
             )
+        act = activation_for(self, act, probs)
         plain, targets = self.get_preds(ds_idx, act=act)
         cbs = None if batch_tfms is None else BatchTransform(batch_tfms, train=False, valid=True)
         # In a fit the readings leave its random streams alone together: one by one they would all be alike.
@@ -1020,22 +1119,22 @@ class Learner(RunState):
 
     # Precision
 
-    def to_fp16(self, **kwargs: Any) -> "Learner":
+    def to_fp16(self, **kwargs: Any) -> Learner:
         """Train in mixed precision with float16; `kwargs` are those of `torch.amp.GradScaler`."""
         cb = MixedPrecision("fp16", **kwargs)  # first: arguments that are refused must change nothing
         return self.to_fp32().add_cb(cb)
 
-    def to_bf16(self) -> "Learner":
+    def to_bf16(self) -> Learner:
         """Train in mixed precision with bfloat16."""
         return self.to_fp32().add_cb(MixedPrecision("bf16"))
 
-    def to_fp32(self) -> "Learner":
+    def to_fp32(self) -> Learner:
         """Undo `to_fp16` and `to_bf16`."""
         return self.remove_cb(MixedPrecision)
 
     # Callbacks
 
-    def add_cb(self, cb: Callback | type[Callback]) -> "Learner":
+    def add_cb(self, cb: Callback | type[Callback]) -> Learner:
         """Add a callback. Several learners may have it, as long as one of them runs at a time.
 
         Raises:
@@ -1052,7 +1151,7 @@ class Learner(RunState):
             self._dispatch.changed()
         return self
 
-    def remove_cb(self, cb: Callback | type[Callback]) -> "Learner":
+    def remove_cb(self, cb: Callback | type[Callback]) -> Learner:
         """Remove a callback, or every one of a class."""
         for gone in [c for c in self.cbs if c is cb or (isinstance(cb, type) and isinstance(c, cb))]:
             self.cbs.remove(gone)
@@ -1067,13 +1166,13 @@ class Learner(RunState):
             self._dispatch.changed()
         return self
 
-    def add_cbs(self, cbs: Callbacks) -> "Learner":
+    def add_cbs(self, cbs: Callbacks) -> Learner:
         """Add several callbacks."""
         for cb in listify(cbs):
             self.add_cb(cb)
         return self
 
-    def remove_cbs(self, cbs: Callbacks) -> "Learner":
+    def remove_cbs(self, cbs: Callbacks) -> Learner:
         """Remove several callbacks."""
         for cb in listify(cbs):
             self.remove_cb(cb)
@@ -1094,7 +1193,7 @@ class Learner(RunState):
                 cb.learn = self
 
     @contextmanager
-    def added_cbs(self, cbs: Callbacks) -> Iterator["Learner"]:
+    def added_cbs(self, cbs: Callbacks) -> Iterator[Learner]:
         """Have some callbacks for a while."""
         added = []
         try:
@@ -1106,7 +1205,7 @@ class Learner(RunState):
             self.remove_cbs(added)
 
     @contextmanager
-    def removed_cbs(self, cbs: Callbacks) -> Iterator["Learner"]:
+    def removed_cbs(self, cbs: Callbacks) -> Iterator[Learner]:
         """Do without some callbacks (or classes of them) for a while; they come back in their places."""
         before = list(self.cbs)
         self.remove_cbs(cbs)
@@ -1117,12 +1216,12 @@ class Learner(RunState):
             self.add_cbs(gone)
             self.cbs.sort(key=lambda cb: before.index(cb) if cb in before else len(before))
 
-    def no_bar(self) -> Any:
+    def no_bar(self) -> AbstractContextManager[Learner]:
         """A context without progress bar; the table is still printed."""
         return self.removed_cbs(ProgressCallback)
 
     @contextmanager
-    def no_logging(self) -> Iterator["Learner"]:
+    def no_logging(self) -> Iterator[Learner]:
         """A context in which no table is printed."""
         logger, self.logger = self.logger, lambda row: None
         try:
@@ -1168,7 +1267,7 @@ class Learner(RunState):
     def scaling_report(
         self, n_steps: int = 20, *, advice: bool = True, forecast: bool = True, seconds: float = 120.0,
         show: bool = True,
-    ) -> "ScalingReport":  # fmt: skip
+    ) -> ScalingReport:  # fmt: skip
         """Run some training steps, and say where their time goes on each rank and what would make them faster.
 
         The parts of a step are measured; then steps are run without the network, without input, and in one process
@@ -1196,7 +1295,7 @@ class Learner(RunState):
         return scaling_report(self, n_steps, advice=advice, forecast=forecast, seconds=seconds, show=show)
 
     @on_workers
-    def summary(self) -> "Summary":
+    def summary(self) -> Summary:
         """Run the model on a batch, and list its layers: output shapes, parameters, and what they need of the memory.
 
         The batch is the first one of training. The model is in eval mode meanwhile, and nothing stays behind.
@@ -1277,7 +1376,7 @@ class Learner(RunState):
     @public
     def load(
         self, file: File, with_opt: bool = True, strict: bool = True, device: torch.device | str | int | None = None
-    ) -> "Learner":
+    ) -> Learner:
         """Read what `save` wrote, on every rank, once rank 0's last save is on disk.
 
         Files of plain PyTorch are read too: {'state_dict': ..., 'optimizer': ...}, and weights whose names begin with
@@ -1324,8 +1423,10 @@ class Learner(RunState):
         The end of the name says what is written:
 
         - '.safetensors', or none: the weights. To load them one needs the model's code. It always works.
-        - '.pt2': a program of `torch.export`, which needs no code, for batches of any size.
-        - '.onnx': for onnxruntime and the like, by torch's exporter; needs the extra `learnerkit[onnx]`.
+        - '.pt2': a program of `torch.export`, which needs no code, for batches of any size: the simplest to load, also
+          for pictures and texts.
+        - '.onnx': for onnxruntime and the like, by torch's exporter; needs the extra `learnerkit[onnx]`. Its inputs
+          have the names of `dls.inputs`, or of the arguments of the model's `forward`.
 
         With it go the names of the classes, how predictions are decoded, and how batches are split; the data, the
         optimizer and the callbacks do not. No pickle is written. Programs and ONNX are traced from the first batch of
@@ -1382,27 +1483,43 @@ class Learner(RunState):
 
     # Several devices and processes (learnerkit.parallel)
 
-    def to_parallel(self, device_ids: list[int] | None = None, loss_on_replicas: bool = True) -> "Learner":
+    def to_parallel(self, device_ids: list[int] | None = None, loss_on_replicas: bool = True) -> Learner:
         """Train on several GPUs of this process with `nn.DataParallel`; the arguments are `ParallelCallback`'s."""
         return self.add_cb(parallel.ParallelCallback(device_ids, loss_on_replicas))
 
-    def detach_parallel(self) -> "Learner":
+    def detach_parallel(self) -> Learner:
         """Undo `to_parallel`."""
         return self.remove_cb(parallel.ParallelCallback)
 
-    def parallel_ctx(self, device_ids: list[int] | None = None, loss_on_replicas: bool = True) -> Any:
+    def parallel_ctx(
+        self, device_ids: list[int] | None = None, loss_on_replicas: bool = True
+    ) -> AbstractContextManager[Learner]:
         """A context with `to_parallel`."""
         return self.added_cbs(parallel.ParallelCallback(device_ids, loss_on_replicas))
 
-    def to_distributed(self, **kwargs: Any) -> "Learner":
-        """Train with DistributedDataParallel; `kwargs` are those of `DistributedCallback`."""
-        return self.add_cb(parallel.DistributedCallback(**kwargs))
+    def to_distributed(
+        self, *, sync_bn: bool | None = None, split_batches: bool = False, find_unused_parameters: bool | None = None,
+        timeout: float | timedelta | None = None, wrap: tuple[str, ...] | None = None, sharded: bool = False,
+        uneven: str = "stop", comm_hook: str | None = None, **ddp_kwargs: Any,
+    ) -> Learner:  # fmt: skip
+        """Train with DistributedDataParallel; the arguments are those of `DistributedCallback`."""
+        return self.add_cb(
+            parallel.DistributedCallback(
+                sync_bn, split_batches, find_unused_parameters, timeout, wrap, sharded=sharded, uneven=uneven,
+                comm_hook=comm_hook, **ddp_kwargs,
+            )
+        )  # fmt: skip
 
-    def detach_distributed(self) -> "Learner":
+    def detach_distributed(self) -> Learner:
         """Undo `to_distributed`; the process group lives on."""
         return self.remove_cb(parallel.DistributedCallback)
 
-    def distrib_ctx(self, nproc: int | None = None, **kwargs: Any) -> Any:
+    def distrib_ctx(
+        self, nproc: int | None = None, *, sync_bn: bool | None = None, split_batches: bool = False,
+        find_unused_parameters: bool | None = None, timeout: float | timedelta | None = None,
+        wrap: tuple[str, ...] | None = None, sharded: bool = False, uneven: str = "stop",
+        comm_hook: str | None = None, **ddp_kwargs: Any,
+    ) -> AbstractContextManager[Learner]:  # fmt: skip
         """A context in which this learner trains, validates and predicts with DistributedDataParallel.
 
         In a script that a launcher has started in several processes, they train together; in one process it does
@@ -1412,12 +1529,16 @@ class Learner(RunState):
 
         Args:
             nproc: in a notebook or at a prompt, how many processes; by default one for each GPU.
-            kwargs: those of `DistributedCallback`.
+            sync_bn, split_batches, find_unused_parameters, timeout, wrap, sharded, uneven, comm_hook, ddp_kwargs: those
+                of `DistributedCallback`.
 
         Raises:
             ValueError: `nproc` in a script, whose processes are started by `python -m learnerkit.launch`.
         """
-        return distrib_ctx(self, nproc, **kwargs)
+        return distrib_ctx(
+            self, nproc, sync_bn=sync_bn, split_batches=split_batches, find_unused_parameters=find_unused_parameters,
+            timeout=timeout, wrap=wrap, sharded=sharded, uneven=uneven, comm_hook=comm_hook, **ddp_kwargs,
+        )  # fmt: skip
 
     def check_distributed(self, n: int = 2, **kwargs: Any) -> bool:
         """Prove, on CPU processes, that this learner trains on `n` ranks as on one, and print a verdict.
@@ -1452,7 +1573,9 @@ def load_learner(
 
     Args:
         fname: a name inside path/model_dir, or a path; without an end '.safetensors' is meant.
-        model: for weights, the module, or the function or class that makes it; a program needs none.
+        model: for weights, the module, or the function or class that makes it; a program needs none. A function whose
+            first argument is called `dls`, such as `tabular_learner` or `lambda dls: vision_learner(dls, "resnet18")`,
+            gets the loaders, without batches but with classes, and may return a learner with the model.
         dls: the loaders, if it shall train or validate.
         data: the class that made its inputs, such as `TabularData`, `TextData` or `ImageData`: with what the file has
             of it `predict` and `test_dl` take raw inputs again.
@@ -1468,3 +1591,34 @@ def load_learner(
     from learnerkit.export.reading import load
 
     return load(Learner, fname, model, dls, data, loss_func, device, path, model_dir)
+
+
+def from_hub(
+    repo_id: str,
+    model: Any = None,
+    fname: str = "model.safetensors",
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    **kwargs: Any,
+) -> Learner:
+    """A learner that predicts, from an export on the Hugging Face Hub; see `load_learner`, which reads the file.
+
+    The file is downloaded once and kept in the cache of huggingface_hub; nothing else of the repository is read.
+
+    Args:
+        repo_id: "user/name".
+        model: as for `load_learner`.
+        fname: of the file in the repository. Weights are safe to load from anybody, programs (.pt2) are not.
+        revision: a branch, a tag or a commit; by default what is newest.
+        token: of a user of the Hub, for a private repository; by default that of `hf auth login`.
+        kwargs: those of `load_learner`.
+
+    Raises:
+        ImportError: the extra `learnerkit[hub]` is missing.
+        OSError: there is no such file or repository, or no connection.
+        CheckpointError, TypeError, ValueError: as for `load_learner`.
+    """
+    from learnerkit.export.hub import download
+
+    return load_learner(download(repo_id, fname, revision, token), model, **kwargs)

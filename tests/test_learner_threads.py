@@ -118,6 +118,50 @@ def test_without_listeners_a_prediction_needs_no_loop_and_equals_that_of_the_loo
     assert [m.training for m in learn.model.modules()] == modes
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_inputs_are_predicted_as_each_is_by_itself(kind):
+    learn, items = some(kind)
+    items = [*items, items[0], items[-1]]
+    act = torch.sigmoid if kind == "plain" else None
+    expected = [learn.predict(item, act) for item in items]
+    for cbs in ([], [Callback(before_batch=lambda cb: None)]):  # past the loop, and through it
+        with learn.added_cbs(cbs):
+            found = learn.predict_many(items, act)
+        assert [one.label for one in found] == [one.label for one in expected]
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close((one.decoded, one.pred), (other.decoded, other.pred))
+    assert learn.predict_many([]) == []
+    with pytest.raises(TypeError, match="predict_many takes a list of inputs, and predict one input"):
+        learn.predict_many(items[0])
+
+
+def test_a_row_that_is_wrong_by_itself_is_wrong_among_others():
+    learn, _ = table()
+    good = {"town": "Oslo", "area": 3.0}
+    rows = [good, {"town": None, "area": 3}, {"area": None, "town": "Rome"}, good]
+    for one, row in zip(learn.predict_many(rows), rows, strict=True):
+        torch.testing.assert_close(one.pred, learn.predict(row).pred)
+    for bad, message in (({"area": 3.0}, "no column 'town'"), (good | {"town": 7}, "held text in training"),
+                         (good | {"area": "far"}, "one of numbers"), ("Oslo", "got a str for a row")):  # fmt: skip
+        for call in (learn.predict, lambda row: learn.predict_many([good, row])):
+            with pytest.raises((ValueError, TypeError), match=message):
+                call(bad)
+
+
+class Finds(nn.Module):
+    """Returns a mapping for each sample, as detectors do."""
+
+    def forward(self, x):
+        return [{"box": row[:2], "score": row[2:3]} for row in x]
+
+
+def test_what_a_model_returns_for_each_sample_is_given_for_each():
+    learn, x = make_learner(model=Finds()), make_data(3).tensors[0]
+    for found, row in zip(learn.predict_many(list(x)), x, strict=True):
+        assert torch.equal(found.pred["box"], row[:2])
+        assert same(found.pred, learn.predict(row).pred)
+
+
 class Resets(nn.Linear):
     """Has a state that begins anew in each run."""
 

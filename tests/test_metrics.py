@@ -1,5 +1,6 @@
 """Metrics of every kind; scripts/parity.py has them on several processes."""
 
+import math
 from functools import partial
 
 import numpy as np
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 from learnerkit import (
     AccumMetric,
     DataLoaders,
+    Dice,
+    IoU,
     Learner,
     Metric,
     accuracy,
@@ -65,14 +68,64 @@ def test_where_the_classes_may_be_either_dimension_metrics_ask():
         assert accuracy(scores, scores.argmax(axis), axis=axis) == 1
 
 
-def evaluate(metrics, sizes=(3, 1), pred=PRED, target=TARGET):
+def evaluate(metrics, sizes=(3, 1), pred=PRED, target=TARGET, loss_func=None):
     """Each metric over batches of those sizes."""
-    meters = make_meters(metrics)
+    meters = make_meters(metrics, loss_func)
     for meter in meters:
         meter.reset()
         for i, (p, t) in enumerate(zip(pred.split(sizes), target.split(sizes), strict=True)):
             meter.update(i, len(p), p, (t,))
     return {meter.name: meter.result(sharded=False) for meter in meters}
+
+
+def overlaps(found, actual, classes):
+    """Dice and IoU by sets of pixels."""
+    dice, iou = [], []
+    for number in classes:
+        a, b = (set((x == number).nonzero().flatten().tolist()) for x in (found.flatten(), actual.flatten()))
+        if a | b:
+            dice.append(2 * len(a & b) / (len(a) + len(b)))
+            iou.append(len(a & b) / len(a | b))
+    return {"dice": sum(dice) / len(dice), "iou": sum(iou) / len(iou)}
+
+
+def test_dice_and_iou_of_masks():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(5, 4, 6, 7, generator=generator)
+    scores[:, 3] -= 100  # a class that is nowhere
+    target = torch.randint(3, (5, 6, 7), generator=generator)
+    found = scores.argmax(1)
+    expected = overlaps(found, target, range(4))
+    assert 0.2 < expected["iou"] < expected["dice"] < 0.5
+    for sizes in ((5,), (3, 2)):
+        assert evaluate([Dice, IoU], sizes, scores, target) == pytest.approx(expected, abs=1e-12)
+    some = evaluate([Dice([1, 3]), IoU(classes=[1, 3])], (3, 2), scores, target)
+    assert some == pytest.approx(overlaps(found, target, [1]), abs=1e-12)
+    torchmetrics = pytest.importorskip("torchmetrics.classification")
+    theirs = torchmetrics.MulticlassJaccardIndex(4)(scores, target)
+    assert float(theirs) == pytest.approx(expected["iou"], abs=1e-6)
+
+
+def test_pixels_that_do_not_count():
+    scores, target = torch.randn(4, 3, 6, 7), torch.randint(3, (4, 6, 7))
+    expected = overlaps(scores.argmax(1)[:, 2:], target[:, 2:], range(3))
+    ignores = nn.CrossEntropyLoss(ignore_index=255)
+    for number, options, loss in ((-100, {}, None), (255, {"ignore_index": 255}, None), (255, {}, ignores)):
+        target[:, :2] = number
+        found = evaluate([Dice(**options), IoU(**options)], (3, 1), scores, target, loss)
+        assert found == pytest.approx(expected, abs=1e-12)
+    target[:] = 255
+    assert math.isnan(evaluate(Dice, (4,), scores, target, ignores)["dice"])
+    assert math.isnan(Dice().compute())
+
+
+def test_dice_of_one_logit_for_each_pixel():
+    scores = torch.randn(4, 1, 6, 7)
+    target = (torch.rand(4, 1, 6, 7) > 0.7).float()
+    expected = overlaps(scores > 0, target, [True])
+    assert evaluate([Dice, IoU], (3, 1), scores, target, nn.BCEWithLogitsLoss()) == pytest.approx(expected, abs=1e-12)
+    with pytest.raises(ValueError, match="dice needs classes"):
+        evaluate(Dice, (3, 1), scores, target, nn.MSELoss())
 
 
 class Classes(Metric):
@@ -209,8 +262,8 @@ def test_names():
     assert make_meters(None) == []
     with pytest.raises(ValueError, match="two metrics are named \\['accuracy'\\]"):
         make_meters([accuracy, accuracy])
-    with pytest.raises(TypeError, match="got the metric 'accuracy'"):
-        make_meters("accuracy")
+    with pytest.raises(TypeError, match="got the metric 3"):
+        make_meters(3)
 
 
 @pytest.mark.parametrize("value", [torch.tensor(0.5), 0.5, 1, np.float64(0.5), torch.tensor([0.5])])

@@ -9,7 +9,7 @@ they were added. The orders of all callbacks of the package, with those of the o
       -3  BatchTransform: before samples are mixed, and before others see the batch
       -2  CutMix, MixUp: mix the losses before others add to them
       -1  ChannelsLast: before the model is wrapped or compiled
-       0  BnFreeze, ParallelCallback: the default, also for callbacks of your own
+       0  BnFreeze, MCDropout, ParallelCallback: the default, also for callbacks of your own
        1  Compile: after ParallelCallback has wrapped the model, before DistributedCallback does
        6  GradientAccumulation: decides whether a step is due before the callbacks that act on steps
       10  MixedPrecision: unscales the gradients before anything reads them
@@ -21,19 +21,22 @@ they were added. The orders of all callbacks of the package, with those of the o
       15  EMA, SWA: put the average into the model that DistributedCallback has set, before others look at it
       16  _Statistics: computes BatchNorm's statistics with the average
       49  _Watch: sees batches and losses as they come to the model
-      50  EvaluationCallback, GatherPredictions, PredictOne, Recorder: record a batch after others may have changed it
+      50  EvaluationCallback, GatherPredictions, KeepPredictions, Recorder: record a batch after others may have
+          changed it
       51  Logger: writes what the recorder has recorded
-      51  JSONLogger, TensorBoardCallback, WandbCallback, CometCallback, MLflowCallback: such loggers
+      51  JSONLogger, TensorBoardCallback, WandbCallback, CometCallback, MLflowCallback, TrackioCallback: such
+          loggers
       60  ParamScheduler, TorchScheduler: change rates after the recorder has recorded them
       60  ProgressCallback, TrackerCallback: read what the recorder has recorded
       61  SaveModelCallback: saves before the next two change the rate or end the fit
       62  ReduceLROnPlateau: changes the rate before the next may end the fit
       63  EarlyStoppingCallback: ends the fit after the other trackers have seen the row
       64  Report: may end the process of a trial, after all trackers
+      65  ShowGraphCallback: draws what the recorder has recorded
       70  DriftCheck: compares the ranks after all the above
      100  LRFinder, StepBudget, TrialSteps: end training after the others have seen the last step
      101  ValidateEvery: not called at the last step of a budget, after which the epoch's validation follows
      102  CSVLogger: writes the rows that the recorder and ValidateEvery have added
-    1000  StepCheck, _Notes: look at what all others have done
+    1000  ProfilerCallback, StepCheck, _Notes: look at what all others have done
    10000  CheckpointCallback: saves what all others have come to, and loads it after they have begun
 """

@@ -19,7 +19,17 @@ from learnerkit.losses import unwrap_partial
 
 _DIVERGED = 4.0  # training has diverged when the smoothed loss is more than this many times its lowest value
 _BETA = 0.98  # smoothing, as in the recorder
+_LEAST_FALL = 0.05  # of the smoothed loss, as a share of its first value: a smaller one says little
 _LAST = 5  # losses ignored at the end, where training diverges
+
+
+class SuggestedLRs(tuple[float, ...]):
+    """What `Learner.lr_find` returns, as type checkers see it: a named tuple of the rates by their functions' names."""
+
+    valley: float
+    slide: float
+    minimum: float
+    steep: float
 
 
 class LRFinder(StepBudget):
@@ -134,6 +144,25 @@ class LRFinder(StepBudget):
             with suppress(ImportError):  # the suggestions do not need matplotlib
                 plot_lr_find(*self.curve)
         return suggested
+
+
+def choice(lrs: Sequence[float], losses: Sequence[float], rates: dict[str, float]) -> str:
+    """Return the line that says which of the suggested rates to take, and why; nothing without `valley` among them.
+
+    It is `valley`, as in fastai, while the loss has come down, and while the rate lies below that of the lowest loss.
+    """
+    if "valley" not in rates:
+        return ""
+    at = int(np.argmin(losses))
+    fall, first = losses[0] - losses[at], abs(losses[0])
+    if fall < _LEAST_FALL * first:
+        return f"lr_find: the loss fell by {fall / first:.1%} only, too little to choose a rate: raise num_it"
+    if rates["valley"] < lrs[at]:
+        return f"lr_find: take valley, {rates['valley']:.1e}: there the loss was in the middle of its longest fall"
+    return (
+        f"lr_find: take {lrs[at] / 10:.1e}, a tenth of the rate at which the loss was lowest (minimum): "
+        f"valley, {rates['valley']:.1e}, is above that rate"
+    )
 
 
 # Suggestions: functions of (rates, losses, num_it), as in fastai

@@ -1,6 +1,6 @@
 """Predictions: collecting them for `Learner.get_preds` and `Learner.predict`, averaging them for `Learner.tta`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from learnerkit.callback import Callback
 from learnerkit.data.batches import Rows, concat, entries, gather_batches, map_batch, on_host, with_rows
-from learnerkit.losses import decode_of, unwrap_partial
+from learnerkit.losses import activation_of, decode_of, loss_name, unwrap_partial
 from learnerkit.utils import describe
 
 if TYPE_CHECKING:
@@ -109,7 +109,13 @@ def _lengths(item: Any) -> Iterator[int]:
         yield from _lengths(part)
 
 
-class Prediction(NamedTuple):
+class _Fields(NamedTuple):
+    label: Any
+    decoded: Any
+    pred: Any
+
+
+class Prediction(_Fields):
     """What is predicted for one input, without the batch axis, on the host: `label, decoded, pred = ...`.
 
     Args:
@@ -117,18 +123,29 @@ class Prediction(NamedTuple):
             else `decoded`.
         decoded: the class's number, or a number that is predicted, by the loss; `None` where it is not known how to
             decode.
-        pred: the model's raw output, or what `act` made of it.
+        pred: the model's raw output, or what `act` or `probs` made of it.
     """
 
-    label: Any
-    decoded: Any
-    pred: Any
+    _raw: Any = None
+    _rule: Callable[[Any], Any] | ValueError  # what makes probabilities of the raw output, or why nothing does
+
+    @property
+    def probs(self) -> Any:
+        """The probabilities, as the loss says, whatever `act` was: of each class, or of yes for each score.
+
+        Raises:
+            ValueError: the loss does not say how to make them.
+        """
+        if isinstance(self._rule, ValueError):
+            raise self._rule
+        return without_batch(self._rule(self._raw))
 
 
-class PredictOne(Callback):
-    """Keeps the prediction for a batch of one sample.
+class KeepPredictions(Callback):
+    """Keeps the predictions for a batch of some samples.
 
     Args:
+        n: how many samples.
         act: as in `Learner.predict`.
     """
 
@@ -136,30 +153,100 @@ class PredictOne(Callback):
     run_train = False
     name = GatherPredictions.name
 
-    def __init__(self, act: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(self, n: int, act: Callable[[Tensor], Tensor] | None) -> None:
         super().__init__()
-        self.act = act
-        self.found: Prediction | None = None
+        self.n, self.act = n, act
+        self.found: list[Prediction] | None = None
 
     def after_batch(self) -> None:
         if self.learn.pred is not None:  # else the batch was cancelled
-            self.found = predicted(self.learn, self.act)
+            self.found = predicted(self.learn, self.n, self.act)
 
 
-def predicted(learn: "Learner", act: Callable[[Tensor], Tensor] | None) -> Prediction:
-    """Return the prediction that `learn.pred`, of a batch of one sample, is; `act`: as in `Learner.predict`."""
-    names, pred = learn.dls.target_names, on_host(learn.pred)
-    decoded = without_batch(_decoded(learn.loss_func, pred, names))
-    return Prediction(labelled(decoded, names), decoded, without_batch(act(pred) if act else pred))
+def predicted(learn: "Learner", n: int, act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
+    """Return the predictions that `learn.pred`, of a batch of `n` samples, is; `act`: as in `Learner.predict`."""
+    names, rule, raw = learn.dls.target_names, _rule(learn), on_host(learn.pred)
+    parts = (_decoded(learn.loss_func, raw, names), act(raw) if act else raw, raw)
+    predictions = []
+    for decoded, pred, one in zip(*(_each(part, n) for part in parts), strict=True):
+        decoded = without_batch(decoded)
+        found = Prediction(labelled(decoded, names), decoded, without_batch(pred))
+        found._raw, found._rule = one, rule
+        predictions.append(found)
+    return predictions
+
+
+def _each(part: Any, n: int) -> Sequence[Any]:
+    "What a model has made of a batch of `n` samples, as a batch of one for each of them."
+    if isinstance(part, Tensor) and part.ndim and len(part) == n:
+        return part.split(1)
+    part = with_rows(part, n)
+    if isinstance(part, Rows):
+        return [part[i : i + 1] for i in range(n)]
+
+    def row(i: int) -> Any:
+        return map_batch(lambda t: t[i : i + 1] if t.ndim and len(t) == n else t, part)
+
+    return [row(i) for i in range(n)]
+
+
+def activation_for(
+    learn: "Learner", act: Callable[[Tensor], Tensor] | None, probs: bool
+) -> Callable[[Any], Any] | None:
+    """Return what predictions of a learner are put through: `act`, or what makes probabilities of them for `probs`.
+
+    Raises:
+        ValueError: both are asked for, or nothing says how to make probabilities.
+    """
+    if not probs:
+        return act
+    if act is not None:
+        raise ValueError(
+            f"got act={act!r} and probs=True, which stands for the loss's own activation; give one of them"
+        )
+    rule = _rule(learn)
+    if isinstance(rule, ValueError):
+        raise rule
+    return rule
+
+
+def _rule(learn: "Learner") -> Callable[[Any], Any] | ValueError:
+    "What makes probabilities of predictions of a learner, or the error that says why nothing does."
+    loss_func, names = learn.loss_func, learn.dls.target_names
+    if loss_func is None and names is not None:
+        return partial(_of_own_loss, names=names)
+    return activation_of(loss_func) or _refusal(loss_func)
+
+
+def _of_own_loss(pred: Any, names: Any) -> Tensor:
+    dim = _class_dim(pred, names)
+    if dim is None:
+        raise _refusal(None)
+    return torch.softmax(pred, dim)
+
+
+def _refusal(loss_func: Any) -> ValueError:
+    loss = "the model's" if loss_func is None else loss_name(loss_func)
+    return ValueError(
+        f"it is not known how to make probabilities of predictions for this loss ({loss}); say act=, such as "
+        "torch.sigmoid or partial(torch.softmax, dim=1), or give the loss a method `activation(pred)`"
+        " (errors.html#predict-probabilities)"
+    )
+
+
+def _class_dim(pred: Any, names: Any) -> int | None:
+    "The dimension of the classes in predictions of a model that makes its own loss; `None` where it has none."
+    if not isinstance(pred, Tensor) or pred.ndim < 2 or names is None:
+        return None
+    if callable(names):
+        return -1  # tokens, whose scores models of transformers have at the end
+    return 1 if pred.shape[1] == len(names) else None  # their number shows that the loss is one over classes
 
 
 def _decoded(loss_func: Any, pred: Any, names: Any) -> Any:
-    if loss_func is None:  # the model's own: known to be one over classes by their number
-        if not isinstance(pred, Tensor) or pred.ndim < 2 or names is None:
-            return None
-        if callable(names):
-            return pred.argmax(-1)  # of tokens, whose scores models of transformers have at the end
-        return pred.argmax(1) if pred.shape[1] == len(names) else None
+    if loss_func is None:
+        dim = _class_dim(pred, names)
+        return None if dim is None else pred.argmax(dim)
     try:
         return decoder(loss_func)(pred)
     except NotDecoded:

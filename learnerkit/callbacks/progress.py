@@ -11,6 +11,7 @@ from tqdm import tqdm
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import TableLogger, format_row, format_value
 from learnerkit.data.batches import loader_len
+from learnerkit.data.show import pyplot
 from learnerkit.utils import front_end
 
 if TYPE_CHECKING:
@@ -162,10 +163,12 @@ class NotebookPage:
         self.show()
 
     def close(self) -> None:
-        """Remove the bar; if there is no table and nothing was displayed, display nothing."""
+        """Remove the bar; without a table nothing is left, nor an empty line."""
         self.bar = None
-        if self.names or self._handle is not None:
+        if self.names:
             self.show()
+        elif self._handle is not None:
+            self._handle.update({}, raw=True)
 
     def show(self) -> None:
         """Display the table and the bar, in place of what was displayed before."""
@@ -205,6 +208,35 @@ class NotebookPage:
     def _text(self) -> str:
         rows = [self.names, *self._cells()]
         return "\n".join(row if isinstance(row, str) else format_row(self.names, row) for row in rows if row)
+
+
+class ShowGraphCallback(Callback):
+    """Shows a plot of the losses in a notebook, which is drawn anew after each epoch. In a script it does nothing.
+
+    Raises:
+        ImportError: matplotlib is not installed, in a notebook.
+    """
+
+    order = 65
+    rank0_only = True
+    only_fit = True
+
+    def before_fit(self) -> None:
+        self._handle: Any = None
+
+    def after_epoch(self) -> None:
+        if front_end() != "notebook":
+            return
+        from IPython.display import display
+
+        plt = pyplot("ShowGraphCallback")
+        figure, ax = plt.subplots()
+        self.learn.recorder.plot_loss(ax=ax)
+        plt.close(figure)  # else it would be shown once more at the end of the cell
+        if self._handle is None:
+            self._handle = display(figure, display_id=True)
+        else:
+            self._handle.update(figure)
 
 
 def _html_row(cells: list, start: str, end: str) -> str:

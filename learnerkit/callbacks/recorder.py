@@ -187,6 +187,11 @@ class Evaluation:
             meter.load_state_dict(state)
 
 
+def _facts(learn: "Learner") -> tuple[Any, Any, str | None]:
+    "What metrics are told of a learner: its loss, its classes, and the kind of its targets."
+    return learn.loss_func, learn.dls.classes, learn.dls.targets
+
+
 class EvaluationCallback(Callback):
     """Loss and metrics of one validation, in `values`: what `Learner.validate` returns."""
 
@@ -202,7 +207,7 @@ class EvaluationCallback(Callback):
         others = [cb for cb in learn.cbs if isinstance(cb, EvaluationCallback) and cb is not self]
         # Copies where a fit or another validation is going on, which may be using the metrics themselves.
         metrics = copy.deepcopy(learn.metrics) if learn._in_fit or others else learn.metrics
-        self._evaluation = Evaluation(make_meters(metrics, learn.loss_func), learn._sharded)
+        self._evaluation = Evaluation(make_meters(metrics, *_facts(learn)), learn._sharded)
 
     def after_batch(self) -> None:
         self._evaluation.update(self.learn)
@@ -327,6 +332,7 @@ class Recorder(Callback):
         self.iters: list[int] = []
         self.hps: dict[str, list[float]] = {}
         self.log: list = []
+        self._table: list[dict[str, Any]] = []  # its rows by column
         self.final_record: list[float] = []
         self.metric_names: list[str] = []
         self._row_columns: list[list[str]] = []  # of each row: logged metrics may differ from row to row
@@ -394,10 +400,10 @@ class Recorder(Callback):
             kept = ("metric_names", "values", "losses", "lrs", "iters", "hps", "final_record", "log")
             self.history.append(PastFit(**{name: getattr(self, name) for name in kept}))
         self._start()
-        metrics, loss_func = self.learn.metrics, self.learn.loss_func
+        metrics = self.learn.metrics
         # Copies in training, because validation needs the metrics' states for itself.
-        self._train_meters = make_meters(copy.deepcopy(metrics), loss_func) if self.train_metrics else []
-        self._valid_meters = make_meters(metrics, loss_func) if self.valid_metrics else []
+        self._train_meters = make_meters(copy.deepcopy(metrics), *_facts(self.learn)) if self.train_metrics else []
+        self._valid_meters = make_meters(metrics, *_facts(self.learn)) if self.valid_metrics else []
         self.metric_names = ["epoch", *self._names(), *(["time"] if self.add_time else [])]
         self._start_epoch()  # here too: an epoch may be cancelled before this callback's `before_epoch`
 
@@ -481,6 +487,7 @@ class Recorder(Callback):
         self.iters.append(len(self.lrs))
         duration = [format_time(time.perf_counter() - self._start_time)] if self.add_time else []
         self.log = [epoch, *self.final_record, *duration]
+        self._table.append(dict(zip(self.metric_names, self.log, strict=True)))
         self.learn.logger(self.log)
 
     def after_fit(self) -> None:
@@ -561,6 +568,20 @@ class Recorder(Callback):
             for value, weight in pairs:
                 values.append(float(value))
                 weights.append(float(weight))
+
+    def to_frame(self) -> Any:
+        """Return the table of the last fit as a pandas frame: its columns, and a row for each of its rows.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            from pandas import DataFrame
+        except ImportError as e:
+            raise ImportError("to_frame needs pandas: pip install pandas") from e
+        frame = DataFrame(self._table)
+        last = [name for name in frame if name == "time"]  # after metrics that were logged later
+        return frame[[*frame.columns.drop(last), *last]]
 
     def plot_loss(
         self, skip_start: int = 5, with_valid: bool = True, all_fits: bool = False, log: bool = False, ax: Any = None
@@ -683,7 +704,7 @@ class Recorder(Callback):
         return plot_lr_find(*self.lr_find_curve, ax=ax)
 
 
-_LISTS = ("values", "_row_columns", "iters", "lrs", "log", "final_record", "metric_names")
+_LISTS = ("values", "_table", "_row_columns", "iters", "lrs", "log", "final_record", "metric_names")
 
 
 def _nothing_of(rank: dict[str, Any]) -> dict[str, Any]:

@@ -166,6 +166,40 @@ class StepBudget(StepCounter):
         self.learn.pct_train = min(1.0, self._steps / self.n_steps)
 
 
+class MCDropout(Callback):
+    """Leaves dropout on in evaluation, so that predictions differ from pass to pass, by how uncertain the model is.
+
+    Monte Carlo dropout (Gal and Ghahramani, https://arxiv.org/abs/1506.02142). Stack what several passes of
+    `get_preds(probs=True, cbs=MCDropout())` return: the mean over them is the prediction, and their standard deviation
+    a measure of its uncertainty. It acts on the modules `nn.Dropout`, `nn.Dropout2d` and the like.
+
+    Raises:
+        ValueError: the model has none of them, in a run.
+    """
+
+    run_train = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left_on: list[nn.Module] = []
+
+    def before_validate(self) -> None:
+        modules = [m for m in self.learn.model.modules() if isinstance(m, Dropout)]
+        if not modules:
+            raise ValueError(
+                f"MCDropout found no module of dropout in {type(unwrap(self.learn.model)).__name__}: predictions would "
+                "be alike in each pass; it acts on nn.Dropout and the like, not on functions of dropout"
+                " (errors.html#mc-dropout)"
+            )
+        self._left_on = [m for m in modules if not m.training]
+        for module in self._left_on:
+            module.train()
+
+    def cleanup_validate(self) -> None:
+        for module in self._left_on:
+            module.eval()
+
+
 class BnFreeze(Callback):
     """Keeps BatchNorm layers with frozen parameters in eval mode, so that their statistics do not change."""
 

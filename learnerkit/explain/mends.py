@@ -276,18 +276,18 @@ def of_metric(frames: list[FrameType]) -> str:
 
 def of_predict(learn: "Learner", frames: list[FrameType]) -> str:
     """`predict` got something else than one input as the dataset yields it."""
-    calls = (f.f_locals for f in frames if f.f_code.co_name.startswith("_predict") and "item" in f.f_locals)
-    call: dict[str, Any] = next(calls, {})
+    calls = (f.f_locals["items"] for f in frames if f.f_code.co_name.startswith("_predict"))
+    items: list = next(calls, [])
     dataset: Any = learn.dls.train_ds
-    if "item" not in call or type(learn.dls).test_dl is not DataLoaders.test_dl or not hasattr(dataset, "__getitem__"):
+    if not items or type(learn.dls).test_dl is not DataLoaders.test_dl or not hasattr(dataset, "__getitem__"):
         return ""
     with keep_seeds():
         inputs = learn.dls.split(dataset[0])[0]
     one = inputs[0] if len(inputs) == 1 else inputs
-    if _kind(one) == _kind(call["item"]):
+    if _kind(one) == _kind(items[0]):
         return ""
     return (
-        f"predict takes one input as the dataset yields it, here {describe(one)}, and got {describe(call['item'])}; "
+        f"predict takes one input as the dataset yields it, here {describe(one)}, and got {describe(items[0])}; "
         "for several: get_preds(dl=learn.dls.test_dl(items))"
     )
 

@@ -31,6 +31,19 @@ def accuracy(pred: Tensor, target: Tensor, axis: int | None = None, loss_func: A
     return _accuracy(pred, target, axis, loss_func)[0]
 
 
+def accuracy_multi(pred: Tensor, target: Tensor, thresh: float = 0.5, sigmoid: bool = True) -> Tensor:
+    """Share of right answers over all labels of all samples, where each label is a yes or no by itself.
+
+    Args:
+        pred: a score for each label, of the shape of the targets.
+        target: 1 or True for yes, 0 or False for no.
+        thresh: above which a probability, or with `sigmoid=False` a score, is a yes.
+        sigmoid: make probabilities of the scores first.
+    """
+    scores = pred.sigmoid() if sigmoid else pred
+    return wide((scores > thresh) == target.bool()).mean()
+
+
 def error_rate(pred: Tensor, target: Tensor, axis: int | None = None, loss_func: Any = None) -> Tensor:
     """1 - `accuracy`."""
     return _error_rate(pred, target, axis, loss_func)[0]
@@ -50,13 +63,18 @@ def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5, axis: int | None = 
 
 
 def _accuracy(pred: Any, target: Any, axis: int | None = None, loss_func: Any = None) -> tuple[Tensor, Tensor]:
+    decoded, classes = decoded_pair(pred, target, axis, loss_func, "accuracy")
+    return _share(decoded.flatten() == classes.flatten(), classes, loss_func)
+
+
+def decoded_pair(pred: Any, target: Tensor, axis: int | None, loss_func: Any, metric: str) -> tuple[Tensor, Tensor]:
+    "Predictions and targets as numbers of classes, or both as yes and no."
     decoded = _decoded(pred, target, loss_func) if axis is None else None
     if decoded is None:
-        dim = _class_dim(pred, target, axis, loss_func, "accuracy")
-        decoded = pred.argmax(dim)
-    elif decoded.dtype == torch.bool:
-        target = target > 0.5  # those of a binary cross-entropy are floats
-    return _share(decoded.flatten() == target.flatten(), target, loss_func)
+        dim = _class_dim(pred, target, axis, loss_func, metric)
+        return pred.argmax(dim), target
+    # The targets of a binary cross-entropy are floats.
+    return decoded, target > 0.5 if decoded.dtype == torch.bool else target
 
 
 def _error_rate(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -80,11 +98,17 @@ SHARES: dict[Callable, Callable[..., tuple[Tensor, Tensor]]] = {
 
 def _share(right: Tensor, target: Tensor, loss_func: Any) -> tuple[Tensor, Tensor]:
     "The share of those that are right among the targets that count, and the number of these, on the device."
-    counted = (target >= 0).flatten()
-    if is_cross_entropy(loss_func):
-        counted &= (target != loss_option(loss_func, "ignore_index", -100)).flatten()
+    counted = counts(target, loss_func).flatten()
     count = counted.sum()
     return wide(right & counted).sum() / count, count
+
+
+def counts(target: Tensor, loss_func: Any) -> Tensor:
+    "Which targets count: those that are not negative, and that the loss does not ignore."
+    counted = target >= 0
+    return (
+        counted & (target != loss_option(loss_func, "ignore_index", -100)) if is_cross_entropy(loss_func) else counted
+    )
 
 
 def _decoded(pred: Any, target: Tensor, loss_func: Any) -> Tensor | None:

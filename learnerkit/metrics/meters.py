@@ -16,6 +16,7 @@ from learnerkit import world
 from learnerkit.data.batches import gather_nested, map_batch, on_host, tensors_in, with_rows
 from learnerkit.host_scalars import HostScalars
 from learnerkit.metrics import libraries
+from learnerkit.metrics.by_name import OWN, OfTorchmetrics
 from learnerkit.metrics.combining import (
     changed_name,
     combine_states,
@@ -35,19 +36,23 @@ DEPENDS_ON_CUT = "depends on how the samples are cut into batches"
 """What a warning says of such a metric."""
 
 
-def make_meters(metrics: Any, loss_func: Any = None) -> list["Meter"]:
+def make_meters(metrics: Any, loss_func: Any = None, classes: Any = None, targets: str | None = None) -> list["Meter"]:
     """Make a meter for each metric.
 
     Args:
-        metrics: a function, an object, a subclass of `Metric`, a torchmetrics collection, a list of these, or a dict of
-            them by name.
-        loss_func: the learner's, which says how `accuracy` and its like decode predictions.
+        metrics: a function, an object, a subclass of `Metric`, a torchmetrics collection, the name of a metric, a list
+            of these, or a dict of them by name.
+        loss_func: the learner's, which says how `accuracy`, `Dice` and their like decode predictions.
+        classes: the names of the learner's classes, or `None`, for metrics by name.
+        targets: the kind of its targets, as `DataLoaders.targets` has it, for these metrics.
 
     Raises:
+        ImportError: the name of a metric of torchmetrics, which is not installed.
         TypeError: something that is not a metric.
-        ValueError: two metrics with the same name.
+        ValueError: two metrics with the same name; the name of no metric, or one of which loss and classes do not say
+            what it must know.
     """
-    meters = [_make_meter(metric, name, loss_func) for name, metric in _each(metrics)]
+    meters = [_make_meter(metric, name, loss_func, classes, targets) for name, metric in _each(metrics)]
     check_columns(meters)
     return meters
 
@@ -72,9 +77,15 @@ def _each(metrics: Any) -> Iterator[tuple[str | None, Any]]:
             yield from (((f"{name}_{each}" if name else each), m) for each, m in inner)
 
 
-def _make_meter(metric: Any, name: str | None, loss_func: Any) -> "Meter":
+def _make_meter(metric: Any, name: str | None, loss_func: Any, classes: Any, targets: str | None) -> "Meter":
+    if isinstance(metric, str):
+        if metric not in OWN:
+            return NamedMeter(OfTorchmetrics(metric, loss_func, classes, targets), name or metric)
+        metric = OWN[metric]
     if isinstance(metric, type) and issubclass(metric, Metric):
         metric = metric()
+    if isinstance(metric, Metric):
+        metric.use_loss(loss_func)
     if why := libraries.refusal(metric):
         raise TypeError(f"got the metric {name or metric_name(metric)!r}: torchmetrics' {why}")
     if libraries.is_torchmetrics(metric) or (isinstance(metric, Metric) and metric.__dict__.get("_states")):
@@ -454,6 +465,23 @@ class StatesMeter(Meter):
             libraries.note_new_states(metric, count)
         self._own = None
         self._of_this_rank()
+
+
+class NamedMeter(StatesMeter):
+    """For a metric of torchmetrics by its name.
+
+    Args:
+        found: the metric, and what it is given.
+        name: as in `Meter`.
+    """
+
+    def __init__(self, found: OfTorchmetrics, name: str) -> None:
+        super().__init__(found.metric, name)
+        self._given = found.given
+
+    def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
+        """Update the metric with what it takes."""
+        super().update(place, size, *self._given(pred, *targets))
 
 
 class MergingMeter(Meter):

@@ -1,7 +1,8 @@
 """Metrics that are objects, with states that ranks can combine."""
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from learnerkit.data.batches import concat, on_host
 from learnerkit.losses import unwrap_partial
-from learnerkit.metrics.functions import class_axis, wide
+from learnerkit.metrics.functions import class_axis, counts, decoded_pair, wide
 
 
 class Metric:
@@ -43,6 +44,9 @@ class Metric:
         default = [] if reduce == "cat" else torch.as_tensor(default)
         self.__dict__.setdefault("_states", {})[name] = (default, reduce)
         setattr(self, name, copy.deepcopy(default))
+
+    def use_loss(self, loss_func: Any) -> None:
+        """Take the learner's loss, which says how predictions are decoded; a metric that needs none does nothing."""
 
     def reset(self) -> None:
         """Set every state to its default."""
@@ -145,8 +149,89 @@ class perplexity(_MeanOf):
         return (self.total / self.count).exp()
 
 
+class Dice(Metric):
+    """Dice coefficient: of each class 2 |A and B| / (|A| + |B|), where A is predicted and B the target; their mean.
+
+    A and B are pixels (or samples, or tokens) of all samples together, so that batches and ranks change nothing. The
+    mean is over the classes that are in the targets or the predictions. Predictions are decoded as the loss says, as in
+    `accuracy`, and targets that the loss ignores do not count. A binary cross-entropy with one logit for each pixel has
+    one class. L. R. Dice, Ecology 26 (1945), https://doi.org/10.2307/1932409.
+
+    Args:
+        classes: the numbers of the classes whose mean it is, such as `[1, 2]` to leave out a background 0; by default
+            all. With one logit for each pixel there is one class, 0.
+        ignore_index: pixels whose target has this number do not count.
+        name: the column; by default the class's name in lower case.
+    """
+
+    tallies: Tensor
+
+    def __init__(
+        self, classes: Sequence[int] | None = None, ignore_index: int | None = None, name: str | None = None
+    ) -> None:
+        super().__init__(name)
+        self.classes, self.ignore_index = classes, ignore_index
+        self._loss_func: Any = None
+        self.add_state("tallies", 0)
+
+    def use_loss(self, loss_func: Any) -> None:
+        """Take the learner's loss."""
+        self._loss_func = loss_func
+
+    def update(self, pred: Tensor, target: Tensor) -> None:
+        """Count the pixels of each class in a batch: those that are met, that are predicted, and in the targets.
+
+        Args:
+            pred: scores (n, classes, ...), or for a binary cross-entropy one for each target.
+            target: numbers of classes (n, ...), or for a binary cross-entropy 0 and 1.
+
+        Raises:
+            ValueError: predictions that have no classes.
+        """
+        counted = counts(target, self._loss_func)
+        if self.ignore_index is not None:
+            counted = counted & (target != self.ignore_index)
+        found, actual = decoded_pair(pred, target, None, self._loss_func, self.name)
+        first, n = (1, 2) if found.dtype == torch.bool else (0, pred.numel() // max(1, target.numel()))
+        found, actual, counted = found.flatten().long(), actual.flatten().long(), counted.flatten()
+
+        def tally(numbers: Tensor, among: Tensor) -> Tensor:
+            # What does not count goes to place n, which is left out: to select would wait for the device.
+            places = torch.where(among, numbers, n)
+            return places.new_zeros(n + 1).scatter_add_(0, places, torch.ones_like(places))[first:n]
+
+        met = tally(found, counted & (found == actual))
+        self.tallies = self.tallies + torch.stack([met, tally(found, counted), tally(actual, counted)])
+
+    def compute(self) -> Tensor | float:
+        """Return the mean over the classes; NaN where there is none."""
+        if not self.tallies.ndim:
+            return math.nan
+        met, predicted, actual = wide(self.tallies if self.classes is None else self.tallies[:, list(self.classes)])
+        both = predicted + actual
+        return self._shares(met, both)[both > 0].mean()
+
+    def _shares(self, met: Tensor, both: Tensor) -> Tensor:
+        return 2 * met / both
+
+
+class IoU(Dice):
+    """Intersection over union, the Jaccard index: of each class |A and B| / |A or B|; their mean, as in `Dice`.
+
+    P. Jaccard, New Phytologist 11 (1912), https://doi.org/10.1111/j.1469-8137.1912.tb05611.x.
+
+    Args:
+        classes, ignore_index, name: as in `Dice`.
+    """
+
+    def _shares(self, met: Tensor, both: Tensor) -> Tensor:
+        return met / (both - met)
+
+
 def metric_name(metric: Any) -> str:
-    """The column of a metric: its `name`, or the name of its function or class."""
+    """The column of a metric: its `name`, or the name of its function or class; a name is its own."""
+    if isinstance(metric, str):
+        return metric
     inner = unwrap_partial(metric)
     name: Any = getattr(inner, "name", None)
     return name or getattr(inner, "__name__", type(inner).__name__.lower())

@@ -29,6 +29,7 @@ from learnerkit import (
     steep,
     valley,
 )
+from learnerkit.callbacks.lr_find import choice
 
 TABLES = json.loads((ROOT / "tests" / "fastai_tables.json").read_text())
 FUNCTIONS = {"valley": valley, "slide": slide, "minimum": minimum, "steep": steep}
@@ -358,6 +359,39 @@ def test_with_data_parallel(two_gpus):
         found = learn.lr_find(num_it=30)
     assert found == learner().lr_find(num_it=30)
     assert same_weights(before, learn.model)
+
+
+# Which rate to take
+
+
+def curve(losses):
+    return list(np.geomspace(1e-6, 10, len(losses))), losses
+
+
+def said(losses, **rates):
+    return choice(*curve(losses), rates)
+
+
+def test_it_says_which_rate_to_take_and_why():
+    falls = [2.0] * 10 + list(np.linspace(2, 1, 30)) + [1.5, 3.0]
+    assert said(falls, valley=1e-3, slide=1e-6) == (
+        "lr_find: take valley, 1.0e-03: there the loss was in the middle of its longest fall"
+    )
+    lowest = curve(falls)[0][39]
+    above = said(falls, valley=9.0)
+    assert above.startswith(f"lr_find: take {lowest / 10:.1e}, a tenth of the rate at which the loss was lowest")
+    assert above.endswith("valley, 9.0e+00, is above that rate")
+    flat = said([2.0] * 20 + [1.98] + [3.0] * 5, valley=1e-3)
+    assert flat == "lr_find: the loss fell by 1.0% only, too little to choose a rate: raise num_it"
+    assert said([-1.0] * 20 + [-2.0] * 20, valley=1e-3).startswith("lr_find: take valley")
+    assert said(falls, steep=1e-3) == ""
+
+
+def test_the_line_is_printed_once(capsys):
+    learner().lr_find(num_it=20, show_plot=False)
+    assert [line[:9] for line in capsys.readouterr().out.splitlines() if "lr_find" in line] == ["lr_find: "]
+    learner().lr_find(num_it=20, show_plot=False, suggest_funcs=steep)
+    assert "lr_find" not in capsys.readouterr().out
 
 
 # The plot

@@ -1,5 +1,6 @@
 """get_preds: what comes back, and in which order."""
 
+import pickle
 import random
 from contextlib import nullcontext
 from functools import partial
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from learnerkit import Callback, CancelBatchException, DataLoaders, load_learner, set_seed, world
+from learnerkit import Callback, CancelBatchException, DataLoaders, MCDropout, load_learner, set_seed, world
 
 
 def classifier(loss=None, **kwargs):
@@ -558,3 +559,143 @@ def test_a_collate_function_gets_tuples_where_samples_are_some():
             learn.predict(data.tensors[0][0])
         preds = learn.get_preds(dl=dls.test_dl(list(data.tensors[0]), collate_fn=torch.stack))[0]
         assert torch.equal(preds, found)
+
+
+# Probabilities
+
+
+def own_loss_model():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = make_model(n_out=3)
+
+        def forward(self, x):
+            return {"logits": self.body(x)}
+
+    return Own()
+
+
+class Activates(nn.CrossEntropyLoss):
+    def activation(self, pred):
+        return pred.sigmoid() / 2
+
+    def decode(self, pred):
+        return pred.argmin(1)
+
+
+PROBABILITIES = {
+    "cross-entropy": (nn.CrossEntropyLoss(), lambda p: p.softmax(1)),
+    "function": (partial(F.cross_entropy, label_smoothing=0.1), lambda p: p.softmax(1)),
+    "log-probabilities": (nn.NLLLoss(), torch.exp),
+    "binary": (nn.BCEWithLogitsLoss(), torch.sigmoid),
+    "shares": (nn.BCELoss(), lambda p: p),
+    "own": (Activates(), lambda p: p.sigmoid() / 2),
+    "the model's": (None, lambda p: p.softmax(1)),
+}
+
+
+@pytest.mark.parametrize("case", PROBABILITIES)
+def test_probabilities_are_made_as_the_loss_says(case):
+    loss, made = PROBABILITIES[case]
+    learn = classifier()
+    learn.dls.classes = "abc"
+    if loss is None:
+        learn.model = own_loss_model()
+    learn.loss_func = loss
+    preds = learn.get_preds()[0]
+    probs = learn.get_preds(probs=True)[0]
+    torch.testing.assert_close(probs, made(preds))
+    torch.testing.assert_close(learn.tta(n=1, batch_tfms=lambda x: x, probs=True)[0], probs)
+    x = learn.dls.valid_ds.tensors[0][0]
+    for found in (learn.predict(x), learn.predict(x, act=torch.exp), learn.predict(x, probs=True)):
+        label, decoded, pred = found
+        assert case in ("binary", "shares") or label == "abc"[int(decoded)]
+        torch.testing.assert_close(found.probs, probs[0])
+        torch.testing.assert_close(pickle.loads(pickle.dumps(found)).probs, probs[0])
+    torch.testing.assert_close(pred, probs[0])
+    learn.add_cb(Callback(before_validate=lambda cb: None))  # so that it goes through the loop
+    torch.testing.assert_close(learn.predict(x).probs, probs[0])
+
+
+class Decodes(nn.CrossEntropyLoss):
+    def decode(self, pred):
+        return pred.argmin(1)
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), Decodes(), lambda pred, y: pred.mean(), None])
+def test_probabilities_that_nothing_says_how_to_make_are_refused(loss):
+    learn = classifier()
+    learn.loss_func = loss
+    name = "the model's" if loss is None else getattr(loss, "__name__", type(loss).__name__)
+    refused = pytest.raises(ValueError, match=rf"probabilities of predictions for this loss \({name}\); say act=")
+    x = learn.dls.valid_ds.tensors[0][0]
+    with refused:
+        learn.get_preds(probs=True)
+    found = learn.predict(x)
+    with refused:
+        _ = found.probs
+    learn.loss_func, learn.dls.classes = None, "ab"  # fewer than the model has outputs
+    with pytest.raises(ValueError, match=r"this loss \(the model's\); say act="):
+        learn.get_preds(probs=True)
+    with pytest.raises(ValueError, match="got act=.* and probs=True, .* give one of them"):
+        learn.predict(x, act=torch.exp, probs=True)
+
+
+def test_one_score_for_each_sample_has_the_probability_of_yes():
+    learn = make_learner(make_dls(classes=["no", "yes"]), None, nn.BCEWithLogitsLoss())
+    found = learn.predict(torch.randn(4))
+    assert found.label == ("yes" if float(found.probs) > 0.5 else "no")
+    torch.testing.assert_close(found.probs, found.pred.sigmoid())
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(), nn.MSELoss(), Decodes(), Activates()])
+def test_exported_weights_have_them_too(loss, tmp_path):
+    learn = classifier(loss)
+    learn.dls.classes = ["T-shirt/top", "b", "c"]
+    x = learn.dls.valid_ds.tensors[0][0]
+    again = load_learner(learn.export(tmp_path / "a.safetensors"), partial(make_model, n_out=3), device="cpu")
+    again = load_learner(again.export(tmp_path / "b.safetensors"), partial(make_model, n_out=3), device="cpu")
+    assert again.dls.classes[0] == "T-shirt/top"
+    if isinstance(loss, nn.MSELoss | Decodes | Activates):  # methods of the loss are code, which no file has
+        with pytest.raises(ValueError, match="say act="):
+            again.predict(x, probs=True)
+    else:
+        torch.testing.assert_close(again.predict(x).probs, learn.predict(x).probs)
+
+
+def test_an_exported_program_has_them_too(tmp_path):
+    learn = classifier()
+    learn.dls.classes = ["T-shirt/top", "b", "c"]
+    again = load_learner(learn.export(tmp_path / "program.pt2"), device="cpu")
+    x = learn.dls.valid_ds.tensors[0]
+    torch.testing.assert_close(again.predict(x[0]).probs, learn.predict(x[0]).probs)
+    assert learn.predict(x[0]).label == again.predict(x[0]).label
+    probs = again.get_preds(dl=again.dls.test_dl(list(x)), probs=True)[0]
+    torch.testing.assert_close(probs, learn.get_preds(probs=True)[0])
+
+
+# Dropout in evaluation
+
+
+def test_passes_with_dropout_differ_and_leave_the_modes_alone():
+    learn = classifier()
+    learn.model[2].p = 0.5
+    plain = learn.get_preds()[0]
+    passes = torch.stack([learn.get_preds(cbs=MCDropout(), probs=True)[0] for _ in range(3)])
+    assert not torch.equal(passes[0], passes[1])
+    assert passes.std(0).max() > 0
+    assert not any(module.training for module in learn.model.modules())
+    assert torch.equal(learn.get_preds()[0], plain)
+    modes = []
+    learn.fit(1, cbs=[MCDropout(), Callback(after_pred=lambda cb: modes.append((cb.training, cb.model[2].training)))])
+    assert {mode for _, mode in modes} == {True}
+    modes.clear()
+    learn.fit(1, cbs=Callback(after_pred=lambda cb: modes.append((cb.training, cb.model[2].training))))
+    assert all(training == mode for training, mode in modes)
+
+
+def test_a_model_without_dropout_is_refused():
+    learn = make_learner(model=nn.Linear(4, 1))
+    with pytest.raises(ValueError, match="MCDropout found no module of dropout in Linear"):
+        learn.get_preds(cbs=MCDropout())

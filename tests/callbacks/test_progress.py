@@ -15,7 +15,7 @@ import pytest
 from helpers import make_data, make_dls, make_learner, raising
 from torch.utils.data import DataLoader
 
-from learnerkit import Callback, CancelFitException, DataLoaders, ProgressCallback, Recorder, mae
+from learnerkit import Callback, CancelFitException, DataLoaders, ProgressCallback, Recorder, ShowGraphCallback, mae
 from learnerkit.callbacks import progress
 from learnerkit.text import columns
 
@@ -157,9 +157,9 @@ class Cell:
 
         def show(content, raw=False, **kwargs):
             assert raw
-            assert {"text/html", "text/plain"} <= content.keys()
+            assert not content or {"text/html", "text/plain"} <= content.keys()
             self.outputs[place] = content
-            self.history.append(content["text/html"])
+            self.history.append(content.get("text/html", ""))
 
         show(content, raw=True)
         return SimpleNamespace(update=show)
@@ -266,7 +266,47 @@ def test_evaluation_in_a_notebook_leaves_no_table(cell):
     learn.validate()
     learn.get_preds()
     assert all("<table" not in html for html in cell.history)
-    assert all("<progress" not in output["text/html"] for output in cell.outputs)
+    assert cell.outputs == [{}, {}]  # nor an empty line
+
+
+class Figures:
+    """What a cell displays with an id: the curves of each figure, by output, as they were shown."""
+
+    def __init__(self):
+        self.shown = []
+
+    def display(self, figure, display_id):
+        assert display_id
+        curves = []
+        self.shown.append(curves)
+
+        def update(figure):
+            curves.append({line.get_label(): len(line.get_xdata()) for line in figure.axes[0].lines})
+
+        update(figure)
+        return SimpleNamespace(update=update)
+
+
+def test_the_graph_of_a_notebook_is_drawn_anew_after_each_epoch(monkeypatch, plt, capsys):
+    import IPython.display
+
+    figures = Figures()
+    monkeypatch.setattr(IPython.display, "display", figures.display)
+    learn = make_learner(make_dls(train=40), cbs=ShowGraphCallback())
+    learn.fit(1)  # in a script
+    assert figures.shown == []
+    monkeypatch.setattr(progress, "front_end", lambda: "notebook")
+    learn.remove_cb(ProgressCallback)
+    learn.fit(2)
+    learn.fit(1)
+    learn.validate()
+    (first, last), (other,) = figures.shown
+    assert [first["valid"], last["valid"], other["valid"]] == [1, 2, 1]
+    assert last["train (smoothed)"] == first["train (smoothed)"] + 10
+    assert plt.get_fignums() == []
+    monkeypatch.setenv("RANK", "1")
+    learn.fit(1)
+    assert len(figures.shown) == 2
 
 
 def test_a_loader_without_length_has_a_bar_without_end(cell):

@@ -25,11 +25,13 @@ from learnerkit import (
     CancelFitException,
     CancelTrainException,
     ChannelsLast,
+    CheckpointCallback,
     DataLoaders,
     ImageAugmentation,
     Learner,
     MixedPrecision,
     Recorder,
+    ValidateEvery,
     accuracy,
     mae,
     mse,
@@ -394,6 +396,28 @@ def test_nothing_is_logged_outside_a_fit():
 
 
 # History and plot
+
+
+def test_the_table_as_a_frame(tmp_path):
+    def log(cb):
+        if cb.epoch == 1:
+            cb.learn.log_metric("norm", 2.0)
+
+    rows = []
+    learn = learner(cbs=[ValidateEvery(1), Callback(after_pred=log)])
+    assert learn.recorder.to_frame().empty
+    learn.logger = rows.append
+    learn.fit(2, cbs=CheckpointCallback(tmp_path))
+    frame = learn.recorder.to_frame()
+    assert list(frame.columns) == ["epoch", "train_loss", "valid_loss", "mae", "norm", "time"]
+    assert list(frame.epoch) == ["0 50%", 0, "1 50%", 1]
+    assert frame.norm.isna().tolist() == [True, True, False, False]
+    assert [list(row.dropna()) for _, row in frame.iterrows()] == rows
+    learn.fit(1)
+    assert list(learn.recorder.to_frame().epoch) == ["0 50%", 0]
+    again = learner(cbs=[ValidateEvery(1), Callback(after_pred=log)])
+    again.fit(2, cbs=CheckpointCallback(tmp_path, resume=True))
+    assert again.recorder.to_frame().equals(frame)
 
 
 def test_earlier_fits_are_history():

@@ -442,6 +442,8 @@ def test_fine_tuning_is_fastais():
     ("options", "match"),
     [
         ({"n_steps": 4}, "give one of them"),
+        ({"epochs": None}, "give one of them"),
+        ({"freeze_steps": -1}, "n_steps=-1"),
         ({"divv": 4}, "unexpected keyword argument 'divv'"),
         ({"lr_max": 4}, "lr_max"),
         ({"lr_mult": 0}, "got lr_mult=0; it is a number above 0"),
@@ -462,6 +464,32 @@ def test_fine_tuning_refuses_before_it_freezes(options, match):
     with pytest.raises((TypeError, ValueError), match=match):
         learn.fine_tune(**{"epochs": 1} | options)
     assert [p.requires_grad for p in learn.model.parameters()] == before
+
+
+@pytest.mark.parametrize("freeze", [{"freeze_steps": 3}, {"freeze_epochs": 2}, {}])
+def test_both_parts_of_fine_tuning_may_be_counted_in_steps(freeze):
+    steps, watch = [], Callback(before_step=lambda cb: steps.append(cb.model[0].weight.requires_grad))
+    learn = learner(splitter=halves, cbs=watch)
+    per_epoch = len(learn.dls.train)
+    rates = []
+    learn.add_cb(Callback(before_step=lambda cb: rates.append(cb.opt.param_groups[-1]["lr"])))
+    learn.fine_tune(n_steps=per_epoch + 1, base_lr=0.1, **freeze)
+    first = 3 if "freeze_steps" in freeze else per_epoch * freeze.get("freeze_epochs", 1)
+    assert steps == [False] * first + [True] * (per_epoch + 1)
+    assert rates[first] == pytest.approx(0.05 / 5)  # the second cycle begins at a fifth of its peak
+    assert rates[-1] < 0.05 / 5  # and ends with its last step
+
+
+def test_fine_tuning_by_steps_needs_no_length():
+    class Endless:
+        def __iter__(self):
+            yield from batches
+
+    batches = [(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(4)]
+    learn = make_learner(DataLoaders(Endless(), device="cpu"), nn.Linear(4, 1))
+    learn.fine_tune(n_steps=6, freeze_steps=3)
+    with pytest.raises(ValueError, match="fine_tune needs to know how many batches"):
+        learn.fine_tune(n_steps=6)
 
 
 @pytest.mark.parametrize("options", [{"div": 0}, {"div_final": 0.0}, {"moms": 0.9}, {"moms": (0.9, 0.8)}])

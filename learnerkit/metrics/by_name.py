@@ -1,0 +1,98 @@
+"""Metrics by name: those of this package, and those of torchmetrics that fit the learner's loss and classes."""
+
+from typing import Any
+
+from torch import Tensor
+
+from learnerkit.losses import ACTIVATIONS, DECODINGS, loss_name, loss_option, rules
+from learnerkit.metrics.functions import accuracy, accuracy_multi, error_rate, mae, mse, top_k_accuracy
+from learnerkit.metrics.objects import perplexity, rmse
+from learnerkit.text import did_you_mean
+from learnerkit.utils import describe
+
+_FUNCTIONS = (accuracy, accuracy_multi, error_rate, mae, mse, perplexity, rmse, top_k_accuracy)
+OWN: dict[str, Any] = {metric.__name__: metric for metric in _FUNCTIONS}
+"""The metrics of this package by name."""
+
+_CLASSES = {"auc": "AUROC", "f1": "F1Score", "precision": "Precision", "r2": "R2Score", "recall": "Recall"}
+"""The classes of torchmetrics by name; before that of a class there stands its task."""
+
+_OF_PROBABILITIES = ("auc",)  # the others take decoded predictions
+
+_TASKS = {"argmax": "Multiclass", "above 0": "Binary", "above 0.5": "Binary", "itself": ""}
+"""What torchmetrics calls the task, by how predictions are decoded."""
+
+
+class OfTorchmetrics:
+    """A metric of torchmetrics by its name. Several classes or labels have the mean of their values ("macro").
+
+    Args:
+        name: its name.
+        loss_func: the loss, which says how predictions are decoded; `None`: the model's own, over the classes.
+        classes: the names of the classes or labels, or `None`.
+        targets: "classes" if a sample may have several labels, as `DataLoaders.targets` has it.
+
+    Attributes:
+        metric: the object.
+
+    Raises:
+        ImportError: torchmetrics is not installed.
+        ValueError: there is no such metric, or loss and classes do not say what it must know.
+    """
+
+    def __init__(self, name: str, loss_func: Any, classes: Any, targets: str | None = None) -> None:
+        if name not in _CLASSES:
+            names = sorted([*OWN, *_CLASSES])
+            near = did_you_mean(name, names) or f"; the names are {', '.join(names)}"
+            raise ValueError(f"got the metric {name!r}{near}")
+        try:
+            from torchmetrics import classification, regression
+        except ImportError as e:
+            raise ImportError(f"the metric {name!r} is one of torchmetrics: pip install torchmetrics") from e
+        n = len(classes or ())
+        decodes, activates = ("argmax", "softmax") if loss_func is None and n else rules(loss_func)
+        task = _TASKS.get(str(decodes))
+        if task == "Binary" and (n > 2 or targets == "classes"):
+            task = "Multilabel"
+        if task is None or (task == "Multiclass" and not n) or (task == "") != (name == "r2"):
+            loss = "the model's loss" if loss_func is None else loss_name(loss_func)
+            line = (
+                "regression.R2Score()" if name == "r2" else f"classification.Multiclass{_CLASSES[name]}(num_classes=10)"
+            )
+            raise ValueError(
+                f"the metric {name!r} does not know its task by {loss} and {n or 'no'} names of classes: give "
+                f"DataLoaders(classes=[...]) the names, or take an object of torchmetrics, such as torchmetrics.{line}"
+                " (errors.html#metric-by-name)"
+            )
+        options = {
+            "Multiclass": {
+                "num_classes": n,
+                "average": "macro",
+                "ignore_index": loss_option(loss_func, "ignore_index", -100),
+            },
+            "Multilabel": {"num_labels": n, "average": "macro"},
+        }
+        self._name, self._task = name, task
+        self._rule = ACTIVATIONS[str(activates)] if name in _OF_PROBABILITIES else DECODINGS[str(decodes)]
+        self.metric = getattr(classification if task else regression, task + _CLASSES[name])(**options.get(task, {}))
+
+    def given(self, pred: Tensor, target: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+        """Return what the metric is given of a batch's predictions and targets.
+
+        Raises:
+            ValueError: several scores for each sample, and no names of what they are.
+        """
+        if self._task == "Binary" and pred.ndim > 1 and pred[0].numel() > 1:
+            raise ValueError(
+                f"the metric {self._name!r} takes one score for each sample, its yes or no, and got {describe(pred)}: "
+                "give DataLoaders(classes=[...]) the names of the labels, if there are three or more, or take "
+                f"torchmetrics.classification.Multilabel{_CLASSES[self._name]}(num_labels=...)"
+                " (errors.html#metric-by-name)"
+            )
+        self.metric.to(pred.device)
+        made = self._rule(pred.detach())
+        if self._task == "Multiclass":
+            return made, (target.reshape(len(pred), *pred.shape[2:]),)
+        if self._task == "":
+            return made.flatten(), (target.flatten(),)
+        return made, ((target > 0.5).long().reshape(pred.shape),)
