@@ -13,9 +13,10 @@ author = "the learnerkit contributors"
 project_copyright = "the learnerkit contributors"
 version = release = learnerkit.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "reference", "errors"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions += ["errors", "descriptions", "reference", "search"]  # those in _ext
 smartquotes_action = "D"  # dashes; quotes in a docstring stay those of code
-exclude_patterns = ["_build", "_ext", "**/.ipynb_checkpoints"]
+exclude_patterns = ["_build", "_ext", "**/.ipynb_checkpoints", "reference/examples.md"]
 
 # Pages
 
@@ -26,7 +27,7 @@ nb_merge_streams = True
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # by default scripts from another host
 copybutton_exclude = ".linenos, .gp, .go"  # line numbers, prompts, what a session prints
 copybutton_selector = ", ".join(
-    f"div.highlight-{language} pre" for language in ("python", "ipython3", "sh", "json", "toml")
+    f"div.highlight-{language} pre" for language in ("python", "ipython3", "sh", "json", "toml", "yaml")
 )  # not what is printed
 
 # The reference, from docstrings
@@ -49,10 +50,12 @@ napoleon_use_rtype = False
 
 html_theme = "furo"
 html_title = "learnerkit"
+html_favicon = "_static/logo.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
-html_show_search_summary = False  # it fetches pages, which a browser refuses where the site is read from a folder
+html_show_search_summary = False  # _ext/search.py has excerpts that need no server
 html_theme_options = {"top_of_page_buttons": []}
+pygments_dark_style = "a11y-high-contrast-dark"  # as the theme's light one: contrasts of at least 7, nothing underlined

@@ -68,7 +68,8 @@ class Fence:
 
 def all_pages() -> list[Path]:
     """The pages whose code is run."""
-    return sorted(path for folder in FOLDERS for path in (NBS / folder).glob("*.md"))
+    pages = [path for folder in FOLDERS for path in (NBS / folder).glob("*.md")]
+    return sorted([*pages, NBS / "index.md", NBS / "reference" / "examples.md"])
 
 
 def needs(text: str) -> list[str]:
@@ -117,8 +118,8 @@ def _read_fence(opened: re.Match, number: int, lines: Iterator[tuple[int, str]])
             body, first = body[1:], first + 1
         while body and not body[0].strip():
             body, first = body[1:], first + 1
-        is_code = directive[1] in ("code-block", "code", "literalinclude")
-        info = directive[2] if is_code else "{" + directive[1] + "}"
+        info = directive[2] if directive[1] in ("code-block", "code") else "{" + directive[1] + "}"
+        info = options.get("language", "") if directive[1] == "literalinclude" else info
     language = info.split()[0] if info else ""
     code = "".join(f"{line}\n" for line in body)
     return Fence(language, code, first, block=bool(directive), caption=options.get("caption", ""))

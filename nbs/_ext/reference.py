@@ -3,6 +3,7 @@
 - `Learner` in single backticks, in a docstring, is a link if there is such a public name, and code otherwise.
 - A type in a signature is found under its public name, wherever the class is defined.
 - A docstring may have `*` and `|` in its text; they are taken as they are.
+- The code below a heading of `reference/examples.md` stands below the docstring that the heading names.
 - ``{training-loop}`` is the text in `learnerkit.events`; each event in it is a target of ``{ref}``,
   such as `event-after_loss`.
 - ``{command-help} module:function`` is the help text of the parser that the function makes.
@@ -12,7 +13,9 @@ import json
 import keyword
 import os
 import re
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,6 +31,7 @@ from learnerkit.callback import Callback
 from learnerkit.events import LOOP, Event
 
 NAME = re.compile(r"[A-Za-z_][\w.]*")
+EXAMPLES = Path(__file__).parents[1] / "reference" / "examples.md"
 
 
 def name_role(
@@ -76,6 +80,19 @@ def escape(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: lis
     lines[:] = "".join(parts).split("\n")
     if what in ("attribute", "data", "property"):
         lines[:0] = ["..", ""]  # a comment: napoleon takes what stands before a colon in the first line for a type
+
+
+@cache
+def examples() -> dict[str, str]:
+    """The code of the examples, by the names in their headings."""
+    found = re.findall(r"^## (\S+)\n\n```\S*(?: python)?\n(.*?)^```$", EXAMPLES.read_text("utf-8"), re.M | re.S)
+    return dict(found)
+
+
+def add_example(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Put the example of a class or a method below its docstring."""
+    if code := examples().get(name.removeprefix("learnerkit.")):
+        lines += ["", ".. code-block:: python", "", *("   " + line for line in code.splitlines()), ""]
 
 
 def name_lexer(app: Sphinx, docname: str, content: list[str]) -> None:
@@ -144,5 +161,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-skip-member", skip_hooks)
     app.connect("autodoc-process-docstring", shorten_event)
     app.connect("autodoc-process-docstring", escape, priority=400)  # before napoleon, which writes markup
+    app.connect("autodoc-process-docstring", add_example, priority=600)  # after napoleon, whose sections come first
     app.connect("source-read", name_lexer)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

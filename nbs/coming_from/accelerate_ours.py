@@ -46,7 +46,9 @@ def main():
     set_seed(42)
     train_ds, valid_ds = map(in_float64, fashion_mnist_sample())
     order = torch.Generator().manual_seed(0)
-    train_dl = DataLoader(train_ds, 60, shuffle=True, generator=order)
+    train_dl = DataLoader(
+        train_ds, 60, shuffle=True, generator=order
+    )
     valid_dl = DataLoader(valid_ds, 128)
 
     learn = Learner(
@@ -55,13 +57,19 @@ def main():
         nn.CrossEntropyLoss(),
         opt_func=partial(torch.optim.AdamW, weight_decay=0.05),
         metrics=accuracy,
-        cbs=[GradientAccumulation(n_batches=2), GradientClip(1.0)],
+        cbs=[
+            GradientAccumulation(n_batches=2),
+            GradientClip(1.0),
+        ],
     )
     steps = EPOCHS * len(train_dl) // 2
-    cycle = TorchScheduler(lambda opt: OneCycleLR(opt, 3e-3, total_steps=steps))
+    cycle = TorchScheduler(
+        lambda opt: OneCycleLR(opt, 3e-3, total_steps=steps)
+    )
     with learn.distrib_ctx(split_batches=True):
         learn.fit(EPOCHS, cbs=[cycle, SaveModelCallback()])
-        best_loss, best_accuracy = learn.validate()  # of the best model
+        # Of the best model.
+        best_loss, best_accuracy = learn.validate()
     return {
         "train_loss": [row[0] for row in learn.recorder.values],
         "valid_loss": [row[1] for row in learn.recorder.values],

@@ -1,6 +1,7 @@
-"""Fashion-MNIST with Accelerate, on one process or many.
+r"""Fashion-MNIST with Accelerate, on one process or many.
 
-accelerate launch --multi_gpu --num_processes 2 accelerate_theirs.py
+accelerate launch --multi_gpu --num_processes 2 \
+    accelerate_theirs.py
 
 Without GPUs ACCELERATE_USE_CPU=true goes before it.
 """
@@ -59,32 +60,44 @@ def main():
         gradient_accumulation_steps=2,
         # A batch is cut into a piece for each process, and the
         # schedule takes one step for each of the optimizer's.
-        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        dataloader_config=DataLoaderConfiguration(
+            split_batches=True
+        ),
     )
     accelerator.print(accelerator.num_processes, "processes")
     train_ds, valid_ds = map(in_float64, fashion_mnist_sample())
     order = torch.Generator().manual_seed(0)
-    train_dl = DataLoader(train_ds, 60, shuffle=True, generator=order)
+    train_dl = DataLoader(
+        train_ds, 60, shuffle=True, generator=order
+    )
     valid_dl = DataLoader(valid_ds, 128)
 
     model = make_model().double()
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), weight_decay=0.05
+    )
     steps = EPOCHS * len(train_dl) // 2
     scheduler = OneCycleLR(optimizer, 3e-3, total_steps=steps)
-    model, optimizer, train_dl, valid_dl, scheduler = accelerator.prepare(
-        model, optimizer, train_dl, valid_dl, scheduler
+    model, optimizer, train_dl, valid_dl, scheduler = (
+        accelerator.prepare(
+            model, optimizer, train_dl, valid_dl, scheduler
+        )
     )
 
     train_losses, valid_losses, best = [], [], math.inf
     for epoch in range(EPOCHS):
         model.train()
-        total = torch.zeros((), device=accelerator.device).double()
+        total = torch.zeros(
+            (), device=accelerator.device
+        ).double()
         for x, y in train_dl:
             with accelerator.accumulate(model):
                 loss = F.cross_entropy(model(x), y)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    accelerator.clip_grad_norm_(
+                        model.parameters(), 1.0
+                    )
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -92,13 +105,18 @@ def main():
         total = accelerator.reduce(total, "sum").item()
         train_losses.append(total / len(train_ds))
 
-        valid_loss, accuracy = evaluate(accelerator, model, valid_dl)
+        valid_loss, accuracy = evaluate(
+            accelerator, model, valid_dl
+        )
         valid_losses.append(valid_loss)
-        accelerator.print(epoch, train_losses[-1], valid_loss, accuracy)
+        accelerator.print(
+            epoch, train_losses[-1], valid_loss, accuracy
+        )
         if valid_loss < best:
             best = valid_loss
             weights = accelerator.unwrap_model(model).state_dict()
-            accelerator.save(weights, "best.pt")  # on the first process
+            # On the first process.
+            accelerator.save(weights, "best.pt")
 
     accelerator.wait_for_everyone()
     weights = torch.load("best.pt", map_location="cpu")

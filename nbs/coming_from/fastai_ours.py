@@ -1,4 +1,4 @@
-"""Fashion-MNIST with learnerkit; then fine-tuning on darker images."""
+"""Fashion-MNIST with learnerkit, fine-tuned on darker images."""
 
 from functools import partial
 

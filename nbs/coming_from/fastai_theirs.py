@@ -1,4 +1,4 @@
-"""Fashion-MNIST with fastai; then fine-tuning on darker images."""
+"""Fashion-MNIST with fastai, fine-tuned on darker images."""
 
 import torch
 from fastai.vision.all import *
@@ -21,7 +21,8 @@ class SmoothLossInFloat64(AvgSmoothLoss):
     "fastai begins its running loss in float32."
 
     def reset(self):
-        self.count, self.val = 0, torch.zeros((), dtype=torch.float64)
+        self.count = 0
+        self.val = torch.zeros((), dtype=torch.float64)
 
 
 def make_dls(brightness=1.0):
@@ -73,8 +74,8 @@ def main():
     smooth = [learn.recorder.losses[-1]]
 
     learn.dls = make_dls(brightness=0.5)
-    # Else weight decay would go on acting on frozen weights, whose
-    # gradients fastai leaves at zero.
+    # Else weight decay would go on acting on frozen weights,
+    # whose gradients fastai leaves at zero.
     learn.model.zero_grad()
     learn.fine_tune(2, 3e-3)
     rows += learn.recorder.values

@@ -1,4 +1,4 @@
-"""Fashion-MNIST with learnerkit, down to the best of its epochs."""
+"""Fashion-MNIST with learnerkit, down to its best epoch."""
 
 from functools import partial
 
@@ -47,9 +47,13 @@ class Shuffle(Sampler):
         return self.n
 
     def __iter__(self):
-        order = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.Generator().manual_seed(
+            self.seed + self.epoch
+        )
         self.epoch += 1
-        return iter(torch.randperm(self.n, generator=order).tolist())
+        return iter(
+            torch.randperm(self.n, generator=order).tolist()
+        )
 
 
 def main():
@@ -65,10 +69,15 @@ def main():
         nn.CrossEntropyLoss(),
         opt_func=partial(torch.optim.AdamW, weight_decay=0.05),
         metrics=accuracy,
-        cbs=[GradientClip(1.0), GradientAccumulation(n_batches=2)],
+        cbs=[
+            GradientClip(1.0),
+            GradientAccumulation(n_batches=2),
+        ],
     )
     steps = 5 * len(train_dl) // 2
-    cycle = TorchScheduler(lambda opt: OneCycleLR(opt, 3e-3, total_steps=steps))
+    cycle = TorchScheduler(
+        lambda opt: OneCycleLR(opt, 3e-3, total_steps=steps)
+    )
     best = SaveModelCallback("valid_loss", fname="best")
     stop = EarlyStoppingCallback("valid_loss", patience=2)
     learn.fit(5, cbs=[cycle, best, stop])

@@ -1,8 +1,11 @@
-"""Fashion-MNIST with Lightning, down to the best of its epochs."""
+"""Fashion-MNIST with Lightning, down to its best epoch."""
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
@@ -39,7 +42,11 @@ class Classifier(L.LightningModule):
         x, y = batch
         scores = self(x)
         self.accuracy(scores, y)
-        self.log("valid_loss", F.cross_entropy(scores, y), prog_bar=True)
+        self.log(
+            "valid_loss",
+            F.cross_entropy(scores, y),
+            prog_bar=True,
+        )
         self.log("accuracy", self.accuracy, prog_bar=True)
 
     def configure_optimizers(self):
@@ -55,7 +62,10 @@ class Classifier(L.LightningModule):
         )
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            "lr_scheduler": {
+                "scheduler": scheduler,
+                "interval": "step",
+            },
         }
 
 
@@ -67,7 +77,9 @@ class History(L.Callback):
 
     def on_train_epoch_end(self, trainer, module):
         found = trainer.callback_metrics
-        self.rows.append({name: x.item() for name, x in found.items()})
+        self.rows.append(
+            {name: x.item() for name, x in found.items()}
+        )
 
 
 class Shuffle(Sampler):
@@ -80,9 +92,13 @@ class Shuffle(Sampler):
         return self.n
 
     def __iter__(self):
-        order = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.Generator().manual_seed(
+            self.seed + self.epoch
+        )
         self.epoch += 1
-        return iter(torch.randperm(self.n, generator=order).tolist())
+        return iter(
+            torch.randperm(self.n, generator=order).tolist()
+        )
 
 
 def main():
@@ -100,11 +116,17 @@ def main():
         precision="64-true",
         gradient_clip_val=1.0,
         accumulate_grad_batches=2,
-        callbacks=[best, EarlyStopping("valid_loss", patience=2), history],
+        callbacks=[
+            best,
+            EarlyStopping("valid_loss", patience=2),
+            history,
+        ],
         logger=False,
     )
     trainer.fit(Classifier(), train_dl, valid_dl)
-    (found,) = trainer.validate(dataloaders=valid_dl, ckpt_path="best")
+    (found,) = trainer.validate(
+        dataloaders=valid_dl, ckpt_path="best"
+    )
     return {
         "train_loss": [row["train_loss"] for row in history.rows],
         "valid_loss": [row["valid_loss"] for row in history.rows],

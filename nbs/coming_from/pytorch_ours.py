@@ -52,9 +52,13 @@ class OrderOfDistributedSampler(Sampler):
         return self.n
 
     def __iter__(self):
-        order = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.Generator().manual_seed(
+            self.seed + self.epoch
+        )
         self.epoch += 1
-        return iter(torch.randperm(self.n, generator=order).tolist())
+        return iter(
+            torch.randperm(self.n, generator=order).tolist()
+        )
 
 
 def main():
@@ -76,7 +80,8 @@ def main():
     with learn.distrib_ctx(split_batches=True):
         rate = linear_warmup(WARM_UP, SchedCos(3e-3, 0.0))
         learn.fit(EPOCHS, rate, cbs=[SaveModelCallback(), stop])
-        best_loss, best_accuracy = learn.validate()  # of the best model
+        # Of the best model.
+        best_loss, best_accuracy = learn.validate()
     return {
         "train_loss": [row[0] for row in learn.recorder.values],
         "valid_loss": [row[1] for row in learn.recorder.values],

@@ -42,7 +42,9 @@ def in_float64(ds):
 
 def all_sums(*values, device):
     "Each value summed over the processes."
-    sums = torch.tensor(values, dtype=torch.float64, device=device)
+    sums = torch.tensor(
+        values, dtype=torch.float64, device=device
+    )
     dist.all_reduce(sums)
     return sums.tolist()
 
@@ -66,7 +68,9 @@ def main():
     on_gpu = torch.cuda.is_available()
     device = torch.device("cpu")
     if on_gpu:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device(
+            "cuda", int(os.environ["LOCAL_RANK"])
+        )
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -76,14 +80,20 @@ def main():
     torch.manual_seed(42)
     train_ds, valid_ds = map(in_float64, fashion_mnist_sample())
     sampler = DistributedSampler(train_ds, seed=42)
-    train_dl = DataLoader(train_ds, BATCH // world_size, sampler=sampler)
-    # Not by a DistributedSampler, which repeats samples so that all
-    # processes have as many.
-    mine = Subset(valid_ds, range(rank, len(valid_ds), world_size))
+    train_dl = DataLoader(
+        train_ds, BATCH // world_size, sampler=sampler
+    )
+    # Not by a DistributedSampler, which repeats samples so that
+    # all processes have as many.
+    mine = Subset(
+        valid_ds, range(rank, len(valid_ds), world_size)
+    )
     valid_dl = DataLoader(mine, 200)
 
     model = make_model().double().to(device)
-    wrapped = DistributedDataParallel(model, [device.index] if on_gpu else None)
+    wrapped = DistributedDataParallel(
+        model, [device.index] if on_gpu else None
+    )
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=3e-3, weight_decay=0.05
     )
@@ -92,14 +102,18 @@ def main():
         done = step / (EPOCHS * len(train_dl))
         if done < WARM_UP:
             return done / WARM_UP
-        return (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP))) / 2
+        return (
+            1
+            + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP))
+        ) / 2
 
     scheduler = LambdaLR(optimizer, warm_up_and_cosine)
 
     train_losses, valid_losses = [], []
     best, worse = math.inf, 0
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # else every epoch has the same order
+        # Else every epoch has the same order.
+        sampler.set_epoch(epoch)
         wrapped.train()
         total = count = 0
         for x, y in train_dl:
@@ -120,7 +134,13 @@ def main():
         valid_loss, accuracy = evaluate(model, valid_dl, device)
         valid_losses.append(valid_loss)
         if rank == 0:
-            print(epoch, train_losses[-1], valid_loss, accuracy, flush=True)
+            print(
+                epoch,
+                train_losses[-1],
+                valid_loss,
+                accuracy,
+                flush=True,
+            )
         if valid_loss < best:
             best, worse = valid_loss, 0
             if rank == 0:
@@ -131,7 +151,9 @@ def main():
                 break
 
     dist.barrier()  # until the file is written
-    model.load_state_dict(torch.load("best.pt", map_location=device))
+    model.load_state_dict(
+        torch.load("best.pt", map_location=device)
+    )
     best_loss, accuracy = evaluate(model, valid_dl, device)
     dist.destroy_process_group()
     return {

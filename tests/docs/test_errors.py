@@ -13,6 +13,7 @@ from error_messages import ENDS, MAKERS, ROOT, literal, messages, needs_address,
 from errors import address, entries, index_script, normal  # isort: skip  # nbs/_ext is put on the path by `error_messages`
 
 PASSED_ON = {  # places where a text of elsewhere is passed on, which is collected there or comes from another library
+    "learnerkit/__main__.py": 1,  # an exit code
     "learnerkit/arguments.py": 2,  # lone_last_batch
     "learnerkit/callback.py": 1,  # raised in {callback}.{event}
     "learnerkit/checkpoints/storage.py": 4,  # the errors of all ranks

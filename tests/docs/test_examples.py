@@ -304,6 +304,38 @@ def test_train_images_reads_folders_and_exports(way, nproc):
     assert "Warning" not in printed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [[1], pytest.param([1, 2], marks=pytest.mark.soak)])
+def test_train_segmentation_comes_to_the_same_numbers_on_two_processes(processes, monkeypatch, capsys):
+    found = {}
+    for nproc in processes:
+        if nproc == 1:
+            monkeypatch.setattr(sys, "argv", ["train_segmentation.py", "--epochs", "2"])
+            runpy.run_path(str(EXAMPLES / "train_segmentation.py"), run_name="__main__")
+            printed = capsys.readouterr().out
+        else:
+            printed = run_script(EXAMPLES / "train_segmentation.py", "--epochs", 2, nproc=nproc)
+        lines = [line.split() for line in printed.splitlines()]
+        found[nproc] = [list(map(float, line[:6])) for line in lines if len(line) == 7 and line[0].isdigit()]
+        assert printed.count("saved models/segmentation.pt2; pixels of ") == 1
+        assert "Warning" not in printed
+    assert len(found[1]) == 2
+    assert found[1][-1][4] > 0.5
+    assert found[nproc] == [pytest.approx(row, abs=2e-3) for row in found[1]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", ["classes", pytest.param("numbers", marks=pytest.mark.soak), "points"])
+def test_image_targets_learns_what_is_in_a_picture(targets):
+    nproc = 2 if targets == "points" else 1
+    printed = run_script(EXAMPLES / "image_targets.py", targets, nproc=nproc)
+    (table,) = tables(printed)
+    losses = [float(row[2]) for row in table[1:]]
+    assert losses[-1] < 0.7 * losses[0]
+    said = {"classes": r"\['\w+'.*\]", "numbers": r"[\d.]+", "points": r"tensor\(\[\["}[targets]
+    assert re.search(rf"saved models/{targets}.pt2; \d+.png: {said}", printed)
+
+
 @pytest.mark.soak
 def test_train_images_learns_the_sample():
     (table,) = tables(run_script(EXAMPLES / "train_images.py", nproc=2))

@@ -10,7 +10,7 @@ from launching import environment
 from printed import HEADER
 
 NOTEBOOKS = {  # with so many pictures and tables
-    "01_getting_started": (3, 3),
+    "01_getting_started": (4, 4),
     "02_distributed": (3, 3),
     "03_training": (7, 10),
     "04_writing_callbacks": (4, 3),

@@ -139,6 +139,19 @@ def test_a_complete_example_ends_by_line_30_and_prints_the_table_that_is_shown(c
     assert Path("models/fashion.pth").is_file()
 
 
+@pytest.mark.slow
+def test_images_texts_and_tables_are_trained_on_as_shown(capsys):
+    _, kinds, _ = code_blocks("python")
+    short = {'weights="DEFAULT"': "weights=None", "fine_tune(3)": "fine_tune(1, cbs=ShortEpochCallback(0.001))"}
+    for shown, quick in short.items():
+        assert shown in kinds
+        kinds = kinds.replace(shown, quick)
+    run("from learnerkit import ShortEpochCallback, accuracy\n" + kinds.replace("loaders(64)", "loaders(2)"), {})
+    found = [float(table[-1][3]) for table in tables(capsys.readouterr().out)]
+    assert len(found) == 4  # fine_tune prints two tables
+    assert min(found[2:]) > 0.8
+
+
 def test_the_callback_has_five_lines_and_runs(capsys):
     example, *_, callback = code_blocks("python")
     (definition,) = [node for node in ast.parse(callback).body if isinstance(node, ast.ClassDef)]
