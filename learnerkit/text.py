@@ -33,6 +33,7 @@ def escaped_line(text: str) -> str:
 
 _SYNONYMS = (  # words of this library, and those of other libraries for the same
     ("n_epoch", "epochs", "epoch", "n_epochs", "num_epochs", "nb_epoch", "max_epochs", "num_train_epochs"),
+    ("n", "max_n", "nrows"),
     ("n_steps", "steps", "max_steps", "total_steps"),
     ("lr_max", "lr", "learning_rate", "max_lr", "base_lr"),
     ("wd", "weight_decay"),

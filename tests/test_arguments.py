@@ -89,6 +89,8 @@ def test_every_message_names_what_was_got():
         (lambda learn: DataLoaders(learn.dls.train, target_key="y"), "target_keys"),
         (lambda learn: DataLoaders.from_datasets(make_data(), workers=2), "num_workers"),
         (lambda learn: DataLoaders.from_datasets(make_data(), collate=None), "collate_fn"),
+        (lambda learn: learn.show_results(max_n=4), "n"),
+        (lambda learn: learn.dls.show_batch(max_n=4), "n"),
         (lambda learn: load_learner("x", models=1), "model"),
     ],
 )

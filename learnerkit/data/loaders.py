@@ -324,6 +324,7 @@ class DataLoaders:
         """By what plots and tables name targets and decoded predictions: `classes`, or a function of one of them."""
         return self.classes
 
+    @suggests_keywords
     def show_batch(self, n: int = 9, ds_idx: int = 0) -> Any:
         """Show samples of the first batch of a loader, as it gives them, with their targets.
 

@@ -25,6 +25,7 @@ from learnerkit.images.reading import ImageReader
 from learnerkit.images.targets import ReadImages, TargetReader, listed, transformed
 from learnerkit.launch.environment import usable_cores
 from learnerkit.text import did_you_mean, first_few
+from learnerkit.utils import suggests_keywords
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
 """The ends of the names that `from_folder` takes for pictures."""
@@ -378,6 +379,7 @@ class ImageDataLoaders(DataLoaders):
         pictures = ReadImages(items, self.data.reader)
         return join([pictures[i] for i in range(len(items))]), ONLY_INPUTS
 
+    @suggests_keywords
     def show_batch(self, n: int = 9, ds_idx: int = 0) -> Any:
         """Show pictures of the first batch of a loader with their classes; those of training are augmented."""
         self._shows_augmented = ds_idx == 0

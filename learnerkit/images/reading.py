@@ -57,7 +57,8 @@ class ImageReader:
                 (H, W) or (C, H, W); arrays and tensors are uint8, or floats from 0 to 1.
 
         Raises:
-            OSError: a file that is damaged, no picture, or not there; the message has its name.
+            FileNotFoundError: there is no such file.
+            OSError: a file that is damaged, or no picture; the message has its name.
             TypeError: nothing of the above.
         """
         from PIL import Image
@@ -69,6 +70,8 @@ class ImageReader:
                     place = self.place(*(image.size if lies else image.size[::-1]))
                     image.draft(self._mode, (max(self.size), max(self.size)))  # JPEG: decodes no more than is needed
                     return self._fit(self._pixels(image)), place
+            except FileNotFoundError:
+                raise FileNotFoundError(f"there is no picture {os.fspath(picture)}") from None
             except Exception as e:  # PIL raises many types for damaged files
                 raise OSError(
                     f"the picture {os.fspath(picture)} cannot be read ({type(e).__name__}: {e}). Replace or remove it; "

@@ -114,7 +114,7 @@ def test_a_damaged_file_is_named(tmp_path):
         (tmp_path / name).write_bytes(found)
         with raises(OSError, f"the picture {tmp_path / name} cannot be read (", "skip_damaged=True"):
             ImageReader(32)(tmp_path / name)
-    with raises(OSError, "the picture nowhere.jpg cannot be read (FileNotFoundError"):
+    with raises(FileNotFoundError, "there is no picture nowhere.jpg"):
         ImageReader(32)("nowhere.jpg")
 
 
