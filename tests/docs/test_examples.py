@@ -270,7 +270,7 @@ def test_train_tabular_reaches_the_accuracy_of_the_field_on_adult():
     assert float(table[-1][3]) > 0.845  # fastai's tutorial has 0.839, the majority 0.759
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_batch_and_rate_prints_both_halves_of_its_table():
     printed = run_script(EXAMPLES / "batch_and_rate.py", "--quick")
     (lines,) = [printed.splitlines()[-3:]]
@@ -284,10 +284,8 @@ def test_batch_and_rate_prints_both_halves_of_its_table():
     assert "512 samples a step, rather than 64 (linear rule, SGD)" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "nproc"), [("python", 1), *(pytest.param(way, 2, marks=pytest.mark.soak) for way in ("launch", "torchrun"))]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("way", "nproc"), [("python", 1), ("launch", 2), ("torchrun", 2)])
 def test_train_images_reads_folders_and_exports(way, nproc):
     from PIL import Image
 
@@ -325,7 +323,9 @@ def test_train_segmentation_comes_to_the_same_numbers_on_two_processes(processes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("targets", ["classes", pytest.param("numbers", marks=pytest.mark.soak), "points"])
+@pytest.mark.parametrize("targets", [
+    "points", *(pytest.param(targets, marks=pytest.mark.soak) for targets in ("classes", "numbers"))
+])  # fmt: skip
 def test_image_targets_learns_what_is_in_a_picture(targets):
     nproc = 2 if targets == "points" else 1
     printed = run_script(EXAMPLES / "image_targets.py", targets, nproc=nproc)

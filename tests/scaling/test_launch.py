@@ -8,7 +8,7 @@ from helpers import ROOT, python
 from learnerkit.launch import cli
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_first_fit_is_reported_and_the_script_ends(script_env):
     command = [
         python(),
