@@ -108,7 +108,7 @@ def say_held(learn: "Learner") -> None:
     """Say for which steps the rates of `lr_find` hold."""
     step = step_of(learn)
     if step.samples is not None:
-        parts = f" ({step.parts})" if step.combined else ""
+        parts = f", {step.parts}" if step.combined else ""
         n = step.samples
         learn.say(f"these rates hold at {n} samples a step{parts}; elsewhere train with scaled_lr(rate, at={n})")
 

@@ -267,7 +267,7 @@ def test_lr_find_says_where_its_rates_hold(capsys):
         return capsys.readouterr().out
 
     assert find() == "these rates hold at 4 samples a step; elsewhere train with scaled_lr(rate, at=4)\n"
-    said = "these rates hold at 12 samples a step (4 x 3 batches); elsewhere train with scaled_lr(rate, at=12)\n"
+    said = "these rates hold at 12 samples a step, 4 x 3 batches; elsewhere train with scaled_lr(rate, at=12)\n"
     assert find(cbs=GradientAccumulation(n_batches=3)) == said
 
 

@@ -86,5 +86,5 @@ def test_lr_find_says_where_its_rates_hold():
     n, learn = world.world_size(), learner()
     with learn.no_logging(), learn.no_bar(), learn.distrib_ctx():
         out = printed(lambda: learn.lr_find(num_it=12, show_plot=False))
-    said = f"these rates hold at {8 * n} samples a step (8 x {n} processes)"
+    said = f"these rates hold at {8 * n} samples a step, 8 x {n} processes"
     assert (said in out) == world.is_main(), out
