@@ -446,11 +446,6 @@ class TrackioCallback(_Service):
         super().__init__("trackio", "trackio", every, plots, config, log_model, log_files)
         self.init: dict[str, Any] = {"project": project, "embed": False} | init
 
-    @property
-    def name(self) -> str:
-        """The attribute of the learner: `learn.trackio`."""
-        return "trackio"
-
     def _forget(self) -> None:
         super()._forget()
         self._named: dict[str, str] = {}  # project and name, by which Trackio finds a run
