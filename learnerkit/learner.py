@@ -56,7 +56,7 @@ from learnerkit.events import (
 from learnerkit.explain import explain
 from learnerkit.files import CheckpointError, File, Saved, fitted, name_or_path, save_whole
 from learnerkit.launch.rank_main import shorten, wants_short
-from learnerkit.losses import LossWeight, accept_no_loss, loss_name, no_loss, own_loss, take_loss
+from learnerkit.losses import LossWeight, accept_no_loss, look_at_changed_loss, loss_name, no_loss, own_loss, take_loss
 from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import Workers, distrib_ctx
 from learnerkit.preflight.ranks import check_distributed
@@ -341,7 +341,9 @@ class Learner(RunState):
         if (self.yb or self._loss_without_targets) and self.task != "predict":
             take_loss(self)
         if dispatch.table["after_loss"]:
+            before, graph = self.loss, getattr(self.loss_grad, "grad_fn", None)
             dispatch.fire("after_loss")
+            look_at_changed_loss(self, before, graph)
         if self.training:
             self._events("backward", self._weighted_backward, CancelBackwardException)
             self._events("step", self._step, CancelStepException)
@@ -1110,7 +1112,12 @@ class Learner(RunState):
             opt.state.clear()
 
     def freeze(self) -> None:
-        """Train the last of the splitter's groups alone."""
+        """Train the last of the splitter's groups alone. Where there is a single group, warn that nothing is frozen."""
+        if len(optim.split(unwrap(self.model), self.splitter)) == 1:
+            warn(
+                "there is a single group of parameters, so freezing leaves all of them to be trained; give the Learner "
+                "splitter=, a function of the model that returns lists of parameters (errors.html#freeze)"
+            )
         self.freeze_to(-1)
 
     def unfreeze(self) -> None:

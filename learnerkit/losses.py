@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from learnerkit import world
 from learnerkit.data.batches import get_field, rows_of, tensors_in
 from learnerkit.gradient_mean import zero_loss
-from learnerkit.utils import describe, unbound
+from learnerkit.utils import describe, unbound, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -541,6 +541,25 @@ ELEMENTWISE = (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
 )  # fmt: skip
 """Losses that compare predictions and targets element by element."""
+
+
+def look_at_changed_loss(learn: "Learner", loss: Any, graph: Any) -> None:
+    """Warn in a fit's first batch if callbacks have changed the recorded loss, and not the one that is differentiated.
+
+    Args:
+        learn: the learner, after the event `after_loss`.
+        loss: its `loss` before the event.
+        graph: the `grad_fn` of its `loss_grad` before the event.
+    """
+    if learn.iter or not learn.training or learn.task != "fit" or learn.epoch != learn._start_epoch:
+        return
+    is_changed = learn.loss is not loss and getattr(learn.loss, "requires_grad", False)
+    if is_changed and graph is not None and getattr(learn.loss_grad, "grad_fn", None) is graph:
+        warn(
+            "a callback has changed learn.loss, which is recorded, and not learn.loss_grad, which is differentiated, "
+            "so training does not see the change; write self.learn.loss_grad = self.loss_grad + ..."
+            " (errors.html#callback-attributes)"
+        )
 
 
 def take_loss(learn: "Learner") -> None:

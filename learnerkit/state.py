@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class PublicState:
     """The attributes that a run sets, with their values when nothing runs.
 
-    A callback reads these as its own (`self.loss`), and assigns them as `self.learn.loss = ...`.
+    A callback reads these as its own (`self.loss`), and assigns them as `self.learn.pred = ...`.
     """
 
     task: str | None = None
@@ -55,7 +55,7 @@ class PublicState:
     output: Any = None
     """The whole output of the model."""
     loss: Tensor | Any = None
-    """The loss that is recorded, detached: a tensor, or `None` without targets."""
+    """The loss that is recorded, detached: a tensor, or `None` without targets. Training does not see it changed."""
     loss_grad: Tensor | Any = None
     """The loss that is differentiated."""
 

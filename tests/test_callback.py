@@ -629,6 +629,7 @@ def test_errors_of_models_and_losses_are_blamed_on_no_callback():
 # Collections of callbacks, and callbacks of others
 
 
+@pytest.mark.filterwarnings("ignore:there is a single group")
 @pytest.mark.parametrize("kind", [list, tuple, set, L, iter, lambda cbs: dict(enumerate(cbs)).values()])
 def test_callbacks_come_in_any_collection(kind):
     heard = []

@@ -1,5 +1,6 @@
 """Batches of all shapes: nested, mappings, single tensors, any iterable as a loader."""
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -224,6 +225,24 @@ def test_a_callback_may_change_inputs_predictions_and_loss():
     )
     assert same_weights(learn.model, model)
     assert learn.recorder.values[0][0] == pytest.approx(sum(losses) / 6 + 7)
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_a_penalty_on_the_recorded_loss_alone_is_told(differentiated):
+    class Penalty(Callback):
+        def after_loss(self):
+            penalty = sum(p.square().sum() for p in self.model.parameters())
+            self.learn.loss = self.loss + penalty
+            if differentiated:
+                self.learn.loss_grad += penalty  # in place
+
+    learn = make_learner(make_dls(), cbs=Penalty)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        learn.fit(2)
+    assert ["and not learn.loss_grad, which is differentiated" in str(w.message) for w in said] == [True] * (
+        not differentiated
+    )
 
 
 def test_loaders_may_be_any_iterables():

@@ -404,6 +404,7 @@ def test_rates_of_groups_are_shown(capsys):
     assert optim.rates_text([1e-5, 1e-4, 1e-4, 1e-3, 1e-2]) == "1e-05 .. 0.01 in 5 groups"
 
 
+@pytest.mark.filterwarnings("ignore:there is a single group")
 def test_a_slice_over_one_group_is_refused():
     for fit in ("fit", "fit_one_cycle"):
         with pytest.raises(ValueError, match="for 1 parameter group, which would get 0.001 alone; give that rate, or"):
@@ -414,6 +415,7 @@ def test_a_slice_over_one_group_is_refused():
     make_learner(splitter=lambda model: [list(model.parameters())]).fine_tune(1)
 
 
+@pytest.mark.filterwarnings("ignore:there is a single group")
 def test_fine_tuning_keeps_the_ratio_of_rates_that_the_user_gave_to_groups():
     learn = own_learner()
     learn.fine_tune(1, 0.2, pct_start=0.0)
@@ -698,7 +700,9 @@ def test_parameters_of_whole_numbers_cannot_be_trained():
 
 def test_without_a_splitter_there_is_one_group():
     learn = make_learner(model=normed())
-    learn.freeze()
+    with pytest.warns(UserWarning, match="there is a single group of parameters, so freezing leaves all") as said:
+        learn.freeze()
+    assert len(said) == 1
     assert trained(learn.model) == {0, 1, 2, 3, 4}
 
 

@@ -18,7 +18,7 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.snapshot import group_restorer
 from learnerkit.text import did_you_mean
-from learnerkit.utils import listify
+from learnerkit.utils import listify, warn
 
 Schedule = Callable[[float], float]
 """A hyper-parameter as a function of the share of training done, from 0 to 1."""
@@ -275,6 +275,8 @@ def check_nobody_schedules(learn: Any, who: str) -> None:
 
 
 _EXAMPLE = "TorchScheduler(lambda opt: StepLR(opt, 10))"
+_LEAST_OF_PLAN = 0.9
+"""The share of a scheduler's `total_steps` that a whole fit takes; fp16 may skip a few."""
 
 
 class TorchScheduler(Callback):
@@ -348,6 +350,17 @@ class TorchScheduler(Callback):
     def after_epoch(self) -> None:
         if self.step == "epoch":
             self._advance()
+
+    def after_fit(self) -> None:
+        for scheduler in self._schedulers if self.learn.pct_train >= 1 else ():
+            planned, taken = getattr(scheduler, "total_steps", None), scheduler.last_epoch
+            if planned and taken < _LEAST_OF_PLAN * planned:
+                warn(
+                    f"the {type(scheduler).__name__} was made for {planned} steps and this fit has taken {taken}, so "
+                    "the rate has not come to its end; count the steps in the function of TorchScheduler, where "
+                    "len(learn.dls.train) is the number of batches that this process has in an epoch"
+                    " (errors.html#torch-scheduler)"
+                )
 
     def _advance(self) -> None:
         values = [] if self.monitor is None else [monitored(self.learn, self.monitor)]

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from learnerkit import (
     Callback,
+    CancelFitException,
     CancelStepException,
     DataLoaders,
     GradientAccumulation,
@@ -480,6 +481,7 @@ def test_both_parts_of_fine_tuning_may_be_counted_in_steps(freeze):
     assert rates[-1] < 0.05 / 5  # and ends with its last step
 
 
+@pytest.mark.filterwarnings("ignore:there is a single group")
 def test_fine_tuning_by_steps_needs_no_length():
     class Endless:
         def __iter__(self):
@@ -594,6 +596,17 @@ def test_a_schedule_of_steps_needs_no_length():
 
 
 # torch's schedulers
+
+
+def test_a_scheduler_that_was_made_for_a_longer_fit_is_told():
+    learn = learner(batches=10)
+    with pytest.warns(UserWarning, match="OneCycleLR was made for 40 steps and this fit has taken 20") as said:
+        learn.fit(2, cbs=TorchScheduler(lambda opt: lr_scheduler.OneCycleLR(opt, 0.1, total_steps=40)))
+    assert len(said) == 1
+    make = TorchScheduler(lambda opt: lr_scheduler.OneCycleLR(opt, 0.1, 2 * len(learn.dls.train)))
+    learn.fit(2, cbs=make)
+    stop = raising("before_batch", CancelFitException, when=lambda cb: cb.training and cb.train_iter == 15)
+    learn.fit(2, cbs=[make, stop])  # cut short, as asked for
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
