@@ -91,7 +91,7 @@ _EVENTS = {
 _SWITCHED_OFF = (ProgressCallback, parallel.DistributedCallback, parallel.ParallelCallback)  # in `Learner.predict`
 _LEFT_OUT = (*_SWITCHED_OFF, TrainEvalCallback)
 
-Rates = float | slice | Iterable[float] | dict | optim.Later | Schedule
+Rates = float | slice | Iterable[float] | dict[str, Any] | optim.Later | Schedule
 """Learning rates, as `fit` takes them."""
 
 Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | None
@@ -175,7 +175,7 @@ class Learner(RunState):
     model: nn.Module  # the model, wrapped while a callback wraps it
     opt: Any  # a torch optimizer, or a dict of several by name; `None` until it is needed
     cbs: list[Callback]  # the callbacks, as they were added
-    logger: Callable[[list], None]  # gets each row of the table
+    logger: Callable[[list[Any]], None]  # gets each row of the table
     recorder: Recorder  # where it has one; so has every other callback its name
 
     if TYPE_CHECKING:  # the library's own callbacks, by their names
@@ -229,7 +229,7 @@ class Learner(RunState):
         *,
         opt_func: Callable[..., Optimizer] = AdamW,
         lr: Rates | None = None,
-        splitter: Callable[[nn.Module], Iterable] | None = None,
+        splitter: Callable[[nn.Module], Iterable[Any]] | None = None,
         cbs: Callbacks = None,
         metrics: Any = None,
         path: str | Path = ".",
@@ -304,7 +304,7 @@ class Learner(RunState):
         if self.dls.valid is not None:
             self._read(self.dls.valid, training=False)
 
-    def _read(self, dl: Iterable, training: bool) -> None:
+    def _read(self, dl: Iterable[Any], training: bool) -> None:
         "Train on a loader, or validate on it."
         self.dl, self.training, self._first_batch = self.dls.twin(dl, training), training, 0
         self._dispatch.phase(training)
@@ -502,7 +502,7 @@ class Learner(RunState):
         self._fit_scheduled(cycle, n_epoch, lr_max, momentum=momentum, **run)
 
     def _one_cycle(
-        self, div: float = 25.0, div_final: float = 1e5, pct_start: float = 0.25, moms: tuple | None = None
+        self, div: float = 25.0, div_final: float = 1e5, pct_start: float = 0.25, moms: tuple[Any, ...] | None = None
     ) -> tuple[Callable[[float], Schedule], Schedule]:
         "The schedule of a rate by its peak, and that of the momentum."
         arguments.check_positive("div", div)
@@ -654,7 +654,7 @@ class Learner(RunState):
         num_it: int = 100,
         stop_div: bool = True,
         show_plot: bool = True,
-        suggest_funcs: Callable | Iterable[Callable] = SUGGESTIONS,
+        suggest_funcs: Callable[..., Any] | Iterable[Callable[..., Any]] = SUGGESTIONS,
     ) -> SuggestedLRs:
         """Train while the learning rate grows, and suggest rates by how the loss goes: `learn.lr_find().valley`.
 
@@ -712,7 +712,7 @@ class Learner(RunState):
         return None
 
     @on_workers
-    def validate(self, ds_idx: int = 1, dl: Iterable | None = None, cbs: Callbacks = None) -> list[float]:
+    def validate(self, ds_idx: int = 1, dl: Iterable[Any] | None = None, cbs: Callbacks = None) -> list[float]:
         """The loss and each metric on a loader: `[valid_loss, *metrics]`; NaN for a loss that the model does not make.
 
         Can also be called from a callback in mid-fit, whose random streams it leaves alone. Under DDP every rank must
@@ -732,7 +732,7 @@ class Learner(RunState):
     def get_preds(
         self,
         ds_idx: int = 1,
-        dl: Iterable | None = None,
+        dl: Iterable[Any] | None = None,
         *,
         with_input: bool = False,
         with_loss: bool = False,
@@ -741,7 +741,7 @@ class Learner(RunState):
         probs: bool = False,
         on: str = "all",
         cbs: Callbacks = None,
-    ) -> tuple:
+    ) -> tuple[Any, ...]:
         """Predictions for every sample once, in order, on the host: `(preds, targets)` and what else is asked for.
 
         Under DDP every rank must reach this and gets the whole. Predictions are the model's raw outputs, unless `act`
@@ -801,7 +801,7 @@ class Learner(RunState):
 
     @public
     def predict_many(
-        self, items: list, act: Callable[[Tensor], Tensor] | None = None, probs: bool = False
+        self, items: list[Any], act: Callable[[Tensor], Tensor] | None = None, probs: bool = False
     ) -> list[Prediction]:
         """The predictions for several inputs, as `predict` makes them, from one batch: for a service.
 
@@ -825,7 +825,7 @@ class Learner(RunState):
             heard = any(type(cb) not in _LEFT_OUT and acts_in_evaluation(cb) for cb in self.cbs)
             return (self._predict_in_loop if heard or self._overrides("_forward") else self._predict_alone)(items, act)
 
-    def _predict_alone(self, items: list, act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
+    def _predict_alone(self, items: list[Any], act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
         "Do what the loop does with a batch that no callback listens to; nothing of this learner changes."
         model, nested, device = unwrap(self.model), self._dispatch is not None, self.dls.device
         modules = list(model.modules())
@@ -850,7 +850,7 @@ class Learner(RunState):
                 explain(one, e)
                 raise
 
-    def _predict_in_loop(self, items: list, act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
+    def _predict_in_loop(self, items: list[Any], act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
         kept, dl = KeepPredictions(len(items), act), self.dls.test_dl(items, bs=len(items), num_workers=0)
         with self._by_itself(), self._running("predict", kept) as nested:
             self._evaluate(dl, nested)
@@ -878,14 +878,14 @@ class Learner(RunState):
     def tta(
         self,
         ds_idx: int = 1,
-        dl: Iterable | None = None,
+        dl: Iterable[Any] | None = None,
         n: int = 4,
-        batch_tfms: Callable | None = None,
+        batch_tfms: Callable[..., Any] | None = None,
         beta: float | None = 0.25,
         use_max: bool = False,
         act: Callable[[Tensor], Tensor] | None = None,
         probs: bool = False,
-    ) -> tuple:
+    ) -> tuple[Any, ...]:
         """Predictions averaged over a plain and `n` augmented readings of a dataset: `(preds, targets)`.
 
         Test time augmentation (Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks",
@@ -923,7 +923,7 @@ class Learner(RunState):
             self._in_fit = in_fit
         return averaged(plain, augmented, beta, use_max), targets
 
-    def _evaluate(self, dl: Iterable, nested: bool) -> None:
+    def _evaluate(self, dl: Iterable[Any], nested: bool) -> None:
         "Read a loader without training; inside another run without the events of its outer levels."
         arguments.check_not_empty(dl, "the loader")
         read = functools.partial(self._read, dl, training=False)
@@ -1025,7 +1025,7 @@ class Learner(RunState):
             if wd is not None:
                 optim.set_decay(opt, self.model, wd, self.wd_bn_bias)
 
-    def _settled(self, rates: list, cbs: Callbacks = None) -> list:
+    def _settled(self, rates: list[Any], cbs: Callbacks = None) -> list:
         "Rates or schedules of each optimizer, with scaled ones as they are for this fit; `cbs`: those to be added."
         if not any(isinstance(each, optim.Later) for each in optim.leaves(rates)):
             return rates
@@ -1464,7 +1464,7 @@ class Learner(RunState):
         state = checkpoint.state()
         return Saved(str(file), checkpoint.weights(), state.get("opt"), state.get("scaler") or None)
 
-    def _load_opt(self, saved: Saved, state: dict) -> None:
+    def _load_opt(self, saved: Saved, state: dict[str, Any]) -> None:
         before = self.opt
         self._make_opt()
         try:

@@ -48,7 +48,7 @@ class LRFinder(StepBudget):
     """
 
     def __init__(
-        self, start_lr: float, end_lr: float, num_it: int, stop_div: bool, suggest_funcs: Sequence[Callable]
+        self, start_lr: float, end_lr: float, num_it: int, stop_div: bool, suggest_funcs: Sequence[Callable[..., Any]]
     ) -> None:
         arguments.check_count("num_it", num_it, "a number of steps to suggest a rate by", least=2 * _LAST)
         super().__init__(num_it)
@@ -120,7 +120,7 @@ class LRFinder(StepBudget):
         """Rates that were suggested before, as `suggest` returns them; `None` if other functions suggested them."""
         return self._result(**rates) if rates.keys() == {*self._result._fields} else None
 
-    def suggest(self, show_plot: bool) -> tuple:
+    def suggest(self, show_plot: bool) -> tuple[Any, ...]:
         """Return the rate that each function suggests, as a named tuple; rank 0 plots them.
 
         Raises:

@@ -187,12 +187,12 @@ class ParamScheduler(Callback):
     run_valid = False
     only_fit = True
 
-    def __init__(self, scheds: Mapping[str, Schedule | Sequence[Schedule] | Mapping]) -> None:
+    def __init__(self, scheds: Mapping[str, Schedule | Sequence[Schedule] | Mapping[Any, Any]]) -> None:
         super().__init__()
         self.scheds = {name: optim.listed(sched) for name, sched in scheds.items()}
         self.hps: dict[str, list[float]] = {}
         self._by_opt: list[dict[str, Any]] = []
-        self._before: list[list[dict]] = []
+        self._before: list[list[dict[str, Any]]] = []
         self._bare: set[int] = set()
 
     def before_fit(self) -> None:

@@ -72,9 +72,9 @@ class DataLoaders:
     @suggests_keywords
     def __init__(
         self,
-        train: Iterable,
-        valid: Iterable | None = None,
-        *more: Iterable | None,
+        train: Iterable[Any],
+        valid: Iterable[Any] | None = None,
+        *more: Iterable[Any] | None,
         device: torch.device | str | int | None = None,
         n_inp: int | None = None,
         target_keys: tuple[str, ...] = ("labels",),
@@ -105,15 +105,15 @@ class DataLoaders:
         self._pins = False  # whether to use pinned memory on a CUDA device
         self._said = False  # whether a doubtful number of samples was warned of
         self._inputs: tuple[Any, CollateInputs] | None = None  # a loader, and how its inputs are joined
-        self._twins: dict[tuple, tuple[Any, DataLoader]] = {}  # loaders with their copies, by id and use
+        self._twins: dict[tuple[Any, ...], tuple[Any, DataLoader[Any]]] = {}  # loaders with their copies, by id and use
         self._samplers: dict[int, tuple[Any, dict[str, Any]]] = {}  # by id, with the attributes that they had at first
 
     @classmethod
     def from_datasets(
         cls,
-        train_ds: Dataset,
-        valid_ds: Dataset | None = None,
-        *more: Dataset,
+        train_ds: Dataset[Any],
+        valid_ds: Dataset[Any] | None = None,
+        *more: Dataset[Any],
         bs: int = 64,
         valid_bs: int | None = None,
         shuffle: bool = True,
@@ -199,16 +199,16 @@ class DataLoaders:
             self._device = device
 
     @property
-    def train(self) -> Iterable:
+    def train(self) -> Any:
         """The training loader."""
         return self.loaders[0]
 
     @property
-    def valid(self) -> Iterable | None:
+    def valid(self) -> Any:
         """The validation loader, or `None`."""
         return self.loaders[1]
 
-    def __getitem__(self, i: int) -> Iterable:
+    def __getitem__(self, i: int) -> Any:
         if not isinstance(i, int):
             raise TypeError(
                 f"got {describe(i)} as the number of a loader, which is 0 (training), 1 (validation), 2, ...; a loader "
@@ -224,12 +224,12 @@ class DataLoaders:
         return loader
 
     @property
-    def train_ds(self) -> Dataset | None:
+    def train_ds(self) -> Any:
         """The training set, if the loader has one."""
         return getattr(self.train, "dataset", None)
 
     @property
-    def valid_ds(self) -> Dataset | None:
+    def valid_ds(self) -> Any:
         """The validation set, if there is one."""
         return getattr(self.valid, "dataset", None)
 
@@ -239,7 +239,7 @@ class DataLoaders:
         device = "chosen at first use" if self._device is None else self._device
         return f"{type(self).__name__}({', '.join([*parts, f'device: {device}'])})"
 
-    def test_dl(self, items: Any, bs: int | None = None, **loader_kwargs: Any) -> DataLoader:
+    def test_dl(self, items: Any, bs: int | None = None, **loader_kwargs: Any) -> DataLoader[Any]:
         """A loader over inputs without targets, in their order, for `learn.get_preds(dl=...)`.
 
         Args:
@@ -288,7 +288,7 @@ class DataLoaders:
         dl = self.test_dl([*items], bs=len(items), num_workers=0, generator=torch.Generator())
         return next(iter(dl)), dl
 
-    def _joins_inputs(self, like: Any) -> Callable[[list], Any]:
+    def _joins_inputs(self, like: Any) -> Callable[[list[Any]], Any]:
         "How a loader joins samples, for inputs alone; one whose dataset makes the batches itself joins none."
         collate = like.collate_fn if getattr(like, "batch_sampler", None) is not None else default_collate
         if not isinstance(like, DataLoader) or collate is default_collate:
@@ -400,7 +400,7 @@ class DataLoaders:
         copies = [twin for original, twin in self._twins.values() if any(original is known for known in self.loaders)]
         return any(dl is known for known in (*self.loaders, *copies))
 
-    def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple, tuple]:
+    def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple[Any, ...], tuple]:
         """Split a batch into (xb, yb): inputs and targets.
 
         Args:
@@ -457,9 +457,9 @@ class Unpacker:
         plain = not self._only_inputs and not dls.takes_targets(arguments, 1, 2)
         self._pairs = dls.n_inp in (None, 1) and dls.batch_size is None and plain
         self._pairs = self._pairs and type(dls).split is DataLoaders.split  # a subclass may change what it splits
-        self._places: list[tuple] = []  # where the lengths of a full batch are its number of samples
+        self._places: list[tuple[Any, ...]] = []  # where the lengths of a full batch are its number of samples
 
-    def __call__(self, batch: Any, index: int) -> tuple[Any, tuple, tuple, int]:
+    def __call__(self, batch: Any, index: int) -> tuple[Any, tuple[Any, ...], tuple, int]:
         """Return (batch on the device, inputs, targets, number of samples) of the loader's batch number `index`.
 
         Raises:
@@ -476,7 +476,7 @@ class Unpacker:
         batch, inputs, targets = self.split(batch)
         return batch, inputs, targets, self._count(batch, drawn)
 
-    def split(self, batch: Any) -> tuple[Any, tuple, tuple]:
+    def split(self, batch: Any) -> tuple[Any, tuple[Any, ...], tuple]:
         """Return (batch on the device, inputs, targets)."""
         batch = to_device(batch, self.device)
         if self._only_inputs and isinstance(batch, tuple | list):
@@ -554,10 +554,10 @@ class CollateInputs:
         as_tuples: samples are tuples, so an input becomes one.
     """
 
-    def __init__(self, collate: Callable[[list], Any], as_tuples: bool) -> None:
+    def __init__(self, collate: Callable[[list[Any]], Any], as_tuples: bool) -> None:
         self.collate, self.as_tuples = collate, as_tuples
 
-    def __call__(self, items: list) -> Any:
+    def __call__(self, items: list[Any]) -> Any:
         given = [(item,) if self.as_tuples and not isinstance(item, tuple | list) else item for item in items]
         try:
             return self.collate(given)
@@ -569,7 +569,7 @@ class CollateInputs:
             ) from e
 
 
-def _yields_tuples(dl: DataLoader) -> bool:
+def _yields_tuples(dl: DataLoader[Any]) -> bool:
     """Tell by its first sample whether a loader's dataset yields tuples."""
     if isinstance(dl.dataset, IterableDataset):
         return False
@@ -638,7 +638,7 @@ def _check_loader(dl: Any, i: int) -> None:
         )
 
 
-def _described(dl: Iterable) -> str:
+def _described(dl: Iterable[Any]) -> str:
     """The number of samples and batches of a loader, as far as they are known, or its class."""
     samples, batches = loader_len(getattr(dl, "dataset", None)), loader_len(dl)
     size = getattr(dl, "batch_size", None)

@@ -173,7 +173,7 @@ class ImageData:
                 )
         if reading.get("targets") == "boxes" and several:
             first = {item: i for i, item in reversed(list(enumerate(items)))}
-            boxes: dict[Any, list] = {item: [] for item in items}
+            boxes: dict[Any, list[Any]] = {item: [] for item in items}
             for item, row in zip(items, rows, strict=True):
                 boxes[item].append(row)
             items, rows = list(boxes), [_as_boxes(found) for found in boxes.values()]
@@ -183,7 +183,9 @@ class ImageData:
         return cls.from_items([Path(path, item) for item in items], rows, valid if out is None else out, **reading)
 
     @classmethod
-    def from_func(cls, items: Iterable, label: Callable[[Path], Any], valid: Any = 0.2, **reading: Any) -> "ImageData":
+    def from_func(
+        cls, items: Iterable[Any], label: Callable[[Path], Any], valid: Any = 0.2, **reading: Any
+    ) -> "ImageData":
         """Take pictures whose targets are what a function of their paths returns.
 
         Args:
@@ -196,7 +198,7 @@ class ImageData:
 
     @classmethod
     def from_items(
-        cls, items: Iterable, labels: Iterable, valid: Any = 0.2, *, seed: int = 42, **reading: Any
+        cls, items: Iterable[Any], labels: Iterable, valid: Any = 0.2, *, seed: int = 42, **reading: Any
     ) -> "ImageData":
         """Take pictures and their targets from two lists.
 
@@ -227,7 +229,7 @@ class ImageData:
     @classmethod
     def _of_parts(
         cls,
-        parts: Sequence[tuple[Sequence, list]],
+        parts: Sequence[tuple[Sequence[Any], list[Any]]],
         *,
         targets: str = "class",
         classes: Iterable[Any] | None = None,
@@ -344,7 +346,7 @@ class ImageDataLoaders(DataLoaders):
     augment: Callable[..., Any] | None = None
     _shows_augmented = False
 
-    def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple, tuple]:
+    def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple[Any, ...], tuple]:
         """Split a batch as `DataLoaders` do, with images as floats."""
         (images, *others), targets = super().split(batch, arguments)
         images = images / 255 if images.dtype == torch.uint8 else images
@@ -353,7 +355,7 @@ class ImageDataLoaders(DataLoaders):
             return (images, *others), tuple(moved)
         return (self.augment(images) if self.augment and self._shows_augmented else images, *others), targets
 
-    def test_dl(self, items: Any, bs: int | None = None, **loader_kwargs: Any) -> DataLoader:
+    def test_dl(self, items: Any, bs: int | None = None, **loader_kwargs: Any) -> DataLoader[Any]:
         """A loader over pictures without classes, in their order, for `learn.get_preds(dl=...)`.
 
         Args:
@@ -390,13 +392,13 @@ class ImageDataLoaders(DataLoaders):
             self._shows_augmented = False
 
 
-def _in_lists(samples: list[tuple]) -> tuple:
+def _in_lists(samples: list[tuple[Any, ...]]) -> tuple:
     "Make a batch of samples, each with targets of its own number."
     pictures, *targets = zip(*samples, strict=True)
     return torch.stack(pictures), *map(list, targets)
 
 
-def _as_boxes(rows: list[tuple]) -> dict[str, list]:
+def _as_boxes(rows: list[tuple[Any, ...]]) -> dict[str, list[Any]]:
     if any(len(row) != 5 for row in rows):
         raise ValueError(f"got {len(rows[0])} columns of boxes; they are five: x0, y0, x1, y1 and the label")
     return {"boxes": [row[:4] for row in rows], "labels": [row[4] for row in rows]}

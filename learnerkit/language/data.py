@@ -43,7 +43,7 @@ class TextData:
     """
 
     def __init__(
-        self, codec: TextCodec, classes: Sequence | None = None, train_ds: Any = None, valid_ds: Any = None
+        self, codec: TextCodec, classes: Sequence[Any] | None = None, train_ds: Any = None, valid_ds: Any = None
     ) -> None:
         self.codec, self.classes = codec, None if classes is None else list(classes)
         self.train_ds, self.valid_ds = train_ds, valid_ds
@@ -52,7 +52,7 @@ class TextData:
     def from_texts(
         cls,
         texts: Iterable[str],
-        labels: Iterable | None = None,
+        labels: Iterable[Any] | None = None,
         valid: Any = 0.2,
         tokenizer: Any = None,
         *,
@@ -236,10 +236,10 @@ class TextData:
 
     def _loader(
         self, ds: Any, tokens: int, seq_len: int, training: bool, weights: Any, **kwargs: Any
-    ) -> DataLoader:  # fmt: skip
+    ) -> DataLoader[Any]:  # fmt: skip
         if isinstance(ds, Tensor):
             kwargs = {"batch_size": max(1, tokens // seq_len), "shuffle": training} | kwargs
-            found: Dataset = TokenBlocks(ds, seq_len)
+            found: Dataset[Any] = TokenBlocks(ds, seq_len)
         else:
             drawn = None if weights is None else sample_weights(weights, ds, self.classes)
             found, kwargs["batch_sampler"] = ds, LengthBatches(ds.lengths, tokens, shuffle=training, weights=drawn)
@@ -270,7 +270,7 @@ class TextDataLoaders(DataLoaders):
     tokens: int
     inputs = {"input_ids": ("tokens",), "attention_mask": ("tokens",)}
 
-    def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple, tuple]:
+    def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple[Any, ...], tuple]:
         """Split a batch as `DataLoaders` do; the targets of a language model are the next tokens of its predictions."""
         if self.data.classes is not None or "labels" not in batch:
             return super().split(batch, arguments)
@@ -284,7 +284,7 @@ class TextDataLoaders(DataLoaders):
         """The classes; for a language model what makes text of the next tokens."""
         return self.classes if self.data.classes is not None else lambda ids: self.data.codec.decode(ids[ids >= 0])
 
-    def test_dl(self, items: Iterable[str], bs: int | None = None, **loader_kwargs: Any) -> DataLoader:
+    def test_dl(self, items: Iterable[str], bs: int | None = None, **loader_kwargs: Any) -> DataLoader[Any]:
         """A loader of texts without labels, in their order, for `learn.get_preds(dl=...)`.
 
         Args:
@@ -323,7 +323,7 @@ def _read(file: Path) -> str:
         raise ValueError(f"{file} is not UTF-8 ({e}); convert it, or read the files yourself, for from_texts") from e
 
 
-def _numbered(labels: Iterable, n: int) -> tuple[np.ndarray, list]:
+def _numbered(labels: Iterable[Any], n: int) -> tuple[np.ndarray, list[Any]]:
     """Return the number of each label's class, and the classes, sorted."""
     labels = list(labels)
     found = np.asarray(labels)
@@ -338,7 +338,7 @@ def _numbered(labels: Iterable, n: int) -> tuple[np.ndarray, list]:
     return numbers.astype(np.int64), classes.tolist()
 
 
-def _check_classes(classes: list, trained: np.ndarray) -> None:
+def _check_classes(classes: list[Any], trained: np.ndarray) -> None:
     if len(classes) < 2:
         raise ValueError(
             f"all texts have the class {classes[0]!r}; there is nothing to learn"

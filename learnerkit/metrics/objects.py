@@ -26,7 +26,7 @@ class Metric:
     def __init__(self, name: str | None = None) -> None:
         self.name = name or type(self).__name__.lower()
 
-    def add_state(self, name: str, default: Tensor | float | list, reduce: str = "sum") -> None:
+    def add_state(self, name: str, default: Tensor | float | list[Any], reduce: str = "sum") -> None:
         """Declare a state that `reset` sets to `default` and that ranks combine by `reduce`.
 
         Args:
@@ -77,7 +77,7 @@ class AccumMetric(Metric):
 
     def reset(self) -> None:
         """Forget all batches."""
-        self.batches: list[tuple] = []
+        self.batches: list[tuple[Any, ...]] = []
 
     def update(self, pred: Any, *targets: Any) -> None:
         """Keep a batch on the host."""

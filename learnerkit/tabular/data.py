@@ -68,11 +68,11 @@ class TabularData:
         cls,
         df: "DataFrame",
         y: Any,
-        cats: Iterable | None = None,
-        conts: Iterable | None = None,
+        cats: Iterable[Any] | None = None,
+        conts: Iterable[Any] | None = None,
         valid: Any = 0.2,
         *,
-        dates: Iterable = (),
+        dates: Iterable[Any] = (),
         seed: int = 42,
     ) -> "TabularData":
         """Learn from a frame how to read it, and make tensors of it.
@@ -191,7 +191,7 @@ class TabularData:
         conts = [z for z, _ in numbers.values()] + [numbers[column.name][1] for column in self._flagged]
         return _stack(cats, len(frame), np.int64), _stack(conts, len(frame), np.float32)
 
-    def decode(self, cats: Tensor, conts: Tensor) -> dict:
+    def decode(self, cats: Tensor, conts: Tensor) -> dict[str, Any]:
         """Turn the tensors of one row into values by column: `None` for what was missing, or not in training."""
         numbers, marks = conts[: len(self.conts)].tolist(), conts[len(self.conts) :].tolist()
         missing = {column.name for column, mark in zip(self._flagged, marks, strict=True) if mark}
@@ -271,7 +271,7 @@ class TabularDataLoaders(DataLoaders):
     data: TabularData
     inputs = {"cats": (), "conts": ()}
 
-    def test_dl(self, items: Rows, bs: int | None = None, **loader_kwargs: Any) -> DataLoader:
+    def test_dl(self, items: Rows, bs: int | None = None, **loader_kwargs: Any) -> DataLoader[Any]:
         """A loader of rows as `TabularData.encode` takes them; a target among their columns is not read.
 
         Args:
@@ -316,7 +316,7 @@ def _said(what: str, names: Iterable[str], joint: str = ", ") -> str:
 
 def _reasons(left: Mapping[Any, Seen]) -> list[str]:
     """The columns that are left out, together where the reason is the same."""
-    columns: dict[str, list] = {}
+    columns: dict[str, list[Any]] = {}
     for name, seen in left.items():
         columns.setdefault(seen.why or "not named", []).append(name)
     return [f"{first_few(names, n=20)} ({why})" for why, names in columns.items()]
@@ -358,7 +358,7 @@ def _as_frame(rows: Rows) -> "DataFrame":
     return pd.DataFrame([dict(row) for row in rows]).infer_objects()
 
 
-def _check_columns(frame: "DataFrame", names: list) -> None:
+def _check_columns(frame: "DataFrame", names: list[Any]) -> None:
     """Refuse a frame without these columns, and a name that is there twice."""
     for name in names:
         if name not in frame.columns:

@@ -42,7 +42,7 @@ def vision_learner(
     hidden: Sequence[int] = (512,),
     dropout: float = 0.5,
     custom_head: nn.Module | None = None,
-    splitter: Callable[[nn.Module], Iterable] | None = None,
+    splitter: Callable[[nn.Module], Iterable[Any]] | None = None,
     pretrained: bool | None = None,
     model_kwargs: dict[str, Any] | None = None,
     class_weights: Any = None,
@@ -588,7 +588,7 @@ def _scaled(dls: DataLoaders, n_out: int | None) -> Scaled | None:
     if dls.targets not in ("numbers", "points"):
         return None
     if dls.train_ds is not None:
-        mean, std = dls.train_ds.scale()  # type: ignore[attr-defined]  # of ReadImages
+        mean, std = dls.train_ds.scale()  # of ReadImages
     elif n_out is None:
         raise ValueError(f"how many {dls.targets}? The learner has no data; pass n_out=")
     else:  # the weights to load have the numbers

@@ -28,7 +28,7 @@ def unet_learner(
     normalize: bool | tuple[Sequence[float], Sequence[float]] = True,
     n_in: int = 3,
     norm: Callable[[int], nn.Module] | None = nn.BatchNorm2d,
-    splitter: Callable[[nn.Module], Iterable] | None = None,
+    splitter: Callable[[nn.Module], Iterable[Any]] | None = None,
     pretrained: bool | None = None,
     model_kwargs: dict[str, Any] | None = None,
     **learner_kwargs: Any,

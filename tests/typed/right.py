@@ -28,7 +28,7 @@ class GradientNorm(Callback):
     def after_epoch(self) -> None:
         share: float = self.pct_train
         loss: float | None = self.smooth_loss
-        print(self.epoch, share, loss, self.recorder.losses[-1], list(self.dls.train), self.loss.item(), self.y)
+        print(self.epoch, share, loss, self.recorder.losses[-1], len(self.dls.train), self.loss.item(), self.y)
         self.learn.say(f"{len(self.norms)} norms")
 
 
