@@ -200,12 +200,19 @@ class CheckpointCallback(StepCounter):
             found = self._end_of(fit) or found
         if found is None and damage is not None:
             raise damage
-        if found is not None and not self.resume and not {*launchers} & {*found.info["launchers"]}:
+        # A trial of a search has a result of its own, so that resume=True continues its own checkpoints alone.
+        continues_any = self.resume and not _is_trial()
+        if found is not None and not continues_any and not {*launchers} & {*found.info["launchers"]}:
             raise self._used()
         self._looked, self._found = True, found
         return found
 
     def _used(self) -> CheckpointError:
+        if _is_trial():
+            return CheckpointError(
+                f"{self.path} has checkpoints of another trial or run, and a trial of a search continues its own alone: "
+                "give a relative path, and leave --here out"
+            )
         return CheckpointError(
             f"{self.path} has checkpoints of another run: CheckpointCallback(..., resume=True) continues it; to begin "
             "anew give another directory, or remove this one"
@@ -591,6 +598,11 @@ def _shown(path: Path) -> str:
 def _numbers(path: Path) -> list[int]:
     """The numbers that the directories in here have for names."""
     return [int(p.name) for p in path.iterdir() if p.name.isdecimal()] if path.is_dir() else []
+
+
+def _is_trial() -> bool:
+    """Tell whether this process runs a trial of a search."""
+    return "LEARNERKIT_TRIAL" in os.environ
 
 
 def _launcher() -> str:

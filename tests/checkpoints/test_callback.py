@@ -574,6 +574,22 @@ def test_a_restart_by_the_launcher_resumes_its_own_run_alone(tmp_path, monkeypat
         make_learner(cbs=CheckpointCallback(tmp_path)).fit(1)
 
 
+def test_a_trial_of_a_search_resumes_its_own_run_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LEARNERKIT_TRIAL", "{}")
+
+    def train(trial, n_epoch=1, **options):
+        monkeypatch.setenv("LEARNERKIT_LAUNCHER", f"search {trial}")
+        learn = make_learner(cbs=CheckpointCallback(tmp_path, **options))
+        learn.fit(n_epoch)
+
+    train(0, resume=True)
+    for options in ({"resume": True}, {}):
+        with raises(CheckpointError, str(tmp_path), "another trial or run", "leave --here out"):
+            train(1, **options)
+    train(0, n_epoch=2, resume=True)  # after it was killed
+    assert "resumed fit 0 after epoch 0" in capsys.readouterr().out
+
+
 # When, and what not
 
 
