@@ -70,7 +70,7 @@ class Screen:
         self._draw([], [])
 
     def _is_best(self, row: Row) -> bool:
-        return best_of([row, *([self._best] if self._best else [])], self.config.maximize) is row
+        return best_of([*([self._best] if self._best else []), row], self.config.maximize) is row
 
     # The table
 
@@ -88,7 +88,7 @@ class Screen:
         counts = {state: sum(row.state == state for row in rows) for state in states}
         total = self.config.total or "any number"
         parts = [f"{n} {state}" for state, n in counts.items() if n]
-        best = self._best
+        best = best_of(rows, self.config.maximize)
         if best is not None:
             parts.append(f"best {self.config.metric} {number(best.value)} (trial {best.number})")
         done = counts["complete"] + counts["pruned"] + counts["failed"]

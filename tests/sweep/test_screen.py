@@ -3,7 +3,7 @@ import re
 
 from learnerkit.sweep.config import make_config
 from learnerkit.sweep.screen import Screen, number
-from learnerkit.sweep.study import Row
+from learnerkit.sweep.study import Row, best_of
 
 CONFIG = make_config(
     {
@@ -126,6 +126,18 @@ def test_trials_that_ended_before_are_not_told_again():
     screen.update([*rows, row(5, "complete", 0.625, seconds=1.0), row(6, "complete", 1.0, seconds=1.0)])
     lines = screen.stream.getvalue().splitlines()
     assert [(line[0], line.split()[-1]) for line in lines[1:]] == [(" ", "complete"), ("*", "complete")]
+
+
+def test_of_two_that_are_as_good_the_first_is_the_best_in_all_lines():
+    screen, rows = Screen(CONFIG, stream=io.StringIO()), [row(0, "complete", 0.5), row(1, "complete", 0.5)]
+    screen.update(rows[:1])
+    screen.update(rows)
+    assert [line[0] for line in screen.stream.getvalue().splitlines()[1:]] == ["*", " "]
+    assert "best acc 0.5 (trial 0)" in screen.summary(rows)
+    screen = Screen(CONFIG, stream=io.StringIO())
+    screen.update([row(0, "running"), rows[1]])
+    screen.update(rows)  # the first has ended last
+    assert f"(trial {best_of(rows, maximize=True).number})" in screen.summary(rows)
 
 
 def test_gpus_have_a_column_and_other_machines_a_name(monkeypatch):
