@@ -16,9 +16,9 @@ from learnerkit.launch.gpus import choose_gpus, gpu_names
 from learnerkit.sweep.config import Config, ConfigError, changes, read_config
 from learnerkit.sweep.results import importances
 from learnerkit.sweep.screen import Screen, number
-from learnerkit.sweep.study import FileLock, JournalError, Study, best_of, open_study, read_plan
+from learnerkit.sweep.study import FileLock, JournalError, Row, Study, best_of, open_study, read_plan
 from learnerkit.sweep.workers import Command, Workers, share_out
-from learnerkit.text import signal_name
+from learnerkit.text import printable, signal_name
 
 
 def make_parser() -> Parser:
@@ -133,14 +133,20 @@ def search(folder: Path, config: Config, command: Command, gpus: list[str | None
     if rows:
         screen.say(f"going on: {screen.summary(rows)}")
     workers = Workers(study, command, gpus)
-    stopped_by = 0
+    stopped_by, old_failures = 0, {row.number for row in rows if row.state == "failed"}
+    has_failed = False
 
     def show() -> None:
-        nonlocal stopped_by
+        nonlocal stopped_by, has_failed
         if stopped_by != workers.stopped_by:
             stopped_by = workers.stopped_by
             screen.say(f"{signal_name(stopped_by)} received, waiting for the trials to stop (Ctrl-C kills them)")
-        screen.update(study.rows())
+        rows = study.rows()
+        screen.update(rows)
+        failed = [row for row in rows if row.state == "failed" and row.number not in old_failures]
+        if failed and not has_failed:  # the others have often failed for the same reason
+            has_failed = True
+            screen.say(f"  {output_of(folder, failed[0], command.nproc)}")
 
     try:
         workers.run(show)
@@ -166,6 +172,24 @@ def search(folder: Path, config: Config, command: Command, gpus: list[str | None
         screen.say("stopped; the same command goes on with the search")
         return 128 + workers.stopped_by
     return 1
+
+
+def output_of(folder: Path, row: Row, nproc: int) -> str:
+    """Say where the output of a trial is and, where nothing else says why it has failed, its last line."""
+    logs = folder / "trials" / str(row.number) / f"attempt-{row.attempt}"
+    if nproc > 1:
+        return f"its output: {shown(logs)}/rank-*.log"
+    log = logs / "rank-0.log"
+    if ": " in row.cause:  # the error is in the table
+        return f"its output: {shown(log)}"
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 10_000))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:  # a script may remove its folder, and another machine's file may come late
+        lines = []
+    last = next((line for line in reversed(lines) if line.strip()), None)
+    return f"its output: {shown(log)}" if last is None else f"{shown(log)} ends with: {printable(last.strip(), 400)}"
 
 
 def shown(path: Path) -> Path:

@@ -53,6 +53,7 @@ def test_kills_and_errors_cost_one_trial_each(search):
     )  # fmt: skip
     assert float(done.stdout.split()[1]) == values[best] ** 2
     assert "importance: x 100%" in printed
+    assert len(re.findall(r"\n  its output: sweeps/c/trials/[346]/attempt-0/rank-0.log\n|ends with: ", printed)) == 1
     assert "MemoryError" in Path("sweeps/c/trials/3/attempt-0/rank-0.log").read_text()
     # Started again, it has nothing to do; with more trials it goes on, and with other parameters it is refused.
     code, printed = search("-j", 3).end()
@@ -183,6 +184,15 @@ def test_a_script_that_knows_nothing_of_it(search):
     logged = [json.loads(line) for line in Path("sweeps/c/trials/0/log.jsonl").read_text().splitlines()]
     assert re.search(rf" +0 .* {logged[-1]['score']:.5g} .* complete\n", printed)
     assert re.search(r"  python own.py --quick yes --x [\d.e-]+ --n-layers \d\n", printed)
+
+
+def test_where_the_first_failure_is_told_of_and_what_it_said_last(search):
+    write_config(maxCombo=2)
+    Path("own.py").write_text("import sys\nprint('it began')\nsys.exit('conf.yaml is\\x1b[2J not there')")
+    code, printed = search("-j", "1", "c.json", "own.py", script=None).end()
+    assert code == 1, printed
+    said = "  sweeps/c/trials/0/attempt-0/rank-0.log ends with: conf.yaml is\\x1b[2J not there\n"
+    assert printed.count(" ends with: ") == printed.count(said) == 1, printed
 
 
 @pytest.mark.slow
