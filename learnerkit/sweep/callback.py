@@ -6,7 +6,6 @@ from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.sweep.script import Trial, place
-from learnerkit.text import did_you_mean
 
 
 class Pruned(SystemExit):
@@ -38,7 +37,6 @@ class Report(Callback):
         if wanted != metric:
             raise ValueError(
                 f"got report({metric!r}), and the search's config has the metric {wanted!r}: both need the same name"
-                + did_you_mean(metric, [wanted])
             )
         self.reported: list[float] = []
         self._n_told = 0  # of these

@@ -16,7 +16,8 @@ def params(**defaults: Any) -> SimpleNamespace:
     """Return the values of this trial, or the defaults where the script runs by itself.
 
     Args:
-        defaults: every parameter that the search may vary, with its value outside of a search.
+        defaults: every parameter that the search may vary, with its value outside of a search. With `--as-arguments`
+            some or all may be missing here: the script gets them as its arguments.
 
     Returns:
         An object with an attribute for each: `p.lr`. A name with hyphens has underscores here.
@@ -25,11 +26,13 @@ def params(**defaults: Any) -> SimpleNamespace:
         ValueError: the search varies a parameter that is not among them.
     """
     values = {name.replace("-", "_"): value for name, value in json.loads(os.environ.get(PARAMS, "{}")).items()}
+    if (place() or {}).get("as_arguments"):
+        values = {name: value for name, value in values.items() if name in defaults}
     for name in values:
         if name not in defaults:
             raise ValueError(
-                f"the search varies {name!r}, and params has {', '.join(defaults) or 'nothing'}"
-                f"{did_you_mean(name, defaults)}: both need the same names"
+                f"the search varies {name!r}, and params has {', '.join(defaults) or 'nothing'}: both need the same "
+                f"names, or --as-arguments gives the values as arguments{did_you_mean(name, defaults)}"
             )
     return SimpleNamespace(**{**defaults, **values})
 

@@ -149,7 +149,10 @@ class Workers:
             return Outcome("stopped")
         command, folder = self.command, self._folder(run)
         folder.mkdir(parents=True, exist_ok=True)
-        place = {"folder": str(self.study.folder), "trial": run.trial, "metric": self.study.config.metric}
+        place = {
+            "folder": str(self.study.folder), "trial": run.trial, "metric": self.study.config.metric,
+            "as_arguments": command.as_arguments,
+        }  # fmt: skip
         given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         paths = [os.path.join(command.start, path) for path in given]
         env = {

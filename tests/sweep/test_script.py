@@ -16,8 +16,13 @@ def test_params_are_the_defaults_in_a_script_that_runs_by_itself():
 def test_params_are_the_trials_values(monkeypatch):
     monkeypatch.setenv("LEARNERKIT_PARAMS", json.dumps({"lr": 0.5, "hidden-size": 3}))
     assert vars(sweep.params(lr=0.1, bs=64, hidden_size=1)) == {"lr": 0.5, "bs": 64, "hidden_size": 3}
-    with pytest.raises(ValueError, match="the search varies 'lr', and params has hidden_size, l_r; did you mean 'l_r'"):
+    said = "the search varies 'lr', and params has hidden_size, l_r: both need the same names, .*; did you mean 'l_r'"
+    with pytest.raises(ValueError, match=said):
         sweep.params(hidden_size=1, l_r=3)
+    # With --as-arguments the others are arguments, and need not be here.
+    place = {"folder": "x", "trial": 0, "metric": "loss", "as_arguments": True}
+    monkeypatch.setenv("LEARNERKIT_TRIAL", json.dumps(place))
+    assert vars(sweep.params(hidden_size=1, l_r=3)) == {"hidden_size": 3, "l_r": 3}
 
 
 def test_a_report_has_the_metric_of_the_search(monkeypatch):
@@ -25,6 +30,9 @@ def test_a_report_has_the_metric_of_the_search(monkeypatch):
     assert sweep.report("valid_loss").metric == "valid_loss"
     with pytest.raises(ValueError, match="got report.'loss'., and the search's config has the metric 'valid_loss'"):
         sweep.report("loss")
+    with pytest.raises(ValueError) as caught:
+        sweep.report("valid_los")  # either may be misspelt
+    assert "did you mean" not in str(caught.value)
 
 
 def test_neither_params_nor_the_command_line_needs_torch(script_env):
