@@ -210,8 +210,8 @@ class CheckpointCallback(StepCounter):
     def _used(self) -> CheckpointError:
         if _is_trial():
             return CheckpointError(
-                f"{self.path} has checkpoints of another trial or run, and a trial of a search continues its own alone: "
-                "give a relative path, and leave --here out"
+                f"{self.path} has checkpoints of another trial or run, and a trial of a search continues its own "
+                "alone: give a relative path, and leave --here out"
             )
         return CheckpointError(
             f"{self.path} has checkpoints of another run: CheckpointCallback(..., resume=True) continues it; to begin "
