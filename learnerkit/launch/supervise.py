@@ -249,7 +249,15 @@ def guarded(ranks: list[Rank]) -> Iterator[None]:
     ) as process:  # fmt: skip
         for rank in ranks:
             rank.guard = process.stdin
-        yield
+        try:
+            yield
+        finally:
+            if process.stdin is not None:
+                process.stdin.close()  # at which it ends
+            try:
+                process.wait(KILL_SECONDS)
+            except subprocess.TimeoutExpired:  # somebody has halted it
+                process.kill()
 
 
 # Watch

@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from torch.distributed import DistError, TCPStore
 
@@ -210,6 +211,15 @@ def test_the_guard_kills_the_groups_that_have_not_ended():
         assert left.wait(60) == -signal.SIGKILL
         assert ended.poll() is None
         ended.kill()
+
+
+def test_a_guard_that_is_halted_does_not_hold_up_the_end(monkeypatch):
+    monkeypatch.setattr(supervise, "KILL_SECONDS", 0.2)
+    before = psutil.Process().children()
+    with supervise.guarded([]):
+        (guard,) = [child for child in psutil.Process().children() if child not in before]
+        guard.suspend()
+    assert not guard.is_running()
 
 
 def test_a_broken_report_is_no_report():
