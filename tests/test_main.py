@@ -43,7 +43,7 @@ def test_it_tells_its_version(capsys):
         (["train.py"], "there is no command 'train.py'; the commands are launch, sweep, doctor"),
         (["--verson"], "unrecognized arguments: --verson; did you mean '--version'?"),
         (["launch", "--nprocs", "2", "train.py"], "unrecognized arguments: --nprocs; did you mean '--nproc'?"),
-        (["doctor", "--gpu", "0"], "unrecognized arguments: --gpu; did you mean '--gpus'?"),
+        (["doctor", "--gpu", "0"], "learnerkit.doctor: error: unrecognized arguments: --gpu; did you mean '--gpus'?"),
         (["sweep", "--asarguments"], "unrecognized arguments: --asarguments; did you mean '--as-arguments'?"),
     ],
 )

@@ -35,10 +35,10 @@ class Plan:
     port: int = 0  # on one machine; 0: any
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+def main(argv: Sequence[str] | None = None, prog: str = "learnerkit.launch") -> int:
+    """Run the command line and return the exit code; its errors begin with the name of the program."""
     try:
-        plan = parse(argv)
+        plan = parse(argv, prog)
         return run(plan) if isinstance(plan, Plan) else plan
     except KeyboardInterrupt:  # only before run watches the signals
         return 128 + signal.SIGINT
@@ -105,11 +105,14 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments, and name the nearest option in place of one that there is not."""
+        """Parse the arguments; of an option that there is not, name the nearest one, and say where a script's stand."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            near = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+            name = unknown[0].partition("=")[0]
+            hint = did_you_mean(name, self._option_string_actions, cutoff=0.75)  # all are alike by their dashes
+            if getattr(options, "command", None) and not getattr(options, "check", False):
+                hint += f"; arguments of the script stand behind it, as in: script.py {name}"
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return options
 
     def error(self, message: str, code: int = 2) -> NoReturn:
@@ -117,10 +120,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(code, f"{self.prog}: error: {printable(message, 2000)}\n")
 
 
-def make_parser() -> Parser:
+def make_parser(prog: str = "learnerkit.launch") -> Parser:
     """Return the parser with its options."""
     parser = Parser(
-        prog="learnerkit.launch",
+        prog=prog,
         usage="python -m learnerkit.launch [options] script.py [arguments of the script]\n"
         "       python -m learnerkit.launch [options] -m package.module [arguments of the module]",
         description="Run a training script once per GPU of this machine, or of several; without GPUs, once.",
@@ -197,13 +200,13 @@ SBATCH = ("nodes", "gpus_per_node", "time", "job_name", "cpus_per_task", "mem", 
           "output", "error", "sbatch", "setup", "env")  # fmt: skip
 
 
-def parse(argv: Sequence[str] | None) -> Plan | int:
+def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan | int:
     """Turn the command line into a Plan; what follows the script or module belongs to it, untouched.
 
     Returns:
         The plan, or the exit code if nothing is to be run.
     """
-    parser = make_parser()
+    parser = make_parser(prog)
     words = list(sys.argv[1:] if argv is None else argv)
     options = parser.parse_args(protect_sbatch_values(words))
     own = words[len(words) - len(options.command) :]
@@ -317,12 +320,22 @@ def write_sbatch(options: argparse.Namespace, command: list[str]) -> int:
     name = command[1] if command[0] == "-m" else Path(command[0]).stem
     settings["job_name"] = settings["job_name"] or re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII)
     text = slurm.batch_script(command, **settings, launcher_options=launcher_options(options))
+    path: Path = options.write_sbatch
     try:
-        options.write_sbatch.write_text(text, encoding="utf-8")
+        if path.exists() and path.read_bytes() != text.encode():  # somebody may have edited it
+            raise ValueError(
+                f"--write-sbatch {path}: the file is there, with other content; remove it, or give the name of another "
+                "one"
+            )
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"--write-sbatch {options.write_sbatch}: {error.strerror}") from error
-    file = escaped_line(str(options.write_sbatch))
+        raise ValueError(f"--write-sbatch {path}: {error.strerror}") from error
+    file = escaped_line(str(path))
     print(f"wrote {file}; submit it with: sbatch {file}")
+    if options.gpus_per_node is None:
+        print("without --gpus-per-node the job asks for no GPUs, unless an option of --sbatch does")
+    if options.time is None:
+        print("without --time the job has the time limit of the cluster or of the partition")
     for folder in {Path(file).parent: None for file in (options.output, options.error) if file}:
         if "%" not in str(folder) and not folder.is_dir():
             name = escaped_line(str(folder))

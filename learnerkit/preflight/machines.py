@@ -53,8 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The first is how the launcher starts its ranks; the second is what torchrun sets.
     if argv == cli.DOCTOR[2:] or "TORCHELASTIC_RUN_ID" in os.environ:
         return examine()
-    make_parser().parse_known_args(argv)  # for --help; the launcher reads the options
-    return cli.main(["--check", *argv])
+    parser = make_parser()
+    parser.parse_known_args(argv)  # for --help; the launcher reads the options
+    return cli.main(["--check", *argv], prog=parser.prog)
 
 
 def examine() -> int:

@@ -129,6 +129,10 @@ def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
         (["--grace", "-1", __file__], "--grace -1.0: give seconds"),
         (["--grace", "nan", __file__], "--grace nan: give seconds"),
         (["--npro", "2", __file__], "unrecognized arguments: --npro"),
+        (
+            ["--nproc", "2", "--epochs", "3", __file__],
+            "unrecognized arguments: --epochs; arguments of the script stand behind it, as in: script.py --epochs",
+        ),
         (["--timeout", "0", __file__], "--timeout 0.0: give seconds, more than 0"),
         (["--max-restarts", "-1", __file__], "--max-restarts -1: give a number"),
         (["--master-port", "0", __file__], "--master-port 0: give a port from 1 to 65535"),
@@ -278,6 +282,30 @@ def test_a_batch_script_gets_the_launchers_options(no_gpu, tmp_path, capsys):
     assert "#SBATCH --job-name=pkg.train\n" in text
     assert "python -m learnerkit.launch --max-restarts 1 --grace 0.0 --tee \\\n    -m pkg.train --nodes 9 &\n" in text
     assert capsys.readouterr().out == f"wrote {job}; submit it with: sbatch {job}\n"
+
+
+def test_a_batch_script_that_was_edited_is_not_overwritten(no_gpu, tmp_path, capsys):
+    job, words = tmp_path / "job.sh", ["--time", "08:00:00", __file__]
+    for _ in range(2):  # the same is written again
+        assert cli.main(["--write-sbatch", str(job), *words]) == 0
+    job.write_text(edited := job.read_text() + "# edited\n")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--write-sbatch", str(job), *words])
+    assert (ended.value.code, job.read_text()) == (2, edited)
+    assert f"--write-sbatch {job}: the file is there, with other content; remove it" in capsys.readouterr().err
+
+
+def test_what_a_batch_script_does_not_ask_for_is_said(no_gpu, tmp_path, capsys):
+    for number, (options, said) in enumerate(
+        [
+            ([], ["without --gpus-per-node the job asks for no GPUs", "without --time the job has the time limit"]),
+            (["--gpus-per-node", "2"], ["without --time the job has the time limit"]),
+            (["--time", "10"], ["without --gpus-per-node the job asks for no GPUs"]),
+        ]
+    ):
+        assert cli.main(["--write-sbatch", f"{number}.sh", *options, __file__]) == 0
+        _, *lines = capsys.readouterr().out.splitlines()
+        assert [line.startswith(start) for line, start in zip(lines, said, strict=True)] == [True] * len(said)
 
 
 def test_a_batch_script_gets_what_it_is_told_of_the_cluster(no_gpu, tmp_path, capsys):

@@ -434,7 +434,7 @@ def test_the_command_line(capsys, monkeypatch):
     assert max(map(len, out.splitlines())) <= 100
     assert "--rank" not in out
     seen = []
-    monkeypatch.setattr(machines.cli, "main", lambda argv: seen.append(argv) or 7)
+    monkeypatch.setattr(machines.cli, "main", lambda argv, prog: seen.append(argv) or 7)
     monkeypatch.setattr(machines, "examine", lambda: 9)
     assert machines.main(["--gpus", "0,1", "train.py"]) == 7
     assert seen == [["--check", "--gpus", "0,1", "train.py"]]
