@@ -6,7 +6,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ from learnerkit.launch.supervise import Attempt, Interrupted, Job
 from learnerkit.text import did_you_mean, escaped_line, printable, signal_name
 
 PORT = 29500  # of the nodes' rendezvous unless another one is given, as with torchrun
+COUNTS = ("--nproc", "--nproc-per-node", "--nnodes")  # what a script should not need
 DOCTOR = ["-m", "learnerkit.doctor", "--rank"]
 
 
@@ -33,6 +34,7 @@ class Plan:
     restarts: int = 0
     nodes: Static | Elastic | None = None
     port: int = 0  # on one machine; 0: any
+    told: bool = False  # where options of the launcher stand
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "learnerkit.launch") -> int:
@@ -69,8 +71,9 @@ def run(plan: Plan) -> int:
                     continue
                 number += 1
                 if outcome.kind in ("done", "stopped") or number > restarts:
-                    if outcome.kind == "failed" and outcome.code == 2:  # as argparse fails, but also others
-                        say_where_options_stand(job.command)
+                    # As argparse fails, but also others.
+                    if outcome.kind == "failed" and outcome.code == 2 and not plan.told:
+                        say_where_options_stand(job.command, make_parser()._option_string_actions)
                     return outcome.code
         except Interrupted as interrupted:
             say(f"{signal_name(interrupted.signum)} received")
@@ -88,17 +91,23 @@ def run(plan: Plan) -> int:
 # The command line
 
 
-def say_where_options_stand(command: list[str]) -> None:
-    """Say so if an option that the script has got is one of the launcher."""
+def say_where_options_stand(command: list[str], options: Iterable[str]) -> bool:
+    """Say so if an option that the script has got is one of the launcher's, and tell whether one is.
+
+    Args:
+        command: the script, or -m and a module, and its arguments.
+        options: of the launcher.
+    """
     n_words = 2 if command[0] == "-m" else 1
     script, given = " ".join(command[:n_words]), {word.partition("=")[0] for word in command[n_words:]}
-    for option in make_parser()._option_string_actions:
+    for option in options:
         if option.startswith("--") and option in given:
             say(
                 f"{option} stands behind the script, so the script has got it; "
                 f"options of the launcher stand before it: {option} ... {script}"
             )
-            return
+            return True
+    return False
 
 
 class Parser(argparse.ArgumentParser):
@@ -230,7 +239,9 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
         command, nproc, gpus, options.grace, options.unbuffered, options.timeout, options.log_dir, options.tee,
         explains_failure=options.check, reports=options.report,
     )  # fmt: skip
-    return Plan(job, options.max_restarts, nodes, port)
+    # A script that reads no arguments would say nothing, and run on another number of processes than was meant.
+    counts = () if options.nproc or options.gpus or options.nnodes else COUNTS
+    return Plan(job, options.max_restarts, nodes, port, say_where_options_stand(command, counts))
 
 
 def protect_sbatch_values(words: list[str]) -> list[str]:

@@ -110,9 +110,10 @@ def no_gpu(monkeypatch):
 @pytest.mark.parametrize("separator", [[], ["--"]])
 def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
     own = ["--nproc", "5", "-m", "x", "--", "--gpus", "-u", "-h", "--grace", "--np=1", ""]
-    assert parse([*options, *separator, __file__, *own]) == Plan(Job([__file__, *own], nproc))
+    told = not options
+    assert parse([*options, *separator, __file__, *own]) == Plan(Job([__file__, *own], nproc), told=told)
     assert parse([*options, "-u", "--grace", "1.5", "-m", "pkg.mod", *own]) == Plan(
-        Job(["-m", "pkg.mod", *own], nproc, grace=1.5, unbuffered=True)
+        Job(["-m", "pkg.mod", *own], nproc, grace=1.5, unbuffered=True), told=told
     )
 
 
@@ -427,16 +428,24 @@ def test_the_exit_code_is_the_scripts(launched, tmp_path, how, code, first):
     assert out == {"exit": "exit hook ran after exit\n", "abrupt": "printed before the end\n"}.get(how, "")
 
 
-@pytest.mark.parametrize("given", [["--nproc=2"], ["--epochs", "2"]])
+@pytest.mark.parametrize("given", [["--timeout=2"], ["--epochs", "2"]])
 def test_where_options_stand_is_said_if_the_script_does_not_know_one(launched, tmp_path, given):
     (tmp_path / "job.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()")
     code, out, err = launched("job.py", *given, cwd=tmp_path).finish()
     assert (code, out) == (2, "")
     expected = (
-        "learnerkit.launch: --nproc stands behind the script, so the script has got it; "
-        "options of the launcher stand before it: --nproc ... job.py"
+        "learnerkit.launch: --timeout stands behind the script, so the script has got it; "
+        "options of the launcher stand before it: --timeout ... job.py"
     )
-    assert says(err)[1:] == ([expected] if "nproc" in given[0] else [])
+    assert says(err)[1:] == ([expected] if "timeout" in given[0] else [])
+
+
+def test_a_number_of_processes_behind_the_script_is_told_of_where_the_script_reads_no_arguments(launched, tmp_path):
+    (tmp_path / "job.py").write_text("print('it ran')")
+    code, out, err = launched("job.py", "--nproc", "2", cwd=tmp_path).finish()
+    assert (code, out) == (0, "it ran\n")
+    (line,) = says(err)
+    assert line.startswith("learnerkit.launch: --nproc stands behind the script, so the script has got it; ")
 
 
 @pytest.mark.slow
