@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from learnerkit import world
 from learnerkit.data.batches import get_field, rows_of, tensors_in
+from learnerkit.data.loaders import unknown_keys
 from learnerkit.gradient_mean import zero_loss
 from learnerkit.utils import describe, unbound, warn
 
@@ -711,7 +712,8 @@ def no_loss(learn: "Learner") -> ValueError:
         only = only and f"{only}DataLoaders(target_keys=..., n_inp=...)"
         return ValueError(message + f"{only} (errors.html#loss-missing)")
     return ValueError(
-        f"there is no loss: the batch {describe(learn.batch)} has no targets; let the dataset return "
-        "(input, target), set DataLoaders(n_inp=..., target_keys=...), or set learn.yb in a callback's before_batch"
+        f"there is no loss: the batch {describe(learn.batch)} has no targets{unknown_keys(learn.dls, learn.batch)}; "
+        "let the dataset return (input, target), set DataLoaders(n_inp=..., target_keys=...), or set learn.yb in a "
+        "callback's before_batch"
         " (errors.html#loss-missing)"
     )

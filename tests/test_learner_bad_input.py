@@ -244,6 +244,17 @@ def test_no_targets_and_no_loss():
         make_learner(single).validate(0)
 
 
+def test_targets_under_a_mistyped_name_are_told():
+    class Any(nn.Linear):
+        def forward(self, x, **others):
+            return super().forward(x)
+
+    batches = [{"x": torch.zeros(4, 3), "label": torch.zeros(4, 1)}]
+    learn = Learner(DataLoaders(batches, target_keys="lable", device="cpu"), Any(3, 1), nn.MSELoss())
+    with pytest.raises(ValueError, match="has no targets .*no 'lable', which target_keys= names; did you mean 'label'"):
+        learn.fit(1)
+
+
 def test_no_trainable_parameters():
     model = make_model()
     model.requires_grad_(False)

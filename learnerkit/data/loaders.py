@@ -25,6 +25,7 @@ from learnerkit.data.rows import IndexBatches, RowsLoader
 from learnerkit.data.samplers import SamplerStates
 from learnerkit.data.streams import Draws, InitWorker, Numbered, PerSample, starts_workers
 from learnerkit.data.weights import count_classes, labels_of, sample_weights
+from learnerkit.text import did_you_mean
 from learnerkit.utils import check_keywords, describe, suggests_keywords, warn
 
 _WITHOUT_WORKERS: dict[str, Any] = {"timeout": 0, "prefetch_factor": None, "multiprocessing_context": None}
@@ -429,6 +430,17 @@ class DataLoaders:
             return False
         names = arguments[cut:end]
         return len(names) == end - cut and set(names) <= {*self.target_keys, "targets"}
+
+
+def unknown_keys(dls: DataLoaders, batch: Any) -> str:
+    """Say in brackets which of `target_keys` and `ignore_keys` a mapping batch does not have; '' if there are none."""
+    given = {"target_keys": dls.target_keys, "ignore_keys": dls.ignore_keys} if isinstance(batch, Mapping) else {}
+    return "".join(
+        f" (the batch has no {name!r}, which {which}= names{did_you_mean(str(name), batch)})"
+        for which, names in given.items()
+        for name in names
+        if name not in batch
+    )
 
 
 class Unpacker:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from inspect import signature
+from inspect import Parameter, signature
 from math import prod
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from torch import Tensor, float64, nn, uint8
 from torch.optim import Optimizer
 
 from learnerkit.data.batches import entries, tensors_in
-from learnerkit.data.loaders import DataLoaders
+from learnerkit.data.loaders import DataLoaders, unknown_keys
 from learnerkit.data.order import keep_seeds
 from learnerkit.text import first_few
 from learnerkit.utils import describe, unwrap
@@ -23,6 +23,7 @@ NOT_ALONE = "choose another batch size, or leave the last batch out: DataLoaders
 _FASTAIS = ("set_hyper", "set_hypers", "hypers", "set_freeze")  # methods that only its optimizers have
 _BY_CLASS = ("cross_entropy", "nll_loss")  # losses whose targets are the numbers of classes
 _ALONE = "Expected more than 1 value per channel"  # so torch's message begins
+_REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _OF_A_TYPE = "dtype|Input type|scalar type|Double|Byte"  # in errors about types
 _OF_A_LIST = r"not (list|tuple)|'(list|tuple)' object"
 _OF_A_DEVICE = "(same|expected) device"
@@ -81,12 +82,24 @@ def of_call(learn: "Learner", text: str) -> str:
             "DataLoaders(n_inp=...) says"
         )
     given = learn.xb[0]
-    if extra := tuple(name for name in given if name not in parameters):
+    extra = tuple(name for name in given if name not in parameters)
+    needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in _REST]
+    if not extra:
+        others = first_few(name for name in learn.batch if name not in given)
         return (
-            f"{takes}, and a batch that is a dict gives it each entry by its name, {first_few(extra)} too: "
-            f"DataLoaders(target_keys=...) says which are targets, and ignore_keys={extra} leaves entries out"
+            f"{takes}, and of the batch, a dict, it gets {first_few(given) or 'nothing'}; target_keys= and "
+            f"ignore_keys= take out {others or 'nothing'}"
         )
-    return f"{takes}, and of the batch, a dict, it gets {first_few(given)}"
+    unknown, any_of = unknown_keys(learn.dls, learn.batch), first_few(extra, " or ")
+    if lacking := first_few(name for name in needed if name not in given):
+        return (
+            f"{takes}, and a batch that is a dict gives it each entry by its name, but none is called {lacking}: "
+            f"rename {any_of} in the dataset, or put the model into a module whose forward takes {any_of}{unknown}"
+        )
+    return (
+        f"{takes}, and a batch that is a dict gives it each entry by its name, {first_few(extra)} too: "
+        f"DataLoaders(target_keys=...) says which are targets, and ignore_keys={extra} leaves entries out{unknown}"
+    )
 
 
 def of_layer(layer: nn.Module, given: tuple, text: str) -> str:
