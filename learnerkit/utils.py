@@ -63,7 +63,12 @@ def check_keywords(who: str, given: Iterable[str], takes: Sequence[str]) -> None
         if name not in takes:
             raise TypeError(
                 f"{who}() got an unexpected keyword argument {name!r}"
-                + (did_you_mean(name, takes) or f"; it takes {', '.join(t for t in takes if t != 'self')}")
+                + (
+                    "; class_weights= is an argument of vision_learner, text_learner and tabular_learner; elsewhere "
+                    "the loss takes the weights: nn.CrossEntropyLoss(weight=...) (errors.html#class-weights)"
+                    if name in ("class_weights", "class_weight") and "class_weights" not in takes
+                    else did_you_mean(name, takes) or f"; it takes {', '.join(t for t in takes if t != 'self')}"
+                )
             )
 
 

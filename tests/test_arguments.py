@@ -99,6 +99,16 @@ def test_a_keyword_of_another_library_or_a_misspelled_one_is_told(call, meant):
         call(make_learner())
 
 
+@pytest.mark.parametrize("name", ["class_weights", "class_weight"])
+def test_weights_of_the_classes_for_a_plain_learner_are_told_where_they_go(name):
+    learn = make_learner()
+    with pytest.raises(TypeError, match=f"{name}'; class_weights= is an argument of vision_learner, .*weight=...") as e:
+        Learner(learn.dls, learn.model, **{name: "balanced"})
+    assert "did you mean" not in str(e.value)
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; class_weights= is"):
+        learn.fit(1, **{name: [1, 2]})
+
+
 def test_a_keyword_that_nothing_resembles_gets_the_list_of_those_that_are_there():
     with pytest.raises(TypeError, match=r"Learner.fit\(\) got .* 'xyz'; it takes n_epoch, lr, wd, cbs, reset_opt"):
         make_learner().fit(1, xyz=1)

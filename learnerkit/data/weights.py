@@ -112,7 +112,8 @@ def _numbers(name: str, given: Any, counts: dict[Any, int] | None, n: int | None
         if counts is None:
             raise ValueError(
                 f"got {name}={given!r}, and the classes of the training samples are not known, as their dataset lists "
-                f"no whole numbers as targets; give {name}= one number for each of the {what}"
+                "no whole numbers as targets; give a dataset of your own an attribute `targets` (or `labels`), the "
+                f"number of each sample's class, or give {name}= one number for each of the {what}"
                 " (errors.html#class-weights)"
             )
         if isinstance(given, Mapping) and given.keys() != counts.keys():

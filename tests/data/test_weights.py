@@ -164,6 +164,14 @@ def test_the_three_kinds_of_data_take_the_same_two_words(capsys):
         assert found.double().mean().item() == pytest.approx(0.5, abs=0.05), name
 
 
+def test_a_dataset_of_ones_own_is_told_the_attribute_that_lists_its_classes():
+    with raises(ValueError, "classes of the training samples are not known", "an attribute `targets` (or `labels`)"):
+        DataLoaders.from_datasets(Listed(), weights="balanced")
+    for name in ("targets", "labels"):
+        dls = DataLoaders.from_datasets(Listed(**{name: LABELS}), weights="balanced")
+        assert dls.class_counts == {0: 180, 1: 20}
+
+
 # The loss
 
 
