@@ -189,8 +189,9 @@ class ProfilerCallback(Callback):
 
     Args:
         folder: for the files, one for each rank: a path, taken as it is.
-        steps: the first and the last step to record: training batches that this fit reads, counted from 1; the first
-            is 2 or later, as the profiler starts in the step before. A step begins with the loading of its batch.
+        steps: the first and the last step to record, both included: training batches that this fit reads, counted
+            from 0 over all its epochs; the first is 1 or later, as the profiler starts in the step before. A step
+            begins with the loading of its batch.
         options: for `torch.profiler.profile`: `record_shapes=True`, `profile_memory=True`, `with_stack=True`.
 
     Attributes:
@@ -208,7 +209,7 @@ class ProfilerCallback(Callback):
     def __init__(self, folder: str | Path = "profile", steps: tuple[int, int] = (10, 15), **options: Any) -> None:
         super().__init__()
         first, last = steps
-        arguments.check_count("steps[0]", first, "the first step to record", least=2)
+        arguments.check_count("steps[0]", first, "the first step to record", least=1)
         arguments.check_count("steps[1]", last, "the last step to record", least=first)
         self.folder, self.steps, self.options = Path(folder), (first, last), options
         self.path: Path | None = None
@@ -216,7 +217,7 @@ class ProfilerCallback(Callback):
     def before_fit(self) -> None:
         first, last = self.steps
         # One step before the first is for the profiler's own start.
-        when = schedule(wait=first - 2, warmup=1, active=last - first + 1, repeat=1)
+        when = schedule(wait=first - 1, warmup=1, active=last - first + 1, repeat=1)
         self.path = None
         profiler = profile(schedule=when, on_trace_ready=self._write, **self.options)
         profiler.start()
@@ -230,11 +231,13 @@ class ProfilerCallback(Callback):
         path = self.folder / f"fit{self.learn._fits}-rank{world.rank()}.pt.trace.json"
         profiler.export_chrome_trace(str(path))
         self.path = path
-        self.learn.say(f"the trace of the steps from {self.steps[0]} on is in {path}")
+        first, last = self.steps
+        end = "the end of the fit" if self._profiler is None else f"{last}, counted from 0,"
+        self.learn.say(f"the trace of the steps from {first} to {end} is in {path}")
 
     def cleanup_fit(self) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()
             if self.path is None and world.is_main():
-                warn(f"no step was recorded: the fit has read fewer than {self.steps[0]} training batches")
+                warn(f"no step was recorded: the fit has read fewer than {self.steps[0] + 1} training batches")

@@ -227,24 +227,26 @@ def test_a_trace_has_the_chosen_steps_and_an_error_leaves_what_was_recorded(tmp_
     tracing = ProfilerCallback(tmp_path / "traces", steps=(2, 4), record_shapes=True)
     learn = make_learner(make_dls(12, bs=4), cbs=tracing)
     learn.fit(2)
-    assert steps_of(tracing.path) == [f"ProfilerStep#{i}" for i in (1, 2, 3)]
-    assert f"the trace of the steps from 2 on is in {tmp_path / 'traces' / 'fit0-rank0.pt.trace.json'}" in (
-        capsys.readouterr().out
+    assert steps_of(tracing.path) == [f"ProfilerStep#{i}" for i in (2, 3, 4)]
+    assert (
+        f"the trace of the steps from 2 to 4, counted from 0, is in {tmp_path / 'traces' / 'fit0-rank0.pt.trace.json'}"
+        in (capsys.readouterr().out)
     )
     fails = Callback(before_step=lambda cb: 1 / 0 if cb.train_iter == 2 else None)
     with pytest.raises(ZeroDivisionError):
         learn.fit(2, cbs=fails)
     assert tracing.path.name == "fit1-rank0.pt.trace.json"
-    assert len(steps_of(tracing.path)) in (1, 2)
+    assert steps_of(tracing.path)[0] == "ProfilerStep#2"
+    assert "the trace of the steps from 2 to the end of the fit is in " in capsys.readouterr().out
     learn.remove_cb(tracing)
-    learn.fit(1, cbs=ProfilerCallback(tmp_path, steps=(2, 2)))  # another one can start
-    assert len(steps_of(tmp_path / f"fit{learn._fits - 1}-rank0.pt.trace.json")) == 1
-    with pytest.warns(match="no step was recorded: the fit has read fewer than 20 training batches"):
+    learn.fit(1, cbs=ProfilerCallback(tmp_path, steps=(1, 1)))  # another one can start
+    assert steps_of(tmp_path / f"fit{learn._fits - 1}-rank0.pt.trace.json") == ["ProfilerStep#1"]
+    with pytest.warns(match="no step was recorded: the fit has read fewer than 21 training batches"):
         learn.fit(1, cbs=ProfilerCallback(tmp_path, steps=(20, 30)))
     learn.validate(cbs=tracing)
 
 
 def test_the_steps_of_a_trace_are_checked():
-    for steps in ((1, 3), (3, 2), (2.5, 3)):
+    for steps in ((0, 3), (3, 2), (2.5, 3)):
         with pytest.raises((TypeError, ValueError), match="steps"):
             ProfilerCallback(steps=steps)
