@@ -267,7 +267,8 @@ class _PatientCallback(TrackerCallback):
         if self.wait >= self.patience:
             self.wait, rows = 0, f"{self.wait} row{'s' if self.wait > 1 else ''}"
             epoch = self.learn.recorder.log[0]
-            self._out_of_patience(f"epoch {epoch}: no better {self.monitor} than {self.best:.6g} in {rows}")
+            by = f" (by more than min_delta={self.min_delta:g})" if self.min_delta else ""
+            self._out_of_patience(f"epoch {epoch}: no better {self.monitor} than {self.best:.6g}{by} in {rows}")
         return has_column
 
     def _out_of_patience(self, why: str) -> None:

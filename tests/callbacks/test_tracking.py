@@ -336,6 +336,10 @@ def test_patience_starts_anew_with_each_fit():
 def test_it_says_so_on_rank_0_in_one_line(capsys, monkeypatch):
     follow(EarlyStoppingCallback("score", patience=2), [0.5, 0.25, 0.25, 1])
     assert capsys.readouterr().out == "epoch 2: no better score than 0.5 in 2 rows: stopping\n"
+    follow(EarlyStoppingCallback("score", min_delta=0.25), [0.5, 0.75, 1])  # a better one, but not by enough
+    assert capsys.readouterr().out == (
+        "epoch 1: no better score than 0.5 (by more than min_delta=0.25) in 1 row: stopping\n"
+    )
     monkeypatch.setattr(world, "is_main", lambda: False)
     follow(EarlyStoppingCallback("score"), [0.5, 0.25, 1])
     assert capsys.readouterr().out == ""
