@@ -64,24 +64,53 @@ def test_ranks_augment_their_own_pictures_and_keep_the_same_weights(results):
     assert ranks[0] != results[2, "plain"][0]
 
 
+class Detector(nn.Module):
+    "Finds one box in each picture, and makes its own loss, as torchvision's detectors do."
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3 * 16 * 16, 4)
+
+    def forward(self, images, targets=None):
+        found = self.layer(images.flatten(1))
+        if not self.training:
+            return found
+        boxes = torch.stack([y["boxes"][0] for y in targets])
+        return {"box": nn.functional.mse_loss(found, boxes / 16)}
+
+
+COLUMNS = {"classes": "shapes", "numbers": "n", "points": ["cx", "cy"], "boxes": ["x0", "y0", "x1", "y1", "largest"]}
+
+
 def train_targets(name):
     targets = name
     folder = drawn_shapes("shapes", n=43, size=16)
     set_seed(1)
-    column = {"classes": "shapes", "numbers": "n", "points": ["cx", "cy"]}[targets]
+    table = pd.read_csv(folder / "shapes.csv")
+    table["largest"] = table["shapes"].str.split().str[0]
     reading = {"targets": targets, "delim": " ", "path": folder, "size": 16}
-    data = ImageData.from_df(pd.read_csv(folder / "shapes.csv"), "image", column, 0.3, **reading)
-    dls = data.dataloaders(8, num_workers=0, device="cpu")
+    if targets == "boxes":
+        reading["classes"] = ["circle", "square"]
+    data = ImageData.from_df(table, "image", COLUMNS[targets], 0.3, **reading)
+    learn = make_learner(targets, data, data.dataloaders(8, num_workers=0, device="cpu"))
+    with learn.distrib_ctx(split_batches=True), learn.no_logging():
+        learn.fit(2, 0.001)
+        preds, y = learn.get_preds()
+    expected = [data.valid_ds[i][1] for i in range(len(data.valid_ds))]
+    if targets == "boxes":
+        y, expected = ([each["boxes"] for each in part] for part in (y, expected))
+    assert [each.tolist() for each in y] == [each.tolist() for each in expected]
+    return learn.recorder.values, [w.tolist() for w in learn.model.state_dict().values()], preds.tolist()
+
+
+def make_learner(targets, data, dls):
+    if targets == "boxes":
+        return Learner(dls, Detector(), loss_weight="samples")
     layers = [nn.Linear(3 * 16 * 16, 1 if targets == "numbers" else 2)]
     if targets != "classes":
         layers.append(Scaled(*data.train_ds.scale()))
     loss = nn.BCEWithLogitsLoss() if targets == "classes" else nn.MSELoss()
-    learn = Learner(dls, nn.Sequential(nn.Flatten(), *layers), loss, metrics=accuracy if targets == "classes" else mae)
-    with learn.distrib_ctx(split_batches=True), learn.no_logging():
-        learn.fit(2, 0.001)
-        preds, y = learn.get_preds()
-    assert [each.tolist() for each in y] == [data.valid_ds[i][1].tolist() for i in range(len(data.valid_ds))]
-    return learn.recorder.values, [w.tolist() for w in learn.model.state_dict().values()], preds.tolist()
+    return Learner(dls, nn.Sequential(nn.Flatten(), *layers), loss, metrics=accuracy if targets == "classes" else mae)
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +118,8 @@ def found(rank_pools):
     return Results(rank_pools, train_targets)
 
 
-@pytest.mark.parametrize("targets", ["classes", "numbers", pytest.param("points", marks=pytest.mark.slow)])
-def test_ranks_learn_several_classes_numbers_and_points_as_one_process_does(found, targets):
+@pytest.mark.parametrize("targets", ["classes", "numbers", "boxes", pytest.param("points", marks=pytest.mark.slow)])
+def test_ranks_learn_several_classes_numbers_points_and_boxes_as_one_process_does(found, targets):
     (expected,) = found[1, targets]
     for each in found[2, targets]:
         torch.testing.assert_close(each, expected, rtol=1e-4, atol=1e-4)
