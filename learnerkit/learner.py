@@ -56,7 +56,7 @@ from learnerkit.events import (
 from learnerkit.explain import explain
 from learnerkit.files import CheckpointError, File, Saved, fitted, name_or_path, save_whole
 from learnerkit.launch.rank_main import shorten, wants_short
-from learnerkit.losses import LossWeight, accept_no_loss, look_at_changed_loss, loss_name, no_loss, own_loss, take_loss
+from learnerkit.losses import LossWeight, accept_no_loss, fire_after_loss, loss_name, no_loss, own_loss, take_loss
 from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import Workers, distrib_ctx
 from learnerkit.preflight.ranks import check_distributed
@@ -341,9 +341,7 @@ class Learner(RunState):
         if (self.yb or self._loss_without_targets) and self.task != "predict":
             take_loss(self)
         if dispatch.table["after_loss"]:
-            before, graph = self.loss, getattr(self.loss_grad, "grad_fn", None)
-            dispatch.fire("after_loss")
-            look_at_changed_loss(self, before, graph)
+            fire_after_loss(self)
         if self.training:
             self._events("backward", self._weighted_backward, CancelBackwardException)
             self._events("step", self._step, CancelStepException)

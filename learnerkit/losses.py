@@ -544,14 +544,13 @@ ELEMENTWISE = (
 """Losses that compare predictions and targets element by element."""
 
 
-def look_at_changed_loss(learn: "Learner", loss: Any, graph: Any) -> None:
-    """Warn in a fit's first batch if callbacks have changed the recorded loss, and not the one that is differentiated.
+def fire_after_loss(learn: "Learner") -> None:
+    """Call who listens to `after_loss`, and look at what they have changed in a fit's first batch.
 
-    Args:
-        learn: the learner, after the event `after_loss`.
-        loss: its `loss` before the event.
-        graph: the `grad_fn` of its `loss_grad` before the event.
+    A changed loss that is recorded is a mistake if the one that is differentiated is what it was: a warning says so.
     """
+    loss, graph = learn.loss, getattr(learn.loss_grad, "grad_fn", None)
+    learn._dispatch.fire("after_loss")
     if learn.iter or not learn.training or learn.task != "fit" or learn.epoch != learn._start_epoch:
         return
     is_changed = learn.loss is not loss and getattr(learn.loss, "requires_grad", False)
