@@ -685,7 +685,8 @@ with learn.distrib_ctx(nproc=2):
     assert shown.error == "Broken"
     assert "on rank 1 of 2" in shown.traceback
     assert "Where.opened (cannot be pickled)" in shown.text
-    assert re.search(r"Cell In\[\d+\], line \d+, in before_step\n +raise Broken\(", shown.traceback)
+    where = r"Cell In\[\d+\], line \d+, in before_step\n +raise Broken\("
+    assert re.search(where, shown.traceback), shown.traceback
     assert "_all_batches" not in shown.traceback
     assert shown.traceback.rstrip().endswith("raised in Bad.before_step")
 
