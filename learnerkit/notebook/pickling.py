@@ -8,9 +8,9 @@ import importlib
 import io
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import IO, Any
 
 import torch
@@ -59,6 +59,8 @@ def make_pickler(known: Mapping[int, int]) -> Any:
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:  # torch.backends.cudnn, say
                 return importlib.import_module, (obj.__name__,)
+            if isinstance(obj, CodeType):  # of which cloudpickle 3.1.3 forgets the file, that is, the cell
+                return _code_of_file, (*self.dispatch_table[CodeType](obj), obj.co_filename)
             if isinstance(obj, cached_property):  # has a lock in Python 3.11
                 return cached_property, (obj.func,), {"attrname": obj.attrname}
             if isinstance(obj, DataLoader) and type(obj).__getstate__ is object.__getstate__:
@@ -82,6 +84,11 @@ def make_pickler(known: Mapping[int, int]) -> Any:
             return file, path
 
     return Pickler()
+
+
+def _code_of_file(make: Callable[..., CodeType], args: tuple, file: str) -> CodeType:
+    "Make a code object whose tracebacks name the file that it comes from."
+    return make(*args).replace(co_filename=file)
 
 
 def pickling_error(obj: Any, known: Mapping[int, int]) -> Exception | None:
