@@ -401,7 +401,7 @@ class DataLoaders:
         copies = [twin for original, twin in self._twins.values() if any(original is known for known in self.loaders)]
         return any(dl is known for known in (*self.loaders, *copies))
 
-    def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple[Any, ...], tuple]:
+    def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Split a batch into (xb, yb): inputs and targets.
 
         Args:
@@ -471,7 +471,7 @@ class Unpacker:
         self._pairs = self._pairs and type(dls).split is DataLoaders.split  # a subclass may change what it splits
         self._places: list[tuple[Any, ...]] = []  # where the lengths of a full batch are its number of samples
 
-    def __call__(self, batch: Any, index: int) -> tuple[Any, tuple[Any, ...], tuple, int]:
+    def __call__(self, batch: Any, index: int) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], int]:
         """Return (batch on the device, inputs, targets, number of samples) of the loader's batch number `index`.
 
         Raises:
@@ -488,7 +488,7 @@ class Unpacker:
         batch, inputs, targets = self.split(batch)
         return batch, inputs, targets, self._count(batch, drawn)
 
-    def split(self, batch: Any) -> tuple[Any, tuple[Any, ...], tuple]:
+    def split(self, batch: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
         """Return (batch on the device, inputs, targets)."""
         batch = to_device(batch, self.device)
         if self._only_inputs and isinstance(batch, tuple | list):

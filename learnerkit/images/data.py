@@ -346,7 +346,7 @@ class ImageDataLoaders(DataLoaders):
     augment: Callable[..., Any] | None = None
     _shows_augmented = False
 
-    def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple[Any, ...], tuple]:
+    def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Split a batch as `DataLoaders` do, with images as floats."""
         (images, *others), targets = super().split(batch, arguments)
         images = images / 255 if images.dtype == torch.uint8 else images

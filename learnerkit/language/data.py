@@ -270,7 +270,7 @@ class TextDataLoaders(DataLoaders):
     tokens: int
     inputs = {"input_ids": ("tokens",), "attention_mask": ("tokens",)}
 
-    def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple[Any, ...], tuple]:
+    def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Split a batch as `DataLoaders` do; the targets of a language model are the next tokens of its predictions."""
         if self.data.classes is not None or "labels" not in batch:
             return super().split(batch, arguments)
