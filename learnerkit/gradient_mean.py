@@ -1,12 +1,51 @@
 """The gradient of a step that several batches make together: the mean over everything they count."""
 
 from collections.abc import Iterable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from learnerkit.data.batches import tensors_in
 from learnerkit.torch_internals import scale_together
+
+
+class StepState(NamedTuple):
+    """How far an optimizer step has come.
+
+    Attributes:
+        begun: it has batches already.
+        to_sum: what this process's own gradients of the present batch, as they are after its backward pass, are to be
+            multiplied by to be those of the sum over what the batch counts.
+    """
+
+    begun: bool
+    to_sum: float | Tensor
+
+
+class StepGradient(Protocol):
+    """The interface of what makes the gradient of an optimizer step of several batches, or of several ranks.
+
+    `learn._gradient` is one while a learner trains so; where it is `None` the gradient of a batch is that of the step.
+    """
+
+    def attach(self) -> None:
+        """Begin to make the gradients of the learner's steps."""
+
+    def begin(self) -> None:
+        """Begin a batch."""
+
+    def backward(self) -> None:
+        """Compute the gradients of the batch, and finish those of the step after its last batch."""
+
+    def finish(self) -> None:
+        """Make the gradients of the step's batches those of the step, whichever backward passes there were."""
+
+    def detach(self) -> None:
+        """Leave model and learner as they were."""
+
+    def state(self) -> StepState:
+        """Return how far the step has come."""
 
 
 class GradientMean:
@@ -66,6 +105,11 @@ class GradientMean:
         if abs(counted - self.expected) <= tolerance * self.expected:
             return 1.0
         return self.expected / counted if counted else 0.0
+
+
+def counts_something(count: float | Tensor) -> bool:
+    """Tell whether a batch may count something; a tensor is not read."""
+    return isinstance(count, Tensor) or count != 0
 
 
 def host_count(count: float | Tensor) -> float | Tensor:

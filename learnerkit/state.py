@@ -8,6 +8,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from learnerkit.callback import Dispatch
     from learnerkit.data.position import Position
+    from learnerkit.gradient_mean import StepGradient
 
 
 class PublicState:
@@ -71,7 +72,7 @@ class RunState(PublicState):
     _first_batch: int = 0  # where reading begins: not at 0 if a run goes on in mid-epoch
     _batch_index: int = 0  # the place of the batch among those of all ranks
     _loss_count: float | Tensor = 0  # what the batch's loss averages over: a number of samples, tokens, or the like
-    _gradient: Any = None  # what weighs the batches of a step (GradientAccumulation, RankStep); None: a step is a batch
+    _gradient: "StepGradient | None" = None  # what makes a step's gradient; None: that of its only batch is
     _step_batches: int = 1  # the batches of an optimizer step on this process
     _step_due: bool = True  # whether an optimizer step follows this batch
     _as_validated: Any = nullcontext  # a context in which the model has the weights that are validated, as an average

@@ -74,30 +74,6 @@ def scale_together(tensors: list[Tensor], factor: float | Tensor) -> None:
 # DistributedDataParallel
 
 
-def expect_another_backward(wrapper: DistributedDataParallel) -> None:
-    """Have DDP reduce in a further backward pass, although no forward pass of its own came before it."""
-    reducer = wrapper.reducer
-    reducer._rebuild_buckets()
-    reducer.prepare_for_backward([])
-
-
-def begin_batch(wrapper: DistributedDataParallel, send_buffers: bool) -> None:
-    """Do what DDP does before its forward pass and needs all ranks for; every rank must reach this.
-
-    Args:
-        wrapper: the model's.
-        send_buffers: give all ranks rank 0's buffers.
-    """
-    wrapper.reducer._rebuild_buckets()
-    if send_buffers and wrapper.modules_buffers:
-        wrapper._sync_buffers()
-
-
-def reduction_check(wrapper: DistributedDataParallel) -> Callable[[], None]:
-    """Return a function that raises DDP's error if the last backward pass has not reached all parameters."""
-    return wrapper.reducer._check_reducer_finalized
-
-
 def call_after_backward(call: Callable[[], Any]) -> None:
     """Have the autograd engine call this at the end of the backward pass that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
@@ -244,10 +220,7 @@ def as_worker(info: Any) -> Iterator[None]:
 # Threads and frames
 
 _FOLDERS = tuple(os.path.dirname(module.__file__) + os.sep for module in (dist, torch.autograd) if module.__file__)
-_MEETS = {
-    DistributedDataParallel._distributed_broadcast_coalesced.__code__, begin_batch.__code__,
-    expect_another_backward.__code__,
-}  # fmt: skip
+_DDP = DistributedDataParallel.forward.__code__.co_filename
 
 
 def waits_for_ranks(frame: FrameType | None, own: Collection[CodeType], depth: int = 4) -> bool:
@@ -262,7 +235,7 @@ def waits_for_ranks(frame: FrameType | None, own: Collection[CodeType], depth: i
         if frame is None:
             return False
         code = frame.f_code
-        if code.co_filename.startswith(_FOLDERS) or code in _MEETS or code in own:
+        if code.co_filename.startswith((*_FOLDERS, _DDP)) or code in own:
             return True
         frame = frame.f_back
     return False

@@ -560,26 +560,32 @@ def reduce(x: T, op: str = "sum", among: str = "") -> T:
     return total.to(local.device) if isinstance(x, Tensor) else total.item()
 
 
-def broadcast(x: T, src: int = 0) -> T:
-    """Rank `src`'s `x`, on every rank: a tensor of the same shape everywhere, or any object that can be pickled."""
+def broadcast(x: T, src: int = 0, among: str = "") -> T:
+    """Rank `src`'s `x`, on every rank: a tensor of the same shape everywhere, or any object that can be pickled.
+
+    Args:
+        x: of this rank.
+        src: whose.
+        among: for this package, as in `reduce`.
+    """
     if not _has_peers("broadcast"):
         return x
     with _explained("broadcast"):
         if isinstance(x, Tensor):
             copy: Any = _wire(x.detach()).clone()
-            dist.broadcast(copy, src)
+            dist.broadcast(copy, src, group(among, copy.device.type))
             return copy.to(x.device)
         box = [x]
-        dist.broadcast_object_list(box, src)
+        dist.broadcast_object_list(box, src, group(among))
         return box[0]
 
 
 @torch.no_grad()
-def broadcast_into(tensors: Sequence[Tensor]) -> None:
+def broadcast_into(tensors: Sequence[Tensor], among: str = "") -> None:
     """Give every rank rank 0's values of these, in place, by one collective for each type."""
     for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
         alike = [t for t in tensors if (t.dtype, t.device) == kind]
-        sent = broadcast(torch.cat([t.reshape(-1) for t in alike]))
+        sent = broadcast(torch.cat([t.reshape(-1) for t in alike]), among=among)
         for t, values in zip(alike, sent.split([t.numel() for t in alike]), strict=True):
             t.copy_(values.view_as(t))
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from learnerkit import arguments, optim
 from learnerkit.callback import Callback
 from learnerkit.events import CancelBatchException, CancelStepException
-from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients
+from learnerkit.gradient_mean import GradientMean, StepState, host_count, scale_gradients
 
 
 class GradientAccumulation(Callback):
@@ -37,18 +37,27 @@ class GradientAccumulation(Callback):
             if value is not None:
                 arguments.check_count(name, value)
         self.n_batches, self.n_samples = n_batches, n_samples
-        self._mean: GradientMean | None = None  # on one process; with several ranks RankStep has one
+        self._mean: GradientMean | None = None  # on one process; with several ranks their step has one
         self._batches = self._samples = self._steps = 0
 
     def before_train(self) -> None:
         learn = self.learn
         if not learn._sharded:
-            self._mean, learn._gradient = GradientMean(learn._loss_weighting.sums), self
+            self.attach()
         self._batches = self._samples = self._steps = 0
         learn._step_batches = self.n_batches or 1
         self._counted = False  # whether the current batch is in `_batches`
 
     def before_batch(self) -> None:
+        self.begin()
+
+    def attach(self) -> None:
+        """Weigh the learner's batches from here on: on one process, as several ranks do it together."""
+        learn = self.learn
+        self._mean, learn._gradient = GradientMean(learn._loss_weighting.sums), self
+
+    def begin(self) -> None:
+        """Count a batch into its step, and decide if the step is due after it."""
         learn = self.learn
         self._counted = True
         self._batches += 1
@@ -81,31 +90,30 @@ class GradientAccumulation(Callback):
         mean.counted = mean.counted + count
         learn.loss_grad = mean.weigh(learn.loss_grad, count, learn._model_output)
         learn._backward()
-        self._correct_if_due(mean)
+        self.finish()
 
-    @property
-    def is_begun(self) -> bool:
-        """Whether the step has batches already; with several ranks RankStep knows."""
-        return self._mean is not None and self._mean.begun
+    def finish(self) -> None:
+        """Correct the gradients after the step's last backward pass, or after its cancel."""
+        learn, mean = self.learn, self._mean
+        if mean is None or not (learn._step_due and mean.begun):
+            return
+        mean.begun = False
+        factor = mean.correction(mean.counted)
+        if isinstance(factor, Tensor) or factor != 1:  # else spare the search for the parameters
+            beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
+            scale_gradients([*learn.model.parameters(), *beside], factor)
 
-    def factor_to_sum(self, count: float | Tensor) -> float | Tensor:
-        """What a batch's gradients are to be multiplied by to be those of the sum over what it counts."""
+    def state(self) -> StepState:
+        """Return how far the step has come; with several ranks their step knows."""
         mean = cast(GradientMean, self._mean)
-        return 1.0 if mean.sums else mean.expected
+        return StepState(mean.begun, 1.0 if mean.sums else mean.expected)
 
-    def _correct_if_due(self, mean: GradientMean) -> None:
-        "Correct the gradients after the step's last backward pass, or after its cancel."
-        if self.learn._step_due and mean.begun:
-            mean.begun = False
-            learn = self.learn
-            factor = mean.correction(mean.counted)
-            if isinstance(factor, Tensor) or factor != 1:  # else spare the search for the parameters
-                beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
-                scale_gradients([*learn.model.parameters(), *beside], factor)
-
-    def after_cancel_backward(self) -> None:
+    def detach(self) -> None:
+        """Weigh no further batches. A step that is not complete is dropped."""
         if self._mean is not None:
-            self._correct_if_due(self._mean)
+            self.learn._gradient = self._mean = None
+
+    after_cancel_backward, after_cancel_train = finish, detach
 
     def after_backward(self) -> None:
         if not self.learn._step_due:
@@ -115,7 +123,7 @@ class GradientAccumulation(Callback):
         if self._mean is None:  # with several ranks their Agreement does all this
             return
         if not self._counted:  # a callback before this one cancelled the batch, which is still one of its step
-            self.before_batch()
+            self.begin()
         self._step_if_due(self._mean)
 
     def after_batch(self) -> None:
@@ -125,10 +133,6 @@ class GradientAccumulation(Callback):
         if learn.n_iter and learn.n_epoch:  # progress counts steps that have been taken
             steps = -(-learn.n_iter // learn._step_batches)
             learn.pct_train = (learn.epoch + min(1.0, self._steps / steps)) / learn.n_epoch
-
-    def after_cancel_train(self) -> None:
-        if self._mean is not None:
-            self.learn._gradient = self._mean = None  # the incomplete step is dropped
 
     def after_train(self) -> None:
         if self._mean is not None:
@@ -147,7 +151,7 @@ class GradientAccumulation(Callback):
         "Take the step if the step's last batch has not taken it."
         learn = self.learn
         if learn._step_due and mean.begun:
-            self._correct_if_due(mean)
+            self.finish()
             learn._events("step", learn._step, CancelStepException)
             learn._zero_grad()
 
@@ -155,5 +159,4 @@ class GradientAccumulation(Callback):
         learn = self.learn
         learn._zero_grad()
         learn._step_batches, learn._step_due = 1, True
-        if self._mean is not None:
-            learn._gradient = self._mean = None
+        self.detach()

@@ -1,8 +1,8 @@
 """Ranks leave together: what one of them raises, all of them raise, at the same place of the loop.
 
 Outside the batches every event ends in a vote, a collective of a few bytes. In training the rank that raises goes on
-taking part in the collectives, with batches of zero weight (`company.py`), until the flag that it puts into the
-gradients' reduction has reached all (`carrier.py`); in validation it calls the others to a vote. An error that is not
+taking part in the collectives, with batches of zero weight (`left_batch.py`), until the flag that it puts into the
+gradients' reduction has reached all (`rank_step.py`); in validation it calls the others to a vote. An error that is not
 a cancel cannot wait for that: `watch.py` tells the others and frees those that are blocked.
 """
 
@@ -111,8 +111,8 @@ class Agreement:
         self.request = Request()
         self.between_events = True
         self.votes = self.dispatches = 0
-        self.company: Any = None  # this rank's `Company` once it trains, with its `RankStep`
-        self.timed: Any = None  # makes of a communication hook of DDP's one whose time a scaling report notes
+        self.left_batch: Any = None  # this rank's `LeftBatch` once it trains, with its `RankStep`
+        self.alone_from: int | None = None  # the training batch from which on each rank is alone in its batches
         self.place = b"before_fit/"  # where the run is: 'event/callback'
         self._failing: BaseException | None = None
         self._stack = ExitStack()
@@ -148,7 +148,7 @@ class Agreement:
         if error is not None and error is not self._failing and self.watch.failure and may_follow(error):
             error = self.watch.peer_error()
         self._stack.close()
-        self._failing = self.pending = self.company = None
+        self._failing = self.pending = self.left_batch = None
         if error is not None and error is not own:
             try:
                 raise error from None
@@ -192,8 +192,6 @@ class Agreement:
             return
         if isinstance(error, RuntimeError):  # as torch's are
             world.explain_mismatch(error)
-            if self.company is not None:
-                self.company.explain(error)
         event, _, callback = self.place.decode().partition("/")
         if self.learn._dispatch is None or self.dispatch.raised is not error:  # not in a callback
             event, callback = f"the loop, after {event}", ""
@@ -288,7 +286,12 @@ class Agreement:
         if not learn.training:
             self._run_validation_batch(one_batch)
             return
-        step = self.company.step
+        if self.alone_from is not None and learn.train_iter >= self.alone_from:
+            learn._gradient = None
+            with world.alone():
+                one_batch()
+            return
+        step = self.left_batch.step
         outer, self.between_events = self.between_events, False
         try:
             step.begin()
@@ -298,7 +301,7 @@ class Agreement:
                 if not self.keeps(error):
                     raise
             if step.is_open():
-                self.company.finish_batch()
+                self.left_batch.finish_batch()
             if self.dispatch.last != "after_batch":
                 self._leave_if_all_do("after_batch")
             if self.dispatch.to_come("after_batch"):  # the others have it, and it may hold a collective
@@ -309,7 +312,7 @@ class Agreement:
 
     def _leave_if_all_do(self, point: str) -> None:
         """Leave at once, as one process would, if all ranks have a reason to before they come to this point."""
-        if self.pending is not None and self.company.step.all_skip(point):
+        if self.pending is not None and self.left_batch.step.all_skip(point):
             self.vote()
 
     def _run_validation_batch(self, one_batch: Any) -> None:
@@ -329,8 +332,8 @@ class Agreement:
         self.dispatch.event = "the batches"
         flags = None
         if self.learn.training:
-            self.company.step.end()
-            flags = self.company.step.carrier.exchange_flags(None)
+            self.left_batch.step.end()
+            flags = self.left_batch.step.message.exchange_flags(None)
         if flags:
             self.request.ask(unpacked(flags[-1], world.world_size()))
         self.vote(flags and flags[: len(LEAVING)])

@@ -11,22 +11,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from learnerkit import optim, world
 from learnerkit.callback import Callback, Dispatch, is_ours
 from learnerkit.data.batches import loader_len, map_batch, on_host, tensors_in
 from learnerkit.data.order import draws_globally, states_at_start
-from learnerkit.parallel import wrapping
+from learnerkit.parallel import model_checks
 from learnerkit.parallel.agreement import Agreement, RankDispatch
-from learnerkit.parallel.company import Company
-from learnerkit.parallel.drift import digests
-from learnerkit.parallel.first_batch import Trial
+from learnerkit.parallel.averager import Averager
+from learnerkit.parallel.drift import digests, give_values
+from learnerkit.parallel.left_batch import LeftBatch, StandIn
 from learnerkit.parallel.loaders import RankLoader, rank_loader
-from learnerkit.parallel.rank_step import RankStep
-from learnerkit.parallel.wrapping import COMM_HOOKS
-from learnerkit.text import did_you_mean, first_few
+from learnerkit.parallel.rank_step import COMM_HOOKS, RankStep
+from learnerkit.text import did_you_mean
 from learnerkit.utils import listify, spanned_devices, warn
 
 if TYPE_CHECKING:
@@ -108,28 +106,21 @@ class DistributedCallback(Callback):
                 near = did_you_mean(name, [*allowed, *signature(DistributedCallback).parameters])
                 near = near if name != "cuda_id" else f": {OWN_DEVICE}"
                 raise TypeError(f"got the argument {name!r}, which neither DistributedCallback nor DDP takes{near}")
-        # Sent again by a second forward pass, as in a GAN, buffers would change under the first one's graph.
-        sends_buffers = "forward_sync_buffers" if "forward_sync_buffers" in allowed else "broadcast_buffers"
-        self.ddp_kwargs = ({sends_buffers: False} if self.wrap_names else {}) | ddp_kwargs
-        self._warned: set[str] = set()
+        self.ddp_kwargs = ddp_kwargs
+        self._told: set[str] = set()
         self._forget()
 
     def _forget(self) -> None:
-        self._plain: Any = None  # the model of the fit, without DDP
-        self._wrapped: nn.Module | None = None
-        self._trainable: list[bool] = []
-        self._parts: dict[str, nn.Module] = {}
-        self._step: Any = None  # its `RankStep`
+        self._averager: Averager | None = None  # of the fit, once it trains
         self._loaders: dict[tuple, tuple[Any, RankLoader]] = {}
         self._undo: list[Callable[[], object]] = []
-        self._heard: list[Optimizer] = []  # whose steps are heard of
         self._outside: list[tuple] = []
 
-    def _warn_once(self, message: str) -> None:
-        "Once for this learner; of another one the same may be true."
-        if world.is_main() and message not in self._warned:
-            self._warned.add(message)
-            warn(message)
+    def tell_once(self, message: str, by: Callable[[str], object] = warn) -> None:
+        """Say something on rank 0, once for this learner; of another one the same may be true."""
+        if world.is_main() and message not in self._told:
+            self._told.add(message)
+            by(message)
 
     # A fit
 
@@ -148,14 +139,8 @@ class DistributedCallback(Callback):
 
     def _prepare_evaluation(self) -> None:
         """Give all ranks rank 0's weights where they differ, and random streams of their own where they share one."""
-        tensors = [*self.learn.model.parameters(), *self.learn.model.buffers()]
-        mine = [t.shape for t in tensors], digests(tensors), world.seed_digest()
-        shapes, values, seeds = zip(*world.all_gather(mine), strict=True)
-        if any(other != shapes[0] for other in shapes):
-            raise ValueError("the model differs between ranks in its parameters' shapes; every rank must make the same")
-        if any(other != values[0] for other in values):
-            world.broadcast_into(tensors)  # else different models would be mixed
-        world.spread_seeds(seeds)
+        give_values([*self.learn.model.parameters(), *self.learn.model.buffers()])
+        world.spread_seeds(world.all_gather(world.seed_digest()))
 
     def _compare(self) -> None:
         """Refuse a fit that differs between ranks, and give all of them rank 0's optimizer state and sample order."""
@@ -175,7 +160,7 @@ class DistributedCallback(Callback):
         placed = socket.gethostname(), list(map(str, spanned_devices(learn.model)))
         mine = facts, optimizers, world.seed_digest(), order and order.get_state(), placed
         everyone, others, seeds, orders, places = zip(*world.all_gather(mine), strict=True)
-        wrapping.check_devices(places)
+        model_checks.check_devices(places)
         for name in dict.fromkeys(name for other in everyone for name in other):
             found = {r: other[name] for r, other in enumerate(everyone) if name in other}  # a callback may be on some
             if any(value != next(iter(found.values())) for value in found.values()):
@@ -201,155 +186,21 @@ class DistributedCallback(Callback):
         if world.world_size() == 1:
             return
         learn = self.learn
-        if self._step is None:
-            self._start()
-        elif learn.model is not self._plain:  # a callback has put another one there
-            self._plain, self._wrapped = self._step.replace_model(learn.model), None
-        self._hear_of_steps()
-        beside = self._beside()
-        trainable = [*(p.requires_grad for p in self._plain.parameters()), *map(id, beside)]
-        # Of several networks some may be frozen just for the moment.
-        if self._wrapped is None or (trainable != self._trainable and not self.wrap_names):
-            self._step.agreement.vote()  # wrapping talks to the other ranks, and one of them may have left this event
-            self._step.take_parameters(self._plain, beside)
-            self._wrapped, self._trainable, self._step.first = self._wrap(self._plain), trainable, True
-            self._step.watch_later_passes()
-        self._enter(self._wrapped, training=True)
-        self._step.start()
-        learn._gradient = self._step
-
-    def _start(self) -> None:
-        learn, self._plain = self.learn, self.learn.model
-        agreement = cast(Agreement, learn._agreement)
-        by_bucket = bool(self.wrap_names) or learn._overrides("_backward")
-        self._check_accumulation(by_bucket)
-        step = self._step = RankStep(learn, agreement, self._note_trial, by_bucket)
-        step.parts = bool(self.wrap_names)
-        agreement.company = Company(learn, step)
-        hook = _BatchHook(agreement.company)
-        learn.add_cb(hook)
-        self._undo += [partial(learn.remove_cb, hook), partial(wrapping.unwrap_all, step), step.ignore_later_passes]
-
-    def _hear_of_steps(self) -> None:
-        """Hear of the steps of each optimizer, also of one that a callback has put there since the last epoch."""
-        for opt in self.learn.opts:
-            if any(opt is known for known in self._heard):
-                continue
-            self._heard.append(opt)
-            self._undo.append(opt.register_step_post_hook(self._step.note_optimizer_step).remove)
-            if self.learn._overrides("_step"):
-                self._undo.append(opt.register_step_pre_hook(self._step.share_closure).remove)
+        if self._averager is None:
+            step = RankStep(learn, cast(Agreement, learn._agreement))
+            left_batch, stand_in = LeftBatch(learn, step), StandIn()
+            step.agreement.left_batch = left_batch
+            for cb in (stand_in, _BatchHook(left_batch, stand_in)):
+                learn.add_cb(cb)
+                self._undo.append(partial(learn.remove_cb, cb))
+            self._averager = Averager(self, step)
+            self._undo.append(self._averager.end)
+        self._averager.begin()
+        self._enter(training=True)
+        learn._gradient = self._averager.way
 
     def after_train(self) -> None:
         self._send_buffers()
-
-    def _check_accumulation(self, by_bucket: bool) -> None:
-        if not hasattr(self.learn, "gradient_accumulation"):
-            return
-        if by_bucket:
-            raise ValueError(
-                "GradientAccumulation cannot weigh the batches of a learner with wrap= or a _backward of its own "
-                "exactly; accumulate in that _backward, or train the whole model by one loss"
-                " (errors.html#accumulation)"
-            )
-        if self.ddp_kwargs.get("static_graph"):
-            raise ValueError(
-                "static_graph=True and GradientAccumulation do not go together: DDP's first iteration must reduce the "
-                "gradients, and accumulation does not; leave static_graph out"
-                " (errors.html#accumulation)"
-            )
-
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        """Return `model` in DDP, or with its parts in DDP; every rank must reach this."""
-        if self.sync_bn is not False and wrapping.batch_norms(model):
-            if self.learn.dls.device.type != "cpu":
-                self._undo.append(wrapping.synchronise_batch_norms(model))
-            elif self.sync_bn:
-                world.warn_once(
-                    "sync_bn: torch has no SyncBatchNorm on the CPU, so each rank's BatchNorm sees its own samples "
-                    "alone (sync_bn=False says that this is meant)"
-                )
-        if self.comm_hook is not None:
-            self._warn_once(
-                f"comm_hook={self.comm_hook!r} rounds the gradients: the numbers are not those of one process any more"
-            )
-        if not self.wrap_names:
-            return self._ddp(model, bool(self.find_unused_parameters))
-        wrapping.check_parts(model, self.wrap_names)
-        for name in self.wrap_names:
-            wrapper = self._ddp(getattr(model, name), bool(self.find_unused_parameters))
-            self._parts[name] = wrapper
-        return model
-
-    def _ddp(self, module: nn.Module, find_unused: bool) -> DistributedDataParallel:
-        options = {"find_unused_parameters": find_unused, **self.ddp_kwargs}
-        wrapper = wrapping.wrap_module(module, self._step, self.learn.dls.device, self.comm_hook, options)
-        if not self.wrap_names:
-            wrapping.unwrap_all(self._step)  # it may have been wrapped otherwise before
-        self._step.wrappers.append(wrapper)
-        self._step.late = find_unused and self._step.can_be_late
-        return wrapper
-
-    def _beside(self) -> list[nn.Parameter]:
-        """The parameters that are trained with the model's; note those that each rank would train by itself."""
-        learn = self.learn
-        beside = optim.parameters_beside(self._plain, learn.loss_func, learn.opts)
-        known = {id(p) for p in (*self._plain.parameters(), *beside)}
-        self._step.foreign = [
-            (f"{type(owner).__name__}.{name}", p)
-            for owner in (learn, *learn.cbs)
-            for name, opt in vars(owner).items()
-            if isinstance(opt, Optimizer)
-            for group in opt.param_groups
-            for p in group["params"]
-            if p.requires_grad and id(p) not in known
-        ]
-        if beside and self.wrap_names:
-            raise ValueError(
-                f"the loss or the optimizer has {len(beside)} trainable parameters that are not the model's, and "
-                f"wrap={self.wrap_names} leaves them out: put them into the model, in one of these parts"
-            )
-        return beside
-
-    def _note_trial(self, trial: Trial) -> None:
-        """Act on what the first batch of all ranks shows; every rank must reach this.
-
-        Args:
-            trial: this rank's.
-        """
-        trials = world.all_gather(trial)
-        self._compare_buffers([each.buffers for each in trials if each.buffers])
-        if self.find_unused_parameters:
-            return
-        found = dict.fromkeys(name for each in trials for name in each.unused or ())
-        of_model = found.keys() & dict(self._plain.named_parameters())
-        if not of_model and self.find_unused_parameters is None and self._step.can_be_late:
-            # Those beside the model may be for a callback's own loss.
-            if found or any(each.unused is None for each in trials):
-                self._step.average_late()
-            return
-        if not found:
-            return
-        shown = first_few(found)
-        if self.find_unused_parameters is False:
-            raise RuntimeError(
-                f"parameters that take no part in the loss: {shown}. DDP waits for the gradient of each: freeze them, "
-                "use them, or leave find_unused_parameters=False out"
-            )
-        self._warn_once(f"find_unused_parameters=True was chosen: the loss does not depend on {shown}")
-        self._wrapped = self.learn.model = self._ddp(self._plain, find_unused=True)
-        self._step.watch_later_passes()
-
-    def _compare_buffers(self, ranks: list[dict[str, str]]) -> None:
-        """Warn of buffers that each rank makes of its own samples."""
-        apart = [name for name in (ranks[0] if ranks else ()) if any(r.get(name) != ranks[0][name] for r in ranks)]
-        if apart:
-            self._warn_once(
-                f"each rank makes {first_few(apart)} (buffers that change in the forward pass) of its own samples, so "
-                "the numbers are not those of one process; make them of all ranks' samples: learnerkit.world.reduce or "
-                "all_gather, in the forward pass"
-                " (errors.html#rank-statistics)"
-            )
 
     def _share_out(self, dl: Any, training: bool) -> RankLoader:
         learn, key = self.learn, (id(dl), training)
@@ -362,15 +213,16 @@ class DistributedCallback(Callback):
             name, dataset = "the training loader" if training else "the loader", getattr(dl, "dataset", None)
             if training and isinstance(dataset, Sized) and len(dataset) < world.world_size():
                 some = f"{len(dataset)} sample{'s' if len(dataset) > 1 else ''} for {world.world_size()} ranks"
-                self._warn_once(f"the training data has {some}: some of them have nothing to do")
+                self.tell_once(f"the training data has {some}: some of them have nothing to do")
             # With statistics per rank, BatchNorm needs two samples on a rank, or none.
             alone = training and any(
-                not isinstance(m, nn.SyncBatchNorm) for m in wrapping.batch_norms(self.learn.model)
+                not isinstance(m, nn.SyncBatchNorm) for m in model_checks.batch_norms(self.learn.model)
             )
             least = 2 if alone else 1
+            step = self._averager.step if training and self._averager is not None else None
             shared = rank_loader(
                 dl, name, training=training, split=self.split_batches, least=least, seed=seed,
-                sharded=self.dataset_is_sharded, join=self.uneven == "join", rank_step=self._step if training else None,
+                sharded=self.dataset_is_sharded, join=self.uneven == "join", rank_step=step,
             )  # fmt: skip
             if learn.dls.keeps(dl):  # else it is made for this reading alone
                 self._loaders[key] = dl, shared  # with the loader itself, so that its id stays its own
@@ -382,39 +234,29 @@ class DistributedCallback(Callback):
             learn._first_batch = position.share(shared)
         return shared
 
-    # Evaluation: on the plain module, without collectives in its forward pass
+    # Evaluation, without collectives in the forward pass
 
     def before_validate(self) -> None:
         if world.world_size() == 1:
             return
-        model = self.learn.model  # perhaps another one than is trained, as an average of its weights
-        self._enter(self._plain if model is self._wrapped else model, training=False)
+        self._enter(training=False)
         self._send_buffers()
 
     def _send_buffers(self) -> None:
         """Give every rank rank 0's buffers; every rank must reach this."""
-        if self._wrapped is not None:
-            world.broadcast_into(list(self._plain.buffers()))
+        if self._averager is not None and self._averager.model is not None:
+            world.broadcast_into(list(self._averager.model.buffers()))
 
     # What training and evaluation swap and put back; evaluation may be called in the middle of training
 
-    def _enter(self, model: nn.Module, training: bool) -> None:
+    def _enter(self, training: bool) -> None:
         learn = self.learn
-        parts = {name: getattr(self._plain, name) for name in self._parts}
-        self._outside.append((learn.model, model, learn.dl, learn._gradient, parts))
-        learn.model = model
-        for name, wrapper in self._parts.items():
-            setattr(self._plain, name, wrapper if training else wrapper.module)
+        self._outside.append((learn.dl, None if training else learn._gradient))
         learn.dl = self._share_out(learn.dl, training)
 
     def cleanup_train(self) -> None:
         if self._outside:
-            learn = self.learn
-            before, entered, learn.dl, learn._gradient, parts = self._outside.pop()
-            if learn.model is entered or learn.model is self._wrapped:  # else a callback has put another one there
-                learn.model = before
-            for name, part in parts.items():
-                setattr(self._plain, name, part)
+            self.learn.dl, self.learn._gradient = self._outside.pop()
 
     cleanup_validate = cleanup_train
 
@@ -423,21 +265,26 @@ class _BatchHook(Callback):
     """The part of `DistributedCallback` that runs at each training batch, for as long as a fit lasts.
 
     Args:
-        company: prepares the batch with its step, and finishes what this rank leaves.
+        left_batch: finishes what this rank leaves; its step prepares the batch.
+        stand_in: takes care of a batch without data.
     """
 
     order = DistributedCallback.order
     run_valid = False
 
-    def __init__(self, company: Company) -> None:
+    def __init__(self, left_batch: LeftBatch, stand_in: StandIn) -> None:
         super().__init__()
         # Attributes rather than keywords, which refer to the callback: nothing of a run is left to garbage collection.
-        self.before_batch = company.step.before_batch
-        self.after_cancel_backward = company.finish_backward
-        self.after_cancel_step = company.step_unless_all_skip
-        self.after_cancel_batch = company.finish_batch
-        for event, hook in company.step.own_hooks().items():
-            setattr(self, event, hook)
+        self.before_forward, self.prepare = stand_in.before_forward, left_batch.step.prepare
+        self.after_cancel_backward = left_batch.finish_backward
+        self.after_cancel_step = left_batch.step_unless_all_skip
+        self.after_cancel_batch = left_batch.finish_batch
+        if left_batch.learn._overrides("_step"):  # which may step without the optimizer's `step`
+            self.after_step = left_batch.step.note_optimizer_step
+
+    def before_batch(self) -> None:
+        self.before_forward()
+        self.prepare()
 
     def __repr__(self) -> str:
         return "DistributedCallback"

@@ -203,3 +203,16 @@ def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:
     rows = words[:whole].view(-1, size).split(1 if words.device.type == "cpu" else 64)
     sums = [(block * weights).sum(1) for block in rows]
     return _weighted_sum(torch.cat([*sums, _weighted_sum(words[whole:], weights)[None]]), weights)
+
+
+def give_values(tensors: Sequence[Tensor]) -> None:
+    """Give all ranks rank 0's values where they differ; every rank must reach this. A host-device sync.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    shapes, values = zip(*world.all_gather(([t.shape for t in tensors], digests(tensors))), strict=True)
+    if any(other != shapes[0] for other in shapes):
+        raise ValueError("the model differs between ranks in its parameters' shapes; every rank must make the same")
+    if any(other != values[0] for other in values):
+        world.broadcast_into(tensors)  # else different models would be mixed

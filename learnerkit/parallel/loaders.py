@@ -499,7 +499,7 @@ class RankStreamLoader(RankLoader):
             yield self._given(batch, size, step)
             size, batch = _NOTHING if self._ended else next(batches, _NOTHING)
             having, step = rank_step.count_ranks(batch is not None), step + 1
-        if rank_step.is_begun:  # a step of several batches is still to be taken
+        if rank_step.mean.begun:  # a step of several batches is still to be taken
             self.is_last = True
             yield self._given(None, 0, step)
         self.share, self._ended, self._left = None, False, batch is not None

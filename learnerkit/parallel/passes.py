@@ -1,4 +1,4 @@
-"""Gradients that are averaged after a backward pass, where DDP cannot do it in the pass itself."""
+"""Gradients that are averaged after a backward pass, by one function, whichever of them a rank has."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,51 +8,176 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from learnerkit import world
+from learnerkit.gradient_mean import counts_something
 from learnerkit.torch_internals import call_after_backward, forget_removed_hooks
 
 if TYPE_CHECKING:
     from learnerkit.parallel.rank_step import RankStep
 
-_DENSE, _SPARSE = 1, 1000  # what a rank that has a gradient adds: so many ranks can be told apart
+_DENSE, _SPARSE = 1, 1000  # what a rank that gives a gradient adds: so many ranks can be told apart
+_CHUNK = 25 * 2**20  # bytes of gradients that are sent together, so that the copy stays small
+
+
+class Passes:
+    """Averages, at its end, each backward pass that DDP does not: those of a `_backward`, a `_step` or a callback.
+
+    What is averaged already stays what it is, since it is the same on all ranks, and their weights have a mean of 1.
+
+    Args:
+        step: of the ranks, whose parameters these are.
+
+    Attributes:
+        averaged: the gradients that are averaged, by their parameters.
+    """
+
+    def __init__(self, step: "RankStep") -> None:
+        self.step, self.params = step, list(step.params.values())
+        self.averaged: dict[nn.Parameter, Tensor] = {}
+        self._open = False
+        self._touched: set[nn.Parameter] = set()  # in the pass that is running
+        self._before: dict[nn.Parameter, Tensor] = {}  # what the pass of a loss that sums adds to
+        self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in self.params]
+        if step.mean.sums:
+            self._hooks += [p.register_hook(self._keep) for p in self.params]
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        for p in self.params:
+            forget_removed_hooks(p)
+        self.close()
+
+    def open_now(self) -> None:
+        """Average the passes from here on; the gradients that are there are averaged."""
+        self._open = True
+        if self.step.progress.reduced:
+            self.averaged = {p: p.grad for p in self.params if p.grad is not None}
+
+    def close(self) -> None:
+        """Leave the passes alone from here on."""
+        self._open = False
+        self.averaged.clear()
+
+    def _keep(self, grad: Tensor) -> None:
+        if self._open and not self._touched and not self._before:  # the first gradient of a pass is not in its place
+            self._before = {p: p.grad.clone() for p in self.params if p.grad is not None}
+
+    def _note(self, p: Tensor) -> None:
+        if self._open:
+            if not self._touched:
+                call_after_backward(self._end)
+            self._touched.add(p)  # type: ignore[arg-type]
+
+    def _end(self) -> None:
+        touched, before = self._touched, self._before
+        self._touched, self._before = set(), {}
+        for p, grad in before.items():
+            if p.grad is not None:
+                p.grad -= grad
+        self._average([p in touched for p in self.params])
+        for p, grad in before.items():
+            p.grad = grad if p.grad is None else p.grad + grad
+        self.averaged |= {p: p.grad for p in self.params if p.grad is not None and (p in touched or p in self.averaged)}
+
+    def _average(self, new: list[bool]) -> None:
+        step = self.step
+        count = step.count
+        average_gradients(self.params, new, step.message.vector(count, None), step.weight, counts_something(count))
+
+    def before_optimizer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Average what has been put into `p.grad`, and let a closure return the loss of all ranks.
+
+        It is a hook of the `step` of the optimizers of a learner that overrides `_backward` or `_step`.
+        """
+        if not self._open:
+            return None
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._together(args[1]), *args[2:]), kwargs
+        closure = kwargs.get("closure")
+        if closure is not None:
+            return args, {**kwargs, "closure": self._together(closure)}
+        new = [p.grad is not None and self.averaged.get(p) is not p.grad for p in self.params]
+        if not self.step.mean.sums:  # of a sum it could not be told what is averaged in it
+            self._average(new)
+            self.averaged = {p: p.grad for p in self.params if p.grad is not None}
+        return None
+
+    def _together(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that returns the loss of all ranks, so that they all go on alike."""
+
+        def together() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            if loss is None:
+                return None
+            step, loss = self.step, torch.as_tensor(loss).detach()
+            count = torch.as_tensor(1.0 if step.mean.sums else step.count, dtype=torch.float64, device=loss.device)
+            mine = count if counts_something(step.count) else torch.zeros_like(count)
+            # A host-device sync comes with the optimizer's own look at the loss.
+            weighed = torch.where(mine > 0, loss.double() * mine, 0.0)  # of nothing there may be a NaN
+            total, counted = world.reduce(torch.stack([weighed, mine]), "sum").unbind()
+            return (total if step.mean.sums else total / counted).to(loss)
+
+        return together
 
 
 @torch.no_grad()
-def reduce_gradients(params: Sequence[nn.Parameter], factor: float | Tensor, vector: Tensor) -> Tensor:
-    """Put the mean over the ranks into the gradients, whichever of them this rank has; every rank must reach this.
+def average_gradients(
+    params: Sequence[nn.Parameter],
+    new: Sequence[bool],
+    vector: Tensor,
+    weight: Callable[[float], float | Tensor] | None,
+    counts: bool,
+    among: str = "",
+) -> Tensor:
+    """Put the mean over the ranks into gradients, whichever of them each rank has; every rank must reach this.
 
-    A parameter to which no rank has a gradient is left without one, as on one process. A host-device sync.
+    A parameter to which no rank gives a gradient keeps what it has. A host-device sync.
 
     Args:
         params: the same on every rank.
-        factor: what this rank's gradients are multiplied by; 0 leaves them out.
-        vector: reduced on the way.
+        new: of which of them this rank has a gradient that is not averaged yet.
+        vector: of this rank, reduced on the way.
+        weight: returns what this rank's gradients are multiplied by, from the mean of the vectors' first entries;
+            `None`: they are weighed already.
+        counts: whether this rank counts anything; if not, what `weight` would weigh is left out.
+        among: as in `world.reduce`.
 
     Returns:
-        The mean of `vector`.
+        The mean of the vectors.
     """
-    nothing = not isinstance(factor, Tensor) and factor == 0
-    found = [0 if nothing or p.grad is None else _DENSE if p.grad.layout is torch.strided else _SPARSE for p in params]
-    kinds = torch.tensor(found, dtype=torch.float64, device=vector.device)
-    total = world.reduce(torch.cat([vector.double(), kinds]), "mean")
-    counts = [round(x * world.world_size()) for x in total[len(vector) :].tolist()]
-    dense: dict[Any, list[tuple[nn.Parameter, Tensor]]] = {}
-    for p, count, mine in zip(params, counts, found, strict=True):
-        if not count:
-            p.grad = None
+    gives = counts or weight is None
+    kinds = [_mark(p.grad) if gives and is_new else 0 for p, is_new in zip(params, new, strict=True)]
+    mine = torch.tensor(kinds, dtype=torch.float64, device=vector.device)
+    total = world.reduce(torch.cat([vector.double(), mine]), "mean", among)
+    first, *numbers = total.tolist()
+    factor = 1.0 if weight is None else weight(first) if counts else 0.0
+    chunk: list[tuple[nn.Parameter, Tensor]] = []
+    for p, is_new, number in zip(params, new, numbers[len(vector) - 1 :], strict=True):
+        found = round(number * world.world_size())
+        if not found:
+            p.grad = None if is_new else p.grad  # left out, and nobody else has any
             continue
-        grad = _scaled(p.grad, factor) if mine else None
-        if count >= _SPARSE:
+        grad = _scaled(p.grad, factor)
+        if found >= _SPARSE:
             p.grad = _reduce_sparse(p, grad)
-        else:
-            dense.setdefault((p.dtype, p.device), []).append((p, torch.zeros_like(p) if grad is None else grad))
-    for pairs in dense.values():
-        mean = world.reduce(torch.cat([grad.reshape(-1) for _, grad in pairs]), "mean")
-        for (p, _), piece in zip(pairs, mean.split([p.numel() for p, _ in pairs]), strict=True):
-            if p.grad is None or p.grad.layout is not torch.strided:
-                p.grad = piece.view_as(p).clone()
-            else:
-                p.grad.copy_(piece.view_as(p))
+            continue
+        pair = p, torch.zeros_like(p) if grad is None else grad
+        if chunk and (_kind(pair[1]) != _kind(chunk[0][1]) or sum(g.nbytes for _, g in chunk) > _CHUNK):
+            _reduce_dense(chunk, among)
+            chunk = []
+        chunk.append(pair)
+    _reduce_dense(chunk, among)
     return total[: len(vector)].to(vector.dtype)
+
+
+def _mark(grad: Tensor | None) -> int:
+    return 0 if grad is None else _DENSE if grad.layout is torch.strided else _SPARSE
+
+
+def _kind(grad: Tensor) -> tuple:
+    return grad.dtype, grad.device
 
 
 def _scaled(grad: Tensor | None, factor: float | Tensor) -> Tensor | None:
@@ -60,7 +185,20 @@ def _scaled(grad: Tensor | None, factor: float | Tensor) -> Tensor | None:
         return grad
     if isinstance(factor, Tensor) and grad.layout is torch.strided:
         return torch.where(factor > 0, grad * factor, 0.0).to(grad.dtype)  # of nothing there may be a NaN
-    return grad * factor
+    return grad * factor if isinstance(factor, Tensor) or factor else None
+
+
+def _reduce_dense(pairs: list[tuple[nn.Parameter, Tensor]], among: str) -> None:
+    """Put the mean over the ranks into the gradients of parameters of one type; divided first, as DDP does."""
+    if not pairs:
+        return
+    sent = torch.cat([grad.reshape(-1) for _, grad in pairs]).mul_(1 / world.world_size())
+    mean = world.reduce(sent, "sum", among)
+    for (p, _), piece in zip(pairs, mean.split([p.numel() for p, _ in pairs]), strict=True):
+        if p.grad is None or p.grad.layout is not torch.strided:
+            p.grad = piece.view_as(p).clone()
+        else:
+            p.grad.copy_(piece.view_as(p))
 
 
 def _reduce_sparse(p: nn.Parameter, grad: Tensor | None) -> Tensor:
@@ -73,74 +211,3 @@ def _reduce_sparse(p: nn.Parameter, grad: Tensor | None) -> Tensor:
     grad = (grad if grad.layout is torch.sparse_coo else grad.to_sparse(1)).coalesce().clone()
     dist.all_reduce(grad, group=world.group("gradients", grad.device.type))
     return (grad / world.world_size()).coalesce()
-
-
-class LaterPasses:
-    """Averages, at its end, each backward pass that follows the one of the loss: those of a `_step` or a callback.
-
-    Args:
-        step: whose factor weighs them.
-        params: the same on every rank.
-
-    Attributes:
-        open: passes are averaged: those after the loss's in a step, or all.
-        seen: there has been one since it was opened.
-    """
-
-    def __init__(self, step: "RankStep", params: Sequence[nn.Parameter]) -> None:
-        self.step, self.params = step, params
-        self.open = self.seen = False
-        self._queued = False
-        self._before: dict[nn.Parameter, Tensor] | None = None  # what the pass of a sum adds to
-        self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in params]
-        if step.mean.sums:
-            self._hooks += [p.register_hook(self._keep) for p in params]
-
-    def remove(self) -> None:
-        """Take the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        for p in self.params:
-            forget_removed_hooks(p)
-
-    def begin(self) -> None:
-        """Average the passes from here on."""
-        self.open, self.seen, self._before = True, False, None
-
-    def _keep(self, grad: Tensor) -> None:
-        if self.open and self._before is None:  # the first gradient of a pass, of which none is in its place yet
-            self._before = {p: p.grad.clone() for p in self.params if p.grad is not None}
-
-    def _note(self, p: nn.Parameter) -> None:
-        if self.open and not self._queued:
-            self._queued = True
-            call_after_backward(self._reduce)
-
-    def _reduce(self) -> None:
-        self._queued, self.seen = False, True
-        before, self._before = self._before or {}, None
-        for p, grad in before.items():
-            if p.grad is not None:
-                p.grad -= grad
-        nothing = torch.zeros(1, dtype=torch.float64, device=self.step.device)
-        reduce_gradients(self.params, self.step.later_factor(), nothing)
-        for p, grad in before.items():
-            p.grad = grad if p.grad is None else p.grad + grad
-
-
-def averaged(closure: Callable[[], Any], step: "RankStep") -> Callable[[], Any]:
-    """Return a closure for an optimizer that returns the loss of all ranks, so that they all go on alike."""
-
-    def together() -> Any:
-        with torch.enable_grad():
-            loss = closure()
-        if loss is None:
-            return None
-        factor, loss = step.later_factor(), torch.as_tensor(loss).detach()
-        if isinstance(factor, Tensor):
-            mine = torch.where(factor > 0, loss.double() * factor, 0.0)
-        else:
-            mine = loss.double() * factor if factor else torch.zeros_like(loss, dtype=torch.float64)
-        return world.reduce(mine.to(step.device), "mean").to(loss)
-
-    return together

@@ -194,7 +194,7 @@ class GradientNoiseScale(Callback):
 
     def before_batch(self) -> None:
         gradient = self.learn._gradient
-        if gradient is not None and gradient.is_begun:
+        if gradient is not None and gradient.state().begun:
             return
         self._close()
         if self._steps % self._period == 0:
@@ -207,7 +207,7 @@ class GradientNoiseScale(Callback):
         if self._row is None:
             return
         params = self._params()
-        if learn._gradient is None or not learn._gradient.is_begun:
+        if learn._gradient is None or not learn._gradient.state().begun:
             left = [p.grad for p in params if p.grad is not None]  # of steps that a callback has left out
             if left:
                 self._row["left"] = _square(left)
@@ -239,11 +239,11 @@ class GradientNoiseScale(Callback):
             return
         row["samples"] += learn.batch_size
         count = host_count(learn._loss_count)
-        if not norms or (not isinstance(count, Tensor) and not count):
+        if learn._gradient is None or not norms or (not isinstance(count, Tensor) and not count):
             return
         first = norms[0].device
-        factor = learn._gradient.factor_to_sum(count)
-        square = torch.stack([norm.to(first) for norm in norms]).square().sum() * (factor / self._scale()) ** 2
+        factor = learn._gradient.state().to_sum / self._scale()
+        square = torch.stack([norm.to(first) for norm in norms]).square().sum() * factor**2
         if isinstance(count, Tensor):  # on the device; where it counts nothing the loss may have been a NaN
             square = torch.where(count > 0, square, 0.0)
             row["squares"] = row["squares"] + square / count.clamp(min=1e-30)

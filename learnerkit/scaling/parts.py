@@ -34,7 +34,7 @@ PARTS = (INPUT, COPY, FORWARD, BACKWARD, REDUCE, OPTIMIZER, REST)
 """The parts of a step but for the callbacks, each of which is one by its name."""
 
 SKIPPED = 3
-"""Steps at the start that do not count: the first batch is tried out, DDP arranges its buckets, buffers are filled."""
+"""Steps at the start that do not count: the first is averaged after its pass, and then DDP arranges its buckets."""
 
 _EDGE = 1_000_000  # the orders of what runs before and after all callbacks
 
@@ -190,9 +190,6 @@ class Stopwatch(Clock):
     def _attach(self) -> None:
         learn = self.learn
         learn.dl = WatchedLoader(learn.dl, partial(self.enter, INPUT), partial(self.enter, COPY))
-        step = learn._gradient
-        if learn._sharded:  # a learner with a backward pass of its own exchanges counts before it
-            step.reduce_counts = self.timed(REDUCE, step.reduce_counts)
 
     def _begin_backward(self) -> None:
         self.enter(BACKWARD)

@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,12 +66,13 @@ def run_trial(
     Args:
         learn: the learner.
         clock: notes the steps.
-        network: whether gradients and buffers travel between ranks; if not, each rank trains by itself.
+        network: whether gradients and buffers travel between ranks; if not, each rank trains by itself from its second
+            batch on.
         loader: whether batches are read; if not, the first is repeated.
         cbs: callbacks for the trial alone.
         quiet: give no warnings.
     """
-    cbs = [TrialSteps(clock.due), *cbs, *([] if loader else [_one_batch()]), *([] if network else [_offline()])]
+    cbs = [TrialSteps(clock.due), *cbs, *([] if loader else [_one_batch()])]
     with ExitStack() as stack:
         if quiet:
             stack.enter_context(warnings.catch_warnings())
@@ -85,10 +86,8 @@ def run_trial(
         if isinstance(clock, Stopwatch):
             stack.callback(clock.watch_hooks())
             stack.enter_context(world.around_collectives(partial(clock.within, REDUCE)))
-            if learn._agreement is not None:
-                learn._agreement.timed = partial(clock.timed, REDUCE)
         if not network and learn._agreement is not None:
-            stack.enter_context(_alone_in_batches(learn))
+            learn._agreement.alone_from = 1  # in the first batch the ranks find out about the model together
         learn._prepare_opt()
         learn.n_epoch, learn.n_steps, learn._start_epoch = None, clock.due, 0
         learn._level("fit", learn._fit, CancelFitException)
@@ -171,41 +170,6 @@ def _one_batch() -> Callback:
     cb = OverfitBatch()
     cb.only_fit = False
     return cb
-
-
-# Without the network
-
-
-def _offline() -> Callback:
-    """A callback that keeps DDP from reducing gradients and sending buffers, from the second batch on.
-
-    In the first one DDP and this package find out about the model, all ranks together.
-    """
-
-    def before_batch(cb: Callback) -> None:
-        step = cb.learn._gradient
-        if cb.learn._sharded and cb.learn.train_iter:
-            step._switch(False)
-            step.sends_buffers, step.prepared = False, True  # prepared: nothing is to wait for
-
-    return Callback(order=1000, before_batch=before_batch)
-
-
-@contextmanager
-def _alone_in_batches(learn: "Learner") -> Iterator[None]:
-    """Let each rank be alone in each batch, from the second one on: outside them ranks vote as ever."""
-    agreement: Any = learn._agreement
-    run = agreement.run_batch
-
-    def run_alone(one_batch: Any) -> None:
-        with world.alone() if learn.train_iter else nullcontext():
-            run(one_batch)
-
-    agreement.run_batch = run_alone
-    try:
-        yield
-    finally:
-        del agreement.run_batch
 
 
 # Other loaders

@@ -205,7 +205,7 @@ class Late(Callback):
     order = 12  # after the DistributedCallback
 
     def before_train(self):
-        self.learn._gradient.reads_late = True
+        self.learn._gradient.step.message.reads_late = True
 
 
 @on_ranks

@@ -7,7 +7,6 @@ from rank_pool import Results
 
 REFUSED = {
     "callback with an optimizer of its own": "put them into the model, or into learn.opt",
-    "callback's own backward pass of the whole model before the loss's": "Add a callback's own loss to learn.loss_grad",
     "learner with a second optimizer": "critic_opt trains parameters that are neither the model",
     "wrapped parts, and a loss with parameters": "put them into the model, in one of these parts",
     "a part left out in mid-training": "pass find_unused_parameters=True to DistributedCallback",

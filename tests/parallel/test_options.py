@@ -103,7 +103,7 @@ def collectives(steps, epochs, accumulated=1, learner=make_learner, **options):
     buckets, norms = [], []
 
     def look(cb):
-        sizes = cb.learn.model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        sizes = cb.learn._gradient.ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
         buckets.append(len(sizes.split(",")))
 
     cbs = [Callback(after_train=look), Callback(before_step=lambda cb: norms.append(1))]
@@ -165,8 +165,8 @@ def test_r37_unused_parameters_are_found_and_named():
     alone, _ = trained(Branches(), alone=True)
     expected = weights(alone)
 
-    finds = []
-    look = Callback(after_train=lambda cb: finds.append(cb.learn.model.find_unused_parameters))
+    ways = []
+    look = Callback(after_train=lambda cb: ways.append(type(cb.learn._gradient).__name__))
     learn = make_learner(Branches(), cbs=look)
     learn.lr = 0.05
 
@@ -190,7 +190,7 @@ def test_r37_unused_parameters_are_found_and_named():
     learn.model.with_spare = False
     assert told() in (None, [message])
     assert told(find_unused_parameters=True) in (None, [])
-    assert finds == [True, False, False, True, True]
+    assert ways == ["Deferred", "Overlapped", "Overlapped", "Deferred", "Deferred"]
     before = weights(learn)
     with raises(RuntimeError, "spare.weight, spare.bias", "freeze them"):
         told(find_unused_parameters=False)
@@ -262,9 +262,11 @@ def test_ddps_own_options_reach_it_and_change_no_number(name):
     options = DDP_OPTIONS[name]
     exact, _ = trained()
     seen = []
-    learn, told = trained(cbs=Callback(after_train=lambda cb: seen.append(cb.learn.model)), **options)
+    look = Callback(after_train=lambda cb: seen.append(getattr(cb.learn._gradient, "ddp", None)))
+    learn, told = trained(cbs=look, **options)
     assert same(weights(learn), weights(exact))
     assert not [t for t in told if "find_unused" not in t], told
+    assert (seen[0] is None) == ("find_unused_parameters" in options)
     assert all(getattr(seen[0], k, v) == v for k, v in options.items())
     if "static_graph" in options:
         with raises(ValueError, "static_graph=True and GradientAccumulation do not go together"):
@@ -303,13 +305,12 @@ def test_an_unknown_communication_hook_is_refused():
 # Several networks
 
 
-def test_several_networks_are_wrapped_each_and_unwrapped():
+def test_callbacks_see_several_networks_as_they_are():
     exact, _ = trained(Pair())
     inside = []
-    look = Callback(after_step=lambda cb: inside.append((type(cb.learn.model), isinstance(cb.learn.model.g, DDP))))
+    look = Callback(after_step=lambda cb: inside.append((type(cb.learn.model), type(cb.learn.model.g))))
     learn, told = trained(Pair(), cbs=look, wrap=("g", "d"))
-    assert set(inside) == {(Pair, True)}
-    assert (type(learn.model.g), type(learn.model.d)) == (nn.Linear, nn.Linear)
+    assert set(inside) == {(Pair, nn.Linear)}
     assert same(weights(learn), weights(exact))
     learn, _ = trained(Pair(), wrap=("g", "d"), comm_hook="bf16")
     assert 1e-9 < (weights(learn) - weights(exact)).abs().max() < 0.02
@@ -320,8 +321,12 @@ def test_networks_that_cannot_be_wrapped_are_named():
         trained(Pair(), wrap="g")
     with raises(ValueError, "names 'h'; Pair has ['g', 'd']"):
         trained(Pair(), wrap=("g", "h"))
-    with raises(ValueError, "GradientAccumulation cannot weigh"):
-        trained(Pair(), cbs=GradientAccumulation(n_batches=2), wrap=("g", "d"))
+
+
+def test_several_networks_that_one_loss_trains_are_accumulated_exactly():
+    exact, _ = trained(Pair(), cbs=GradientAccumulation(n_batches=2), alone=True)
+    learn, _ = trained(Pair(), cbs=GradientAccumulation(n_batches=2), wrap=("g", "d"))
+    assert same(weights(learn), weights(exact))
 
 
 def test_a_frozen_network_need_not_be_wrapped():

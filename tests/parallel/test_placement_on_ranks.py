@@ -5,7 +5,7 @@ import torch
 from helpers import make_learner, raises, same_weights
 
 from learnerkit import DataLoaders
-from learnerkit.parallel.wrapping import check_devices
+from learnerkit.parallel.model_checks import check_devices
 
 
 def placed(learn):

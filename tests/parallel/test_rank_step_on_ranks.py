@@ -26,7 +26,7 @@ class Sgd(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_batch_passes_seven_files_between_its_loader_and_the_step(monkeypatch):
+def test_a_batch_passes_six_files_between_its_loader_and_the_step(monkeypatch):
     seen = set()
 
     def look(frame, event, arg):
@@ -37,7 +37,7 @@ def test_a_batch_passes_seven_files_between_its_loader_and_the_step(monkeypatch)
 
     def read(self):
         for i, batch in enumerate(batches(self)):
-            if i == 2:  # the first batches are looked at more closely
+            if i == 2:  # the first batch is looked at more closely
                 sys.setprofile(look)
             yield batch
             sys.setprofile(None)
@@ -48,5 +48,5 @@ def test_a_batch_passes_seven_files_between_its_loader_and_the_step(monkeypatch)
     learn = Learner(dls, model, nn.CrossEntropyLoss(), opt_func=Sgd, lr=0.1)
     with learn.no_logging(), learn.distrib_ctx():
         learn.fit(1)
-    assert {"learner.py", "parallel/agreement.py", "parallel/rank_step.py", "parallel/carrier.py"} <= seen
-    assert len(seen) <= 7, seen
+    assert {"learner.py", "parallel/agreement.py", "parallel/rank_step.py"} <= seen
+    assert len(seen) <= 6, seen

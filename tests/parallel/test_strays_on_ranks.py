@@ -263,7 +263,9 @@ def check_nothing_is_left(how):
             if x is not None:
                 seen[name] = weakref.ref(x)
         if N > 1 and run.training:
-            seen["wrapper"], seen["loader"] = weakref.ref(run.model), weakref.ref(run.dl)
+            seen["ranks"], seen["loader"] = weakref.ref(run._gradient.step), weakref.ref(run.dl)
+            if ddp := getattr(run._gradient, "ddp", None):
+                seen["ddp"] = weakref.ref(ddp)
 
     learn.add_cb(Callback(before_batch=note, order=50))
     gc.collect()

@@ -66,11 +66,11 @@ class Faults(Callback):
     """Lets the fault strike."""
 
     only_fit = True
-    order = 20  # after the model is wrapped
+    order = 20  # after the DistributedCallback
 
     def before_train(self):
         if OPTIONS.late:
-            self.learn._gradient.carrier.reads_late = True
+            self.learn._gradient.step.message.reads_late = True
 
     def before_batch(self):
         if not (MINE and self.train_iter == DUE) or (KIND == "term-valid") == self.training:

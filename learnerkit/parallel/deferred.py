@@ -1,0 +1,135 @@
+"""A step whose gradients are averaged after its backward passes: its first batch, and what DDP cannot average."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from learnerkit import world
+from learnerkit.gradient_mean import StepState, counts_something
+from learnerkit.parallel.passes import average_gradients
+from learnerkit.torch_internals import forget_removed_hooks
+
+if TYPE_CHECKING:
+    from learnerkit.parallel.rank_step import RankStep
+
+
+class First(NamedTuple):
+    """What the first batch of a rank has shown.
+
+    Attributes:
+        unused: names of the parameters to which the backward pass gave no gradient.
+        reasons: why DDP cannot average the gradients during the pass.
+    """
+
+    unused: list[str]
+    reasons: list[str]
+
+
+class Deferred:
+    """Averages the gradients after the backward passes, whichever there are.
+
+    Args:
+        step: of the ranks.
+        own: the learner's `_backward` is its own. It may make any number of passes, of losses that nobody else sees, so
+            its gradients are weighed rather than its loss, and averaged at the end of each pass.
+        settle: called once, by every rank, with what its first batch has shown; `None`: without data.
+    """
+
+    def __init__(self, step: "RankStep", own: bool, settle: Callable[[First | None], bool] | None = None) -> None:
+        self.step, self.own, self._settle = step, own, settle
+        self._weighs = own  # the gradients rather than the loss
+
+    def attach(self) -> None:
+        """Put nothing on the parameters."""
+
+    def begin(self) -> None:
+        """Begin a batch."""
+
+    def backward(self) -> None:
+        """Compute the batch's gradients with their weight; a batch that counts nothing has none."""
+        step, learn = self.step, self.step.learn
+        if step.is_changed():
+            step.take_parameters(step.named, step.passes is not None)
+        before = [name for name, p in step.params.items() if p.grad is not None]
+        # A callback has made a backward pass of its own before the loss's: its gradients have the same weight.
+        single = learn._step_due and learn._step_batches == 1 and not step.kept
+        self._weighs = self.own or (single and bool(before))
+        count = step.take_count() if self._weighs else step.weigh()
+        something = counts_something(count)
+        if self.own and step.passes is not None:
+            step.passes.open_now()
+        with Pieces(step.params if self._settle else {}) as pieces:
+            if self.own or something:
+                learn._backward()
+        if self._settle is not None and self._settle(self._first(pieces, before) if something else None):
+            self._settle = None
+        self.finish()
+
+    def _first(self, pieces: "Pieces", before: Sequence[str]) -> First:
+        params = self.step.params
+        sparse = [name for name, p in params.items() if p.grad is not None and p.grad.layout is not torch.strided]
+        several = [name for name, number in pieces.found.items() if number > 1]
+        reasons = {
+            "a callback makes a backward pass of its own before that of the loss": before,
+            "gradients are sparse": sparse,
+            "gradients come in pieces, as those of a checkpoint with use_reentrant=True": several,
+        }
+        unused = [name for name in params if name not in pieces.found]
+        return First(unused, [reason for reason, names in reasons.items() if names])
+
+    def finish(self) -> None:
+        """Average the gradients of a step that is due, but for those that are averaged already."""
+        step = self.step
+        step.progress.reduced = True
+        if not step.learn._step_due:
+            return
+        averaged = {} if step.passes is None else step.passes.averaged
+        params = list(step.params.values())
+        new = [p.grad is not None and averaged.get(p) is not p.grad for p in params]
+        vector = step.vector(step.mean.counted)
+        weight = step.weight if self._weighs else None
+        mean = average_gradients(params, new, vector, weight, counts_something(step.count), among="gradients")
+        step.complete(mean, corrects=not self._weighs)
+
+    def detach(self) -> None:
+        """Leave the parameters as they are."""
+
+    def state(self) -> StepState:
+        """Return how far the step has come."""
+        mean, count = self.step.mean, self.step.count
+        if self._weighs:
+            return StepState(mean.begun, 1.0 if mean.sums else count)
+        return StepState(mean.begun, 1 / world.world_size() if mean.sums else mean.expected)
+
+
+class Pieces:
+    """Counts, while it is entered, in how many pieces the gradient of each parameter comes.
+
+    Args:
+        params: by name.
+
+    Attributes:
+        found: the number by name, of those that got some.
+    """
+
+    def __init__(self, params: dict[str, nn.Parameter]) -> None:
+        self.params, self.found = params, dict[str, int]()
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "Pieces":
+        def listen(name: str, p: nn.Parameter) -> Any:
+            def note(_: Tensor) -> None:
+                self.found[name] = self.found.get(name, 0) + 1
+
+            return p.register_post_accumulate_grad_hook(note)
+
+        self._hooks = [listen(name, p) for name, p in self.params.items()]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for p in self.params.values() if self._hooks else ():
+            forget_removed_hooks(p)

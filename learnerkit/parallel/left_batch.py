@@ -1,0 +1,121 @@
+"""A batch of which this rank has no data, or that it has left: it takes part, with weight 0, in what others wait for."""
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from learnerkit import world
+from learnerkit.callback import Callback
+from learnerkit.events import CancelException
+from learnerkit.gradient_mean import StepGradient, counts_something
+from learnerkit.parallel.loaders import emptied
+from learnerkit.parallel.rank_step import RankStep
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+_OF_BATCH = ("xb", "pred", "output", "loss", "loss_grad", "batch_size")
+
+
+class LeftBatch:
+    """Takes part for this rank in the collectives of a batch that it does not finish by itself.
+
+    Args:
+        learn: the learner.
+        step: of the ranks.
+    """
+
+    def __init__(self, learn: "Learner", step: RankStep) -> None:
+        self.learn, self.step = learn, step
+
+    def finish_batch(self, *_: Any) -> None:
+        """Do, with weight 0, what the other ranks wait for in this batch, if this rank has not done it."""
+        learn, step, dispatch = self.learn, self.step, self.step.agreement.dispatch
+        self.finish_backward()
+        if learn._step_due and not step.progress.stepped:
+            if float(step.counted):  # a host-device sync; only where a rank has left a batch
+                self.step_unless_all_skip()
+                if not step.progress.skipped:
+                    dispatch.resume("after_step")
+                    learn._zero_grad()
+        elif dispatch.stopped_in("after_step"):
+            dispatch.resume("after_step")
+            learn._zero_grad()  # as the others do
+
+    def finish_backward(self, *_: Any) -> None:
+        """Take part in the reduction of the gradients without data, if this rank has left its backward pass out."""
+        learn, step, dispatch = self.learn, self.step, self.step.agreement.dispatch
+        if step.progress.reduced:
+            return
+        if dispatch.to_come("before_batch"):
+            dispatch.resume("before_batch")  # schedules, for one: the step will be taken here, too
+        batch = {name: getattr(learn, name) for name in _OF_BATCH}
+        learn.batch_size = 0
+        clean = all(p.grad is None for p in learn.model.parameters())
+        try:
+            with torch.enable_grad():
+                if learn._overrides("_backward"):  # whose passes, and the steps in it, this rank must make, too
+                    learn._forward()
+                    learn._loss()
+                elif learn.pred is None and asks_ranks(learn.model):
+                    learn.xb = emptied(learn.xb)
+                    with suppress(CancelException):  # that of a hook of the model, again
+                        learn._forward()
+                cast(StepGradient, learn._gradient).backward()
+        finally:
+            for name, value in batch.items():
+                setattr(learn, name, value)
+        if learn._step_due and clean and float(step.counted) == 0:  # no rank had data: as if it had not been
+            learn._zero_grad()
+
+    def step_unless_all_skip(self, *_: Any) -> None:
+        """Take the optimizer step that this rank would have left out, unless all ranks leave it out."""
+        learn, step, dispatch = self.learn, self.step, self.step.agreement.dispatch
+        if step.progress.stepped or step.progress.skipped:
+            return
+        events = ["after_backward", "before_step"]
+        if step.all_skip("step"):
+            # Where all have cancelled the last batch of an accumulated step, the step is taken with the others.
+            step.progress.skipped = bool(world.reduce(int(counts_something(step.count)), "max", among="votes"))
+            if step.progress.skipped:
+                return
+            del events[0]
+        for event in events:
+            if dispatch.to_come(event):
+                dispatch.resume(event)  # what clips here has clipped there
+        learn._step()
+
+
+class StandIn(Callback):
+    """Gives a rank without data a real sample for the forward pass alone, as not every model can run on nothing.
+
+    In all other events of the batch it has none. A model with SyncBatchNorm, which would count the sample, runs on
+    nothing; a learner with a `_backward` or `_step` of its own, which may call the model, keeps it.
+    """
+
+    order = -1_000_000
+    run = run_valid = False
+
+    def before_forward(self) -> None:
+        """Begin a batch in the step of all ranks."""
+        learn = self.learn
+        if learn.dl.share.size != 0:
+            return
+        learn.batch_size = 0
+        if not asks_ranks(learn.model):
+            learn.batch, learn.xb, learn.yb = learn._unpack.split(learn.dl.sample)
+            self.run = not learn._overrides("_backward", "_step")
+
+    def after_pred(self) -> None:
+        learn = self.learn
+        if not learn.batch_size:  # else the forward pass for which it was given was cancelled
+            for name in ("batch", "xb", "yb", "pred", "output"):
+                setattr(learn, name, emptied(getattr(learn, name)))
+        self.run = False
+
+
+def asks_ranks(model: nn.Module) -> bool:
+    """Tell whether a model's forward pass has collectives of torch's, which run on nothing, too."""
+    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
