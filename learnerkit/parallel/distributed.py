@@ -21,7 +21,7 @@ from learnerkit.parallel import model_checks
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.averager import Averager
 from learnerkit.parallel.drift import digests, give_values
-from learnerkit.parallel.left_batch import LeftBatch, StandIn
+from learnerkit.parallel.left_batch import LeftBatch
 from learnerkit.parallel.loaders import RankLoader, rank_loader
 from learnerkit.parallel.rank_step import COMM_HOOKS, RankStep
 from learnerkit.text import did_you_mean
@@ -188,9 +188,8 @@ class DistributedCallback(Callback):
         learn = self.learn
         if self._averager is None:
             step = RankStep(learn, cast(Agreement, learn._agreement))
-            left_batch, stand_in = LeftBatch(learn, step), StandIn()
-            step.agreement.left_batch = left_batch
-            for cb in (stand_in, _BatchHook(left_batch, stand_in)):
+            left_batch = step.agreement.left_batch = LeftBatch(learn, step)
+            for cb in (left_batch.stand_in, _BatchHook(left_batch)):
                 learn.add_cb(cb)
                 self._undo.append(partial(learn.remove_cb, cb))
             self._averager = Averager(self, step)
@@ -266,25 +265,20 @@ class _BatchHook(Callback):
 
     Args:
         left_batch: finishes what this rank leaves; its step prepares the batch.
-        stand_in: takes care of a batch without data.
     """
 
     order = DistributedCallback.order
     run_valid = False
 
-    def __init__(self, left_batch: LeftBatch, stand_in: StandIn) -> None:
+    def __init__(self, left_batch: LeftBatch) -> None:
         super().__init__()
         # Attributes rather than keywords, which refer to the callback: nothing of a run is left to garbage collection.
-        self.before_forward, self.prepare = stand_in.before_forward, left_batch.step.prepare
+        self.before_batch = left_batch.step.before_batch
         self.after_cancel_backward = left_batch.finish_backward
         self.after_cancel_step = left_batch.step_unless_all_skip
         self.after_cancel_batch = left_batch.finish_batch
         if left_batch.learn._overrides("_step"):  # which may step without the optimizer's `step`
             self.after_step = left_batch.step.note_optimizer_step
-
-    def before_batch(self) -> None:
-        self.before_forward()
-        self.prepare()
 
     def __repr__(self) -> str:
         return "DistributedCallback"

@@ -1,4 +1,4 @@
-"""A batch of which this rank has no data, or that it has left: it takes part, with weight 0, in what others wait for."""
+"""A batch of which this rank has no data, or that it has left: with weight 0 it joins what the others wait for."""
 
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
@@ -25,10 +25,24 @@ class LeftBatch:
     Args:
         learn: the learner.
         step: of the ranks.
+
+    Attributes:
+        stand_in: a callback that is a part of this.
     """
 
     def __init__(self, learn: "Learner", step: RankStep) -> None:
-        self.learn, self.step = learn, step
+        self.learn, self.step, self.stand_in = learn, step, _StandIn()
+
+    def take_sample(self) -> None:
+        """Give a rank without data a real sample for the forward pass, as not every model can run on nothing.
+
+        In the events after it the rank has none. A model with SyncBatchNorm, which would count it, runs on nothing.
+        """
+        learn = self.learn
+        learn.batch_size = 0
+        if not asks_ranks(learn.model):
+            learn.batch, learn.xb, learn.yb = learn._unpack.split(learn.dl.sample)
+            self.stand_in.run = not learn._overrides("_backward", "_step")
 
     def finish_batch(self, *_: Any) -> None:
         """Do, with weight 0, what the other ranks wait for in this batch, if this rank has not done it."""
@@ -88,25 +102,16 @@ class LeftBatch:
         learn._step()
 
 
-class StandIn(Callback):
-    """Gives a rank without data a real sample for the forward pass alone, as not every model can run on nothing.
+class _StandIn(Callback):
+    """Takes a rank's sample away after the forward pass.
 
-    In all other events of the batch it has none. A model with SyncBatchNorm, which would count the sample, runs on
-    nothing; a learner with a `_backward` or `_step` of its own, which may call the model, keeps it.
+    A learner with a `_backward` or `_step` of its own, which may call the model, keeps it.
     """
 
-    order = -1_000_000
     run = run_valid = False
 
-    def before_forward(self) -> None:
-        """Begin a batch in the step of all ranks."""
-        learn = self.learn
-        if learn.dl.share.size != 0:
-            return
-        learn.batch_size = 0
-        if not asks_ranks(learn.model):
-            learn.batch, learn.xb, learn.yb = learn._unpack.split(learn.dl.sample)
-            self.run = not learn._overrides("_backward", "_step")
+    def __init__(self) -> None:
+        super().__init__(order=-1_000_000)  # before all that look at predictions
 
     def after_pred(self) -> None:
         learn = self.learn

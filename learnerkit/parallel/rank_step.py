@@ -124,12 +124,14 @@ class RankStep:
             self.passes.close()
         self.learn.pred = self.learn.output = None  # those of the batch before say nothing of this one
 
-    def prepare(self) -> None:
-        """Prepare a batch that the callbacks have had."""
-        witness = self._witness
+    def before_batch(self, *cb: Any) -> None:
+        """Prepare the batch, after the callbacks that may still change it: the hook of that event."""
+        learn, witness = self.learn, self._witness
         self.kept = witness is not None and witness.grad is not None
+        if learn.dl.share.size == 0:
+            self.agreement.left_batch.take_sample()
         if self.sends_buffers and not self.mean.begun:
-            world.broadcast_into(list(self.learn.model.buffers()), among="gradients")
+            world.broadcast_into(list(learn.model.buffers()), among="gradients")
 
     def take_count(self) -> float | Tensor:
         """Take what the batch counts into its step, and return it."""
