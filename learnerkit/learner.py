@@ -56,7 +56,16 @@ from learnerkit.events import (
 from learnerkit.explain import explain
 from learnerkit.files import CheckpointError, File, Saved, fitted, name_or_path, save_whole
 from learnerkit.launch.rank_main import shorten, wants_short
-from learnerkit.losses import LossWeight, accept_no_loss, fire_after_loss, loss_name, no_loss, own_loss, take_loss
+from learnerkit.losses import (
+    LossWeight,
+    accept_no_loss,
+    count_passed,
+    fire_after_loss,
+    loss_name,
+    no_loss,
+    own_loss,
+    take_loss,
+)
 from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import Workers, distrib_ctx
 from learnerkit.preflight.ranks import check_distributed
@@ -381,8 +390,8 @@ class Learner(RunState):
 
     def _forward(self) -> None:
         "Set `output` and `pred` from the model."
-        keywords = type(self.batch) not in (tuple, list) and isinstance(self.batch, Mapping)
-        output = self.model(**self.xb[0]) if keywords else self.model(*self.xb)
+        named = type(self.batch) not in (tuple, list) and isinstance(self.batch, Mapping)
+        output = self.model(*(() if named else self.xb), **count_passed(self), **(self.xb[0] if named else {}))
         self.output, self.pred = output, output if isinstance(output, Tensor) else get_field(output, "logits", output)
 
     def _loss(self) -> None:
@@ -978,8 +987,9 @@ class Learner(RunState):
             self.model.eval()
 
     def _weigh_losses(self) -> None:
-        "A model's own loss may average over something else in evaluation than in training."
-        self._loss_weightings = {training: LossWeight(self.loss_func, self.loss_weight) for training in (True, False)}
+        "A model may make a loss of its own in training alone."
+        made_of = self.loss_func, self.loss_weight, self.model
+        self._loss_weightings = {training: LossWeight(*made_of) for training in (True, False)}
 
     @property
     def _loss_weighting(self) -> LossWeight:

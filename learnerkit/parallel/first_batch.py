@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from learnerkit.losses import MEANS, possible_means
 from learnerkit.parallel.drift import digests
 from learnerkit.parallel.loaders import emptied
 from learnerkit.snapshot import trial
@@ -22,12 +21,10 @@ class Trial(NamedTuple):
     Attributes:
         unused: names of the trainable parameters that the loss does not depend on; `None`: it could not be found out,
             or there are sparse gradients, which DDP cannot take from a rank without samples.
-        means: what a loss of the model's own may be the mean over (all that is possible, if there are no data).
         buffers: fingerprints of the buffers after it, by name, without those of BatchNorm.
     """
 
     unused: list[str] | None
-    means: list[str]
     buffers: dict[str, str]
 
 
@@ -60,15 +57,13 @@ def try_batch(learn: "Learner", model: nn.Module, beside: Sequence[nn.Parameter]
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     named += [(name_beside(p), p) for p in beside]
-    found = Trial([], list(MEANS), {})
+    found = Trial([], {})
     loss = learn.loss_func if isinstance(learn.loss_func, nn.Module) else nn.Module()
     with trial(learn, model):
         try:
             learn._forward()  # without data, too: the model may ask other ranks, as SyncBatchNorm does
             if learn.batch_size:
                 learn._loss()
-                if learn._loss_weighting.votes:
-                    found = found._replace(means=possible_means(learn.yb, learn.pred, learn.loss, learn.xb))
                 found = found._replace(buffers=_fingerprints(model, loss))
                 grads = torch.autograd.grad(learn.loss_grad, [p for _, p in named], allow_unused=True)
                 unused = [name for (name, _), grad in zip(named, grads, strict=True) if grad is None]

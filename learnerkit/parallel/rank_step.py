@@ -206,13 +206,8 @@ class RankStep:
             learn.batch_size = 0
             if not self.takes_nothing:
                 learn.batch, learn.xb, learn.yb = learn._unpack.split(learn.dl.sample)
-        votes, note_trial = learn._loss_weighting.votes, self.note_trial if first else None
-        if (votes or note_trial) and not self.by_bucket:  # on all ranks alike
-            trial = try_batch(learn, self._plain, self.beside)
-            if votes:
-                learn._loss_weighting.agree(world.all_gather(trial.means))
-            if note_trial:
-                note_trial(trial)
+        if first and self.note_trial and not self.by_bucket:  # on all ranks alike
+            self.note_trial(try_batch(learn, self._plain, self.beside))
         self.synchronise()
         for wrapper in self.wrappers:
             sends = self.sends_buffers and not self.mean.begun and bool(wrapper.modules_buffers)
