@@ -261,7 +261,7 @@ class Learner(RunState):
         self.wd, self.wd_bn_bias, self.train_bn = wd, wd_bn_bias, train_bn
         self.moms = arguments.three("moms", moms)
         self.loss_weight = loss_weight
-        self._weigh_losses()  # refuses what it cannot take, here rather than in fit
+        self._loss_weighting = LossWeight(loss_func, loss_weight)  # refuses what it cannot take, before a fit
         self._device, self._loss_without_targets = torch.device("cpu"), False  # set for each run
         self.opt, self.logger, self.cbs = None, TableLogger(self), []
         self._parting: list[Callback] = []
@@ -961,7 +961,7 @@ class Learner(RunState):
         self._loss_without_targets = self.loss_func is None or self._overrides("_loss")
         fitting, nested = task == "fit", self._dispatch is not None
         if not nested:
-            self._weigh_losses()
+            self._loss_weighting = LossWeight(self.loss_func, self.loss_weight, self.model, self.dls.aligned)
             self._note_modes()
         kept = TRANSIENT if fitting else (*TRANSIENT, *COUNTERS)
         outer = {name: getattr(self, name) for name in kept}
@@ -985,16 +985,6 @@ class Learner(RunState):
         sets_modes = any(isinstance(cb, TrainEvalCallback) for cb in self.cbs)
         if sets_modes and not nested and task in ("fit", "validate", "predict"):  # others leave no trace
             self.model.eval()
-
-    def _weigh_losses(self) -> None:
-        "A model may make a loss of its own in training alone."
-        made_of = self.loss_func, self.loss_weight, self.model
-        self._loss_weightings = {training: LossWeight(*made_of) for training in (True, False)}
-
-    @property
-    def _loss_weighting(self) -> LossWeight:
-        """The count that the loss averages over, in training or in evaluation."""
-        return self._loss_weightings[self.training]
 
     def _note_modes(self) -> None:
         "A model that is in eval mode as a whole is so after a run: then what was known before it still holds."

@@ -243,19 +243,24 @@ class LossWeight:
             called as f(*targets) if it takes so many arguments by position, else as f(pred, *targets); of a model that
             makes its own loss, `pred` is the whole output.
         model: which may make its own loss.
+        aligned: targets are in the places of their predictions.
 
     Attributes:
         sums: the loss is a sum.
         own: what is known of the model's own loss; `None` where there is another, or `loss_weight` says what it counts.
         told: what is not known of it has been told, or need not be.
-        absent: the model has made no loss of targets.
+        absent: the model has made no loss of targets in evaluation.
 
     Raises:
         ValueError: another `loss_weight`, or a loss made with reduction='none'.
     """
 
     def __init__(
-        self, loss_func: Any, loss_weight: str | Callable[..., Tensor] | None = None, model: nn.Module | None = None
+        self,
+        loss_func: Any,
+        loss_weight: str | Callable[..., Tensor] | None = None,
+        model: nn.Module | None = None,
+        aligned: bool = False,
     ) -> None:
         if loss_weight not in (None, "sum", "samples") and not callable(loss_weight):
             raise ValueError(
@@ -277,13 +282,17 @@ class LossWeight:
         self.own: OwnLoss | None = None
         if loss_func is None and loss_weight is None:
             self.own = OwnLoss() if model is None else own_loss_of(model)
+            self.own = replace(self.own, shifts=self.own.shifts and not aligned)
             self._count = self.own.count
         self.told = self.own is None
 
     def passed(self, yb: tuple) -> dict[str, Tensor]:
-        """Return the keyword by which a model that makes its own loss gets what that is to average over."""
+        """Return the keyword by which a model that makes its own loss gets what that is to average over.
+
+        It is 1 at least: the mean of nothing would be a NaN, whose gradient reaches the other batches of its step.
+        """
         count = self.own.count(*yb) if self.own is not None and self.own.takes_count else None
-        return {} if count is None else {_COUNT: count}
+        return {} if count is None else {_COUNT: count.clamp(min=1)}
 
     def takes_output(self, yb: tuple) -> bool:
         """Tell whether the function that was given takes what the model returns before the targets.
