@@ -167,8 +167,7 @@ class OwnLoss:
     def described(self, target: Tensor) -> str:
         """Describe the targets that are counted. A host-device sync."""
         used = self._used(target)
-        which = f"the {int((used != self.ignored).sum())} of {target.numel()} targets that are not {self.ignored}"
-        which += ", without the first of each row" if used is not target else ""
+        which = f"the {int((used != self.ignored).sum())} of {used.numel()} targets that are not {self.ignored}"
         return which + (", negative ones among them" if self.counts_negative(target) else "")
 
     def _used(self, target: Tensor) -> Tensor:
@@ -539,16 +538,19 @@ def take_loss(learn: "Learner") -> None:
         learn.loss = learn.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
     weighting = learn._loss_weighting
     learn._loss_count = count = batch_count(learn)
-    if not weighting.told:
-        weighting.told = learn.training and learn.task == "fit"
-        if weighting.told and (why := doubtful_count(learn)):
-            world.warn_once(f"{why} (errors.html#loss-weight)")
+    if not weighting.told and learn.training and learn.task == "fit":
+        weighting.told = True
+        if why := doubtful_count(learn):
+            world.warn_once(f"{why}. {_UNTIL_THEN} (errors.html#loss-weight)")
     several = learn.task == "fit" and (learn._sharded or learn._gradient is not None)
     if several and isinstance(count, int) and count != learn.batch_size and not _is_known(learn.loss_func):
         world.warn_once(
             f"the loss compares {count} rows of a batch of {learn.batch_size} samples, and is taken for their mean; if "
             f"it is another one, say so by loss_weight=. {_UNTIL_THEN} (errors.html#loss-weight)"
         )
+
+
+_UNTIL_THEN = "Until then it may be that steps of several batches or ranks are not exactly those of one batch"
 
 
 def batch_count(learn: "Learner") -> int | Tensor:
@@ -585,7 +587,6 @@ def check_shapes(loss_func: Any, pred: Any, yb: tuple) -> None:
 
 
 UNKNOWN_COUNT = "the model makes its own loss, and it is not known what that averages over: "
-_UNTIL_THEN = "Until then it may be that steps of several batches or ranks are not exactly those of one batch"
 SAY_COUNT = (
     "loss_weight=, a function of the targets, or of what the model returns and the targets, that counts what the loss "
     "averages over, or 'sum'"
@@ -601,15 +602,17 @@ def doubtful_count(learn: "Learner") -> str:
     if own is None or own.is_known(yb):
         return ""
     if own.count(*yb) is not None:
-        counted = f"lambda y: (y != {own.ignored}).sum()"
-        taken, right = f"it is taken for the mean over {own.described(yb[0])}", f"loss_weight={counted}"
-    elif learn._overrides("_loss"):
+        return (
+            f"{UNKNOWN_COUNT}it is taken for the mean over {own.described(yb[0])}. If it is one, say "
+            f"loss_weight=lambda y: (y != {own.ignored}).sum(); else give the Learner {SAY_COUNT}"
+        )
+    if learn._overrides("_loss"):
         return ""
-    else:
-        parts = " + ".join(loss_parts(learn.output)) or "it"
-        taken, right = f"{parts} is taken for a mean over samples", "loss_weight='samples'"
-    named = "" if yb else ". Targets that the batch has are named by DataLoaders(target_keys=...) or n_inp=..."
-    return f"{UNKNOWN_COUNT}{taken}. If it is one, say {right}; else give the Learner {SAY_COUNT}{named}. {_UNTIL_THEN}"
+    parts = " + ".join(loss_parts(learn.output)) or "it"
+    return (
+        f"{UNKNOWN_COUNT}{parts} is taken for a mean over samples. If it is one, say loss_weight='samples'; else give "
+        f"the Learner {SAY_COUNT} (targets with names of their own: DataLoaders(target_keys=...))"
+    )
 
 
 def _is_known(loss_func: Any) -> bool:

@@ -315,7 +315,7 @@ DOUBTFUL = {  # what is in the batch beside the inputs: (targets, what is told)
     "tokens": ({"labels": tokens()}, "it is taken for the mean over the 21 of 42 targets that are not -100"),
     "numbers": ({"labels": torch.rand(6)}, "it is taken for a mean over samples. If it is one, say loss_weight='sam"),
     "two": ({"labels": torch.ones(6), "targets": torch.ones(6)}, "it is taken for a mean over samples"),
-    "none": ({}, "it is taken for a mean over samples.*Targets that the batch has are named by DataLoaders"),
+    "none": ({}, "it is taken for a mean over samples.*targets with names of their own: DataLoaders"),
     "losses": ({"boxes": torch.ones(6)}, "first . second is taken for a mean over samples"),
     "unlabelled": (
         {"labels": torch.tensor([0, 1, -1, 1, 0, -1])},

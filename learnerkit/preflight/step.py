@@ -389,8 +389,8 @@ def judge_count(learn: "Learner") -> str:
         return ""
     return (
         f"in eval mode, two parts of the batch, weighed by the {parts[0][1]:g} and {parts[1][1]:g} that they count, "
-        f"make {joined:.4g}, and the whole makes {whole:.4g}. For steps of several batches or ranks, give the Learner "
-        f"{losses.SAY_COUNT}"
+        f"make {joined:.4g}, and the whole makes {whole:.4g}. For steps of several batches or ranks, say by "
+        "loss_weight= what it averages over, a function of the targets"
     )
 
 

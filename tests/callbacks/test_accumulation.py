@@ -124,7 +124,7 @@ def test_targets_under_another_name_are_told(monkeypatch):
             logits = self.body(ids)
             return {"logits": logits, "loss": F.cross_entropy(logits.mT, answers)}
 
-    with pytest.warns(UserWarning, match="mean over samples.*Targets that the batch has are named by .*target_keys="):
+    with pytest.warns(UserWarning, match="mean over samples.*targets with names of their own: .*target_keys="):
         Learner(DataLoaders(words, device="cpu"), Words()).fit(1)
     dls = DataLoaders(words, device="cpu", target_keys="answers")
     with pytest.warns(UserWarning, match="the mean over the 20 of 20 targets that are not -100"):
