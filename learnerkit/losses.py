@@ -150,7 +150,7 @@ class OwnLoss:
 
     def count(self, *yb: Any) -> Tensor | None:
         """Return how many targets the loss averages over, or `None` if they are not one tensor of integers."""
-        return (self._used(yb[0]) != self.ignored).sum() if len(yb) == 1 and _are_integers(yb[0]) else None
+        return (self.used(yb[0]) != self.ignored).sum() if len(yb) == 1 and _are_integers(yb[0]) else None
 
     def is_known(self, yb: tuple) -> bool:
         """Tell whether the loss is known to average over what `count` returns, or over samples. A host-device sync."""
@@ -166,11 +166,12 @@ class OwnLoss:
 
     def described(self, target: Tensor) -> str:
         """Describe the targets that are counted. A host-device sync."""
-        used = self._used(target)
+        used = self.used(target)
         which = f"the {int((used != self.ignored).sum())} of {used.numel()} targets that are not {self.ignored}"
         return which + (", negative ones among them" if self.counts_negative(target) else "")
 
-    def _used(self, target: Tensor) -> Tensor:
+    def used(self, target: Tensor) -> Tensor:
+        """Return the targets that have predictions."""
         return target[..., 1:] if self.shifts and target.ndim > 1 else target
 
 
@@ -186,18 +187,19 @@ def own_loss_of(model: nn.Module) -> OwnLoss:
     have a cross-entropy of torch's in their `forward`.
     """
     model = unwrap(model)
-    forward = inspect.unwrap(getattr(type(model), "forward", print))  # a scripted model has none of its class
+    found: Any = getattr(type(model), "forward", None)  # a scripted model's class has none
+    forward = inspect.unwrap(found)
     parameters, code = _parameters(forward), getattr(forward, "__code__", None)
     takes_count = _COUNT in parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     indices = {m.ignore_index for m in model.modules() if isinstance(m, nn.CrossEntropyLoss | nn.NLLLoss)}
-    found = OwnLoss(*(indices if len(indices) == 1 else ()))
+    own = OwnLoss(*(indices if len(indices) == 1 else ()))
     if code is None or not forward.__module__.startswith("transformers."):
-        return replace(found, takes_count=takes_count or (takes_any and getattr(model, "accepts_loss_kwargs", False)))
+        return replace(own, takes_count=takes_count or (takes_any and getattr(model, "accepts_loss_kwargs", False)))
     kind, config = getattr(model, "loss_type", None), getattr(model, "config", None)
     segments = kind == "ForSemanticSegmentation"
     if segments:
-        found = replace(found, ignored=getattr(config, "semantic_loss_ignore_index", 255))
+        own = replace(own, ignored=getattr(config, "semantic_loss_ignore_index", 255))
     loss_func: Any = model.loss_function if "loss_function" in code.co_names else None
     if loss_func is None:
         shifts, plain = False, "CrossEntropyLoss" in code.co_names and "shift_labels" not in code.co_varnames
@@ -206,7 +208,7 @@ def own_loss_of(model: nn.Module) -> OwnLoss:
         plain = loss_name(loss_func) in _OVER_TOKENS and library_of(loss_func) == "transformers"
         takes_count |= _COUNT in _parameters(loss_func) and takes_any and getattr(model, "accepts_loss_kwargs", True)
     return replace(
-        found,
+        own,
         shifts=shifts,
         takes_count=takes_count,
         dims=2 + segments if plain else 1,
@@ -602,9 +604,10 @@ def doubtful_count(learn: "Learner") -> str:
     if own is None or own.is_known(yb):
         return ""
     if own.count(*yb) is not None:
+        y = "y" if own.used(yb[0]) is yb[0] else "y[..., 1:]"
         return (
             f"{UNKNOWN_COUNT}it is taken for the mean over {own.described(yb[0])}. If it is one, say "
-            f"loss_weight=lambda y: (y != {own.ignored}).sum(); else give the Learner {SAY_COUNT}"
+            f"loss_weight=lambda y: ({y} != {own.ignored}).sum(); else give the Learner {SAY_COUNT}"
         )
     if learn._overrides("_loss"):
         return ""

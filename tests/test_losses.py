@@ -329,7 +329,8 @@ def test_what_is_not_known_is_told_in_the_first_batch_of_a_fit_and_once(kind, mo
     monkeypatch.setattr(world, "_warned", set())
     targets, words = DOUBTFUL[kind]
     batch, told = {"x": torch.randn(6, 1), **targets}, []
-    learn = Learner(DataLoaders([batch] * 3, [batch], device="cpu"), Doubtful())
+    part = {key: t[:3] for key, t in batch.items()}  # of which the same would be said with other numbers
+    learn = Learner(DataLoaders([batch, part, batch], [batch], device="cpu"), Doubtful())
     learn.add_cb(Callback(after_loss=lambda cb: told.append(len(caught))))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

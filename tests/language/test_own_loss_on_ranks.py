@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from text_jobs import make_stream
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from learnerkit import DataLoaders, Learner, world
+from learnerkit import Callback, DataLoaders, Learner, world
 from learnerkit.losses import own_loss_of
 
 pytestmark = [
@@ -20,13 +22,13 @@ BART = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8, "decoder
         "encoder_attention_heads": 2, "decoder_attention_heads": 2}  # fmt: skip
 
 
-def gpt2(hf):
+def gpt2(hf, n=20):
     none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, **none, **SPECIAL))
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=n, n_embd=8, n_layer=1, n_head=2, **none, **SPECIAL))
 
 
-def llama(hf):
-    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=20, **SMALL, **SPECIAL))
+def llama(hf, n=20):
+    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=n, **SMALL, **SPECIAL))
 
 
 def bert(hf):
@@ -100,6 +102,34 @@ def test_the_count_is_what_the_models_own_mean_divides_by(name):
             assert float(given) == pytest.approx(float(whole), rel=1e-6)
 
 
+def test_what_is_known_of_other_models():
+    hf = pytest.importorskip("transformers")
+    bert, gpt = hf.BertConfig(vocab_size=20, **SMALL), hf.GPT2Config(n_embd=8, n_layer=1, n_head=2, **SPECIAL)
+    audio = hf.Wav2Vec2Config(
+        **SMALL,
+        conv_dim=(8,),
+        conv_stride=(5,),
+        conv_kernel=(10,),
+        num_feat_extract_layers=1,
+        num_conv_pos_embedding_groups=2,
+    )
+    rows, numbers, maps = torch.ones(3, 4).long(), torch.rand(3, 4), torch.full((2, 4, 4), 255)
+    for model, target, known in (
+        (hf.BertForTokenClassification(bert), rows, True),
+        (hf.BertForSequenceClassification(bert), numbers, True),
+        (hf.BertForTokenClassification(bert), numbers, False),
+        (hf.ElectraForPreTraining(hf.ElectraConfig(**SMALL)), rows, False),  # a binary cross-entropy, masked
+        (hf.GPT2DoubleHeadsModel(gpt), rows, False),  # shifts by itself
+        (hf.Wav2Vec2ForCTC(audio), rows, False),  # a sum over samples
+        (hf.SegformerForSemanticSegmentation(hf.SegformerConfig()), maps, True),
+        (nn.Sequential(hf.BertForTokenClassification(bert)), rows, False),  # in a model of one's own
+    ):
+        own = own_loss_of(model)
+        assert own.is_known((target,)) is known, type(model)
+        assert not own.shifts
+    assert own_loss_of(hf.SegformerForSemanticSegmentation(hf.SegformerConfig())).count(maps) == 0
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_one_process_is_the_plain_loop(name):
     learn, plain = make_learner(name), make_model(name).train()
@@ -114,6 +144,18 @@ def test_one_process_is_the_plain_loop(name):
     learn.fit(1)
     for (key, p), q in zip(plain.named_parameters(), learn.model.parameters(), strict=True):
         torch.testing.assert_close(q, p, rtol=1e-12, atol=1e-12, msg=key)
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+def test_targets_that_are_aligned_already_count_all(name):
+    hf = pytest.importorskip("transformers")
+    data = make_stream()
+    dls = data.dataloaders(tokens=48, seq_len=12, device="cpu")
+    torch.manual_seed(2)
+    learn, losses = Learner(dls, MODELS[name](hf, data.vocab_size), lr=0.0), []
+    learn.fit(1, cbs=Callback(after_loss=lambda cb: losses.append((cb.loss, cb.model(**cb.batch).loss))))
+    for found, expected in losses:
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.ranks(2, soak=[3])
