@@ -56,7 +56,16 @@ from learnerkit.events import (
 from learnerkit.explain import explain
 from learnerkit.files import CheckpointError, File, Saved, fitted, name_or_path, save_whole
 from learnerkit.launch.rank_main import shorten, wants_short
-from learnerkit.losses import LossWeight, accept_no_loss, fire_after_loss, loss_name, no_loss, own_loss, take_loss
+from learnerkit.losses import (
+    LossWeight,
+    accept_no_loss,
+    count_passed,
+    fire_after_loss,
+    loss_name,
+    no_loss,
+    own_loss,
+    take_loss,
+)
 from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import Workers, distrib_ctx
 from learnerkit.preflight.ranks import check_distributed
@@ -252,7 +261,7 @@ class Learner(RunState):
         self.wd, self.wd_bn_bias, self.train_bn = wd, wd_bn_bias, train_bn
         self.moms = arguments.three("moms", moms)
         self.loss_weight = loss_weight
-        self._weigh_losses()  # refuses what it cannot take, here rather than in fit
+        self._loss_weighting = LossWeight(loss_func, loss_weight)  # refuses what it cannot take, before a fit
         self._device, self._loss_without_targets = torch.device("cpu"), False  # set for each run
         self.opt, self.logger, self.cbs = None, TableLogger(self), []
         self._parting: list[Callback] = []
@@ -381,8 +390,8 @@ class Learner(RunState):
 
     def _forward(self) -> None:
         "Set `output` and `pred` from the model."
-        keywords = type(self.batch) not in (tuple, list) and isinstance(self.batch, Mapping)
-        output = self.model(**self.xb[0]) if keywords else self.model(*self.xb)
+        named = type(self.batch) not in (tuple, list) and isinstance(self.batch, Mapping)
+        output = self.model(*(() if named else self.xb), **count_passed(self), **(self.xb[0] if named else {}))
         self.output, self.pred = output, output if isinstance(output, Tensor) else get_field(output, "logits", output)
 
     def _loss(self) -> None:
@@ -952,7 +961,7 @@ class Learner(RunState):
         self._loss_without_targets = self.loss_func is None or self._overrides("_loss")
         fitting, nested = task == "fit", self._dispatch is not None
         if not nested:
-            self._weigh_losses()
+            self._loss_weighting = LossWeight(self.loss_func, self.loss_weight, self.model, self.dls.aligned)
             self._note_modes()
         kept = TRANSIENT if fitting else (*TRANSIENT, *COUNTERS)
         outer = {name: getattr(self, name) for name in kept}
@@ -976,15 +985,6 @@ class Learner(RunState):
         sets_modes = any(isinstance(cb, TrainEvalCallback) for cb in self.cbs)
         if sets_modes and not nested and task in ("fit", "validate", "predict"):  # others leave no trace
             self.model.eval()
-
-    def _weigh_losses(self) -> None:
-        "A model's own loss may average over something else in evaluation than in training."
-        self._loss_weightings = {training: LossWeight(self.loss_func, self.loss_weight) for training in (True, False)}
-
-    @property
-    def _loss_weighting(self) -> LossWeight:
-        """The count that the loss averages over, in training or in evaluation."""
-        return self._loss_weightings[self.training]
 
     def _note_modes(self) -> None:
         "A model that is in eval mode as a whole is so after a run: then what was known before it still holds."

@@ -7,6 +7,7 @@ samples weighted by class) weighted by the number of those; sums are added.
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from learnerkit import world
 from learnerkit.data.batches import get_field, rows_of, tensors_in
 from learnerkit.data.loaders import unknown_keys
 from learnerkit.gradient_mean import zero_loss
-from learnerkit.utils import describe, unbound, warn
+from learnerkit.utils import describe, library_of, unbound, unwrap, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -129,8 +130,108 @@ def activation_of(loss_func: Any) -> Callable[[Any], Any] | None:
     return None if known is None else ACTIVATIONS[known]
 
 
-_N_INSPECTED = 8
-"""How many batches to inspect. The first one is nearly always enough, but a later one may contradict it."""
+@dataclass(frozen=True)
+class OwnLoss:
+    """What the code and the modules of a model say of the loss that it makes itself: the same on every rank.
+
+    Attributes:
+        ignored: the target that it leaves out.
+        shifts: it leaves the first target of each row out, for which a language model has no prediction.
+        takes_count: `forward` takes `num_items_in_batch`, what the loss is to average over.
+        dims: it is known to be the mean over the integer targets of at most so many dimensions.
+        takes_numbers: it is known to be the mean over samples where targets are numbers.
+    """
+
+    ignored: int = -100
+    shifts: bool = False
+    takes_count: bool = False
+    dims: int = 1
+    takes_numbers: bool = False
+
+    def count(self, *yb: Any) -> Tensor | None:
+        """Return how many targets the loss averages over, or `None` if they are not one tensor of integers."""
+        return (self.used(yb[0]) != self.ignored).sum() if len(yb) == 1 and _are_integers(yb[0]) else None
+
+    def is_known(self, yb: tuple) -> bool:
+        """Tell whether the loss is known to average over what `count` returns, or over samples. A host-device sync."""
+        if len(yb) != 1 or not isinstance(yb[0], Tensor):
+            return False
+        if not _are_integers(yb[0]):
+            return self.takes_numbers
+        return (self.takes_count or yb[0].ndim <= self.dims) and not self.counts_negative(yb[0])
+
+    def counts_negative(self, target: Tensor) -> bool:
+        """Tell whether negative targets are counted, which models mostly leave out. A host-device sync."""
+        return bool(((target < 0) & (target != self.ignored)).any())
+
+    def described(self, target: Tensor) -> str:
+        """Describe the targets that are counted. A host-device sync."""
+        used = self.used(target)
+        which = f"the {int((used != self.ignored).sum())} of {used.numel()} targets that are not {self.ignored}"
+        return which + (", negative ones among them" if self.counts_negative(target) else "")
+
+    def used(self, target: Tensor) -> Tensor:
+        """Return the targets that have predictions."""
+        return target[..., 1:] if self.shifts and target.ndim > 1 else target
+
+
+_OF_SAMPLES = tuple(f"For{what}Classification" for what in ("Sequence", "Image", "Video", "Audio"))
+_OF_LATER = (None, "ForCausalLM", "ForConditionalGeneration")  # the kinds of loss that shift; `None`: by default
+_OVER_TOKENS = ("ForCausalLMLoss", "ForMaskedLMLoss", "ForTokenClassification", "ForSemanticSegmentationLoss")
+
+
+def own_loss_of(model: nn.Module) -> OwnLoss:
+    """Return what is known of the loss that a model makes itself; no value is read.
+
+    The models of transformers say which loss they use, by `loss_type` and `loss_function`. Those that do not call it
+    have a cross-entropy of torch's in their `forward`.
+    """
+    model = unwrap(model)
+    found: Any = getattr(type(model), "forward", None)  # a scripted model's class has none
+    forward = inspect.unwrap(found)
+    parameters, code = _parameters(forward), getattr(forward, "__code__", None)
+    takes_count = _COUNT in parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    indices = {m.ignore_index for m in model.modules() if isinstance(m, nn.CrossEntropyLoss | nn.NLLLoss)}
+    own = OwnLoss(*(indices if len(indices) == 1 else ()))
+    if code is None or not forward.__module__.startswith("transformers."):
+        return replace(own, takes_count=takes_count or (takes_any and getattr(model, "accepts_loss_kwargs", False)))
+    kind, config = getattr(model, "loss_type", None), getattr(model, "config", None)
+    segments = kind == "ForSemanticSegmentation"
+    if segments:
+        own = replace(own, ignored=getattr(config, "semantic_loss_ignore_index", 255))
+    loss_func: Any = model.loss_function if "loss_function" in code.co_names else None
+    if loss_func is None:
+        shifts, plain = False, "CrossEntropyLoss" in code.co_names and "shift_labels" not in code.co_varnames
+    else:
+        shifts = kind in _OF_LATER and not getattr(config, "is_encoder_decoder", False)
+        plain = loss_name(loss_func) in _OVER_TOKENS and library_of(loss_func) == "transformers"
+        takes_count |= _COUNT in _parameters(loss_func) and takes_any and getattr(model, "accepts_loss_kwargs", True)
+    return replace(
+        own,
+        shifts=shifts,
+        takes_count=takes_count,
+        dims=2 + segments if plain else 1,
+        takes_numbers=kind in _OF_SAMPLES,
+    )
+
+
+_COUNT = "num_items_in_batch"
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function in C, such as torch.numel
+        return {}
+
+
+def count_passed(learn: "Learner") -> dict[str, Tensor]:
+    """Return what `LossWeight.passed` does for the present batch, unless the model would cut it or the batch has it."""
+    if learn.loss_func is not None or isinstance(learn.model, nn.DataParallel):
+        return {}
+    found = learn._loss_weighting.passed(learn.yb)
+    return {} if found and isinstance(learn.xb[0], Mapping) and _COUNT in learn.xb[0] else found
 
 
 class LossWeight:
@@ -138,22 +239,30 @@ class LossWeight:
 
     Args:
         loss_func: for torch's losses `reduction`, `weight` and `ignore_index` decide what is counted; `None` is for a
-            model that makes its own loss: what that averages over is inferred from its first batches.
+            model that makes its own loss.
         loss_weight: `None`, 'sum', 'samples', or a function that returns the number of items averaged over. It is
             called as f(*targets) if it takes so many arguments by position, else as f(pred, *targets); of a model that
             makes its own loss, `pred` is the whole output.
+        model: which may make its own loss.
+        aligned: targets are in the places of their predictions.
 
     Attributes:
         sums: the loss is a sum.
-        unknown: the model's own loss is none of the means known here, so the count is a guess.
-        found_alone: only this rank has found that out; the others may not know.
-        absent: the model has made no loss of targets.
+        own: what is known of the model's own loss; `None` where there is another, or `loss_weight` says what it counts.
+        told: what is not known of it has been told, or need not be.
+        absent: the model has made no loss of targets in evaluation.
 
     Raises:
         ValueError: another `loss_weight`, or a loss made with reduction='none'.
     """
 
-    def __init__(self, loss_func: Any, loss_weight: str | Callable[..., Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        loss_func: Any,
+        loss_weight: str | Callable[..., Tensor] | None = None,
+        model: nn.Module | None = None,
+        aligned: bool = False,
+    ) -> None:
         if loss_weight not in (None, "sum", "samples") and not callable(loss_weight):
             raise ValueError(
                 f"got loss_weight={loss_weight!r}; it takes None, 'sum', or a function of the targets that returns the "
@@ -170,25 +279,21 @@ class LossWeight:
         if loss_weight is None and not self.sums and is_cross_entropy(loss_func):
             ignored = loss_option(loss_func, "ignore_index", -100)  # torch's own default
             self._count = partial(_count_classes, loss_option(loss_func, "weight"), ignored)
-        self.unknown = self.found_alone = self.absent = False
-        self._left_alone = self._left_together = 0  # batches to inspect: by this rank itself, by all ranks together
+        self.absent = False
+        self.own: OwnLoss | None = None
         if loss_func is None and loss_weight is None:
-            self._left_alone = self._left_together = _N_INSPECTED
-            self._count = _count_targets
-        self._means = set(MEANS)  # those that all batches so far allow
+            self.own = OwnLoss() if model is None else own_loss_of(model)
+            self.own = replace(self.own, shifts=self.own.shifts and not aligned)
+            self._count = self.own.count
+        self.told = self.own is None
 
-    @property
-    def votes(self) -> bool:
-        """Whether the ranks shall inspect their next batch together to infer what the model's own loss averages over.
+    def passed(self, yb: tuple) -> dict[str, Tensor]:
+        """Return the keyword by which a model that makes its own loss gets what that is to average over.
 
-        It is the same on all ranks, since only `agree` changes it.
+        It is 1 at least: the mean of nothing would be a NaN, whose gradient reaches the other batches of its step.
         """
-        return self._left_together > 0
-
-    @property
-    def assumed(self) -> bool:
-        """Whether the model's own loss is taken for the mean over samples, although no batch has shown that it is."""
-        return self._means == {"samples"}
+        count = self.own.count(*yb) if self.own is not None and self.own.takes_count else None
+        return {} if count is None else {_COUNT: count.clamp(min=1)}
 
     def takes_output(self, yb: tuple) -> bool:
         """Tell whether the function that was given takes what the model returns before the targets.
@@ -208,16 +313,13 @@ class LossWeight:
             )
         return not least <= n <= most
 
-    def count(
-        self, yb: tuple, batch_size: int, pred: Any = None, loss: Any = None, xb: tuple = (), output: Any = None
-    ) -> int | Tensor:
+    def count(self, yb: tuple, batch_size: int, pred: Any = None, output: Any = None) -> int | Tensor:
         """Return the number of items behind a batch's loss: a 0-dim tensor if they are counted, on every rank.
 
         Args:
             yb: the targets.
             batch_size: the number of samples.
-            pred, loss, xb: the predictions, the loss and the inputs, if the model makes its own loss; a batch without
-                predictions is not inspected.
+            pred: the predictions, if there are any.
             output: what a function that was given gets before the targets, if it takes that.
 
         Raises:
@@ -225,42 +327,11 @@ class LossWeight:
         """
         if self._given == "samples":
             return batch_size
-        if self._left_alone and batch_size and pred is not None:
-            self._left_alone -= 1
-            self._inspect(possible_means(yb, pred, loss, xb))
         if callable(self._given) and (yb or output is not None):
             arguments = (output, *yb) if self.takes_output(yb) else yb
             return _checked_count(self._given(*arguments) if batch_size else 0)
         count = self._count(*yb) if yb and self._count is not None else None
         return rows_compared(pred, yb, batch_size) if count is None else count
-
-    def _inspect(self, means: list[str]) -> None:
-        agreed = self._left_together < _N_INSPECTED
-        if self._means.isdisjoint(means):
-            self.unknown, self.found_alone, self._left_alone = True, True, 0  # go on counting as before
-        elif not agreed:
-            self._restrict(means)
-
-    def agree(self, means: list[list[str]]) -> None:
-        """Decide by one batch of each rank; after that, a rank's own batches can only contradict the decision.
-
-        Args:
-            means: the result of `possible_means` on each rank.
-        """
-        common = self._means.intersection(*means)
-        self._left_together -= 1
-        if not common:
-            self.unknown, self._left_alone, self._left_together = True, 0, 0
-            return
-        self._restrict([name for name in means[0] if name in common])
-        if len(common) == 1:
-            self._left_together = 0
-        elif not self._left_together and len(common) == len(MEANS):
-            self.unknown = True  # no batch has excluded anything
-
-    def _restrict(self, means: list[str]) -> None:
-        left = [name for name in means if name in self._means]
-        self._means, self._count = set(left), MEANS[left[0]]
 
 
 def _arguments_by_position(function: Callable) -> tuple[int, float]:
@@ -292,85 +363,8 @@ def rows_compared(pred: Any, yb: tuple, batch_size: int) -> int:
     return len(pred) if all(isinstance(y, Tensor) and y.ndim and len(y) == len(pred) for y in yb) else batch_size
 
 
-def possible_means(yb: tuple, pred: Any, loss: Any, xb: tuple = ()) -> list[str]:
-    """Infer from the value of a model's own loss what it may be the mean over. A host-device sync.
-
-    Args:
-        yb, pred, loss, xb: targets, predictions, loss and inputs of a batch.
-
-    Returns:
-        Some of 'targets' (the mean cross-entropy over the targets that are not negative), 'shifted' (the same with the
-        targets one position later than the predictions), 'elements' (a mean of torch's over the elements of the
-        targets) and 'samples', which nothing shows, the most likely first; all of them if the batch does not tell, and
-        none if the loss is another one over tokens.
-    """
-    if not isinstance(loss, Tensor) or loss.ndim or len(yb) > 1:
-        return ["samples"]
-    if not yb:
-        return [] if _over_tokens(xb, pred) else ["samples"]
-    target = yb[0]
-    if isinstance(target, Tensor) and any(_is_mean_of_elements(t, target, loss) for t in tensors_in(pred)):
-        return ["elements"]
-    if not _are_integers(target) or not _may_be_classes(target):
-        return ["samples"]
-    scores = [t for t in tensors_in(pred) if _may_be_scores(t, target)]
-    by_sample = target.ndim == 1 and not (target < 0).any()
-    if not scores:
-        return ["samples"] if by_sample or isinstance(pred, Tensor) else []
-    value = float(loss.detach())
-    if not math.isfinite(value):  # such as the mean over no targets
-        return list(MEANS)
-    shifts = [(1, "shifted"), (0, "targets")][-min(target.ndim, 2) :]
-    gaps = [
-        (abs(_mean_cross_entropy(t.detach().movedim(axis, -1), target, shift) - value), name)
-        for t in scores
-        for axis in class_axes(t, target)
-        for shift, name in shifts
-    ]
-    gaps = sorted((gap, name) for gap, name in gaps if not math.isnan(gap))
-    least = gaps[0][0] if gaps else math.inf
-    rounding = torch.finfo(loss.dtype).eps * abs(value)
-    if least > max(1e-4 * abs(value), 4 * rounding) + 1e-6:
-        return ["samples"] if by_sample else []
-    # Several are equally close if all predictions are equal, or the loss has a low precision.
-    near = 2 * (least + rounding) + 1e-9
-    return list(dict.fromkeys(name for gap, name in gaps if gap <= near))
-
-
-def _is_mean_of_elements(pred: Tensor, target: Tensor, loss: Tensor) -> bool:
-    """Tell whether a loss is one of torch's means over the elements of predictions and targets. A host-device sync."""
-    plain = pred.is_floating_point() and not target.is_complex() and pred.layout is target.layout is torch.strided
-    if not plain or pred.device != target.device or pred.squeeze().shape != target.squeeze().shape:
-        return False
-    kind = torch.promote_types(pred.dtype, torch.float32)
-    a, b = (t.detach().to(kind).flatten() for t in (pred, target))
-    tolerance = max(1e-4, 4 * torch.finfo(loss.dtype).eps)
-    return any(math.isclose(float(f(a, b)), float(loss.detach()), rel_tol=tolerance) for f in _MEANS_OF_ELEMENTS)
-
-
-_MEANS_OF_ELEMENTS = (F.mse_loss, F.binary_cross_entropy_with_logits, F.l1_loss, F.smooth_l1_loss)
-
-
 def _are_integers(target: Any) -> bool:
     return isinstance(target, Tensor) and target.ndim > 0 and not target.is_floating_point() and not target.is_complex()
-
-
-def _may_be_classes(target: Tensor) -> bool:
-    """Tell whether all negative targets are the same number, the mark of ignored targets. A host-device sync."""
-    negative = target[target < 0]
-    return not len(negative) or bool((negative == negative[0]).all())
-
-
-def _may_be_scores(t: Tensor, target: Tensor) -> bool:
-    """Tell by shape, type and device whether a tensor may have the scores of classes for each target."""
-    fits = t.ndim == target.ndim + 1 and len(t) == len(target) and t.numel() > 0
-    return fits and t.is_floating_point() and t.layout is torch.strided and t.device == target.device
-
-
-def _over_tokens(xb: tuple, pred: Any) -> bool:
-    """Tell whether predictions have scores for each of the tokens (n, t) in the inputs."""
-    tokens = {t.shape for t in tensors_in(xb) if t.ndim == 2 and not t.is_floating_point()}
-    return any(t.ndim == 3 and t.shape[:2] in tokens for t in tensors_in(pred))
 
 
 def class_axes(pred: Tensor, target: Tensor) -> list[int]:
@@ -378,47 +372,6 @@ def class_axes(pred: Tensor, target: Tensor) -> list[int]:
     if pred.ndim < 3:
         return [1]
     return [axis for axis in (1, -1) if pred.select(axis, 0).shape == target.shape]
-
-
-def _mean_cross_entropy(scores: Tensor, target: Tensor, shift: int) -> float:
-    """The mean cross-entropy of scores (n, ..., classes) over targets (n, ...) that are not negative.
-
-    It is NaN if there are none, or if the targets are not classes. A host-device sync.
-
-    Args:
-        shift: how many positions later in dimension 1 the target of a prediction is: 1 in language models whose labels
-            are their inputs.
-    """
-    if shift:
-        scores, target = scores[:, :-shift], target[:, shift:]
-    counted = target >= 0
-    # On a CUDA device an invalid class fails an assert, after which the process cannot use the device any more.
-    if (target >= scores.shape[-1]).any():
-        return math.nan
-    total: float | Tensor = 0.0
-    # In chunks, because a float32 copy of the scores of a large vocabulary would need much of the device's memory.
-    rows = max(1, 2**24 // max(1, scores[:1].numel()))
-    for chunk, classes in zip(scores.split(rows), target.split(rows), strict=True):
-        flat = chunk.reshape(-1, scores.shape[-1]).float()
-        total += F.cross_entropy(flat, classes.reshape(-1).long().clamp(min=-1), ignore_index=-1, reduction="sum")
-    return float(total / counted.sum())
-
-
-def _count_shifted(target: Any, *rest: Any) -> Tensor | None:
-    """Count as `_count_targets`, without the first target of each sample, for which there is no prediction."""
-    return _count_targets(target[:, 1:] if isinstance(target, Tensor) and target.ndim > 1 else target, *rest)
-
-
-def _count_targets(target: Any, *rest: Any) -> Tensor | None:
-    """Count the targets that are not negative, since models ignore negative ones, usually -100 or -1.
-
-    Returns `None` if the targets cannot be classes.
-    """
-    return None if rest or not _are_integers(target) else (target >= 0).sum()
-
-
-MEANS = {"shifted": _count_shifted, "targets": _count_targets, "elements": None, "samples": None}
-"""What a model's own loss may be the mean over, the most frequent first, and the function that counts it in a batch."""
 
 
 def _count_classes(weight: Tensor | None, ignore_index: int, target: Any, *rest: Any) -> Tensor | None:
@@ -586,21 +539,26 @@ def take_loss(learn: "Learner") -> None:
     if (table["after_loss"] or table["before_backward"]) and isinstance(learn.loss, Tensor):
         learn.loss = learn.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
     weighting = learn._loss_weighting
-    learn._loss_count = count = batch_count(learn, weighting)
-    if weighting.unknown or weighting.assumed:
-        warn_of_unknown_count(learn, doubtful_count(learn), on_all=learn.training and weighting.found_alone)
-    elif isinstance(count, int) and count != learn.batch_size and not _is_known(learn.loss_func):
-        warn_of_unknown_count(
-            learn,
+    learn._loss_count = count = batch_count(learn)
+    if not weighting.told and learn.training and learn.task == "fit":
+        weighting.told = True
+        if why := doubtful_count(learn):
+            world.warn_once(f"{why}. {_UNTIL_THEN} (errors.html#loss-weight)")
+    several = learn.task == "fit" and (learn._sharded or learn._gradient is not None)
+    if several and isinstance(count, int) and count != learn.batch_size and not _is_known(learn.loss_func):
+        world.warn_once(
             f"the loss compares {count} rows of a batch of {learn.batch_size} samples, and is taken for their mean; if "
-            "it is another one, say so by loss_weight=",
+            f"it is another one, say so by loss_weight=. {_UNTIL_THEN} (errors.html#loss-weight)"
         )
 
 
-def batch_count(learn: "Learner", weighting: LossWeight) -> int | Tensor:
+_UNTIL_THEN = "Until then it may be that steps of several batches or ranks are not exactly those of one batch"
+
+
+def batch_count(learn: "Learner") -> int | Tensor:
     """Return what the loss of the present batch averages over."""
     made_of = learn.output if learn.loss_func is None else learn.pred
-    return weighting.count(learn.yb, learn.batch_size, learn.pred, learn.loss, learn.xb, made_of)
+    return learn._loss_weighting.count(learn.yb, learn.batch_size, learn.pred, made_of)
 
 
 def own_loss(output: Any) -> Any:
@@ -637,41 +595,27 @@ SAY_COUNT = (
 )
 
 
-def unknown_count(yb: tuple) -> str:
-    """Describe, from the targets of a batch, why it is not known what a model's own loss counts, and what to do."""
-    if not yb:
-        return (
-            f"{UNKNOWN_COUNT}it has a prediction for each token, and there are no targets. "
-            "Name the targets: DataLoaders(target_keys=...), or n_inp=... where batches are tuples"
-        )
-    return (
-        f"{UNKNOWN_COUNT}it is not the mean cross-entropy over the targets that are not negative. Give the Learner "
-        f"{SAY_COUNT}"
-    )
-
-
 def doubtful_count(learn: "Learner") -> str:
-    """Describe what is not known of the count of the present loss, and what to do; empty if there is no doubt."""
-    weighting = learn._loss_weighting
-    if weighting.unknown:
-        return unknown_count(learn.yb)
-    if not weighting.assumed or learn._overrides("_loss"):
+    """Describe what is not known of the count of the present loss, and what to do; empty if there is no doubt.
+
+    A host-device sync.
+    """
+    own, yb = learn._loss_weighting.own, learn.yb
+    if own is None or own.is_known(yb):
+        return ""
+    if own.count(*yb) is not None:
+        y = "y" if own.used(yb[0]) is yb[0] else "y[..., 1:]"
+        return (
+            f"{UNKNOWN_COUNT}it is taken for the mean over {own.described(yb[0])}. If it is one, say "
+            f"loss_weight=lambda y: ({y} != {own.ignored}).sum(); else give the Learner {SAY_COUNT}"
+        )
+    if learn._overrides("_loss"):
         return ""
     parts = " + ".join(loss_parts(learn.output)) or "it"
     return (
-        f"{UNKNOWN_COUNT}{parts} is taken for a mean over samples. If it is one, say loss_weight='samples'; "
-        f"else give the Learner {SAY_COUNT}"
+        f"{UNKNOWN_COUNT}{parts} is taken for a mean over samples. If it is one, say loss_weight='samples'; else give "
+        f"the Learner {SAY_COUNT} (targets with names of their own: DataLoaders(target_keys=...))"
     )
-
-
-def warn_of_unknown_count(learn: "Learner", why: str, on_all: bool = False) -> None:
-    """Warn if the batches of several ranks, or of an accumulated step, are weighted by a count that is only a guess."""
-    if why and learn.task == "fit" and (learn._sharded or learn._gradient is not None):
-        world.warn_once(
-            f"{why}. Until then it may be that steps of several batches or ranks are not exactly those of one batch "
-            "(errors.html#loss-weight)",
-            on_all=on_all,
-        )
 
 
 def _is_known(loss_func: Any) -> bool:

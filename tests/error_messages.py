@@ -20,14 +20,14 @@ from errors import normal  # noqa: E402
 LONG = 160  # characters without the values; longer messages end with the address of their entry
 
 ENDS = {"warn": 0, "warn_once": 0, "_warn_once": 0, "_say": 0, "not_together": 0, "_not_met": 0, "exit": 0, "say": 0,
-        "add_note": 0, "add_note_once": 1, "warn_of_unknown_count": 1, "no_collectives": 1, "refuse": 2, "Finding": 1,
+        "add_note": 0, "add_note_once": 1, "no_collectives": 1, "refuse": 2, "Finding": 1,
         "NotAStore": 0, "NotDecoded": 0, "Outcome": "text"}  # fmt: skip
 """Functions whose argument of this number or name is shown to the user, besides classes whose names end with Error."""
 
 WRITERS = {
-    "why_empty", "_advice_for", "lone_last_batch", "unknown_count", "how_it_ended", "killed_by", "advice", "_describe",
+    "why_empty", "_advice_for", "lone_last_batch", "how_it_ended", "killed_by", "advice", "_describe",
     "of_run", "of_call", "of_device", "of_layer", "_of_ids", "_of_type", "of_loss", "of_comparison", "_of_classes",
-    "of_samples", "of_metric", "of_predict", "lost_worker", "_lines", "explain_metric", "doubtful_count",
+    "of_samples", "of_metric", "of_predict", "lost_worker", "_lines", "explain_metric", "doubtful_count", "judge_count",
     "_describe_death", "_standstill", "_store_lost", "_likely_reason", "_compare_samples", "_refusal",
 }  # fmt: skip
 """Functions that make such text; all text in them counts."""

@@ -75,16 +75,24 @@ class OwnLoss(nn.Module):
 
 
 class OwnTokens(nn.Module):
-    """Makes its own loss over the tokens that are not padding; `shift`: each predicts the next one, -1 is padding."""
+    """Makes its own loss over the tokens that are not padding, whose count it takes."""
 
-    def __init__(self, shift: bool):
+    def __init__(self):
         super().__init__()
-        self.body, self.shift = make_model(), shift
+        self.body = make_model()
+
+    def forward(self, x, labels=None, num_items_in_batch=None):
+        logits = self.body(x)
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return {"logits": logits, "loss": total / num_items_in_batch}
+
+
+class OwnShifted(OwnTokens):
+    """The same, but each token predicts the next one, -1 is padding, and the count is for `loss_weight` to say."""
 
     def forward(self, x, labels=None):
         logits = self.body(x)
-        scores, target = (logits[:, :-1], labels[:, 1:]) if self.shift else (logits, labels)
-        loss = F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=-1 if self.shift else -100)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-1)
         return {"logits": logits, "loss": loss}
 
 
@@ -272,8 +280,8 @@ LOSSES = {
     "class weights": {"loss_func": nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 3.0]).double())},
     "ignore_index": {"loss_func": nn.CrossEntropyLoss(ignore_index=1)},
     "tokens": {"loss_func": lambda pred, y: F.cross_entropy(pred.mT, y), "loss_weight": lambda y: (y >= 0).sum()},
-    "own tokens": {"model": lambda: OwnTokens(shift=False)},
-    "own shifted": {"model": lambda: OwnTokens(shift=True)},
+    "own tokens": {"model": OwnTokens},
+    "own shifted": {"model": OwnShifted, "loss_weight": lambda y: (y[:, 1:] >= 0).sum()},
 }
 
 WAYS = {  # by the number of processes: (batch size, what the split and the accumulation are)

@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import DataLoaders, world
+from learnerkit import Callback, DataLoaders, Learner, world
 from learnerkit.losses import (
-    MEANS,
     LossWeight,
     check_shapes,
     is_cross_entropy,
@@ -22,7 +21,7 @@ from learnerkit.losses import (
     loss_parts,
     out_of_range,
     own_loss,
-    possible_means,
+    own_loss_of,
     unwrap_partial,
 )
 
@@ -154,223 +153,204 @@ def test_what_is_a_cross_entropy():
 # Losses that a model makes itself
 
 
-def own_losses(scores, target):
-    """Means that models take, of scores (n, t, classes), with what they count."""
-    flat, classes = scores.flatten(0, 1), target.flatten()
-    shifted, later = scores[:, :-1].flatten(0, 1), target[:, 1:].flatten()
-    return {
-        "tokens": (F.cross_entropy(flat, classes), (classes != -100).sum()),
-        "shifted": (F.cross_entropy(shifted, later), (later != -100).sum()),
-    }
-
-
-def tokens(n=6, t=7, classes=5, dtype=torch.float64):
+def tokens(n=6, t=7, classes=5, padding=-100):
     target = torch.randint(classes, (n, t))
     for i in range(n):
-        target[i, t - i :] = -100  # padding
-        target[i, : i // 2] = -100  # a prompt
-    return torch.randn(n, t, classes, dtype=dtype), target
+        target[i, t - i :] = padding
+        target[i, : i // 2] = padding  # a prompt
+    return target
 
 
-@pytest.mark.parametrize("kind", ["tokens", "shifted"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("first", [False, True])  # whether classes are dimension 1
-@pytest.mark.parametrize("classes", [5, 7])  # 7: as many as places
-def test_what_a_models_own_loss_averages_over_is_found(kind, dtype, first, classes):
-    scores, target = tokens(classes=classes, dtype=dtype)
-    loss, count = own_losses(scores, target)[kind]
-    weight = LossWeight(None)
-    assert weight.count((target,), 6, scores.movedim(-1, 1) if first else scores, loss) == count
-    assert not weight.unknown
-    # What the first batch has shown holds for the others, which are not looked at.
-    other = tokens()[1].roll(1, 0)
-    assert weight.count((other,), 6, None, None) == ((other[:, 1:] if kind == "shifted" else other) != -100).sum()
+class Own(nn.Module):
+    """Has what a model may show of its own loss."""
+
+    def __init__(self, *losses):
+        super().__init__()
+        self.losses = nn.ModuleList(losses)
+
+    def forward(self, x, labels):
+        return x
 
 
-def test_scores_that_do_not_tell_are_followed_by_those_that_do():
-    scores, target = tokens()
-    weight = LossWeight(None)
-    nothing = torch.full_like(target, -100)
-    weight.count((nothing,), 6, scores, own_losses(scores, nothing)["shifted"][0])
-    nothing[:, 0] = 1  # of which a shifted loss makes no use
-    assert weight.count((nothing,), 6, scores, own_losses(scores, nothing)["shifted"][0]) == 0
-    one_class, loss = scores[..., :1], torch.tensor(0.0)  # of one class each loss is zero, whichever tokens count
-    weight.count((target.clamp(max=0),), 6, one_class, loss)
-    loss, count = own_losses(scores, target)["shifted"]
-    assert weight.count((target,), 6, scores, loss) == count
+class TakesCount(Own):
+    """Takes what the loss is to average over."""
+
+    def forward(self, x, labels, *, num_items_in_batch=None):
+        return x
 
 
-@pytest.mark.parametrize("loss_of", [partial(F.cross_entropy, reduction="sum"), lambda p, t: F.cross_entropy(p, t) + 1])
-def test_another_loss_over_tokens_is_unknown_and_counts_its_targets(loss_of):
-    scores, target = tokens()
-    weight = LossWeight(None)
-    found = weight.count((target,), 6, scores, loss_of(scores.flatten(0, 1), target.flatten()))
-    assert found == (target != -100).sum()
-    assert weight.unknown
+class TakesAny(Own):
+    """Says, as models of transformers do, whether it takes the same among other keywords."""
+
+    def __init__(self, accepts):
+        super().__init__()
+        self.accepts_loss_kwargs = accepts
+
+    def forward(self, x, labels, **kwargs):
+        return x
 
 
-def test_any_negative_target_is_left_out():
-    scores, target = tokens()
-    target[target == -100] = -1
-    loss = F.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=-1)
-    assert possible_means((target,), scores, loss) == ["targets"]
-    assert LossWeight(None).count((target,), 6, scores, loss) == (target != -1).sum()
+@pytest.mark.parametrize(
+    ("model", "ignored"),
+    [
+        (Own(), -100),
+        (Own(nn.CrossEntropyLoss(ignore_index=0)), 0),
+        (Own(nn.CrossEntropyLoss(ignore_index=-1), nn.NLLLoss(ignore_index=-1), nn.MSELoss()), -1),
+        (Own(nn.CrossEntropyLoss(ignore_index=0), nn.NLLLoss(ignore_index=1)), -100),
+    ],
+)
+def test_targets_that_the_models_own_loss_does_not_ignore_are_counted(model, ignored):
+    target = tokens(padding=ignored)
+    count = LossWeight(None, None, model).count((target,), 6)
+    assert (count.ndim, int(count)) == (0, int((target != ignored).sum()))
+    assert LossWeight(None, None, model).count((target[:, 0],), 6) == (target[:, 0] != ignored).sum()
 
 
-def test_scores_are_found_in_any_output():
-    scores, target = tokens()
-    loss, _ = own_losses(scores, target)["shifted"]
-    assert possible_means((target,), {"loss": loss, "scores": scores, "hidden": scores[..., :1]}, loss) == ["shifted"]
-    assert possible_means((target,), {"loss": loss}, loss) == []
-    classes = target[:, 0].clamp(min=0)
-    output = {"scores": scores[:, 0], "pairs": torch.randn(9, 5), "elsewhere": torch.randn(6, 5, device="meta")}
-    output |= {"nothing": torch.randn(6, 0), "sparse": scores[:, 0].to_sparse()}
-    assert possible_means((classes,), output, F.cross_entropy(scores[:, 0], classes)) == ["targets"]
+def test_what_is_no_tensor_of_integers_counts_by_samples():
+    classes = torch.randint(3, (9,))
+    for yb in ((torch.rand(9),), (classes, classes), (), ([{"boxes": classes}],), (torch.tensor(3),)):
+        assert LossWeight(None, None, Own()).count(yb, 9, torch.randn(9, 3)) == 9
 
 
-def test_a_later_batch_may_contradict_the_first_whose_count_stays():
-    scores, target = tokens()
-    weight, full = LossWeight(None), target.clamp(min=0)
-    weight.count((full,), 6, scores, own_losses(scores, full)["shifted"][0])
-    assert not weight.unknown
-    # 4 is padding for this loss, which does not show in a batch without it.
-    padded = torch.where(target < 0, 4, target)
-    loss = F.cross_entropy(scores[:, :-1].flatten(0, 1), padded[:, 1:].flatten(), ignore_index=4)
-    assert weight.count((padded,), 6, scores, loss) == padded[:, 1:].numel()
-    assert weight.unknown
+def test_nothing_is_read_of_predictions_and_loss_and_targets_are_not_waited_for():
+    target = torch.empty(6, 7, dtype=torch.long, device="meta")
+    count = LossWeight(None, None, TakesCount()).count((target,), 6, torch.empty(6, 7, 5, device="meta"))
+    assert count.device.type == "meta"
+    assert LossWeight(None, None, TakesCount()).passed((target,))["num_items_in_batch"].device.type == "meta"
 
 
-def test_ranks_decide_together():
-    scores, target = tokens()
-    loss, count = own_losses(scores, target)["shifted"]
-    for found, unknown in (
-        ([["targets", "shifted"], ["shifted"]], False),
-        ([list(MEANS), ["shifted"]], False),  # a rank without data
-        ([["targets"], ["shifted"]], True),
-        ([["targets"], []], True),
+def test_the_count_is_passed_to_models_that_take_it():
+    target = tokens()
+    for model, takes in ((Own(), False), (TakesCount(), True), (TakesAny(True), True), (TakesAny(False), False)):
+        weight = LossWeight(None, None, nn.DataParallel(model))
+        assert weight.passed((target,)) == ({"num_items_in_batch": (target != -100).sum()} if takes else {})
+        assert weight.passed(()) == weight.passed((target, target)) == weight.passed((target.float(),)) == {}
+    assert LossWeight(None, "samples", TakesCount()).passed((target,)) == {}
+    assert LossWeight(F.mse_loss, None, TakesCount()).passed((target,)) == {}
+
+
+def test_what_is_known_of_a_models_own_loss():
+    target, classes = tokens(), torch.arange(9) % 3
+    unlabelled = torch.where(classes == 0, -1, classes)
+    for model, yb, known in (
+        (Own(), (classes,), True),
+        (Own(), (torch.where(classes == 0, -100, classes),), True),
+        (Own(), (unlabelled,), False),
+        (Own(nn.CrossEntropyLoss(ignore_index=-1)), (unlabelled,), True),
+        (Own(), (target,), False),
+        (Own(), (classes, classes), False),
+        (Own(), (torch.rand(9),), False),
+        (Own(), (), False),
+        (TakesCount(), (target,), True),
+        (TakesCount(), (tokens(padding=-1),), False),
+        (TakesCount(), (target.float(),), False),
+        (TakesAny(True), (target,), True),
+        (TakesAny(False), (target,), False),
     ):
-        weight = LossWeight(None)
-        assert weight.votes
-        weight.agree(found)
-        assert (weight.unknown, weight.found_alone, weight.votes) == (unknown, False, False)
-        expected = (target != -100).sum() if unknown else count
-        assert weight.count((target,), 6, scores, loss) == expected
-        assert not weight.found_alone
-    assert not LossWeight(F.cross_entropy).votes
+        assert own_loss_of(model).is_known(yb) is known, (model, yb)
 
 
-def test_ranks_that_cannot_tell_vote_again_and_none_decides_by_itself():
-    scores, target = tokens()
-    (shifted, count), (_, all_targets) = own_losses(scores, target)["shifted"], own_losses(scores, target)["tokens"]
-    weight = LossWeight(None)
-    weight.agree([list(MEANS)] * 2)
-    assert weight.count((target,), 6, scores, shifted) == count
-    weight.agree([["shifted", "targets"], ["targets", "shifted"]])
-    assert weight.votes
-    assert weight.count((target,), 6, scores, own_losses(scores, target)["tokens"][0]) == count
-    weight.agree([["targets"]] * 2)
-    assert (weight.count((target,), 6), weight.votes, weight.unknown) == (all_targets, False, False)
-    # What contradicts that is known to the rank that has seen it.
-    assert weight.count((target,), 6, scores, shifted) == all_targets
-    assert (weight.unknown, weight.found_alone) == (True, True)
-    # There is an end to it.
-    weight = LossWeight(None)
-    for _ in range(8):
-        assert weight.votes
-        assert not weight.unknown
-        weight.agree([list(MEANS)] * 2)
-    assert not weight.votes
-    assert weight.unknown
+class Counted(nn.Module):
+    """Sums over its tokens what it divides by the count that it gets, else by their number; 0 is padding for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.got = nn.Embedding(5, 5).double(), []
+
+    def forward(self, ids, labels, num_items_in_batch=None):
+        self.got.append(num_items_in_batch)
+        total = F.cross_entropy(self.body(ids).mT, labels, reduction="sum", ignore_index=0)
+        return {"loss": total / num_items_in_batch}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_loss_of_few_digits_is_not_taken_for_another(dtype):
-    for seed in range(20):
-        torch.manual_seed(seed)
-        weight = LossWeight(None)
-        for _ in range(4):
-            scores, target = torch.randn(8, 16, 50) / 2, torch.randint(50, (8, 16))
-            loss = F.cross_entropy(scores.mT, target).to(dtype)
-            weight.count((target,), 8, scores.to(dtype), loss)
-        assert not weight.unknown
+@pytest.mark.parametrize("batch", [dict, tuple])
+def test_a_model_gets_the_count_of_the_targets_there_are(batch):
+    target = tokens(padding=0)
+    rows = [{"ids": row, "labels": row} if batch is dict else (row, row) for row in target]
+    dl, model = DataLoader(rows, 4), Counted()
+    dls = DataLoaders(dl, dl, device="cpu")
+
+    def lose(cb):
+        cb.learn.yb = (cb.learn.yb[0].where(torch.arange(7) > 1, -100),)
+
+    learn = Learner(dls, model, lr=0.0, cbs=Callback(before_batch=lose))
+    learn.fit(1)
+    assert model.got == [20, 10] * 2  # in validation, too
+    model.got.clear()
+    learn.get_preds()
+    assert model.got == [20, 10]
 
 
-def test_integers_that_are_not_classes_count_by_samples():
-    pred, ages = torch.randn(6, 1), torch.tensor([-3, 5, -1, 20, 7, 0])
-    assert possible_means((ages,), pred, F.mse_loss(pred[:, 0], ages.float())) == ["elements"]
-    assert LossWeight(None).count((ages,), 6, pred, torch.tensor(1.5)) == 6
-    assert LossWeight(None).count((torch.randn(6, 1), torch.randn(6, 3)), 6) == 6
-
-
-def test_predictions_for_tokens_without_targets_are_unknown():
-    ids, scores, loss = torch.randint(5, (6, 7)), torch.randn(6, 7, 5), torch.tensor(1.5)
-    assert possible_means((), scores, loss, ({"ids": ids},)) == []
-    assert possible_means((), scores, loss, (torch.randn(6, 7),)) == ["samples"]
-    assert possible_means((), scores[:, 0], loss, (ids,)) == ["samples"]
-    weight = LossWeight(None)
-    assert weight.count((), 6, scores, loss, (ids,)) == 6
-    assert weight.unknown
-
-
-def test_a_models_own_loss_over_samples_counts_them():
-    scores, classes = torch.randn(9, 3), torch.randint(3, (9,))
-    for pred, yb, loss in (
-        (scores, (classes,), F.cross_entropy(scores, classes)),
-        (scores, (classes,), torch.tensor(1.5)),  # a loss of its own, of one target for each sample
-        (scores[:, :1], (classes + 5,), torch.tensor(1.5)),  # numbers that are not classes
-        (scores, (torch.randn(9, 3),), torch.tensor(1.5)),
-        (scores, (classes, classes), torch.tensor(1.5)),
-        ({"a": scores}, (classes,), torch.tensor(1.5)),
-        (scores, (classes,), None),
-    ):
-        weight = LossWeight(None)
-        assert weight.count(yb, 9, pred, loss) == 9
-        assert not weight.unknown
-    classes[:4] = -100
-    weight = LossWeight(None)
-    assert weight.count((classes,), 9, scores, F.cross_entropy(scores, classes)) == 5
+def test_a_count_in_the_batch_is_left_alone():
+    target, model = tokens(padding=0), Counted()
+    batch = {"ids": target, "labels": target, "num_items_in_batch": torch.tensor(3)}
+    Learner(DataLoaders([batch], device="cpu"), model).fit(1)
+    assert model.got == [3]
 
 
 def test_who_says_what_the_loss_averages_over_is_believed():
-    scores, target = tokens()
-    loss, _ = own_losses(scores, target)["tokens"]
-    assert LossWeight(None, lambda y: y.numel()).count((target,), 6, scores, loss) == target.numel()
-    assert LossWeight(None, "sum").count((target,), 6, scores, loss) == 6
+    target = tokens()
+    assert LossWeight(None, lambda y: y.numel()).count((target,), 6) == target.numel()
+    assert LossWeight(None, "sum").count((target,), 6) == 6
     assert LossWeight(None, "sum").sums
-
-
-def test_a_mean_over_samples_that_no_batch_shows_is_an_assumption():
-    pred, target, classes = torch.randn(9, 1), torch.rand(9), torch.randint(3, (9,))
-    for loss, yb, assumed in (
-        (F.mse_loss(pred[:, 0], target), (target,), False),
-        (F.binary_cross_entropy_with_logits(pred[:, 0], target), (target,), False),
-        (F.smooth_l1_loss(pred[:, 0], target).bfloat16(), (target,), False),
-        (F.mse_loss(pred[:, 0], target, reduction="sum"), (target,), True),
-        (F.mse_loss(pred[:4, 0], target[:4]), (target,), True),
-        (torch.tensor(1.5), (target, target), True),
-        (torch.tensor(1.5), ([{"boxes": target}],), True),
-        (torch.tensor(1.5), (), True),
-    ):
-        weight = LossWeight(None)
-        assert weight.count(yb, 9, pred, loss) == 9
-        assert (weight.assumed, weight.unknown) == (assumed, False)
-    weight = LossWeight(None)
-    weight.count((classes,), 9, pred.expand(9, 3), F.cross_entropy(pred.expand(9, 3), classes))
-    assert not weight.assumed
-    for said in ("samples", "sum", len):
-        weight = LossWeight(None, said)
-        assert weight.count((target,), 9, pred, torch.tensor(1.5)) == 9
-        assert not weight.assumed
-    assert not LossWeight(F.mse_loss).assumed
     # Rows that are compared are no samples to who has said so.
     assert LossWeight(None, "samples").count((torch.rand(20),), 9, torch.rand(20)) == 9
+    for said in ("samples", "sum", len):
+        assert LossWeight(None, said, Own()).own is None
 
 
-def test_a_mean_that_a_later_batch_contradicts_is_unknown():
-    pred, target, weight = torch.randn(9), torch.rand(9), LossWeight(None)
-    weight.count((target,), 9, pred, F.mse_loss(pred, target))
-    weight.count((target,), 9, pred, F.mse_loss(pred, target) + 1)
-    assert weight.unknown
+class Doubtful(nn.Module):
+    """Makes a loss of each kind of batch that a test gives it."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(1, 1)
+
+    def forward(self, x, **targets):
+        loss = self.body(x).square().mean()
+        return {"first": loss, "second": loss} if "boxes" in targets else {"loss": loss}
+
+
+DOUBTFUL = {  # what is in the batch beside the inputs: (targets, what is told)
+    "tokens": ({"labels": tokens()}, "it is taken for the mean over the 21 of 42 targets that are not -100"),
+    "numbers": ({"labels": torch.rand(6)}, "it is taken for a mean over samples. If it is one, say loss_weight='sam"),
+    "two": ({"labels": torch.ones(6), "targets": torch.ones(6)}, "it is taken for a mean over samples"),
+    "none": ({}, "it is taken for a mean over samples.*targets with names of their own: DataLoaders"),
+    "losses": ({"boxes": torch.ones(6)}, "first . second is taken for a mean over samples"),
+    "unlabelled": (
+        {"labels": torch.tensor([0, 1, -1, 1, 0, -1])},
+        "it is taken for .* 6 of 6 .* not -100, negative ones among them",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DOUBTFUL)
+def test_what_is_not_known_is_told_in_the_first_batch_of_a_fit_and_once(kind, monkeypatch):
+    monkeypatch.setattr(world, "_warned", set())
+    targets, words = DOUBTFUL[kind]
+    batch, told = {"x": torch.randn(6, 1), **targets}, []
+    part = {key: t[:3] for key, t in batch.items()}  # of which the same would be said with other numbers
+    learn = Learner(DataLoaders([batch, part, batch], [batch], device="cpu"), Doubtful())
+    learn.add_cb(Callback(after_loss=lambda cb: told.append(len(caught))))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        learn.validate()
+        learn.fit(2)
+    messages = [str(w.message) for w in caught]
+    assert len(messages) == 1, messages
+    assert re.search(f"^the model makes its own loss, and it is not known .*: {words}", messages[0]), messages
+    assert told[:2] == [0, 1]  # not in the validation before
+    learn.loss_weight = "samples"
+    learn.fit(1)  # without a warning, which would be an error
+
+
+def test_a_learner_that_makes_the_loss_itself_is_not_asked():
+    class Mine(Learner):
+        def _loss(self):
+            self.loss_grad = self.pred["loss"]
+            self.loss = self.loss_grad.detach()
+
+    Mine(DataLoaders([{"x": torch.randn(6, 1), "labels": torch.rand(6)}], device="cpu"), Doubtful()).fit(1)
 
 
 @pytest.mark.parametrize(

@@ -473,7 +473,7 @@ class Recorder(Callback):
         """The values of a validation, without the loss if the model makes none; every rank must reach this."""
         if not math.isnan(validation[0]):  # equal on all ranks
             return validation
-        absent = int(self.learn._loss_weightings[False].absent)
+        absent = int(self.learn._loss_weighting.absent)
         self._has_valid_loss = not (world.reduce(absent, "max") if self.learn._sharded else absent)
         return validation if self._has_valid_loss else validation[1:]
 

@@ -59,6 +59,7 @@ class DataLoaders:
         cbs: callbacks that every Learner with these loaders gets, such as an augmentation of its batches.
         inputs: the names of the inputs in an exported program, each with the names of its axes behind that of the
             batch; by default the arguments of the model's `forward`, or the keys of a mapping batch.
+        aligned: targets are in the places of their predictions, also those of a language model that shifts its labels.
 
     Raises:
         TypeError: a loader that cannot be iterated over.
@@ -69,6 +70,7 @@ class DataLoaders:
     targets: str | None = None
     cbs: Sequence[Any] = ()
     inputs: Mapping[str, Sequence[str]] = {}
+    aligned = False
 
     @suggests_keywords
     def __init__(

@@ -269,6 +269,7 @@ class TextDataLoaders(DataLoaders):
     data: TextData
     tokens: int
     inputs = {"input_ids": ("tokens",), "attention_mask": ("tokens",)}
+    aligned = True
 
     def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Split a batch as `DataLoaders` do; the targets of a language model are the next tokens of its predictions."""

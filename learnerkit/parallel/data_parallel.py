@@ -176,14 +176,15 @@ class _Replica(nn.Module):
         """(loss, what it counts, output): the first two of shape (1,), and `None` for what is not needed."""
         # DataParallel's threads start with autocast's default type, not with the caller's.
         with torch.autocast(*autocast):
-            output = self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
+            passed = weighting.passed(targets)
+            output = self.model(**{**passed, **inputs}) if isinstance(inputs, dict) else self.model(*inputs, **passed)
             loss = self._loss(output, targets) if take else None
         own = self.loss_func is None
         if not take or (own and loss is None):
             return None, None, output
         if not isinstance(loss, Tensor) or loss.ndim:
             raise no_scalar(loss)
-        counts = None if weighting.sums else _count(weighting, inputs, targets, output, loss, own)
+        counts = None if weighting.sums else _count(weighting, rows_of(inputs), targets, output, loss, own)
         if own and keep:
             output = _with_loss(output, None)  # the vector of the parts' losses is of no use
         return loss.reshape(1), counts, output if keep else None
@@ -201,10 +202,10 @@ class _Replica(nn.Module):
             raise
 
 
-def _count(weighting: LossWeight, inputs: Any, targets: tuple, output: Any, loss: Tensor, own: bool) -> Tensor:
+def _count(weighting: LossWeight, rows: int, targets: tuple, output: Any, loss: Tensor, own: bool) -> Tensor:
     """The count of the loss of a part of a batch, of shape (1,); `own`: the model has made the loss."""
     pred = _pred(output)
-    count = weighting.count(targets, rows_of(inputs), pred, loss, inputs, output if own else pred)
+    count = weighting.count(targets, rows, pred, output if own else pred)
     # A product, because to copy a number to the device would make the host wait.
     return torch.ones(1, dtype=torch.float64, device=loss.device) * count
 

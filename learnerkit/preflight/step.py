@@ -4,7 +4,8 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +14,11 @@ from torch import Tensor, nn
 from learnerkit import arguments, losses, optim, world
 from learnerkit.callback import Callback, RaisedIn
 from learnerkit.callbacks.debugging import ShortLoader
-from learnerkit.data.batches import tensors_in
+from learnerkit.data.batches import likely_sizes, map_batch, tensors_in
 from learnerkit.events import CancelFitException, CancelValidException
 from learnerkit.metrics import make_meters
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
-from learnerkit.snapshot import unchanged
+from learnerkit.snapshot import trial, unchanged
 from learnerkit.text import first_few, in_one_line
 from learnerkit.utils import describe, unwrap
 from learnerkit.world import PeerError
@@ -174,8 +175,7 @@ class StepCheck(Callback):
     def after_loss(self) -> None:
         learn = self.learn
         if learn.training and learn.batch_size and learn.loss_grad is not None:
-            unknown = losses.unknown_count(learn.yb) if learn._loss_weighting.unknown else ""
-            self.found["loss"] += judge_loss(learn.loss_func, learn.pred, learn.loss_grad, unknown)
+            self.found["loss"] += judge_loss(learn.loss_func, learn.pred, learn.loss_grad, judge_count(learn))
             self.stage = "gradients"
 
     def _note_gradients(self, first: Callback) -> None:
@@ -345,16 +345,16 @@ def judge_prediction(loss_func: Any, pred: Any) -> list[Finding]:
     return [Finding(OK, _all_about(tensors) or describe(pred))]
 
 
-def judge_loss(loss_func: Any, pred: Any, loss: Tensor, unknown: str = "") -> list[Finding]:
+def judge_loss(loss_func: Any, pred: Any, loss: Tensor, doubt: str = "") -> list[Finding]:
     """Judge the loss before any training, where guessing among n classes gives log(n).
 
-    `unknown` says what is not known of a model's own loss, if anything.
+    `doubt` says what is wrong with the count of a model's own loss, or not known of it, if anything.
     """
     value = float(loss.detach())
     if not math.isfinite(value):
         return [Finding(WRONG, f"{value}: not a finite number", "look at the predictions, the targets and the loss")]
-    if unknown:
-        return [Finding(HINT, f"{value:.4g}; for steps of several batches or ranks: {unknown}")]
+    if doubt:
+        return [Finding(HINT, f"{value:.4g}; {doubt}")]
     if not (losses.is_cross_entropy(loss_func) and isinstance(pred, Tensor) and pred.ndim > 1 and pred.shape[1] > 1):
         return [Finding(OK, f"{value:.4g}")]
     guess = math.log(pred.shape[1])
@@ -362,6 +362,40 @@ def judge_loss(loss_func: Any, pred: Any, loss: Tensor, unknown: str = "") -> li
         text = f"{value:.4g}, far above the {guess:.3g} of guessing"
         return [Finding(HINT, text, "are inputs and first weights of a suitable size?")]
     return [Finding(OK, f"{value:.4g} (guessing: {guess:.3g})")]
+
+
+def judge_count(learn: "Learner") -> str:
+    """Say what is wrong with the count of a model's own loss: two uneven parts of the batch must combine to the whole.
+
+    Where they cannot be compared, what is not known of it; empty if all is well. It leaves no trace.
+    """
+    if learn._loss_weighting.own is None:
+        return ""
+    batch, size, found = (learn.xb, learn.yb), learn.batch_size, list[tuple[float, float]]()
+    with trial(learn, unwrap(learn.model)), torch.no_grad(), suppress(Exception):  # it may be unable to run on a part
+        learn.model.eval()
+        for rows in (slice(size), slice(size // 3), slice(size // 3, size)):
+            learn.xb, learn.yb = map_batch(partial(_rows, rows, size), batch)
+            (learn.batch_size,) = likely_sizes([*learn.xb, *learn.yb])
+            learn._forward()
+            learn._loss()
+            found.append((float(learn.loss), float(losses.batch_count(learn))))
+    if len(found) < 3 or not all(math.isfinite(value) and count for value, count in found):
+        return losses.doubtful_count(learn)
+    (whole, count), *parts = found
+    joined = sum(value * n for value, n in parts) / count
+    half = learn.loss_grad.dtype.itemsize < 4 or torch.is_autocast_enabled(learn.dls.device.type)
+    if math.isclose(joined, whole, rel_tol=1e-2 if half else 1e-4):
+        return ""
+    return (
+        f"in eval mode, two parts of the batch, weighed by the {parts[0][1]:g} and {parts[1][1]:g} that they count, "
+        f"make {joined:.4g}, and the whole makes {whole:.4g}. For steps of several batches or ranks, say by "
+        "loss_weight= what it averages over, a function of the targets"
+    )
+
+
+def _rows(rows: slice, size: int, t: Tensor) -> Tensor:
+    return t[rows] if t.ndim and len(t) == size else t
 
 
 def judge_gradients(

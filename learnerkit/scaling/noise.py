@@ -1,6 +1,5 @@
 """The gradient noise scale: the batch size beyond which further samples bring little."""
 
-import copy
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -322,9 +321,8 @@ class GradientNoiseScale(Callback):
             if torch.is_autocast_enabled(learn.dls.device.type):
                 predictions_in_float32(learn)
             learn._loss()
-            weighting = copy.copy(learn._loss_weighting)  # which may learn by what it counts
-            count = host_count(batch_count(learn, weighting))
-            loss = learn.loss_grad * self._scale() / (count if weighting.sums else 1)
+            count = host_count(batch_count(learn))
+            loss = learn.loss_grad * self._scale() / (count if learn._loss_weighting.sums else 1)
             return list(torch.autograd.grad(loss, self._params(), allow_unused=True)), count
         except CancelException:
             raise

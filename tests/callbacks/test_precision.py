@@ -365,7 +365,7 @@ def learner_of_its_own_loss(mode, **kwargs):
     x, y = make_data(8).tensors
     dl = DataLoader([{"x": a, "labels": b} for a, b in zip(x, y, strict=True)], 4)
     cbs = [*kwargs.pop("cbs", []), MixedPrecision(mode, **SCALE[mode])]
-    return Learner(DataLoaders(dl, dl, device="cpu"), OwnLoss(), cbs=cbs, **kwargs)
+    return Learner(DataLoaders(dl, dl, device="cpu"), OwnLoss(), cbs=cbs, loss_weight="samples", **kwargs)
 
 
 @pytest.mark.parametrize("mode", LOW)

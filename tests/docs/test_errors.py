@@ -26,7 +26,6 @@ PASSED_ON = {  # places where a text of elsewhere is passed on, which is collect
     "learnerkit/launch/cli.py": 5,  # outcomes, NodeErrors and advice; the name of a signal
     "learnerkit/launch/rank_main.py": 2,  # what the script exits with, and its traceback
     "learnerkit/launch/report.py": 4,  # how_it_ended
-    "learnerkit/losses.py": 1,  # unknown_count
     "learnerkit/notebook/kernel.py": 3,  # _describe_death, and what the workers print and raise
     "learnerkit/parallel/distributed.py": 1,  # _warn_once
     "learnerkit/parallel/watch.py": 2,  # the ranks' calls, and _describe
@@ -34,7 +33,7 @@ PASSED_ON = {  # places where a text of elsewhere is passed on, which is collect
     "learnerkit/preflight/local_checks.py": 1,  # free memory
     "learnerkit/preflight/machines.py": 2,  # an exit code, and errors of checks
     "learnerkit/preflight/ranks.py": 2,  # _likely_reason and _compare_samples
-    "learnerkit/preflight/step.py": 8,  # errors of the model, the loss, metrics; lone_last_batch; out_of_range
+    "learnerkit/preflight/step.py": 9,  # errors of model, loss, its count, metrics; lone_last_batch; out_of_range
     "learnerkit/scaling/cost.py": 1,  # the error of a forked process
     "learnerkit/sweep/__main__.py": 1,
     "learnerkit/sweep/config.py": 3,  # refuse, and errors with the entry before them

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from helpers import raises
-from text_jobs import WORDS, Bag, Next, OwnNext, make_data, make_stream, make_texts
+from text_jobs import WORDS, Bag, Next, OwnNext, count_next, make_data, make_stream, make_texts
 from torch import nn
 from torch.nn import functional as F
 
@@ -125,7 +125,9 @@ def test_a_loss_function_and_a_models_own_loss_come_to_the_same_by_exact_counts(
     for model, loss in ((OwnNext, None), (Next, F.cross_entropy)):
         set_seed(1)
         dls = data.dataloaders(tokens=48, seq_len=16, device="cpu")
-        learn = Learner(dls, model(data.vocab_size).double(), loss, metrics=perplexity(axis=-1 if loss is None else 1))
+        counted = {"loss_weight": count_next} if loss is None else {}
+        metric = perplexity(axis=-1 if loss is None else 1)
+        learn = Learner(dls, model(data.vocab_size).double(), loss, metrics=metric, **counted)
         learn.fit(2, 0.1)
         found.append((learn.recorder.values, list(learn.model.parameters())[0].detach()))
         train, valid, measured = learn.recorder.values[-1]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from text_jobs import Bag, Next, OwnNext, make_data, make_stream
+from text_jobs import Bag, Next, OwnNext, count_next, make_data, make_stream
 from torch.nn import functional as F
 
 from learnerkit import Callback, CheckpointCallback, GradientAccumulation, Learner, set_seed, world
@@ -36,7 +36,9 @@ def make_learner(name, cbs=None):
     data = data()
     set_seed(3)
     dls = data.dataloaders(tokens=64, seq_len=16, device="cpu")
-    return Learner(dls, model(data.vocab_size).double(), loss, lr=0.02, wd=0.01, cbs=[Reads, *(cbs or [])])
+    count = count_next if loss is None else None
+    model = model(data.vocab_size).double()
+    return Learner(dls, model, loss, loss_weight=count, lr=0.02, wd=0.01, cbs=[Reads, *(cbs or [])])
 
 
 def weights(learn):

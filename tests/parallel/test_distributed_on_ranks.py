@@ -256,44 +256,39 @@ def test_a_step_of_one_sample_over_all_ranks_is_found_before_training(each, more
 
 
 class OwnTokens(nn.Module):
-    """Makes its own loss over words, of which 0 is padding, or -100 where there is any."""
+    """Makes its own loss over words, the mean over those that are not padding; `counts`: it takes their number."""
 
-    def __init__(self):
+    def __init__(self, counts):
         super().__init__()
-        self.body, self.more = nn.Embedding(9, 9), nn.Parameter(torch.zeros(9))
+        self.body, self.counts = nn.Embedding(9, 9), counts
+        self.accepts_loss_kwargs = counts
 
-    def forward(self, ids, labels):
-        logits = self.body(ids) + self.more
-        ignored = -100 if (labels < 0).any() else 0
-        return {"logits": logits, "loss": F.cross_entropy(logits.mT, labels, ignore_index=ignored)}
+    def forward(self, ids, labels, **kwargs):
+        logits = self.body(ids)
+        if not self.counts:
+            return {"logits": logits, "loss": F.cross_entropy(logits.mT, labels)}
+        total = F.cross_entropy(logits.mT, labels, reduction="sum")
+        return {"logits": logits, "loss": total / kwargs["num_items_in_batch"]}
 
 
-@pytest.mark.parametrize(
-    ("at", "padding", "told_by"),
-    [(0, 0, "rank 0"), (1, 0, "the last rank"), (0, -100, None), (0, None, None)],
-    ids=["in the first batch", "in a later batch", "the usual padding", "no padding"],
-)
-def test_what_one_ranks_batch_shows_of_a_models_own_loss_holds_on_all_ranks(at, padding, told_by):
-    """And one of them says what is not known."""
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_models_own_loss_is_counted_by_one_rule_whatever_a_rank_has(at, counts):
+    """And what is not known is told at once, by rank 0."""
     torch.manual_seed(3)
-    words, counts = torch.randint(1, 9, (8 * N + 1, 5)), []
-    if padding is not None:
-        words[4 * N * (at + 1) - 4 : 4 * N * (at + 1), 2:] = padding  # in one batch of the last rank
+    words, found = torch.randint(1, 9, (8 * N + 1, 5)), []
+    words[4 * N * (at + 1) - 4 : 4 * N * (at + 1), 2:] = -100  # in one batch of the last rank
     dls = DataLoaders(DataLoader([{"ids": row.clamp(min=0), "labels": row} for row in words], 4), device="cpu")
-    model = OwnTokens()
-    if padding is None:
-        nn.init.zeros_(model.body.weight)  # each mean is log(9) at first
-    count = Callback(after_loss=lambda cb: counts.append(int(cb._loss_count)))
-    # The last batch has a sample for rank 0 alone. To wrap anew, and so to begin anew, leaves the ranks together.
-    thaw = Callback(before_epoch=lambda cb: unwrap(cb.model).body.requires_grad_(cb.epoch > 0))
-    learn = Learner(dls, model, cbs=[count, thaw])
+    count = Callback(after_loss=lambda cb: found.append(int(cb._loss_count)))
+    # The last batch has a sample for rank 0 alone.
+    learn = Learner(dls, OwnTokens(counts), cbs=[count])
     with warnings.catch_warnings(record=True) as caught, learn.distrib_ctx(timeout=60), learn.no_logging():
         warnings.simplefilter("always")
         learn.fit(2)
     told = [str(w.message) for w in caught if "it is not known what that averages over" in str(w.message)]
-    assert len(told) == (world.rank() == {"rank 0": 0, "the last rank": N - 1}.get(told_by)), told
-    left_out = 12 if padding == -100 and world.rank() == N - 1 else 4 if padding is None else 0
-    assert counts[:2] == [20 - left_out, 20], counts
+    assert len(told) == (world.is_main() and not counts), told
+    last = world.rank() == N - 1
+    assert found[:2] == [8 if last and at == 0 else 20, 8 if last and at == 1 else 20], found
 
 
 def test_a_run_leaves_eval_mode_and_training_keeps_what_the_user_has_put_there():

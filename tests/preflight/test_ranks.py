@@ -362,7 +362,7 @@ def highest(pred, target):
             lambda: own_loss(3.0),
             NAMES - {"samples"},
             {"losses": r"step 1: "},
-            "the model makes its own loss, and it is not known what that averages over: it is not the mean cross-ent",
+            "the model makes its own loss, and it is not known what that averages over: it is taken for the mean over",
         ),
         (
             lambda: make(PaddedMean(), dls=DataLoaders(DataLoader(Lengths(), 8, collate_fn=pad), device="cpu")),

@@ -278,24 +278,52 @@ def test_what_is_wrong_is_named(kind, capsys):
 
 
 class OwnTokens(nn.Module):
-    """Makes its own loss over tokens, which is more than their cross-entropy."""
+    """Makes its own loss over tokens, of which one is padding."""
 
-    def __init__(self):
+    def __init__(self, padding):
         super().__init__()
-        self.body = nn.Linear(4, 3)
+        self.body, self.padding = nn.Linear(4, 3), padding
 
     def forward(self, x, labels):
         logits = self.body(x)
-        return {"logits": logits, "loss": nn.functional.cross_entropy(logits.mT, labels) + logits.square().mean()}
+        loss = nn.functional.cross_entropy(logits.mT, labels, ignore_index=self.padding)
+        return {"logits": nn.functional.dropout(logits, training=self.training), "loss": loss}
 
 
-def tokens():
-    batch = {"x": torch.randn(4, 5, 4), "labels": torch.randint(3, (4, 5))}
-    return Learner(DataLoaders([batch], device="cpu"), OwnTokens())
+def tokens(n=6, padding=0, **kwargs):
+    x, labels = torch.randn(n, 5, 4), torch.randint(1, 3, (n, 5))
+    labels[0, 1:] = labels[1:3, 3:] = padding
+    return Learner(DataLoaders([{"x": x, "labels": labels}], device="cpu"), OwnTokens(padding), **kwargs)
+
+
+def test_the_count_of_a_models_own_loss_is_compared_on_two_parts_of_the_batch(capsys):
+    assert checked(capsys, tokens(padding=-100), True)[0]["loss"][0] == "ok"
+    assert checked(capsys, tokens(loss_weight=lambda y: (y != 0).sum()), True)[0]["loss"][0] == "ok"
+    mark, text = checked(capsys, tokens(), True)[0]["loss"]
+    assert mark == "??"
+    assert "two parts of the batch, weighed by the 10 and 20 that they count, make" in text
+    mark, text = checked(capsys, tokens(2), True)[0]["loss"]  # which cannot be cut: what is not known is said
+    assert mark == "??"
+    assert "it is taken for the mean over the 10 of 10 targets that are not -100" in text
+
+
+def test_the_comparison_leaves_no_trace():
+    calls = []
+    learn = tokens()
+    learn.model.register_forward_pre_hook(lambda model, args: calls.append((model.training, torch.is_grad_enabled())))
+    before, weight = torch.get_rng_state(), learn.model.body.weight.detach().clone()
+    learn.check()
+    assert calls == [(True, True)] + [(False, False)] * 3
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(learn.model.body.weight, weight)
+    assert learn.model.training
+    learn.loss_weight = "samples"
+    learn.fit(1)
+    assert len(calls) == 5  # nowhere else
 
 
 HINTS = {
-    "a loss of the model's own": (tokens, "loss", "Give the Learner loss_weight="),
+    "a loss of the model's own": (tokens, "loss", "say by loss_weight="),
     "pixels": (lambda: make_learner(make_dls(data=pixels), nn.Sequential(nn.Flatten(), make_model())), "inputs",
                "0 .. 255"),
     "softmax": (lambda: classes(model=nn.Sequential(make_model(n_out=3), nn.Softmax(1))), "prediction", "softmax"),
