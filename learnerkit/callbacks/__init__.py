@@ -3,6 +3,7 @@
 At every event callbacks run in ascending `order`, and at cleanups in descending order; those with the same order run as
 they were added. The orders of all callbacks of the package, with those of the other folders:
 
+     -20  _StandIn: takes a sample away after the forward pass, before others look at its prediction
      -10  TrainEvalCallback: sets modes, counters and the sample order, which all others need
       -9  TerminateOnNaNCallback: checks the loss before it is scaled
       -5  GradientNoiseScale: sees gradients before others change them, and leaves a batch before others do
@@ -10,15 +11,15 @@ they were added. The orders of all callbacks of the package, with those of the o
       -2  CutMix, MixUp: mix the losses before others add to them
       -1  ChannelsLast: before the model is wrapped or compiled
        0  BnFreeze, MCDropout, ParallelCallback: the default, also for callbacks of your own
-       1  Compile: after ParallelCallback has wrapped the model, before DistributedCallback does
+       1  Compile: after ParallelCallback has wrapped the model
        6  GradientAccumulation: decides whether a step is due before the callbacks that act on steps
       10  MixedPrecision: unscales the gradients before anything reads them
       11  GradientClip: clips unscaled gradients
-      11  DistributedCallback, _BatchHook: replace the model and the loader before callbacks use them
+      11  DistributedCallback, _BatchHook: replace the loader before callbacks use it
       12  OverfitBatch, ShortEpochCallback: shorten the loader that DistributedCallback has set
       13  ScalingMonitor: waits for the loader that all the above have set
       14  ActivationStats: hooks the modules that all the above have put in their places
-      15  EMA, SWA: put the average into the model that DistributedCallback has set, before others look at it
+      15  EMA, SWA: put the average into the model before others look at it
       16  _Statistics: computes BatchNorm's statistics with the average
       49  _Watch: sees batches and losses as they come to the model
       50  EvaluationCallback, GatherPredictions, KeepPredictions, Recorder: record a batch after others may have

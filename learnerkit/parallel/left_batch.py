@@ -108,10 +108,8 @@ class _StandIn(Callback):
     A learner with a `_backward` or `_step` of its own, which may call the model, keeps it.
     """
 
+    order = -20
     run = run_valid = False
-
-    def __init__(self) -> None:
-        super().__init__(order=-1_000_000)  # before all that look at predictions
 
     def after_pred(self) -> None:
         learn = self.learn
