@@ -45,6 +45,11 @@ class Ending:
         """Make one of the facts that it has a place for: others may be of another version's, or of a heartbeat."""
         return cls(**_known(cls, facts))
 
+    @property
+    def note(self) -> str:
+        """The note of an error that a hook has raised."""
+        return f"raised in {self.callback}.{self.event}"
+
 
 @dataclass(frozen=True)
 class ExceptionReport:
@@ -103,9 +108,8 @@ def mark(error: E, **facts: Any) -> E:
 
 def raised_in(error: BaseException, event: str, callback: str) -> None:
     """Note on an error which hook has raised it, unless another one inside that hook has."""
-    known = ending_of(error)
-    if f"raised in {known.callback}.{known.event}" not in getattr(error, "__notes__", ()):
-        mark(error, event=event, callback=callback).add_note(f"raised in {callback}.{event}")
+    if ending_of(error).note not in getattr(error, "__notes__", ()):
+        error.add_note(ending_of(mark(error, event=event, callback=callback)).note)
 
 
 def may_follow(error: BaseException) -> bool:
