@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learnerkit.endings import is_collective_error, mark
+from learnerkit.endings import mark, may_follow
 from learnerkit.launch.ping import NotAStore, has_closed, store_answers
 from learnerkit.torch_internals import (
     CollectiveRefusal,
@@ -521,7 +521,7 @@ def _explained(what: str) -> Iterator[None]:
         text = str(e)
         if MISMATCH in text:
             e.add_note(SAME_CALLS)
-        if is_collective_error(f"{type(e).__name__}: {text}") or "monitoredBarrier" in text:
+        if may_follow(e):
             raise PeerError(
                 f"rank {rank()} called world.{what}, but another rank has ended, failed, or did not come; every rank "
                 f"must make the same calls, in the same order ({text}) (errors.html#peers)"

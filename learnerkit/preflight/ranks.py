@@ -82,8 +82,7 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
         run = partial(_run, learn, host, seeds, steps, dtype)
         joins = [partial(_join, learn, callback, timedelta(seconds=timeout), n, rank) for rank in range(n)]
         runs = run_in_forks([partial(run, join) for join in (None, *joins)], end)
-        reports = [(found, job) for job, found in enumerate(runs) if isinstance(found, ExceptionReport)]
-        failed = sorted((found.order, job, found.traceback) for found, job in reports)
+        failed = sorted((r.order, job, r.traceback) for job, r in enumerate(runs) if isinstance(r, ExceptionReport))
         late = [job for order, job, _ in failed if order == LATE.order]
         if not failed or late:
             break
