@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fastcore.basics import camel2snake
 
 from learnerkit import world
+from learnerkit.endings import ending_of, raised_in
 from learnerkit.events import INNER_EVENTS, LOOP, CancelException, Event
 from learnerkit.text import did_you_mean
 
@@ -230,21 +231,6 @@ def check_hooks(cb: Callback) -> None:
             ) from None
 
 
-class RaisedIn(str):
-    """The note of an error that a hook raised, with the hook's `callback` as it is printed, and its `event`."""
-
-    callback: str
-    event: str
-
-    @classmethod
-    def add_to(cls, error: BaseException, cb: Callback, event: str) -> None:
-        """Add the note for the hook of a callback at an event, unless the error has one."""
-        if not any(isinstance(note, cls) for note in getattr(error, "__notes__", ())):
-            note = cls(f"raised in {cb!r}.{event}")
-            note.callback, note.event = repr(cb), event
-            error.add_note(note)
-
-
 _IN_EVALUATION = [e for e in Event if not any(part in e for part in ("create", "train", "backward", "step"))]
 
 
@@ -333,8 +319,8 @@ class Dispatch:
             try:
                 hook()
             except BaseException as e:
-                RaisedIn.add_to(e, cb, event)
-                if event != "after_batch" or not isinstance(e, CancelException) or e.agreed:
+                raised_in(e, event, repr(cb))
+                if event != "after_batch" or not isinstance(e, CancelException) or ending_of(e).agreed:
                     raise
                 cancel = cancel or e
         if cancel is not None:
@@ -362,7 +348,7 @@ class Dispatch:
                 with world.no_collectives(f"{cb!r}.{event}"):
                     getattr(cb, event)()
             except BaseException as e:
-                RaisedIn.add_to(e, cb, event)
+                raised_in(e, event, repr(cb))
                 if (first := error or failed) is None:
                     failed = e
                 else:

@@ -2,6 +2,8 @@
 
 from enum import StrEnum
 
+from learnerkit.endings import mark
+
 LOOP = """
 Learner(...)
     after_create
@@ -96,7 +98,8 @@ class CancelException(Exception):
 
     def __init__(self, *args: object, agreed: bool = False) -> None:
         super().__init__(*args)
-        self.agreed = agreed
+        if agreed:
+            mark(self, agreed=True)
 
 
 class FitDone(CancelException):

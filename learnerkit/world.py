@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from learnerkit.endings import mark, may_follow
 from learnerkit.launch.ping import NotAStore, has_closed, store_answers
-from learnerkit.launch.report import is_collective_error
 from learnerkit.torch_internals import (
     CollectiveRefusal,
     await_thread_list_lock,
@@ -135,8 +135,9 @@ def default_device() -> torch.device:
 class PeerError(RuntimeError):
     """Another rank failed, came to a standstill or did not come; the message says which, where and why."""
 
-    follows_another = True  # the launcher reports the first cause before its followers
-    standstill = False  # the ranks came to a standstill: no other error will follow
+    def __init__(self, *args: object, standstill: bool = False) -> None:
+        super().__init__(*args)
+        mark(self, follows=True, standstill=standstill)
 
 
 def join(timeout: float | timedelta | None = None, what: str = "", wait: float | None = None) -> None:
@@ -270,12 +271,11 @@ def await_all(keys: dist.Store, what: str, timeout: float) -> list[str]:
 
 def not_together(text: str) -> PeerError:
     """The error of a rank that has made a call which others have not made."""
-    error = PeerError(
+    return PeerError(
         f"{text}; every rank must make the same calls of fit, validate, get_preds and the like, in the same order "
-        "(errors.html#peers)"
+        "(errors.html#peers)",
+        standstill=True,  # nothing else will follow
     )
-    error.standstill = True  # nothing else will follow
-    return error
 
 
 def tell(key: str, text: str) -> None:
@@ -507,10 +507,8 @@ def _has_peers(what: str, waits: bool = True) -> bool:
     return True
 
 
-def explain_mismatch(error: RuntimeError) -> None:
-    """Add to torch's error about collectives that differ what to do."""
-    if "mismatch between collectives" in str(error):
-        error.add_note("every rank must make the same calls, with tensors of one shape and type, in the same order")
+MISMATCH = "mismatch between collectives"  # in torch's error
+SAME_CALLS = "every rank must make the same calls, with tensors of one shape and type, in the same order"
 
 
 @contextmanager
@@ -521,8 +519,9 @@ def _explained(what: str) -> Iterator[None]:
             yield
     except RuntimeError as e:
         text = str(e)
-        explain_mismatch(e)
-        if is_collective_error(f"{type(e).__name__}: {text}") or "monitoredBarrier" in text:
+        if MISMATCH in text:
+            e.add_note(SAME_CALLS)
+        if may_follow(e):
             raise PeerError(
                 f"rank {rank()} called world.{what}, but another rank has ended, failed, or did not come; every rank "
                 f"must make the same calls, in the same order ({text}) (errors.html#peers)"

@@ -25,8 +25,8 @@ PACKAGE = ROOT / "learnerkit"
 # A part is a folder of the package, or a file at its top. It imports parts of lower layers only: two parts of one layer
 # know nothing of each other.
 LAYERS = [
-    ["text", "events", "state", "torch_internals", "host_scalars", "tensor_files"],
-    ["launch", "utils", "files"],
+    ["text", "endings", "state", "torch_internals", "host_scalars", "tensor_files"],
+    ["launch", "utils", "files", "events"],
     ["world", "optim"],
     ["callback", "data", "datasets"],
     ["explain"],

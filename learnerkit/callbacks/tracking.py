@@ -17,6 +17,7 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.callbacks.schedule import check_nobody_schedules
 from learnerkit.callbacks.training import StepBudget, StepCounter
+from learnerkit.endings import mark
 from learnerkit.events import CancelException, CancelFitException
 from learnerkit.files import name_or_path
 from learnerkit.host_scalars import HostScalars
@@ -391,7 +392,7 @@ class ValidateEvery(StepCounter):
                 if isinstance(cb, TrackerCallback) and cb.run:
                     cb.take_row()
         except CancelException as cancel:
-            cancel.agreed = True
+            mark(cancel, agreed=True)
             raise
 
 

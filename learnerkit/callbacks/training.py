@@ -7,9 +7,10 @@ from typing import Any
 from torch import nn
 
 from learnerkit import world
-from learnerkit.callback import Callback, RaisedIn
+from learnerkit.callback import Callback
 from learnerkit.data.order import seeded_samplers
 from learnerkit.data.position import Position
+from learnerkit.endings import ending_of
 from learnerkit.events import CancelTrainException
 from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import unwrap
@@ -56,8 +57,7 @@ class TrainEvalCallback(Callback):
         self._seeded.enter_context(seeded_samplers(samplers, position.order.seed(learn.epoch)))
 
     def after_cancel_batch(self) -> None:
-        notes = getattr(sys.exception(), "__notes__", ())
-        if any(isinstance(note, RaisedIn) and note.event == "after_step" for note in notes):
+        if ending_of(sys.exception()).event == "after_step":
             self.learn._zero_grad()  # their step has been taken, so they are not for the next one
 
     def after_batch(self) -> None:

@@ -20,6 +20,7 @@ from learnerkit.callbacks.training import StepCounter
 from learnerkit.checkpoints import state
 from learnerkit.checkpoints.state import Restorer, RunImage, check_types
 from learnerkit.checkpoints.storage import Checkpoint, Lock, Storage, candidates, info_of
+from learnerkit.endings import mark
 from learnerkit.events import CancelFitException, FitDone
 from learnerkit.files import CheckpointError, remove
 from learnerkit.parallel.agreement import END, SAVE, Request, end_at_once
@@ -44,11 +45,9 @@ _INFO = {"place": "", "time": 0.0, "pct_train": 0.0, "lr_finds": [{}], "launcher
 class Stopped(SystemExit):
     """Leaves the process after it was asked to end by a signal, and has saved."""
 
-    agreed = True  # by all ranks
-    stop_signal = signal.SIGTERM  # which the launcher reports
-
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
+        mark(self, agreed=True, signal=int(signal.SIGTERM))
 
 
 class CheckpointCallback(StepCounter):
@@ -378,7 +377,7 @@ class CheckpointCallback(StepCounter):
         self._request.done()
         if asked > SAVE:
             self._wait()
-            raise Stopped if asked == END else _interrupt()
+            raise Stopped if asked == END else mark(KeyboardInterrupt(), agreed=True)
 
     def after_train(self) -> None:
         super().after_train()
@@ -521,12 +520,6 @@ def _note(request: Request, asked: int, signum: int, frame: object) -> None:
     if asked > request.mine:
         request.since = now
     request.ask(asked)
-
-
-def _interrupt() -> KeyboardInterrupt:
-    error = KeyboardInterrupt()
-    error.agreed = True  # type: ignore[attr-defined]  # by all ranks
-    return error
 
 
 def _interval(every: Any) -> tuple[int, float]:

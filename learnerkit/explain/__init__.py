@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from learnerkit.endings import ending_of
 from learnerkit.explain import mends
 from learnerkit.explain.workers import lost_worker
 from learnerkit.text import escaped_line
@@ -42,7 +43,7 @@ def explanation(learn: "Learner", error: Exception) -> list[str]:
     """Return the lines of an error's note; what to do comes first. An error that has a note gets no other."""
     notes = getattr(error, "__notes__", ())
     known = any(isinstance(note, Explanation) or note.startswith("the loss got") for note in notes)
-    if known or getattr(error, "follows_another", False):
+    if known or ending_of(error).follows:
         return []
     try:
         return _lines(learn, error)
@@ -63,14 +64,15 @@ def _frames(error: Exception) -> list[FrameType]:
 def _lines(learn: "Learner", error: Exception) -> list[str]:
     frames, text = _frames(error), str(error)
     names = {frame.f_code.co_name for frame in frames}
-    if lost := lost_worker(error):
+    loads = any(frame.f_globals.get("__name__", "").startswith(_LOADING) for frame in frames)
+    if loads and (lost := lost_worker(error)):
         return [lost]
     if _speaks_for_itself(error):
         return []
     if alone := mends.of_run(learn, error, text):
         return [alone]
     mend = mends.of_device(text) or mends.of_predict(learn, frames)
-    if any(frame.f_globals.get("__name__", "").startswith(_LOADING) for frame in frames):
+    if loads:
         samples = mends.samples_of(frames)
         first = describe(next(iter(samples.values()), None))
         return [mend or mends.of_samples(samples, text), f"the samples are such as {first}" if samples else ""]

@@ -10,14 +10,6 @@ from typing import Any
 from learnerkit.launch.environment import shared_file
 
 
-def where(facts: dict[str, Any]) -> str:
-    """Say where in a run a rank is; outside of a batch the step is that of the batches read last, and left out."""
-    by = f" of {facts['callback']}" if facts["callback"] else ""
-    outside = facts["event"].endswith(("_fit", "_epoch", "_train", "_validate"))
-    step = "" if outside else f", step {facts['step']}"
-    return f"{facts['event']}{by} (epoch {facts['epoch']}{step})"
-
-
 class Heartbeat:
     """The memory of one rank.
 

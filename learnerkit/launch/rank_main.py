@@ -163,17 +163,17 @@ def exit_code(error: BaseException) -> int:
 def write_report(report_fd: int, code: int, error: BaseException) -> None:
     """Tell the launcher when this rank failed, and why."""
     # The monotonic clock is the same for all processes of the machine, and nobody sets it.
+    # It has the fields of learnerkit.endings.ExceptionReport; any exception may have such an ending.
     report: dict[str, Any] = {"time": time.monotonic(), "code": code}
+    if ending := getattr(error, "learnerkit_ending", None):
+        report["ending"] = vars(ending)
     if isinstance(error, SystemExit):
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
-        report["stopped_by"] = int(getattr(error, "stop_signal", 0))  # it has done what the signal asks for
     elif isinstance(error, KeyboardInterrupt):
         report["error"] = "KeyboardInterrupt"
     else:
         report |= format_error(error)
-        # What the launcher asks of any exception; learnerkit.PeerError has them.
-        report |= {name: bool(getattr(error, name, False)) for name in ("follows_another", "standstill")}
     try:
         with open(report_fd, "w") as file:
             json.dump(report, file)

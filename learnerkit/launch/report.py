@@ -1,14 +1,14 @@
 """The report of an attempt: which rank failed first, and how each has ended, in words."""
 
-import re
 import signal
 import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
+from learnerkit.endings import ExceptionReport, is_collective_error
 from learnerkit.launch.environment import Topology
 from learnerkit.launch.heartbeat import Heartbeat
 from learnerkit.launch.rank_main import wants_short
@@ -43,7 +43,7 @@ class Rank:
     report_file: IO[bytes]
     ended: float  # on the monotonic clock; while the process runs, when it was last seen alive
     code: int | None = None  # as in Popen: minus the number of the signal that ended it
-    report: dict[str, Any] = field(default_factory=dict)
+    report: ExceptionReport = ExceptionReport()
     stop_signals: list[int] = field(default_factory=list)  # what the launcher sent to end it
     heartbeat: Heartbeat | None = None
     location: str = ""  # where in the run it ended
@@ -53,7 +53,7 @@ class Rank:
 
 def failure(rank: Rank, topology: Topology) -> Outcome:
     """Return the outcome of an attempt that this rank's failure ends, in words for the other nodes."""
-    error, code = rank.report.get("error"), rank.code or 0
+    error, code = rank.report.error, rank.code or 0
     text = f"rank {rank.number} {how_it_ended(rank)}" + (f": {error}" if error else "")
     return Outcome("failed", topology.node, code if code >= 0 else 128 - code, text)
 
@@ -61,10 +61,10 @@ def failure(rank: Rank, topology: Topology) -> Outcome:
 def log_errors(ranks: list[Rank]) -> None:
     """Put the traceback of each rank that failed at the end of its file, after all that it has printed."""
     for rank in ranks:
-        if rank.log and "traceback" in rank.report:
+        if rank.log and rank.report.traceback:
             # The disk may be full, or the script may have removed the folder.
             with suppress(OSError), rank.log.open("a", encoding="utf-8") as file:
-                file.write(escaped(rank.report["traceback"]))
+                file.write(escaped(rank.report.traceback))
 
 
 def outcome_of(ranks: list[Rank], reason: int | Outcome, topology: Topology) -> Outcome:
@@ -93,10 +93,11 @@ def report(ranks: list[Rank], reason: int | Outcome, topology: Topology, began: 
     for rank in failed[: 0 if by_others else 1]:
         # One line if the user asked for the end, or the message names the cause.
         one_line = reason == signal.SIGINT or follows(rank) == FOLLOWS
-        details = rank.report.get("error" if one_line else "brief" if wants_short() else "traceback", "")
+        told = rank.report
+        details = told.error if one_line else told.brief if wants_short() else told.traceback
         say(f"rank {rank.number} {how_where_and_when(rank, began)}" + (f":\n{details}" if details else ""))
     for rank in failed[0 if by_others else 1 :]:
-        error = rank.report.get("error")
+        error = rank.report.error
         say(f"rank {rank.number} then " + (f"failed: {error}" if error else how_it_ended(rank)))
     for rank in ranks:
         if rank not in failed and (failed or by_others or signal.SIGKILL in rank.stop_signals):
@@ -120,20 +121,10 @@ def follows(rank: Rank) -> int:
     The time alone does not tell: a rank that failed first may clean up for longer than those that follow it, and
     the peers of a killed rank see its connections close before the kernel has removed it.
     """
-    if rank.report.get("follows_another"):
+    if rank.report.ending.follows:
         return FOLLOWS
     aborted = rank.code == -signal.SIGABRT  # torch does so, too, when it loses its peers on NCCL
-    return MAY_FOLLOW if aborted or is_collective_error(rank.report.get("error", "")) else 0
-
-
-def is_collective_error(error: str) -> bool:
-    """Tell whether an error, given as 'ClassName: message', is one that torch raises when another rank has gone.
-
-    These are torch.distributed's own classes, and RuntimeErrors whose message names a backend, a lost connection,
-    or the barrier before which torch compares what the ranks call.
-    """
-    by_message = r"RuntimeError: (?is:.*(gloo|nccl|monitoredBarrier|connection (closed|reset) by peer))"
-    return bool(re.match(rf"Dist(Backend|Network|QueueEmpty|Store)?Error\b|{by_message}", error))
+    return MAY_FOLLOW if aborted or is_collective_error(rank.report.error) else 0
 
 
 def stopped(rank: Rank) -> bool:
@@ -143,7 +134,7 @@ def stopped(rank: Rank) -> bool:
 
 def stopped_by(rank: Rank) -> int:
     """Return the signal by which a rank says that it was asked to end, and has ended as it should; 0: by none."""
-    return int(rank.report.get("stopped_by", 0))
+    return rank.report.ending.signal
 
 
 def how_it_ended(rank: Rank) -> str:

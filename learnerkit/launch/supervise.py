@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from learnerkit.endings import ExceptionReport, where
 from learnerkit.launch.environment import Topology, rank_environment
-from learnerkit.launch.heartbeat import Heartbeat, where
+from learnerkit.launch.heartbeat import Heartbeat
 from learnerkit.launch.report import (
     Outcome,
     Rank,
@@ -153,7 +154,7 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
         reason = wait_interruptibly(lambda: attempt.agree_on_end(done), signals)
     elif isinstance(reason, int):
         attempt.agree_on_end(outcome_of(ranks, reason, topology))
-    explained = job.explains_failure and all(rank.code in (0, 1) and not rank.report.get("error") for rank in ranks)
+    explained = job.explains_failure and all(rank.code in (0, 1) and not rank.report.error for rank in ranks)
     if not (explained or job.quiet):
         report(ranks, reason, topology, began)
     return outcome_of(ranks, reason, topology)
@@ -330,7 +331,7 @@ def watch(ranks: list[Rank], signals: SignalQueue, attempt: Attempt) -> int | Ou
         if not some_run and (first is None or attempt.topology.nodes == 1):
             return None
         if first:
-            patience = CAUSE_SECONDS if follows(first) and not first.report.get("standstill") else 0.0
+            patience = CAUSE_SECONDS if follows(first) and not first.report.ending.standstill else 0.0
             cause_may_come = follows(first) and attempt.may_have_lost_a_node
             if time.monotonic() >= first.ended + patience and not cause_may_come:
                 return None
@@ -365,16 +366,15 @@ def record_end(rank: Rank) -> None:
             rank.guard.write(b"%d\n" % rank.process.pid)
     with rank.report_file as file:
         file.seek(0)
-        try:
-            rank.report = json.load(file)
-        except ValueError:
-            rank.report = {}
+        with suppress(ValueError):  # it was killed
+            rank.report = ExceptionReport.from_json(file.read())
+    told = rank.report
     if rank.heartbeat is not None:
-        facts = rank.heartbeat.read()
+        facts = vars(told.ending) if told.ending.rank >= 0 else rank.heartbeat.read()
         rank.location = where(facts) if facts["event"] else ""
         rank.heartbeat.close()
-    rank.code = rank.report.get("code", rank.process.returncode)
-    rank.ended = rank.report.get("time", rank.ended)
+    rank.code = rank.process.returncode if told.code is None else told.code
+    rank.ended = rank.ended if told.time is None else told.time
 
 
 def send_signal(ranks: list[Rank], signum: int) -> None:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from learnerkit import torch_internals, world
+from learnerkit.endings import ExceptionReport
 from learnerkit.launch.environment import LOOPBACK, Topology, rank_environment
 from learnerkit.launch.supervise import kill_group
 from learnerkit.notebook import settings, transfer
@@ -111,7 +112,7 @@ class _WorkerProcess:
     def __init__(self, rank: int, process: subprocess.Popen[bytes], connection: Connection) -> None:
         self.rank, self.process, self.connection = rank, process, connection
         self.state = "idle"  # 'called', then the messages 'loaded', 'running' and 'done' of its `CallServer`; or 'dead'
-        self.failure: dict[str, Any] | None = None  # what it has told of an error in this call
+        self.failure: tuple[ExceptionReport, bytes] | None = None  # of an error in this call, which is pickled
         self.path: str | None = None  # the file with what the call has changed, from rank 0
         self.killed = False  # because it did not end the call
         self.last_lines: deque[str] = deque(maxlen=30)  # what it has printed
@@ -381,9 +382,9 @@ class Workers:
         if died:
             return RuntimeError("\n".join(died))
         if failed:
-            p, failure = min(failed, key=lambda each: (each[1]["follows"], each[1]["when"]))
-            error = load_error(failure["error"]) or RuntimeError(failure["name"])
-            text = _name_cells(failure["traceback"])
+            p, (report, pickled) = min(failed, key=lambda each: each[1][0].order)
+            error = load_error(pickled) or RuntimeError(report.error)
+            text = _name_cells(report.traceback)
             error.__cause__ = WorkerTraceback(f"\non rank {p.rank} of {self.nproc}:\n{text}")
             return error
         killed = ", ".join(str(p.rank) for p in dead)

@@ -22,6 +22,7 @@ from typing import IO, Any
 import torch
 
 from learnerkit import torch_internals, world
+from learnerkit.endings import ExceptionReport, ending_of
 from learnerkit.launch.rank_main import user_traceback
 from learnerkit.launch.supervise import kill_group
 from learnerkit.notebook import pickling, settings, transfer
@@ -175,17 +176,12 @@ class _CellStream(io.RawIOBase):
         return len(data)
 
 
-def _describe_failure(error: BaseException) -> dict[str, Any]:
-    failure = {
-        "error": pickling.dump_error(error),
-        "name": f"{type(error).__name__}: {error}",
-        "traceback": user_traceback(error),
-        "follows": bool(getattr(error, "follows_another", False)),
-        "when": time.monotonic(),
-    }
+def _describe_failure(error: BaseException) -> tuple[ExceptionReport, bytes]:
+    text, pickled = f"{type(error).__name__}: {error}", pickling.dump_error(error)
+    report = ExceptionReport(time.monotonic(), None, text, user_traceback(error), ending=ending_of(error))
     # Frames hold the iterators of loaders. Without them, the loaders' processes end at once.
     each: BaseException | None = error
     while each is not None:
         traceback.clear_frames(each.__traceback__)
         each = each.__cause__ or each.__context__
-    return failure
+    return report, pickled

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from learnerkit import world
-from learnerkit.callback import Callback, Dispatch, RaisedIn
+from learnerkit.callback import Callback, Dispatch
+from learnerkit.endings import Ending, ending_of, mark, may_follow, raised_in
 from learnerkit.events import (
     INNER_EVENTS,
     CancelEpochException,
@@ -28,7 +29,7 @@ from learnerkit.events import (
     CancelValidException,
     Event,
 )
-from learnerkit.parallel.watch import Watch, may_follow
+from learnerkit.parallel.watch import Watch
 from learnerkit.text import in_one_line
 from learnerkit.world import PeerError
 
@@ -143,7 +144,7 @@ class Agreement:
                 self.vote()  # another rank may have failed in a cleanup
             except BaseException as e:
                 error = e
-        if error is not None and not agreed(error):
+        if error is not None and not ending_of(error).agreed:
             self.failed(error)
         if error is not None and error is not self._failing and self.watch.failure and may_follow(error):
             error = self.watch.peer_error()
@@ -187,17 +188,15 @@ class Agreement:
         self.request.failed = True
         if self.request.mine == END and may_follow(error):
             end_at_once()  # the launcher has sent SIGTERM since another rank is dead
-        alone = isinstance(error, PeerError) and error.standstill  # no other rank will say more
-        if may_follow(error) and self.watch.first_failure(patience=0.0 if alone else 2.0):
+        known = ending_of(error)
+        patience = 0.0 if known.standstill else 2.0  # no other rank will say more
+        if may_follow(error) and self.watch.first_failure(patience):
             return
-        if isinstance(error, RuntimeError):  # as torch's are
-            world.explain_mismatch(error)
-        event, _, callback = self.place.decode().partition("/")
-        if self.learn._dispatch is None or self.dispatch.raised is not error:  # not in a callback
-            event, callback = f"the loop, after {event}", ""
-        self._failing = error
-        place = {"event": event, "callback": callback, "epoch": self.learn.epoch, "step": max(self.learn.iter, 0)}
-        self.watch.fail(place | {"cause": in_one_line(error)})
+        event = known.event or f"the loop, after {self.place.decode().partition('/')[0]}"
+        facts: dict[str, Any] = {"rank": self.watch.rank, "event": event, "callback": known.callback}
+        facts |= {"epoch": self.learn.epoch, "step": max(self.learn.iter, 0), "cause": in_one_line(error)}
+        self._failing = mark(error, **facts)
+        self.watch.fail(Ending(**facts))
 
     def check(self) -> None:
         """Leave if another rank has failed.
@@ -216,7 +215,7 @@ class Agreement:
         Returns:
             False for what ends the run at once: all ranks raise it, or the user has pressed Ctrl-C again.
         """
-        if agreed(error) or (isinstance(error, KeyboardInterrupt) and self.presses > 1):
+        if ending_of(error).agreed or (isinstance(error, KeyboardInterrupt) and self.presses > 1):
             return False
         if self.pending is None or strength(error) < strength(self.pending):
             self.pending = error
@@ -266,9 +265,7 @@ class Agreement:
     def _agreed(self, kind: type[BaseException]) -> BaseException:
         """What all ranks raise: this rank's own reason, if it is of that kind."""
         mine, self.pending = self.pending, None
-        error: Any = mine if isinstance(mine, kind) else kind()
-        error.agreed = True
-        return error
+        return mark(mine if isinstance(mine, kind) else kind(), agreed=True)
 
     def _before_collective(self) -> None:
         # A rank that has left an event by a cancel goes on to the vote after it, which would be paired with this
@@ -351,7 +348,6 @@ class RankDispatch(Dispatch):
         self.agreement = agreement
         self.stopped: tuple[str, Any] = ("", ())  # the event that an error has stopped, and its hooks to come
         self.last: str | None = None
-        self.raised: BaseException | None = None
         agreement.dispatches += 1
         self.number = agreement.dispatches  # of the run or the evaluation inside it
         self.event = "the run"  # outside the batches, or the batches
@@ -413,25 +409,26 @@ class RankDispatch(Dispatch):
             self.last = event
         agreement = self.agreement
         learn, beat = agreement.learn, agreement.watch.heartbeat.beat
-        for i, (cb, hook, place) in enumerate(hooks):
+        for i, (_, hook, place) in enumerate(hooks):
             agreement.place = place
             beat(monotonic(), learn.epoch, learn.iter, place)
             agreement.check()
             try:
                 hook()
             except BaseException as error:
-                self.stopped, self.raised = (event, hooks[i + 1 :]), error
-                RaisedIn.add_to(error, cb, event)
+                self.stopped = event, hooks[i + 1 :]
+                raised_in(error, event, place.decode().partition("/")[2])
                 raise
 
     def close(self) -> None:
         """Forget the hooks, and what they have raised."""
         super().close()
-        self.stopped, self.raised = ("", ()), None
+        self.stopped = "", ()
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         try:
-            if error is not None and not (agreed(error) or isinstance(error, CancelException | KeyboardInterrupt)):
+            cancels = isinstance(error, CancelException | KeyboardInterrupt)
+            if error is not None and not (cancels or ending_of(error).agreed):
                 self.agreement.failed(error)
         finally:
             try:
@@ -450,11 +447,6 @@ def flags_of(error: BaseException | None) -> list[float]:
     """Return a number for each of `LEAVING`: 1 in the place of the error, else 0."""
     place = None if error is None else strength(error)
     return [float(i == place) for i in range(len(LEAVING))]
-
-
-def agreed(error: BaseException) -> bool:
-    """Tell whether all ranks raise this error."""
-    return getattr(error, "agreed", False)
 
 
 def _nothing() -> None:

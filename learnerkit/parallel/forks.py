@@ -1,6 +1,7 @@
 """Forks of this process that act as ranks, for a look before a run: what a cell defines need not be pickled."""
 
 import gc
+import math
 import multiprocessing
 import os
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -18,14 +20,15 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from learnerkit.endings import Ending, ExceptionReport, ending_of
 from learnerkit.files import save_whole
 from learnerkit.launch.environment import LOOPBACK, LOOPBACK_INTERFACE
 from learnerkit.launch.rank_main import user_traceback
 from learnerkit.launch.supervise import kill_group
 
 
-def run_in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[dict]:
-    """Run each job in a fork of this process; return their results, or the 'error' of a job and 'when' it came.
+def run_in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[Any]:
+    """Run each job in a fork of this process; return their results, or the `ExceptionReport` of a job that failed.
 
     A job gets a temporary directory for all of them, and returns what `torch.load` takes with `weights_only=True`. At
     `end`, on the monotonic clock, the processes that still run are killed.
@@ -66,17 +69,19 @@ def _kill(process: BaseProcess) -> None:
     process.join()
 
 
-_ENDED, _RAISED, _FOLLOWED, LATE = range(4)
-"""How a process failed: the lower, the nearer to the cause. One that ends without an exception fails the others."""
+LATE = ExceptionReport(math.inf, ending=Ending(follows=True))
+"""The report of a process that had not finished when time was up, but for what it had printed."""
 
 
-def _read_result(folder: Path, number: int, process: BaseProcess, late: bool) -> dict:
+def _read_result(folder: Path, number: int, process: BaseProcess, late: bool) -> Any:
     file, log = folder / f"{number}.pt", folder / f"{number}.log"
     if file.exists():
-        return torch.load(file, weights_only=True)
+        found = torch.load(file, weights_only=True)
+        return ExceptionReport.from_json(found) if isinstance(found, str) else found
     said = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
     how = "it had not finished when time was up" if late else f"it ended with code {process.exitcode}"
-    return {"error": "\n".join([*said, how]), "when": (LATE if late else _ENDED, 0.0)}
+    # A process that ends without an exception fails the others, so it comes first.
+    return replace(LATE if late else ExceptionReport(), traceback="\n".join([*said, how]))
 
 
 def _child(job: Callable[[Path], dict], folder: Path, number: int) -> NoReturn:
@@ -91,14 +96,13 @@ def _child(job: Callable[[Path], dict], folder: Path, number: int) -> NoReturn:
         if len(str(folder)) <= 70:  # it holds sockets of loader workers, whose paths may have 103 characters
             tempfile.tempdir = str(folder)  # what a killed process leaves behind is removed with it
         try:
-            found = job(folder)
+            found: dict | str = job(folder)
         except BaseException as e:
-            kind = _FOLLOWED if getattr(e, "follows_another", False) else _RAISED
-            found = {"error": user_traceback(e), "when": (kind, time.monotonic())}
+            found = ExceptionReport(time.monotonic(), traceback=user_traceback(e), ending=ending_of(e)).to_json()
         save_whole(found, folder / f"{number}.pt")
         for worker in multiprocessing.active_children():
             worker.terminate()
-        os._exit("error" in found)
+        os._exit(isinstance(found, str))
 
 
 def _end_with_parent() -> None:

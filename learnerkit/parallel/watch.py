@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from learnerkit import world
+from learnerkit.endings import Ending, where
 from learnerkit.host_scalars import HostCopy
-from learnerkit.launch.heartbeat import Heartbeat, where
+from learnerkit.launch.heartbeat import Heartbeat
 from learnerkit.launch.ping import open_sockets
-from learnerkit.launch.report import is_collective_error
 from learnerkit.torch_internals import abort_nccl, frame_of_thread, waits_for_ranks
 from learnerkit.world import PeerError
 
@@ -49,7 +49,7 @@ class Watch:
         timeout: seconds after which a rank that waits without anything moving counts as stuck.
 
     Attributes:
-        failure: what is known of the first failure of any rank: rank, event, callback, epoch, step, cause.
+        failure: what is known of the first failure of any rank.
         met: every rank has come to this run, if only for another call.
         called: before which vote another rank has left validation and waits for all to do so.
         passed: tells, in another thread, to which point of its batches this rank has come; points are numbered.
@@ -59,7 +59,7 @@ class Watch:
         self.what, self.timeout = what, timeout
         self.rank, self.ranks = world.rank(), world.world_size()
         self.store = dist.PrefixStore(f"learnerkit/watch/{name}", world.store())
-        self.failure: dict | None = None
+        self.failure: Ending | None = None
         self.met, self.called = False, -1
         self.passed: Callable[[], int] = lambda: -1
         self._main = threading.get_ident()
@@ -101,7 +101,7 @@ class Watch:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        if self.failure is not None and self.failure.get("standstill") and not self._store_answers():
+        if self.failure is not None and self.failure.standstill and not self._store_answers():
             return  # this run is over anyway
         try:
             _put(self.store, self.rank, "stop")
@@ -150,7 +150,7 @@ class Watch:
                 return
             if kind == "failed":
                 self._over.wait(GRACE_SECONDS)
-                self.failure = self.failure or about
+                self.failure = self.failure or Ending.of(about)
                 self.hang_up()
             elif kind == "leaving":
                 self.called = about
@@ -162,13 +162,13 @@ class Watch:
 
     # A failure
 
-    def fail(self, facts: dict) -> None:
+    def fail(self, mine: Ending) -> None:
         """Report to the others that this rank has failed, and end their waits for it."""
-        self.failure = mine = facts | {"rank": self.rank}
+        self.failure = mine
         try:
-            self.failure = json.loads(self.store.compare_set("failure", "", json.dumps(mine)))
-            if self.failure["rank"] == self.rank:
-                self.tell_others("failed", mine)
+            self.failure = Ending.of(json.loads(self.store.compare_set("failure", "", json.dumps(vars(mine)))))
+            if self.failure.rank == self.rank:
+                self.tell_others("failed", vars(mine))
             end = time.monotonic() + GRACE_SECONDS
             failed = self.store.add("failed", 1)
             while failed < self.ranks and time.monotonic() < end:
@@ -178,7 +178,7 @@ class Watch:
             pass
         self.hang_up()
 
-    def first_failure(self, patience: float) -> dict | None:
+    def first_failure(self, patience: float) -> Ending | None:
         """Return the first failure, if one becomes known within `patience` seconds."""
         end = time.monotonic() + patience
         while self.failure is None and time.monotonic() < end:
@@ -247,7 +247,7 @@ class Watch:
         failure = self._standstill(reports)
         if min(waiting) == self.rank:  # one rank prints for all
             print(self._describe(reports), file=sys.stderr, flush=True)
-            self._aside(self.tell_others, "failed", failure)
+            self._aside(self.tell_others, "failed", vars(failure))
         else:
             self.first_failure(2 * ANSWER_SECONDS)
         self.failure = self.failure or failure
@@ -265,7 +265,7 @@ class Watch:
             thread.join(0.2)
             self.heartbeat.live(waits=True)
 
-    def _standstill(self, reports: dict[int, dict]) -> dict:
+    def _standstill(self, reports: dict[int, dict]) -> Ending:
         """The facts that the ranks' errors will tell."""
         late = self._late(reports)
         culprit = late[0] if late else self.rank
@@ -275,7 +275,7 @@ class Watch:
         else:
             places = ", ".join(f"rank {rank} in {where(reports[rank])}" for rank in sorted(reports))
             cause = f"all ranks wait, in different calls ({places})"
-        return self._known(culprit, reports) | {"rank": culprit, "cause": cause, "standstill": True}
+        return Ending.of(self._known(culprit, reports) | {"rank": culprit, "cause": cause, "standstill": True})
 
     def _ask(self, answers: dict[int, dict]) -> None:
         store = self.store.clone()
@@ -320,15 +320,14 @@ class Watch:
 
     def peer_error(self) -> PeerError:
         """The error of a rank that leaves because another one failed."""
-        first, mine = self.failure or {}, self.heartbeat.read()
-        verb = "came to a standstill" if first.get("standstill") else "failed"
-        error = PeerError(
-            f"rank {first['rank']} {verb} in {where(first)}: {first['cause']}\n"
-            f"(rank {self.rank} left with it, from {where(mine)}; the next fit begins with rank 0's weights)"
-            " (errors.html#peers)"
+        first = self.failure or Ending()
+        verb = "came to a standstill" if first.standstill else "failed"
+        return PeerError(
+            f"rank {first.rank} {verb} in {where(vars(first))}: {first.cause}\n"
+            f"(rank {self.rank} left with it, from {where(self.heartbeat.read())}; "
+            "the next fit begins with rank 0's weights) (errors.html#peers)",
+            standstill=first.standstill,
         )
-        error.standstill = bool(first.get("standstill"))
-        return error
 
 
 def _machine() -> tuple[str, str]:
@@ -341,11 +340,6 @@ def _put(store: dist.Store, rank: int, kind: str, about: Any = None) -> None:
     """Put a message into a rank's inbox."""
     number = store.add(f"inbox/{rank}/length", 1)
     store.set(f"inbox/{rank}/{number}", json.dumps([kind, about]))
-
-
-def may_follow(error: BaseException) -> bool:
-    """Tell whether an error may come of another rank's failure."""
-    return isinstance(error, PeerError) or is_collective_error(f"{type(error).__name__}: {error}")
 
 
 _WAITING = {f.__code__ for f in (*vars(world).values(), Watch.all_skip, HostCopy.numbers) if isfunction(f)}

@@ -24,6 +24,7 @@ from learnerkit.callbacks.progress import ProgressCallback
 from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.data.batches import map_batch, tensors_in
 from learnerkit.data.order import in_order, with_batches
+from learnerkit.endings import ExceptionReport
 from learnerkit.events import CancelFitException
 from learnerkit.losses import UNKNOWN_COUNT, doubtful_count
 from learnerkit.metrics import DEPENDS_ON_CUT
@@ -81,8 +82,8 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
         run = partial(_run, learn, host, seeds, steps, dtype)
         joins = [partial(_join, learn, callback, timedelta(seconds=timeout), n, rank) for rank in range(n)]
         runs = run_in_forks([partial(run, join) for join in (None, *joins)], end)
-        failed = sorted((found["when"], job, found["error"]) for job, found in enumerate(runs) if "error" in found)
-        late = [job for (kind, _), job, _ in failed if kind == LATE]
+        failed = sorted((r.order, job, r.traceback) for job, r in enumerate(runs) if isinstance(r, ExceptionReport))
+        late = [job for order, job, _ in failed if order == LATE.order]
         if not failed or late:
             break
         left_out = [f"float64, which the learner cannot compute in: {cause(failed[0][2])}"]

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from learnerkit import arguments, losses, optim, world
-from learnerkit.callback import Callback, RaisedIn
+from learnerkit.callback import Callback
 from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.data.batches import likely_sizes, map_batch, tensors_in
+from learnerkit.endings import ending_of
 from learnerkit.events import CancelFitException, CancelValidException
 from learnerkit.metrics import make_meters
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
@@ -231,7 +232,7 @@ class StepCheck(Callback):
             return
         notes = getattr(error, "__notes__", [])
         text = [in_one_line(error), *(note.replace("\n", "; ") for note in notes)]
-        if any(isinstance(note, RaisedIn) and note.callback != repr(self) for note in notes):
+        if ending_of(error).callback not in ("", repr(self)):
             self.stage = "callbacks"
         elif self._running_model and self.stage == "prediction":
             self.found["inputs"] += judge_inputs(self._xb, model, ran=False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from learnerkit import world
+from learnerkit.endings import ExceptionReport
 from learnerkit.launch.environment import usable_cores
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback, member_of
@@ -136,8 +137,8 @@ def cost_in_forks(learn: "Learner", n_steps: int, step: Pace, timeout: float = 1
     n = max(n_steps, min(200, int(0.5 / step.seconds)))
     jobs = [partial(_measure_as_rank, learn, n, timeout, rank) for rank in range(2)]
     found = run_in_forks(jobs, time.monotonic() + timeout)
-    if failed := sorted((each["when"], each["error"]) for each in found if "error" in each):
-        raise RuntimeError(cause(failed[0][1]))
+    if failed := [each for each in found if isinstance(each, ExceptionReport)]:
+        raise RuntimeError(cause(min(failed, key=lambda each: each.order).traceback))
     return StepCost.from_json(found[0])._replace(single=step.seconds)
 
 

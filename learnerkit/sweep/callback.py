@@ -5,13 +5,12 @@ from typing import Any
 from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
+from learnerkit.endings import mark
 from learnerkit.sweep.script import Trial, place
 
 
 class Pruned(SystemExit):
     """Leaves the process of a trial that is not worth going on with."""
-
-    agreed = True  # by all ranks
 
 
 class Report(Callback):
@@ -53,7 +52,7 @@ class Report(Callback):
         self._tell()
         ends = self._trial is not None and self._trial.is_pruned()
         if world.broadcast(ends) if self.learn._sharded else ends:  # every rank must reach this
-            raise Pruned
+            raise mark(Pruned(), agreed=True)
 
     def _tell(self) -> None:
         if self.place is None or not world.is_main():

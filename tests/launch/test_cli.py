@@ -16,12 +16,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from learnerkit.endings import is_collective_error
 from learnerkit.launch import cli, gpus, slurm
 from learnerkit.launch.cli import Plan, choose_processes, parse
 from learnerkit.launch.environment import Topology, rank_environment
 from learnerkit.launch.gpus import gpu_names, listed_gpus
 from learnerkit.launch.rendezvous import Elastic, Static
-from learnerkit.launch.report import is_collective_error
 from learnerkit.launch.slurm import Task
 from learnerkit.launch.supervise import CAUSE_SECONDS, Job
 

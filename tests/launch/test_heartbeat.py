@@ -1,7 +1,7 @@
 """Where a rank says that it is."""
 
+from learnerkit.endings import where
 from learnerkit.events import Event
-from learnerkit.launch.heartbeat import where
 
 
 def test_a_step_is_named_where_there_is_a_batch():

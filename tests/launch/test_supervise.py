@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -14,9 +15,10 @@ import psutil
 import pytest
 from torch.distributed import DistError, TCPStore
 
+from learnerkit.endings import Ending, ExceptionReport, is_collective_error
 from learnerkit.launch import rank_main, supervise
 from learnerkit.launch.environment import Topology
-from learnerkit.launch.report import Outcome, Rank, is_collective_error
+from learnerkit.launch.report import Outcome, Rank
 
 
 def says(err):
@@ -34,7 +36,9 @@ def report(ranks, reason, began):
 
 def ended(number, code, at, error="", stop_signals=(), follows=False):
     """Return a rank that has ended; with an error it has written a report."""
-    report = {"error": error, "brief": f"Traceback of {number}", "follows_another": follows} if error else {}
+    report = ExceptionReport()
+    if error:
+        report = ExceptionReport(error=error, brief=f"Traceback of {number}", ending=Ending(follows=follows))
     return Rank(number, None, None, at, code, report, list(stop_signals))
 
 
@@ -174,7 +178,7 @@ def test_a_brief_traceback_keeps_of_this_package_the_last_frame_alone():
 
 def test_a_whole_traceback_is_shown_on_request(capsys, monkeypatch):
     rank = ended(1, 1, 3.0, "ValueError: mine")
-    rank.report["traceback"] = "the whole of it"
+    rank.report = replace(rank.report, traceback="the whole of it")
     report([rank], None, began=0.0)
     assert "the whole" not in capsys.readouterr().err
     monkeypatch.setenv("LEARNERKIT_TRACEBACK", "full")

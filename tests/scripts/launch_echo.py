@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 how, rank = sys.argv[1], int(os.environ["RANK"])
 waits, began = Path("rank 0 waits"), Path("rank 1 has begun to fail")
@@ -13,7 +14,7 @@ waits, began = Path("rank 0 waits"), Path("rank 1 has begun to fail")
 class Follower(Exception):
     """What a rank raises that leaves because another one failed."""
 
-    follows_another = True
+    learnerkit_ending = SimpleNamespace(follows=True)
 
 
 def wait_for(path):
