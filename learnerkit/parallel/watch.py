@@ -267,7 +267,7 @@ class Watch:
 
     def _standstill(self, reports: dict[int, dict]) -> Ending:
         """The facts that the ranks' errors will tell."""
-        late = self._late(reports)
+        late = _late(self.ranks, reports)
         culprit = late[0] if late else self.rank
         if late:
             state = "is slow" if culprit in reports else "is silent"
@@ -289,10 +289,6 @@ class Watch:
                     answers[rank] = json.loads(store.get(f"report/{rank}"))
             time.sleep(0.05)
 
-    def _late(self, reports: dict[int, dict]) -> list[int]:
-        """The ranks that have not come to where the others wait."""
-        return [rank for rank in range(self.ranks) if not reports.get(rank, {}).get("waits")]
-
     def _known(self, rank: int, reports: dict[int, dict]) -> dict:
         if rank in reports:
             return reports[rank]
@@ -302,7 +298,7 @@ class Watch:
 
     def _describe(self, reports: dict[int, dict]) -> str:
         lines = [f"learnerkit: no rank has moved on for {self.timeout:.0f} s (errors.html#hang-report)"]
-        late = self._late(reports)
+        late = _late(self.ranks, reports)
         for rank in range(self.ranks):
             known = self._known(rank, reports)
             state = "silent" if rank not in reports else "waits" if rank not in late else "slow"
@@ -328,6 +324,11 @@ class Watch:
             "the next fit begins with rank 0's weights) (errors.html#peers)",
             standstill=first.standstill,
         )
+
+
+def _late(ranks: int, reports: dict[int, dict]) -> list[int]:
+    """The ranks that have not come to where the others wait."""
+    return [rank for rank in range(ranks) if not reports.get(rank, {}).get("waits")]
 
 
 def _machine() -> tuple[str, str]:
