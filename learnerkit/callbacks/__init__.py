@@ -3,7 +3,7 @@
 At every event callbacks run in ascending `order`, and at cleanups in descending order; those with the same order run as
 they were added. The orders of all callbacks of the package, with those of the other folders:
 
-     -20  _StandIn: takes a sample away after the forward pass, before others look at its prediction
+     -20  _StandIn: takes a sample that counts nothing away, before others look at the batch that is over
      -10  TrainEvalCallback: sets modes, counters and the sample order, which all others need
       -9  TerminateOnNaNCallback: checks the loss before it is scaled
       -5  GradientNoiseScale: sees gradients before others change them, and leaves a batch before others do

@@ -34,15 +34,15 @@ class LeftBatch:
         self.learn, self.step, self.stand_in = learn, step, _StandIn()
 
     def take_sample(self) -> None:
-        """Give a rank without data a real sample for the forward pass, as not every model can run on nothing.
+        """Give a rank without data a real sample, which weighs nothing, as not every model can run on nothing.
 
-        In the events after it the rank has none. A model with SyncBatchNorm, which would count it, runs on nothing.
+        A model with SyncBatchNorm, which would count it, runs on nothing.
         """
         learn = self.learn
         learn.batch_size = 0
         if not asks_ranks(learn.model):
             learn.batch, learn.xb, learn.yb = learn._unpack.split(learn.dl.sample)
-            self.stand_in.run = not learn._overrides("_backward", "_step")
+            self.stand_in.run = True
 
     def finish_batch(self, *_: Any) -> None:
         """Do, with weight 0, what the other ranks wait for in this batch, if this rank has not done it."""
@@ -103,19 +103,15 @@ class LeftBatch:
 
 
 class _StandIn(Callback):
-    """Takes a rank's sample away after the forward pass.
-
-    A learner with a `_backward` or `_step` of its own, which may call the model, keeps it.
-    """
+    """Takes a rank's sample away once the step is over, so that nothing counts it after the batch."""
 
     order = -20
     run = run_valid = False
 
-    def after_pred(self) -> None:
+    def after_batch(self) -> None:
         learn = self.learn
-        if not learn.batch_size:  # else the forward pass for which it was given was cancelled
-            for name in ("batch", "xb", "yb", "pred", "output"):
-                setattr(learn, name, emptied(getattr(learn, name)))
+        for name in ("batch", "xb", "yb", "pred", "output"):
+            setattr(learn, name, emptied(getattr(learn, name)))
         self.run = False
 
 

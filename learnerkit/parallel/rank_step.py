@@ -17,6 +17,7 @@ from learnerkit.gradient_mean import (
     counts_something,
     host_count,
     scale_gradients,
+    zero_loss,
 )
 from learnerkit.host_scalars import HostCopy
 from learnerkit.parallel.agreement import LEAVING, Agreement, RankDispatch, flags_of, packed, unpacked
@@ -380,11 +381,15 @@ class Overlapped:
             step.progress.reduced = True
             return
         ddp, carrier = cast(DistributedDataParallel, self.ddp), self._carrier
-        loss = learn.loss_grad if something else torch.zeros((), device=step.message.device, requires_grad=True) * 1
-        roots, gradients = [ddp(loss)], list[Tensor | None]([None])
-        if not something and not ddp.find_unused_parameters:  # with which DDP looks for them behind the loss
-            roots += self._trainable
-            gradients += map(torch.zeros_like, self._trainable)
+        zeros = [] if something or ddp.find_unused_parameters else self._trainable
+        if something:
+            loss = learn.loss_grad
+        elif ddp.find_unused_parameters:  # DDP looks for used ones behind the loss
+            loss = zero_loss(self._trainable)
+        else:
+            loss = torch.zeros((), device=step.message.device, requires_grad=True) * 1
+        roots = [ddp(loss), *zeros]
+        gradients: list[Tensor | None] = [None, *map(torch.zeros_like, zeros)]
         if carrier is not None:
             # A root of its own, whose gradient is given: that needs no further operations.
             roots.append(carrier)

@@ -1,0 +1,219 @@
+"""The two ways to average: which is chosen by what, what is said of it, and that both equal one process."""
+
+import warnings
+
+import pytest
+import torch
+from helpers import raises
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from learnerkit import Callback, CancelBatchException, DataLoaders, GradientAccumulation, Learner, world
+
+pytestmark = pytest.mark.ranks(2, soak=[3])
+
+TOLD = ".* each train a whole copy|find_unused_parameters=True was chosen|comm_hook=.* rounds the gradients"
+SAID = "gradients are averaged after the backward pass, as "
+
+
+class Net(nn.Module):
+    """Counts its forward passes; it cannot run on nothing."""
+
+    def __init__(self, norm=False):
+        super().__init__()
+        layers = [nn.Linear(4, 6), nn.BatchNorm1d(6) if norm else nn.Tanh(), nn.Linear(6, 2)]
+        self.body, self.spare, self.calls = nn.Sequential(*layers), nn.Linear(4, 2), []
+
+    def forward(self, x):
+        self.calls.append((self.training, len(x)))
+        return self.body(x.view(len(x), 2, -1).flatten(1)) + self.spare(x)
+
+
+def trained(cls=Learner, cbs=None, alone=False, n=17, epochs=2, change=None, lr=0.1, norm=False, **options):
+    """A learner after a fit, what it has said, and the ways that its batches were averaged in."""
+    torch.manual_seed(3)
+    x = torch.randn(n, 4, dtype=torch.float64)
+    data = TensorDataset(x, (x.sum(1) > 0).long())
+    dls = DataLoaders.from_datasets(data, bs=8, shuffle=False, device="cpu")
+    model, said, ways = Net(norm).double(), [], []
+    if change is not None:
+        change(model)
+    learn = cls(dls, model, nn.CrossEntropyLoss(), opt_func=torch.optim.SGD, lr=lr, cbs=cbs)
+    learn.say = said.append
+    learn.add_cb(Callback(before_backward=lambda cb: ways.append(type(cb.learn._gradient).__name__), order=90))
+    with learn.no_logging(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=TOLD)
+        if alone:
+            learn.fit(epochs)
+        else:
+            with learn.distrib_ctx(split_batches=True, **options):
+                learn.fit(epochs)
+    return learn, [text for text in said if SAID in text], ways
+
+
+def weights(learn):
+    """The weights, which are the same on all ranks."""
+    found = torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()])
+    assert all(torch.equal(found, other) for other in world.all_gather(found))
+    return found
+
+
+def check_equals_one(way, said="", **job):
+    """A job is averaged in a way from its second batch on, says so once, and equals one process."""
+    learn, told, ways = trained(**job)
+    assert ways[0] == "Deferred"  # which finds out
+    assert set(ways[1:]) == {way}, ways
+    assert told == ([SAID + said] if said and world.is_main() else []), told
+    alone, _, _ = trained(**job | {"alone": True})
+    torch.testing.assert_close(weights(learn), weights(alone), rtol=1e-10, atol=1e-12)
+
+
+def test_what_ddp_can_do_is_left_to_it_and_nothing_is_said():
+    check_equals_one("Overlapped")
+    check_equals_one("Overlapped", cbs=GradientAccumulation(n_batches=2))
+
+
+class Backward(Learner):
+    def _backward(self):
+        (self.loss_grad * 0.5).backward(retain_graph=True)
+        (self.loss_grad * 0.5).backward()
+
+
+class Clips(Learner):
+    """Clips inside its `_backward`, by the norm that one process sees, and steps there."""
+
+    def _backward(self):
+        self.loss_grad.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+        self.opt.step()
+
+    def _step(self):
+        pass
+
+
+class Assigns(Learner):
+    """Puts gradients that it has computed into place, in a `_step` that then steps twice."""
+
+    def _step(self):
+        params = list(self.model.parameters())
+        for scale in (1.0, 0.5):
+            self._forward()
+            self._loss()
+            for p, grad in zip(params, torch.autograd.grad(self.loss_grad * scale, params), strict=True):
+                p.grad = grad
+            self.opt.step()
+
+
+@pytest.mark.parametrize("cls", [Backward, Clips, Assigns])
+def test_a_learner_with_passes_of_its_own_says_so_and_equals_one_process(cls):
+    seam = "_step" if cls is Assigns else "_backward"
+    check_equals_one("Deferred", f"{cls.__name__} has a {seam} of its own", cls=cls)
+
+
+def early(cb):
+    (cb.model(cb.x * 1.1) ** 2).sum(1).mean().backward()
+
+
+def late(cb):
+    """Accumulates a penalty that every process computes of the data, and clips what all have."""
+    early(cb)
+    nn.utils.clip_grad_norm_(cb.model.parameters(), 0.05)
+
+
+def test_a_pass_of_a_callback_before_the_losss_is_seen_in_the_first_batch():
+    said = "a callback makes a backward pass of its own before that of the loss"
+    check_equals_one("Deferred", said, cbs=Callback(before_backward=early))
+
+
+def test_a_pass_of_a_callback_after_the_losss_is_averaged_before_it_clips():
+    check_equals_one("Overlapped", cbs=Callback(before_step=late))
+
+
+def test_layers_that_are_frozen_in_an_epoch_are_averaged_after_the_pass_from_then_on():
+    def freeze(cb):
+        if cb.training and cb.train_iter in (2, 4):
+            cb.model.spare.requires_grad_(cb.train_iter == 4)
+
+    job = {"cbs": Callback(before_batch=freeze), "n": 40, "epochs": 1}
+    learn, told, ways = trained(**job)
+    assert ways == ["Deferred", "Overlapped", "Overlapped", "Deferred", "Deferred"]
+    assert told == ([f"{SAID}parameters were frozen or unfrozen during an epoch"] if world.is_main() else [])
+    alone, _, _ = trained(**job, alone=True)
+    torch.testing.assert_close(weights(learn), weights(alone), rtol=1e-10, atol=1e-12)
+
+
+def test_options_of_ddp_are_refused_where_it_does_not_average():
+    for options in ({"comm_hook": "bf16"}, {"static_graph": True}):
+        with raises(ValueError, f"{next(iter(options))} is for gradients that DDP averages during the backward pass"):
+            trained(Backward, **options)
+    with raises(ValueError, "lets DDP average during the backward pass, but a callback makes a backward pass"):
+        trained(cbs=Callback(before_backward=early), static_graph=True)
+
+
+def test_a_compressed_network_with_an_unused_part_is_left_to_ddp():
+    def spare(model):
+        model.register_parameter("unused", nn.Parameter(torch.zeros(3, dtype=torch.float64)))
+
+    learn, _, ways = trained(comm_hook="bf16", change=spare)
+    assert set(ways[1:]) == {"Overlapped"}
+    alone, _, _ = trained(alone=True, change=spare)
+    assert 1e-9 < (weights(learn) - weights(alone)).abs().max() < 0.02
+    assert torch.equal(learn.model.unused, torch.zeros(3))
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
+def test_a_part_that_a_later_batch_leaves_out_is_an_error_on_all_ranks(view):
+    def drop(cb):
+        if cb.training and cb.train_iter == 3:
+            cb.learn.model.spare.forward = lambda x: 0.0
+
+    with raises(RuntimeError, "parameters that took no part in the loss of batch 0", "spare.weight, spare.bias"):
+        trained(cbs=Callback(before_batch=drop), n=24, gradient_as_bucket_view=view)
+
+
+# Forward passes
+
+
+@pytest.mark.parametrize("cls", [Learner, Backward])
+def test_the_model_runs_once_for_each_batch(cls):
+    """Also on a rank without data, and nothing is tried out before."""
+    learn, _, ways = trained(cls)
+    calls = [rows for training, rows in learn.model.calls if training]
+    assert len(calls) == len(ways) == 6
+    mine = [4, 4, 1] if world.world_size() == 2 else [3 if world.rank() < 2 else 2] * 2 + [1]
+    assert calls == mine * 2  # a sample stands in on the rank that has none
+
+
+def test_a_rank_that_leaves_a_batch_before_its_forward_pass_makes_none():
+    def leave(cb):
+        if cb.training and cb.train_iter in (0, 3) and world.is_main():
+            raise CancelBatchException
+
+    learn, _, ways = trained(cbs=Callback(before_batch=leave), n=24)
+    assert len([1 for training, _ in learn.model.calls if training]) == 6 - 2 * world.is_main()
+    weights(learn)
+
+
+def test_a_sample_that_stands_in_on_a_rank_without_data_is_gone_after_the_batch():
+    """Until then callbacks may call the model on it; it weighs nothing."""
+    seen = []
+
+    def look(cb):
+        if cb.training and not cb.batch_size:
+            seen.append([len(each) for each in (*cb.xb, *cb.yb, cb.pred)])
+
+    trained(cbs=[Callback(after_loss=look), Callback(after_batch=look)])
+    last = world.rank() == world.world_size() - 1
+    assert seen == [[1, 1, 1], [0, 0, 0]] * 2 * last or (world.world_size() > 2 and not last)
+
+
+def test_buffers_come_from_rank_0_before_each_step():
+    found = []
+    for options, alike in (({}, True), ({"broadcast_buffers": False}, False)):
+        found.clear()
+        before = Callback(
+            before_batch=lambda cb: cb.training and found.append(cb.model.body[1].running_mean.clone()), order=12
+        )
+        trained(cbs=before, n=24, norm=True, sync_bn=False, **options)
+        same = [all(torch.equal(each, other) for other in world.all_gather(each)) for each in found]
+        assert all(same) == alike
