@@ -19,7 +19,7 @@ from errors import normal  # noqa: E402
 
 LONG = 160  # characters without the values; longer messages end with the address of their entry
 
-ENDS = {"warn": 0, "warn_once": 0, "_warn_once": 0, "_say": 0, "not_together": 0, "_not_met": 0, "exit": 0, "say": 0,
+ENDS = {"warn": 0, "warn_once": 0, "tell_once": 0, "_say": 0, "not_together": 0, "_not_met": 0, "exit": 0, "say": 0,
         "add_note": 0, "add_note_once": 1, "no_collectives": 1, "refuse": 2, "Finding": 1,
         "NotAStore": 0, "NotDecoded": 0, "Outcome": "text"}  # fmt: skip
 """Functions whose argument of this number or name is shown to the user, besides classes whose names end with Error."""

@@ -65,6 +65,7 @@ class Averager:
             raise ValueError(
                 f"{self._engine} is for gradients that DDP averages during the backward pass, and those of a learner "
                 f"with a {own} of its own are averaged after it: leave {self._engine} out"
+                " (errors.html#one-pass)"
             )
 
     @property
@@ -154,7 +155,11 @@ class Averager:
                 "freeze them, use them, or leave find_unused_parameters=False out"
             )
         if self._engine and reasons:
-            raise ValueError(f"{self._engine} lets DDP average during the backward pass, but {', and '.join(reasons)}")
+            raise ValueError(
+                f"{self._engine} is for gradients that DDP averages during the backward pass, which it cannot do, as "
+                f"{', and '.join(reasons)}: leave {self._engine} out"
+                " (errors.html#one-pass)"
+            )
         of_model = unused.keys() & dict(learn.model.named_parameters())
         if of_model and not given:  # those beside the model may be for a callback's own loss
             self.cb.tell_once(
@@ -175,10 +180,11 @@ class Averager:
             for name, opt in vars(owner).items():
                 groups = opt.param_groups if isinstance(opt, Optimizer) else ()
                 if any(p.grad is not None and p not in known for group in groups for p in group["params"]):
+                    holder = f"{type(owner).__name__}.{name}"
                     raise ValueError(
-                        f"{type(owner).__name__}.{name} trains parameters that are neither the model's nor in "
-                        "learn.opt, and the loss depends on them, so each rank would train its own: put them into the "
-                        "model, or into learn.opt (add_param_group)"
+                        f"{holder} trains parameters that are neither the model's nor in learn.opt, and the loss "
+                        "depends on them, so each rank would train its own: put them into the model, or into learn.opt "
+                        "(add_param_group)"
                         " (errors.html#foreign-parameters)"
                     )
 

@@ -40,8 +40,13 @@ class DistributedCallback(Callback):
     where they have different numbers of them. Validation and prediction read each sample once, on the plain module.
     What one rank leaves for (a cancel, Ctrl-C, an error), all leave for.
 
-    Buffers, BatchNorm's statistics among them, are rank 0's: DDP sends them before each forward pass (not with `wrap`,
-    and not with broadcast_buffers=False), and this callback once more before validation and at the end of training.
+    Gradients are averaged by DDP during the backward pass where it can, else after it, which a line says: where the
+    learner has a `_backward` or `_step` of its own, a callback makes a backward pass before that of the loss, or the
+    first batch leaves parameters without a gradient or gives them sparse gradients, or several. Nothing is wrapped
+    around the model.
+
+    Buffers, BatchNorm's statistics among them, are rank 0's: they are sent before each step (not with
+    broadcast_buffers=False), and once more before validation and at the end of training.
 
     A model that spans several devices, as by transformers' `device_map`, is trained by processes that have devices of
     their own each. It must be whole on each of them: what is divided among processes is not DDP's work.
@@ -53,19 +58,17 @@ class DistributedCallback(Callback):
             which is not on the CPU; True warns there.
         split_batches: cut each batch of the loader into one piece per rank, so that the numbers are those of one
             process; by default every rank takes whole batches, and the global batch is that much larger.
-        find_unused_parameters: True for losses that leave parameters out in some batches, or callbacks with backward
-            passes of their own: gradients are averaged after the backward passes rather than during the loss's,
-            whichever there are. `None` finds out with the first batch of each fit.
+        find_unused_parameters: True for losses that leave parameters out in some batches, but not in the first of a
+            fit: gradients are averaged after the backward pass rather than during it, whichever there are. `None` goes
+            by the first batch; False refuses parameters that take no part in it.
         timeout: seconds (or a timedelta) without anything moving after which a rank that waits for others ends the
             run and says where each of them is; default 5 minutes, or what the launcher's `--timeout` says.
-        wrap: names of sub-modules to wrap each by itself, for several networks; by default the whole model. Costs one
-            small collective a step. Several backward passes of a step may reach a network, but with
-            find_unused_parameters=True only one for each of its forward passes.
+        wrap: names of the networks that are trained; none may be forgotten.
         sharded: the dataset of an iterable loader gives each rank its own part by itself.
         uneven: where iterable datasets end at different steps: 'stop' all with the first, and warn; or 'join': the
             ranks that have ended take the others' steps along without data.
         comm_hook: compress the gradients on their way: 'bf16', 'fp16' or 'powersgd'. The numbers are then no longer
-            those of one process.
+            those of one process. Only for gradients that DDP averages.
         ddp_kwargs: further arguments of `DistributedDataParallel`.
 
     Raises:

@@ -407,30 +407,30 @@ class Overlapped:
             vector, carrier.grad = cast(Tensor, carrier.grad), None
             vector = vector.clone() if message.reads_late else vector  # it may be a piece of DDP's bucket
         # Where the loss has not reached all parameters, DDP waits for them, and has put nothing back into gradients.
-        if carrier is not None and not message.reads_late and abs(vector[-1].item() - 1) > 0.01:
-            raise self._not_reached()
-        self._check_reached()
+        reads = carrier is not None and not message.reads_late
+        self._check_reached(reads, reads and abs(vector[-1].item() - 1) > 0.01)
         step.complete(vector, corrects=True)
 
-    def _check_reached(self) -> None:
-        """Refuse a loss that has not reached all parameters, on which the others' reduction would wait."""
-        ddp = cast(DistributedDataParallel, self.ddp)
-        known = self._carrier is not None and not self.step.message.reads_late and not ddp.gradient_as_bucket_view
-        if known or ddp.find_unused_parameters or ddp.static_graph:
-            return
-        if any(p.grad is None for p in self._trainable):
-            raise self._not_reached()
+    def _check_reached(self, is_known: bool, cut_short: bool) -> None:
+        """Refuse a loss that has not reached all parameters, on which the others' reduction would wait.
 
-    def _not_reached(self) -> RuntimeError:
-        step = self.step
+        Args:
+            is_known: the vector tells.
+            cut_short: DDP has not put anything back into the gradients.
+        """
+        step, ddp = self.step, cast(DistributedDataParallel, self.ddp)
+        tells = is_known and not ddp.gradient_as_bucket_view  # with which a rank's own gradients look like the mean
+        if not cut_short and (tells or ddp.find_unused_parameters or ddp.static_graph):
+            return
         names = [name for name, p in step.params.items() if p.grad is None]
-        return RuntimeError(
-            f"parameters that took no part in the loss of batch {step.learn.iter} on rank {world.rank()}, although "
-            f"they did in the first batch: {first_few(names or ['unknown'])}. Freeze them, use them in every batch, or "
-            "pass find_unused_parameters=True to DistributedCallback, which then averages the gradients after the "
-            "backward pass, whichever there are"
-            " (errors.html#unused-parameters)"
-        )
+        if cut_short or names:
+            raise RuntimeError(
+                f"parameters that took no part in the loss of batch {step.learn.iter} on rank {world.rank()}, although "
+                f"they did in the first batch: {first_few(names or ['unknown'])}. Freeze them, use them in every "
+                "batch, or pass find_unused_parameters=True to DistributedCallback, which then averages the gradients "
+                "after the backward pass, whichever there are"
+                " (errors.html#unused-parameters)"
+            )
 
     def detach(self) -> None:
         """Take DDP off the parameters."""
