@@ -6,6 +6,7 @@ gradients' reduction has reached all (`rank_step.py`); in validation it calls th
 a cancel cannot wait for that: `watch.py` tells the others and frees those that are blocked.
 """
 
+import math
 import os
 import signal
 import threading
@@ -34,6 +35,7 @@ from learnerkit.text import in_one_line
 from learnerkit.world import PeerError
 
 if TYPE_CHECKING:
+    from learnerkit.gradient_mean import StepGradient
     from learnerkit.learner import Learner
 
 LEAVING = (KeyboardInterrupt, CancelFitException, CancelEpochException, CancelValidException, CancelTrainException)
@@ -113,7 +115,7 @@ class Agreement:
         self.between_events = True
         self.votes = self.dispatches = 0
         self.left_batch: Any = None  # this rank's `LeftBatch` once it trains, with its `RankStep`
-        self.alone_from: int | None = None  # the training batch from which on each rank is alone in its batches
+        self._alone_from = math.inf  # the training batch from which on each rank is alone in its batches
         self.place = b"before_fit/"  # where the run is: 'event/callback'
         self._failing: BaseException | None = None
         self._stack = ExitStack()
@@ -283,7 +285,7 @@ class Agreement:
         if not learn.training:
             self._run_validation_batch(one_batch)
             return
-        if self.alone_from is not None and learn.train_iter >= self.alone_from:
+        if learn.train_iter >= self._alone_from:
             learn._gradient = None
             with world.alone():
                 one_batch()
@@ -291,7 +293,7 @@ class Agreement:
         step = self.left_batch.step
         outer, self.between_events = self.between_events, False
         try:
-            step.begin()
+            cast("StepGradient", learn._gradient).begin()
             try:
                 one_batch()  # also with a reason to leave, which is reduced with its gradients
             except LEAVING as error:
@@ -306,6 +308,10 @@ class Agreement:
             self._leave_if_all_do("next batch")
         finally:
             self.between_events = outer
+
+    def separate(self, after: int) -> None:
+        """Let each rank train by itself after so many batches; outside of batches the ranks vote as ever."""
+        self._alone_from = after
 
     def _leave_if_all_do(self, point: str) -> None:
         """Leave at once, as one process would, if all ranks have a reason to before they come to this point."""

@@ -154,7 +154,7 @@ class Averager:
                 f"parameters that take no part in the loss: {first_few(unused)}. DDP waits for the gradient of each: "
                 "freeze them, use them, or leave find_unused_parameters=False out"
             )
-        if self._engine and reasons:
+        if self._engine == "comm_hook" and reasons:
             raise ValueError(
                 f"{self._engine} is for gradients that DDP averages during the backward pass, which it cannot do, as "
                 f"{', and '.join(reasons)}: leave {self._engine} out"

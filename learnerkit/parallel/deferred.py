@@ -1,6 +1,6 @@
 """A step whose gradients are averaged after its backward passes: its first batch, and what DDP cannot average."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -39,45 +39,36 @@ class Deferred:
 
     def __init__(self, step: "RankStep", own: bool, settle: Callable[[First | None], bool] | None = None) -> None:
         self.step, self.own, self._settle = step, own, settle
-        self._weighs = own  # the gradients rather than the loss
 
     def attach(self) -> None:
         """Put nothing on the parameters."""
 
     def begin(self) -> None:
         """Begin a batch."""
+        self.step.begin()
 
     def backward(self) -> None:
         """Compute the batch's gradients with their weight; a batch that counts nothing has none."""
         step, learn = self.step, self.step.learn
         if step.is_changed():
             step.take_parameters(step.named, step.passes is not None)
-        before = [name for name, p in step.params.items() if p.grad is not None]
-        # A callback has made a backward pass of its own before the loss's: its gradients have the same weight.
-        single = learn._step_due and learn._step_batches == 1 and not step.kept
-        self._weighs = self.own or (single and bool(before))
-        count = step.take_count() if self._weighs else step.weigh()
-        something = counts_something(count)
+        something = counts_something(step.take_count() if self.own else step.weigh())
         if self.own and step.passes is not None:
             step.passes.open_now()
         with Pieces(step.params if self._settle else {}) as pieces:
             if self.own or something:
                 learn._backward()
-        if self._settle is not None and self._settle(self._first(pieces, before) if something else None):
+        if self._settle is not None and self._settle(self._first(pieces.found) if something else None):
             self._settle = None
         self.finish()
 
-    def _first(self, pieces: "Pieces", before: Sequence[str]) -> First:
-        params = self.step.params
-        sparse = [name for name, p in params.items() if p.grad is not None and p.grad.layout is not torch.strided]
-        several = [name for name, number in pieces.found.items() if number > 1]
-        reasons = {
-            "a callback makes a backward pass of its own before that of the loss": before,
-            "gradients are sparse": sparse,
-            "gradients come in pieces, as those of a checkpoint with use_reentrant=True": several,
-        }
-        unused = [name for name in params if name not in pieces.found]
-        return First(unused, [reason for reason, names in reasons.items() if names])
+    def _first(self, pieces: dict[str, int]) -> First:
+        params, reasons = self.step.params, list[str]()
+        if any(p.grad is not None and p.grad.layout is not torch.strided for p in params.values()):
+            reasons.append("gradients are sparse")
+        if any(number > 1 for number in pieces.values()):
+            reasons.append("gradients come in pieces, as those of a checkpoint with use_reentrant=True")
+        return First([name for name in params if name not in pieces], reasons)
 
     def finish(self) -> None:
         """Average the gradients of a step that is due, but for those that are averaged already."""
@@ -89,9 +80,9 @@ class Deferred:
         params = list(step.params.values())
         new = [p.grad is not None and averaged.get(p) is not p.grad for p in params]
         vector = step.vector(step.mean.counted)
-        weight = step.weight if self._weighs else None
+        weight = step.weight if self.own else None
         mean = average_gradients(params, new, vector, weight, counts_something(step.count), among="gradients")
-        step.complete(mean, corrects=not self._weighs)
+        step.complete(mean, corrects=not self.own)
 
     def detach(self) -> None:
         """Leave the parameters as they are."""
@@ -99,7 +90,7 @@ class Deferred:
     def state(self) -> StepState:
         """Return how far the step has come."""
         mean, count = self.step.mean, self.step.count
-        if self._weighs:
+        if self.own:
             return StepState(mean.begun, 1.0 if mean.sums else count)
         return StepState(mean.begun, 1 / world.world_size() if mean.sums else mean.expected)
 

@@ -41,9 +41,8 @@ class DistributedCallback(Callback):
     What one rank leaves for (a cancel, Ctrl-C, an error), all leave for.
 
     Gradients are averaged by DDP during the backward pass where it can, else after it, which a line says: where the
-    learner has a `_backward` or `_step` of its own, a callback makes a backward pass before that of the loss, or the
-    first batch leaves parameters without a gradient or gives them sparse gradients, or several. Nothing is wrapped
-    around the model.
+    learner has a `_backward` or `_step` of its own, or the first batch leaves parameters without a gradient, or gives
+    them sparse gradients, or several. Nothing is wrapped around the model.
 
     Buffers, BatchNorm's statistics among them, are rank 0's: they are sent before each step (not with
     broadcast_buffers=False), and once more before validation and at the end of training.

@@ -157,9 +157,15 @@ class RankStep:
     def weigh(self) -> float | Tensor:
         """Take the batch's count, weigh its loss by it, and return it."""
         learn, mean, count = self.learn, self.mean, self.take_count()
-        if counts_something(count):
+        something = counts_something(count)
+        if something:
             weighed = mean.weigh(learn.loss_grad, count, learn._model_output)
             learn.loss_grad = weighed * self.message.ranks if mean.sums else weighed
+        if learn._step_due and learn._step_batches == 1 and not self.kept:
+            weight = self.message.ranks if mean.sums else count / mean.expected
+            for p in self.params.values():
+                if p.grad is not None:  # of a callback's own backward pass, which has the weight of the loss
+                    p.grad = p.grad * weight if something else None
         return count
 
     def weight(self, counted: float) -> float | Tensor:
@@ -367,6 +373,7 @@ class Overlapped:
 
     def begin(self) -> None:
         """Begin a batch."""
+        self.step.begin()
 
     def backward(self) -> None:
         """Compute the batch's gradients with their weight; of a batch that counts nothing, zeros."""

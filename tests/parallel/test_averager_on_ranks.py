@@ -1,11 +1,13 @@
 """The two ways to average: which is chosen by what, what is said of it, and that both equal one process."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from helpers import raises
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from learnerkit import Callback, CancelBatchException, DataLoaders, GradientAccumulation, Learner, world
@@ -120,9 +122,14 @@ def late(cb):
     nn.utils.clip_grad_norm_(cb.model.parameters(), 0.05)
 
 
-def test_a_pass_of_a_callback_before_the_losss_is_seen_in_the_first_batch():
-    said = "a callback makes a backward pass of its own before that of the loss"
-    check_equals_one("Deferred", said, cbs=Callback(before_backward=early))
+def now_and_then(cb):
+    if cb.train_iter % 3 == 2:  # the uneven batch
+        early(cb)
+
+
+@pytest.mark.parametrize("when", [early, now_and_then])
+def test_a_pass_of_a_callback_before_the_losss_has_its_weight(when):
+    check_equals_one("Overlapped", cbs=Callback(before_backward=when))
 
 
 def test_a_pass_of_a_callback_after_the_losss_is_averaged_before_it_clips():
@@ -142,12 +149,18 @@ def test_layers_that_are_frozen_in_an_epoch_are_averaged_after_the_pass_from_the
     torch.testing.assert_close(weights(learn), weights(alone), rtol=1e-10, atol=1e-12)
 
 
+def in_pieces(model, x):
+    """The forward pass with a layer that two reentrant checkpoints run."""
+    x = x.clone().requires_grad_()
+    return sum(checkpoint(model.spare, each, use_reentrant=True) for each in (x, x * 2)) + model.body(x)
+
+
 def test_options_of_ddp_are_refused_where_it_does_not_average():
     for options in ({"comm_hook": "bf16"}, {"static_graph": True}):
         with raises(ValueError, f"{next(iter(options))} is for gradients that DDP averages during the backward pass"):
             trained(Backward, **options)
-    with raises(ValueError, "which it cannot do, as a callback makes a backward pass"):
-        trained(cbs=Callback(before_backward=early), static_graph=True)
+    with raises(ValueError, "which it cannot do, as gradients come in pieces"):
+        trained(comm_hook="bf16", change=lambda model: setattr(model, "forward", partial(in_pieces, model)))
 
 
 def test_a_compressed_network_with_an_unused_part_is_left_to_ddp():
