@@ -189,7 +189,7 @@ def test_a_loader_without_length_is_read_to_know_its_end():
 def test_mapping_batches_and_both_callbacks_together():
     batches = [{"x": torch.full((2, 4), float(i)), "labels": torch.ones(2, 1)} for i in range(6)]
     dls = DataLoaders(batches, device="cpu")
-    learn, batches = Learner(dls, OwnLoss(), opt_func=torch.optim.SGD), []
+    learn, batches = Learner(dls, OwnLoss(), opt_func=torch.optim.SGD, loss_weight="samples"), []
     note = Callback(before_batch=lambda cb: batches.append(cb.xb[0]["x"][0, 0].item()))
     learn.fit(2, cbs=[OverfitBatch(), ShortEpochCallback(n=3), note])
     assert batches == [0] * 6
