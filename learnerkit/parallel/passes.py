@@ -78,11 +78,12 @@ class Passes:
         self._average([p in touched for p in self.params])
         for p, grad in before.items():
             p.grad = grad if p.grad is None else p.grad + grad
-        self.averaged |= {p: p.grad for p in self.params if p.grad is not None and (p in touched or p in self.averaged)}
+        for p in self.params:
+            if p.grad is not None and (p in touched or p in before):
+                self.averaged[p] = p.grad
 
     def _average(self, new: list[bool]) -> None:
-        step = self.step
-        count = step.count
+        step, count = self.step, self.step.count
         average_gradients(self.params, new, step.message.vector(count, None), step.weight, counts_something(count))
 
     def before_optimizer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
