@@ -108,10 +108,11 @@ class SlowLinks(Callback):
         super().__init__()
         self.speed = speed
 
-    def before_train(self):
-        if world.world_size() == 1 or self.model is self.known:
+    def before_batch(self):
+        ddp = getattr(self.learn._gradient, "ddp", None)  # from the second batch on
+        if ddp is None or ddp is self.known:
             return
-        self.known = self.model
+        self.known = ddp
 
         def hook(state, bucket):
             with noted():
@@ -120,7 +121,7 @@ class SlowLinks(Callback):
                 reduced.wait()
             return reduced
 
-        self.model.register_comm_hook(world.group("gradients"), hook)
+        ddp.register_comm_hook(world.group("gradients"), hook)
 
 
 PART_OF = {

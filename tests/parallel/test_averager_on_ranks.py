@@ -31,13 +31,13 @@ class Net(nn.Module):
         return self.body(x.view(len(x), 2, -1).flatten(1)) + self.spare(x)
 
 
-def trained(cls=Learner, cbs=None, alone=False, n=17, epochs=2, change=None, lr=0.1, norm=False, **options):
+def trained(cls=Learner, cbs=None, alone=False, n=17, epochs=2, change=None, lr=0.1, norm=False, model=None, **options):
     """A learner after a fit, what it has said, and the ways that its batches were averaged in."""
     torch.manual_seed(3)
     x = torch.randn(n, 4, dtype=torch.float64)
     data = TensorDataset(x, (x.sum(1) > 0).long())
     dls = DataLoaders.from_datasets(data, bs=8, shuffle=False, device="cpu")
-    model, said, ways = Net(norm).double(), [], []
+    model, said, ways = model or Net(norm).double(), [], []
     if change is not None:
         change(model)
     learn = cls(dls, model, nn.CrossEntropyLoss(), opt_func=torch.optim.SGD, lr=lr, cbs=cbs)
@@ -110,6 +110,35 @@ class Assigns(Learner):
 def test_a_learner_with_passes_of_its_own_says_so_and_equals_one_process(cls):
     seam = "_step" if cls is Assigns else "_backward"
     check_equals_one("Deferred", f"{cls.__name__} has a {seam} of its own", cls=cls)
+
+
+class Apart(nn.Module):
+    """Rank 0 uses a part that no other rank uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.other = nn.Linear(4, 2).double(), nn.Linear(4, 2).double()
+
+    def forward(self, x):
+        return (self.first if world.is_main() else self.other)(x)
+
+
+def test_what_a_rank_alone_has_of_a_batch_that_it_leaves_is_left_out():
+    class Leave(Callback):
+        kept = None
+
+        def before_batch(self):
+            if self.training and self.train_iter == 1:
+                self.kept = self.model.first.weight.detach().clone()
+                if world.is_main():
+                    raise CancelBatchException
+
+        def after_batch(self):
+            if self.training and self.train_iter == 1:
+                assert torch.equal(self.model.first.weight, self.kept)
+
+    learn, _, _ = trained(Backward, Leave(), model=Apart(), n=24, epochs=1)
+    weights(learn)
 
 
 def early(cb):
