@@ -1,6 +1,7 @@
 """Learners with a fault put in on purpose: one rank is slow somewhere, or what all of them send takes long."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -99,7 +100,7 @@ class SleepyCallback(Callback):
 
 
 class SlowLinks(Callback):
-    """Has DDP use a hook that sleeps by the bytes it reduces."""
+    """Has DDP use a hook that takes a time by the bytes it reduces."""
 
     order = 12
     known = None
@@ -114,12 +115,17 @@ class SlowLinks(Callback):
             return
         self.known = ddp
 
-        def hook(state, bucket):
+        link = ThreadPoolExecutor(1)  # beside the backward pass, as a network; one bucket after the other
+
+        def send(state, bucket, done):
             with noted():
                 time.sleep(bucket.buffer().nbytes / self.speed)
-                reduced = default_hooks.allreduce_hook(state, bucket)
-                reduced.wait()
-            return reduced
+                done.set_result(default_hooks.allreduce_hook(state, bucket).wait())
+
+        def hook(state, bucket):
+            done = torch.futures.Future()
+            link.submit(send, state, bucket, done)
+            return done
 
         ddp.register_comm_hook(world.group("gradients"), hook)
 

@@ -239,4 +239,5 @@ class Averager:
                 self._undo.append(opt.register_step_pre_hook(self._before_optimizer).remove)
 
     def _before_optimizer(self, opt: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        self.step.note_optimizer_step()  # first: a rank that has left asks if any has come here, and then comes, too
         return None if self.step.passes is None else self.step.passes.before_optimizer(args, kwargs)

@@ -77,14 +77,12 @@ class Passes:
                 p.grad -= grad
         self._average([p in touched for p in self.params])
         for p, grad in before.items():
-            p.grad = grad if p.grad is None else p.grad + grad
-        for p in self.params:
-            if p.grad is not None and (p in touched or p in before):
-                self.averaged[p] = p.grad
+            self.averaged[p] = p.grad = grad if p.grad is None else p.grad + grad
 
     def _average(self, new: list[bool]) -> None:
         step, count = self.step, self.step.count
-        average_gradients(self.params, new, step.message.vector(count, None), step.weight, counts_something(count))
+        vector = step.message.vector(count, None)
+        average_gradients(self.params, new, vector, step.weight, counts_something(count), averaged=self.averaged)
 
     def before_optimizer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Average what has been put into `p.grad`, and let a closure return the loss of all ranks.
@@ -101,7 +99,6 @@ class Passes:
         new = [p.grad is not None and self.averaged.get(p) is not p.grad for p in self.params]
         if not self.step.mean.sums:  # of a sum it could not be told what is averaged in it
             self._average(new)
-            self.averaged = {p: p.grad for p in self.params if p.grad is not None}
         return None
 
     def _together(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -131,6 +128,7 @@ def average_gradients(
     weight: Callable[[float], float | Tensor] | None,
     counts: bool,
     among: str = "",
+    averaged: dict[nn.Parameter, Tensor] | None = None,
 ) -> Tensor:
     """Put the mean over the ranks into gradients, whichever of them each rank has; every rank must reach this.
 
@@ -144,6 +142,7 @@ def average_gradients(
             `None`: they are weighed already.
         counts: whether this rank counts anything; if not, what `weight` would weigh is left out.
         among: as in `world.reduce`.
+        averaged: gets the gradients that are averaged, by their parameters.
 
     Returns:
         The mean of the vectors.
@@ -170,6 +169,9 @@ def average_gradients(
             chunk = []
         chunk.append(pair)
     _reduce_dense(chunk, among)
+    for p, number in zip(params, numbers[len(vector) - 1 :], strict=True):
+        if averaged is not None and p.grad is not None and round(number * world.world_size()):
+            averaged[p] = p.grad
     return total[: len(vector)].to(vector.dtype)
 
 
