@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from learnerkit import world
 from learnerkit.gradient_mean import StepState, counts_something
-from learnerkit.parallel.passes import average_gradients
+from learnerkit.parallel.passes import average_gradients, not_averaged
 from learnerkit.torch_internals import forget_removed_hooks
 
 if TYPE_CHECKING:
@@ -76,9 +76,8 @@ class Deferred:
         step.progress.reduced = True
         if not step.learn._step_due:
             return
-        averaged = {} if step.passes is None else step.passes.averaged
         params = list(step.params.values())
-        new = [p.grad is not None and averaged.get(p) is not p.grad for p in params]
+        new = not_averaged(params, {} if step.passes is None else step.passes.averaged)
         vector = step.vector(step.mean.counted)
         weight = step.weight if self.own else None
         mean = average_gradients(params, new, vector, weight, counts_something(step.count), among="gradients")

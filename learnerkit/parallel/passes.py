@@ -96,9 +96,8 @@ class Passes:
         closure = kwargs.get("closure")
         if closure is not None:
             return args, {**kwargs, "closure": self._together(closure)}
-        new = [p.grad is not None and self.averaged.get(p) is not p.grad for p in self.params]
         if not self.step.mean.sums:  # of a sum it could not be told what is averaged in it
-            self._average(new)
+            self._average(not_averaged(self.params, self.averaged))
         return None
 
     def _together(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -118,6 +117,11 @@ class Passes:
             return (total if step.mean.sums else total / counted).to(loss)
 
         return together
+
+
+def not_averaged(params: Sequence[nn.Parameter], averaged: dict[nn.Parameter, Tensor]) -> list[bool]:
+    """Tell of each parameter whether it has a gradient that is not the one that was averaged."""
+    return [p.grad is not None and averaged.get(p) is not p.grad for p in params]
 
 
 @torch.no_grad()
@@ -153,9 +157,10 @@ def average_gradients(
     total = world.reduce(torch.cat([vector.double(), mine]), "mean", among)
     first, *numbers = total.tolist()
     factor = 1.0 if weight is None else weight(first) if counts else 0.0
+    marks = [round(number * world.world_size()) for number in numbers[len(vector) - 1 :]]
     chunk: list[tuple[nn.Parameter, Tensor]] = []
-    for p, is_new, number in zip(params, new, numbers[len(vector) - 1 :], strict=True):
-        found = round(number * world.world_size())
+    size = 0
+    for p, is_new, found in zip(params, new, marks, strict=True):
         if not found:
             p.grad = None if is_new else p.grad  # left out, and nobody else has any
             continue
@@ -164,14 +169,14 @@ def average_gradients(
             p.grad = _reduce_sparse(p, grad)
             continue
         pair = p, torch.zeros_like(p) if grad is None else grad
-        if chunk and (_kind(pair[1]) != _kind(chunk[0][1]) or sum(g.nbytes for _, g in chunk) > _CHUNK):
+        if chunk and (_kind(pair[1]) != _kind(chunk[0][1]) or size > _CHUNK):
             _reduce_dense(chunk, among)
-            chunk = []
+            chunk, size = [], 0
         chunk.append(pair)
+        size += pair[1].nbytes
     _reduce_dense(chunk, among)
-    for p, number in zip(params, numbers[len(vector) - 1 :], strict=True):
-        if averaged is not None and p.grad is not None and round(number * world.world_size()):
-            averaged[p] = p.grad
+    if averaged is not None:
+        averaged |= {p: p.grad for p, found in zip(params, marks, strict=True) if found and p.grad is not None}
     return total[: len(vector)].to(vector.dtype)
 
 

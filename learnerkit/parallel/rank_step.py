@@ -334,8 +334,8 @@ COMM_HOOKS = ("bf16", "fp16", "powersgd")
 class Overlapped:
     """Lets DDP average the gradients of a step during its last backward pass; the small vector travels with them.
 
-    DDP is told of each such pass by a call with its loss, right before it. It holds the model, but does not run it, so
-    that everybody else sees the model itself.
+    DDP is told of each such pass by a call with its loss, right before it. It holds the parameters and does not run the
+    model, so that everybody sees the model itself.
 
     Args:
         step: of the ranks.
