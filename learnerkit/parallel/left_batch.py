@@ -16,7 +16,7 @@ from learnerkit.parallel.rank_step import RankStep
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
-_OF_BATCH = ("xb", "pred", "output", "loss", "loss_grad", "batch_size")
+_OF_BATCH = ("xb", "pred", "output", "loss", "loss_grad", "batch_size", "_loss_count")
 
 
 class LeftBatch:
@@ -33,16 +33,23 @@ class LeftBatch:
     def __init__(self, learn: "Learner", step: RankStep) -> None:
         self.learn, self.step, self.stand_in = learn, step, _StandIn()
 
-    def take_sample(self) -> None:
-        """Give a rank without data a real sample, which weighs nothing, as not every model can run on nothing.
+    def begin(self) -> None:
+        """Begin a batch without data: the learner's next forward pass is this one's."""
+        self.learn.batch_size = 0
+        vars(self.learn)["_forward"] = self._forward
 
-        A model with SyncBatchNorm, which would count it, runs on nothing.
-        """
+    def _forward(self) -> None:
+        """Run the model on no samples; one that cannot do that gets a real one, which weighs nothing."""
         learn = self.learn
-        learn.batch_size = 0
-        if not asks_ranks(learn.model):
+        del vars(learn)["_forward"]
+        try:
+            learn._forward()
+        except Exception as error:
+            if isinstance(error, CancelException) or asks_ranks(learn.model):  # which would ask them twice
+                raise
             learn.batch, learn.xb, learn.yb = learn._unpack.split(learn.dl.sample)
             self.stand_in.run = True
+            learn._forward()
 
     def finish_batch(self, *_: Any) -> None:
         """Do, with weight 0, what the other ranks wait for in this batch, if this rank has not done it."""
@@ -79,8 +86,8 @@ class LeftBatch:
                         learn._forward()
                 cast(StepGradient, learn._gradient).backward()
         finally:
-            for name, value in batch.items():
-                setattr(learn, name, value)
+            vars(learn).update(batch)
+            vars(learn).pop("_forward", None)
         if learn._step_due and clean and float(step.counted) == 0:  # no rank had data: as if it had not been
             learn._zero_grad()
 

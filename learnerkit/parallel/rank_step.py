@@ -130,7 +130,7 @@ class RankStep:
         learn, witness = self.learn, self._witness
         self.kept = witness is not None and witness.grad is not None
         if learn.dl.share.size == 0:
-            self.agreement.left_batch.take_sample()
+            self.agreement.left_batch.begin()
         if self.sends_buffers and not self.mean.begun:
             world.broadcast_into(list(learn.model.buffers()), among="gradients")
 

@@ -26,9 +26,17 @@ class Net(nn.Module):
         layers = [nn.Linear(4, 6), nn.BatchNorm1d(6) if norm else nn.Tanh(), nn.Linear(6, 2)]
         self.body, self.spare, self.calls = nn.Sequential(*layers), nn.Linear(4, 2), []
 
+    @staticmethod
+    def cut(x):
+        return x.view(len(x), 2, -1).flatten(1)
+
     def forward(self, x):
         self.calls.append((self.training, len(x)))
-        return self.body(x.view(len(x), 2, -1).flatten(1)) + self.spare(x)
+        return self.body(self.cut(x)) + self.spare(x)
+
+
+def whole(x):
+    return x
 
 
 def trained(cls=Learner, cbs=None, alone=False, n=17, epochs=2, change=None, lr=0.1, norm=False, model=None, **options):
@@ -220,11 +228,12 @@ def test_a_part_that_a_later_batch_leaves_out_is_an_error_on_all_ranks(view):
 @pytest.mark.parametrize("cls", [Learner, Backward])
 def test_the_model_runs_once_for_each_batch(cls):
     """Also on a rank without data, and nothing is tried out before."""
-    learn, _, ways = trained(cls)
-    calls = [rows for training, rows in learn.model.calls if training]
-    assert len(calls) == len(ways) == 6
-    mine = [4, 4, 1] if world.world_size() == 2 else [3 if world.rank() < 2 else 2] * 2 + [1]
-    assert calls == mine * 2  # a sample stands in on the rank that has none
+    for cut, of_none in ((whole, [0]), (Net.cut, [0, 1])):  # one that cannot run on nothing gets a sample
+        learn, _, ways = trained(cls, change=lambda model, cut=cut: setattr(model, "cut", cut))
+        calls = [rows for training, rows in learn.model.calls if training]
+        mine = [4, 4] if world.world_size() == 2 else [3 if world.rank() < 2 else 2] * 2
+        assert calls == (mine + ([1] if world.is_main() else of_none)) * 2
+        assert len(ways) == 6
 
 
 def test_a_rank_that_leaves_a_batch_before_its_forward_pass_makes_none():
@@ -237,17 +246,18 @@ def test_a_rank_that_leaves_a_batch_before_its_forward_pass_makes_none():
     weights(learn)
 
 
-def test_a_sample_that_stands_in_on_a_rank_without_data_is_gone_after_the_batch():
-    """Until then callbacks may call the model on it; it weighs nothing."""
+@pytest.mark.parametrize(("cut", "rows"), [(Net.cut, 1), (whole, 0)], ids=["with a sample", "on nothing"])
+def test_a_rank_without_data_runs_an_empty_batch(cut, rows):
+    """A model that cannot do that gets a sample, which callbacks may call it on until the batch is over."""
     seen = []
 
     def look(cb):
         if cb.training and not cb.batch_size:
-            seen.append([len(each) for each in (*cb.xb, *cb.yb, cb.pred)])
+            seen.append([len(each) for each in (*cb.xb, *cb.yb)])
 
-    trained(cbs=[Callback(after_loss=look), Callback(after_batch=look)])
-    last = world.rank() == world.world_size() - 1
-    assert seen == [[1, 1, 1], [0, 0, 0]] * 2 * last or (world.world_size() > 2 and not last)
+    cbs = [Callback(before_batch=look, order=50), Callback(after_loss=look), Callback(after_batch=look)]
+    trained(cbs=cbs, change=lambda model: setattr(model, "cut", cut))
+    assert seen == [[0, 0], [rows, rows], [0, 0]] * 2 * (not world.is_main())
 
 
 def test_buffers_come_from_rank_0_before_each_step():
