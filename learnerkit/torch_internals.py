@@ -7,7 +7,7 @@ import linecache
 import os
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import CodeType, FrameType
@@ -84,12 +84,15 @@ def remove_ddp_hooks(wrapper: DistributedDataParallel) -> None:
     wrapper._remove_autograd_hooks()
 
 
-def forget_removed_hooks(p: Tensor) -> None:
-    """Let a tensor whose hooks were all removed be as before the first one: torch leaves it an empty dictionary."""
-    if not p._backward_hooks:
-        p._backward_hooks = None
-    if not p._post_accumulate_grad_hooks:
-        p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+def remove_hooks(handles: Iterable[Any], tensors: Iterable[Tensor]) -> None:
+    """Remove hooks, and let tensors that have none be as before the first one: torch leaves them empty dictionaries."""
+    for handle in handles:
+        handle.remove()
+    for t in tensors:
+        if not t._backward_hooks:
+            t._backward_hooks = None
+        if not t._post_accumulate_grad_hooks:
+            t._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
 
 # Exported programs

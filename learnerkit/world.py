@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from datetime import timedelta
+from itertools import accumulate, groupby
 from typing import Any, TypeVar
 
 import torch
@@ -579,14 +580,31 @@ def broadcast(x: T, src: int = 0, among: str = "") -> T:
         return box[0]
 
 
+_ROW_BYTES = 25 * 2**20  # of tensors that are sent together, so that the copy stays small
+
+
 @torch.no_grad()
 def broadcast_into(tensors: Sequence[Tensor], among: str = "") -> None:
-    """Give every rank rank 0's values of these, in place, by one collective for each type."""
+    """Give every rank rank 0's values of these, in place, by few collectives."""
+    _replace_together(tensors, functools.partial(broadcast, among=among))
+
+
+@torch.no_grad()
+def mean_into(tensors: Sequence[Tensor], among: str = "") -> None:
+    """Put the mean over the ranks into each of these, in place, by few collectives; divided first, as DDP does."""
+    _replace_together(tensors, lambda row: reduce(row.mul_(1 / world_size()), among=among))
+
+
+def _replace_together(tensors: Sequence[Tensor], call: Callable[[Tensor], Tensor]) -> None:
+    """Replace the values of tensors by what `call` makes of rows of them, each of one type and not too long."""
     for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
         alike = [t for t in tensors if (t.dtype, t.device) == kind]
-        sent = broadcast(torch.cat([t.reshape(-1) for t in alike]), among=among)
-        for t, values in zip(alike, sent.split([t.numel() for t in alike]), strict=True):
-            t.copy_(values.view_as(t))
+        ends = accumulate(t.nbytes for t in alike)
+        for _, pairs in groupby(zip(alike, ends, strict=True), key=lambda pair: pair[1] // _ROW_BYTES):
+            row = [t for t, _ in pairs]
+            values = call(torch.cat([t.reshape(-1) for t in row])).split([t.numel() for t in row])
+            for t, value in zip(row, values, strict=True):
+                t.copy_(value.view_as(t))
 
 
 def all_gather(x: T, among: str = "") -> list[T]:

@@ -79,11 +79,10 @@ def test_ddp_has_the_switches_that_are_turned():
 
 def test_a_parameter_forgets_hooks_that_were_removed_and_no_others():
     p, hooked = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    for register in (p.register_hook, p.register_post_accumulate_grad_hook):
-        register(lambda t: None).remove()
     kept = hooked.register_hook(lambda grad: grad * 2)
+    registers = (p.register_hook, p.register_post_accumulate_grad_hook, hooked.register_post_accumulate_grad_hook)
+    torch_internals.remove_hooks([register(lambda t: setattr(t, "grad", None)) for register in registers], [p, hooked])
     for each in (p, hooked):
-        torch_internals.forget_removed_hooks(each)
         (each * 3).backward()
     assert (p._backward_hooks, p._post_accumulate_grad_hooks, p.grad.item()) == (None, None, 3)
     assert hooked.grad.item() == 6

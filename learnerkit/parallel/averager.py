@@ -154,10 +154,12 @@ class Averager:
                 f"parameters that take no part in the loss: {first_few(unused)}. DDP waits for the gradient of each: "
                 "freeze them, use them, or leave find_unused_parameters=False out"
             )
-        if self._engine == "comm_hook" and reasons:
+        if self._engine == "comm_hook" and (reasons or unused or given):
+            named = f"the loss does not depend on {first_few(unused)}: freeze them"
+            why = ", and ".join(reasons) or (named if unused else "find_unused_parameters=True asks for it afterwards")
             raise ValueError(
-                f"{self._engine} is for gradients that DDP averages during the backward pass, which it cannot do, as "
-                f"{', and '.join(reasons)}: leave {self._engine} out"
+                f"comm_hook is for gradients that DDP averages during the backward pass, which it cannot do, as {why}"
+                f"{', or' if unused and not reasons else ':'} leave comm_hook out"
                 " (errors.html#one-pass)"
             )
         of_model = unused.keys() & dict(learn.model.named_parameters())
@@ -167,7 +169,6 @@ class Averager:
             )
         if self._engine or not (reasons or unused or given):
             options = {name: value for name, value in self.cb.ddp_kwargs.items() if name not in _OF_BUFFERS}
-            options["find_unused_parameters"] = bool(unused or given)
             self._take(Overlapped(self.step, self.cb.comm_hook, options, self._give_up))
         elif reasons:
             self._say_deferred(", and ".join(reasons))
@@ -240,4 +241,4 @@ class Averager:
 
     def _before_optimizer(self, opt: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         self.step.note_optimizer_step()  # first: a rank that has left asks if any has come here, and then comes, too
-        return None if self.step.passes is None else self.step.passes.before_optimizer(args, kwargs)
+        return self.step.passes.before_optimizer(args, kwargs)

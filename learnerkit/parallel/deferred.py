@@ -1,15 +1,17 @@
 """A step whose gradients are averaged after its backward passes: its first batch, and what DDP cannot average."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from learnerkit import world
 from learnerkit.gradient_mean import StepState, counts_something
 from learnerkit.parallel.passes import average_gradients, not_averaged
-from learnerkit.torch_internals import forget_removed_hooks
+from learnerkit.torch_internals import remove_hooks
 
 if TYPE_CHECKING:
     from learnerkit.parallel.rank_step import RankStep
@@ -51,18 +53,18 @@ class Deferred:
         """Compute the batch's gradients with their weight; a batch that counts nothing has none."""
         step, learn = self.step, self.step.learn
         if step.is_changed():
-            step.take_parameters(step.named, step.passes is not None)
+            step.take_parameters(step.named, step.passes.watches)
         something = counts_something(step.take_count() if self.own else step.weigh())
-        if self.own and step.passes is not None:
+        if self.own:
             step.passes.open_now()
-        with Pieces(step.params if self._settle else {}) as pieces:
+        with _pieces(step.params if self._settle else {}) as pieces:
             if self.own or something:
                 learn._backward()
-        if self._settle is not None and self._settle(self._first(pieces.found) if something else None):
+        if self._settle is not None and self._settle(self._first(pieces) if something else None):
             self._settle = None
         self.finish()
 
-    def _first(self, pieces: dict[str, int]) -> First:
+    def _first(self, pieces: Counter[str]) -> First:
         params, reasons = self.step.params, list[str]()
         if any(p.grad is not None and p.grad.layout is not torch.strided for p in params.values()):
             reasons.append("gradients are sparse")
@@ -77,10 +79,8 @@ class Deferred:
         if not step.learn._step_due:
             return
         params = list(step.params.values())
-        new = not_averaged(params, {} if step.passes is None else step.passes.averaged)
-        vector = step.vector(step.mean.counted)
-        weight = step.weight if self.own else None
-        mean = average_gradients(params, new, vector, weight, counts_something(step.count), among="gradients")
+        new, weight = not_averaged(params, step.passes.averaged), step.weight if self.own else None
+        mean = average_gradients(params, new, step.vector(), weight, counts_something(step.count), among="gradients")
         step.complete(mean, corrects=not self.own)
 
     def detach(self) -> None:
@@ -94,32 +94,16 @@ class Deferred:
         return StepState(mean.begun, 1 / world.world_size() if mean.sums else mean.expected)
 
 
-class Pieces:
-    """Counts, while it is entered, in how many pieces the gradient of each parameter comes.
+@contextmanager
+def _pieces(params: dict[str, nn.Parameter]) -> Iterator[Counter[str]]:
+    """Count, by name, in how many pieces the gradient of each parameter comes; one without a gradient has none."""
+    found: Counter[str] = Counter()
 
-    Args:
-        params: by name.
+    def listen(name: str, p: nn.Parameter) -> Any:
+        return p.register_post_accumulate_grad_hook(lambda _: found.update([name]))
 
-    Attributes:
-        found: the number by name, of those that got some.
-    """
-
-    def __init__(self, params: dict[str, nn.Parameter]) -> None:
-        self.params, self.found = params, dict[str, int]()
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> "Pieces":
-        def listen(name: str, p: nn.Parameter) -> Any:
-            def note(_: Tensor) -> None:
-                self.found[name] = self.found.get(name, 0) + 1
-
-            return p.register_post_accumulate_grad_hook(note)
-
-        self._hooks = [listen(name, p) for name, p in self.params.items()]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for p in self.params.values() if self._hooks else ():
-            forget_removed_hooks(p)
+    hooks = [listen(name, p) for name, p in params.items()]
+    try:
+        yield found
+    finally:
+        remove_hooks(hooks, params.values())

@@ -34,21 +34,34 @@ class LeftBatch:
         self.learn, self.step, self.stand_in = learn, step, _StandIn()
 
     def begin(self) -> None:
-        """Begin a batch without data: the learner's next forward pass is this one's."""
-        self.learn.batch_size = 0
-        vars(self.learn)["_forward"] = self._forward
+        """Begin a batch without data, on which the model runs as on any other.
+
+        A learner with a `_backward` of its own, which may make anything of it, gets a real sample, which weighs
+        nothing, and so does a model that cannot run on nothing.
+        """
+        learn = self.learn
+        learn.batch_size = 0
+        if learn._overrides("_backward"):
+            self._take_sample()
+        else:
+            vars(learn)["_forward"] = self._forward
+
+    def _take_sample(self) -> None:
+        learn = self.learn
+        if not asks_ranks(learn.model):  # which would count it
+            learn.batch, learn.xb, learn.yb = learn._unpack.split(learn.dl.sample)
+            self.stand_in.run = True
 
     def _forward(self) -> None:
-        """Run the model on no samples; one that cannot do that gets a real one, which weighs nothing."""
+        """The learner's next forward pass."""
         learn = self.learn
         del vars(learn)["_forward"]
         try:
             learn._forward()
         except Exception as error:
-            if isinstance(error, CancelException) or asks_ranks(learn.model):  # which would ask them twice
+            if isinstance(error, CancelException) or asks_ranks(learn.model):
                 raise
-            learn.batch, learn.xb, learn.yb = learn._unpack.split(learn.dl.sample)
-            self.stand_in.run = True
+            self._take_sample()
             learn._forward()
 
     def finish_batch(self, *_: Any) -> None:

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from learnerkit import world
 from learnerkit.gradient_mean import counts_something
-from learnerkit.torch_internals import call_after_backward, forget_removed_hooks
+from learnerkit.torch_internals import call_after_backward, remove_hooks
 
 if TYPE_CHECKING:
     from learnerkit.parallel.rank_step import RankStep
 
 _DENSE, _SPARSE = 1, 1000  # what a rank that gives a gradient adds: so many ranks can be told apart
-_CHUNK = 25 * 2**20  # bytes of gradients that are sent together, so that the copy stays small
 
 
 class Passes:
@@ -25,27 +24,27 @@ class Passes:
 
     Args:
         step: of the ranks, whose parameters these are.
+        watches: something may make such passes.
 
     Attributes:
         averaged: the gradients that are averaged, by their parameters.
     """
 
-    def __init__(self, step: "RankStep") -> None:
-        self.step, self.params = step, list(step.params.values())
+    def __init__(self, step: "RankStep", watches: bool) -> None:
+        self.step, self.watches, self.params = step, watches, list(step.params.values())
         self.averaged: dict[nn.Parameter, Tensor] = {}
         self._open = False
         self._touched: set[nn.Parameter] = set()  # in the pass that is running
         self._before: dict[nn.Parameter, Tensor] = {}  # what the pass of a loss that sums adds to
-        self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in self.params]
-        if step.mean.sums:
+        self._hooks = list[Any]()
+        if watches:
+            self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in self.params]
+        if watches and step.mean.sums:
             self._hooks += [p.register_hook(self._keep) for p in self.params]
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        for p in self.params:
-            forget_removed_hooks(p)
+        remove_hooks(self._hooks, self.params)
         self.close()
 
     def open_now(self) -> None:
@@ -81,7 +80,7 @@ class Passes:
 
     def _average(self, new: list[bool]) -> None:
         step, count = self.step, self.step.count
-        vector = step.message.vector(count, None)
+        vector = step.message.vector(count, [])
         average_gradients(self.params, new, vector, step.weight, counts_something(count), averaged=self.averaged)
 
     def before_optimizer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -157,26 +156,22 @@ def average_gradients(
     total = world.reduce(torch.cat([vector.double(), mine]), "mean", among)
     first, *numbers = total.tolist()
     factor = 1.0 if weight is None else weight(first) if counts else 0.0
-    marks = [round(number * world.world_size()) for number in numbers[len(vector) - 1 :]]
-    chunk: list[tuple[nn.Parameter, Tensor]] = []
-    size = 0
-    for p, is_new, found in zip(params, new, marks, strict=True):
+    dense = list[Tensor]()
+    for p, is_new, number in zip(params, new, numbers[len(vector) - 1 :], strict=True):
+        found = round(number * world.world_size())
         if not found:
             p.grad = None if is_new else p.grad  # left out, and nobody else has any
             continue
-        grad = _scaled(p.grad, factor)
+        if p.grad is not None:
+            _weigh(p.grad, factor)
         if found >= _SPARSE:
-            p.grad = _reduce_sparse(p, grad)
-            continue
-        pair = p, torch.zeros_like(p) if grad is None else grad
-        if chunk and (_kind(pair[1]) != _kind(chunk[0][1]) or size > _CHUNK):
-            _reduce_dense(chunk, among)
-            chunk, size = [], 0
-        chunk.append(pair)
-        size += pair[1].nbytes
-    _reduce_dense(chunk, among)
-    if averaged is not None:
-        averaged |= {p: p.grad for p, found in zip(params, marks, strict=True) if found and p.grad is not None}
+            p.grad = _mean_of_sparse(p, among)
+        else:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dense.append(p.grad)
+        if averaged is not None:
+            averaged[p] = p.grad
+    world.mean_into(dense, among)
     return total[: len(vector)].to(vector.dtype)
 
 
@@ -184,38 +179,21 @@ def _mark(grad: Tensor | None) -> int:
     return 0 if grad is None else _DENSE if grad.layout is torch.strided else _SPARSE
 
 
-def _kind(grad: Tensor) -> tuple:
-    return grad.dtype, grad.device
+def _weigh(grad: Tensor, factor: float | Tensor) -> None:
+    """Multiply a gradient in place; times 0 it is 0, also where it is the mean of nothing, a NaN."""
+    if not isinstance(factor, Tensor):
+        grad.mul_(factor) if factor else grad.zero_()
+    elif grad.layout is torch.strided:
+        grad.copy_(torch.where(factor > 0, grad * factor, 0.0))
+    else:
+        grad.mul_(factor)
 
 
-def _scaled(grad: Tensor | None, factor: float | Tensor) -> Tensor | None:
-    if grad is None or (not isinstance(factor, Tensor) and factor == 1):
-        return grad
-    if isinstance(factor, Tensor) and grad.layout is torch.strided:
-        return torch.where(factor > 0, grad * factor, 0.0).to(grad.dtype)  # of nothing there may be a NaN
-    return grad * factor if isinstance(factor, Tensor) or factor else None
-
-
-def _reduce_dense(pairs: list[tuple[nn.Parameter, Tensor]], among: str) -> None:
-    """Put the mean over the ranks into the gradients of parameters of one type; divided first, as DDP does."""
-    if not pairs:
-        return
-    sent = torch.cat([grad.reshape(-1) for _, grad in pairs]).mul_(1 / world.world_size())
-    mean = world.reduce(sent, "sum", among)
-    for (p, _), piece in zip(pairs, mean.split([p.numel() for p, _ in pairs]), strict=True):
-        if p.grad is None or p.grad.layout is not torch.strided:
-            p.grad = piece.view_as(p).clone()
-        else:
-            p.grad.copy_(piece.view_as(p))
-
-
-def _reduce_sparse(p: nn.Parameter, grad: Tensor | None) -> Tensor:
+def _mean_of_sparse(p: nn.Parameter, among: str) -> Tensor:
+    grad = p.grad
     if grad is None:
-        size = (0, *p.shape[1:])
-        grad = torch.sparse_coo_tensor(
-            torch.zeros(1, 0, dtype=torch.long), p.new_zeros(size), p.shape, device=p.device,
-            check_invariants=False,
-        )  # fmt: skip
+        none = torch.zeros(1, 0, dtype=torch.long), p.new_zeros((0, *p.shape[1:]))
+        grad = torch.sparse_coo_tensor(*none, p.shape, device=p.device, check_invariants=False)
     grad = (grad if grad.layout is torch.sparse_coo else grad.to_sparse(1)).coalesce().clone()
-    dist.all_reduce(grad, group=world.group("gradients", grad.device.type))
+    dist.all_reduce(grad, group=world.group(among, grad.device.type))
     return (grad / world.world_size()).coalesce()

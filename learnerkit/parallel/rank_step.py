@@ -17,7 +17,6 @@ from learnerkit.gradient_mean import (
     counts_something,
     host_count,
     scale_gradients,
-    zero_loss,
 )
 from learnerkit.host_scalars import HostCopy
 from learnerkit.parallel.agreement import LEAVING, Agreement, RankDispatch, flags_of, packed, unpacked
@@ -62,8 +61,7 @@ class RankStep:
         progress: of this rank in the present batch.
         named: the parameters by name: the model's, and those beside it that are trained with it.
         params: those of them that are trainable.
-        passes: averages the backward passes that come after the gradients of the step are finished; `None`: nothing
-            can make such a pass.
+        passes: averages the backward passes that come after the gradients of the step are finished.
         sends_buffers: give all ranks rank 0's buffers before each step.
         mean: weighs the batches.
         message: makes the small vector.
@@ -80,7 +78,7 @@ class RankStep:
         self.progress = Progress()
         self.named: dict[str, nn.Parameter] = {}
         self.params: dict[str, nn.Parameter] = {}
-        self.passes: Passes | None = None
+        self.passes = Passes(self, watches=False)
         self.sends_buffers = self.kept = False
         self.count: float | Tensor = 0
         self.counted: float | Tensor = 0.0
@@ -96,11 +94,10 @@ class RankStep:
             named: all of them by name, the same on every rank.
             watches: something may make backward passes after that of the loss.
         """
-        if self.passes is not None:
-            self.passes.remove()
+        self.passes.remove()
         self.named, self._witness = named, None
         self.params = {name: p for name, p in named.items() if p.requires_grad}
-        self.passes = Passes(self) if watches else None
+        self.passes = Passes(self, watches)
 
     def is_changed(self) -> bool:
         """Tell whether parameters have been frozen or unfrozen since they were taken."""
@@ -121,7 +118,7 @@ class RankStep:
         self.number += 1
         progress = self.progress
         progress.reduced = progress.stepped = progress.skipped = False
-        if self.passes is not None:
+        if self.passes.watches:
             self.passes.close()
         self.learn.pred = self.learn.output = None  # those of the batch before say nothing of this one
 
@@ -178,12 +175,11 @@ class RankStep:
             return self.message.ranks
         return self.count / counted if counted else 0.0
 
-    def vector(self, count: float | Tensor) -> Tensor:
-        """Return this rank's vector, with its reasons to leave: they concern the last batch of a step alone."""
-        leaving, request = self.agreement.pending, self.agreement.request.mine
-        if not self.learn._step_due or (leaving is None and not request):
-            return self.message.vector(count, None)
-        return self.message.vector(count, [*flags_of(leaving), packed(request, self.message.ranks)])
+    def vector(self) -> Tensor:
+        """Return this rank's vector of a step that is due, with its reasons to leave."""
+        leaving, request, message = self.agreement.pending, self.agreement.request.mine, self.message
+        flags = [*flags_of(leaving), packed(request, message.ranks)] if leaving is not None or request else []
+        return message.vector(self.mean.counted, flags)
 
     def complete(self, vector: Tensor, corrects: bool) -> None:
         """Correct the gradients of the step, which are averaged, and leave if the ranks say so.
@@ -210,7 +206,7 @@ class RankStep:
                 self.agreement.check()  # of a reduction that was broken off they would mean nothing
         if flags is not None and any(flags):
             self._obey(flags)
-        if self.passes is not None:
+        if self.passes.watches:
             self.passes.open_now()
 
     def _obey(self, flags: list[float]) -> None:
@@ -286,32 +282,24 @@ class Message:
     def __init__(self, device: torch.device, rank: int, ranks: int) -> None:
         self.device, self.rank, self.ranks, self.dtype = device, rank, ranks, torch.float64
         self.reads_late = device.type != "cpu"
-        self._plain: dict[tuple, Tensor] = {}  # the vectors without flags, by their count
         self._last_flags: HostCopy | None = None
 
     def forget(self) -> None:
         """Forget the flags of the last step."""
         self._last_flags = None
 
-    def vector(self, count: float | Tensor, flags: list[float] | None) -> Tensor:
+    def vector(self, count: float | Tensor, flags: list[float]) -> Tensor:
         """Return this rank's vector.
 
         Args:
             count: what its batches count.
-            flags: each 1 or 0, but for the last, a `packed` request; `None`: all are 0.
+            flags: each 1 or 0, but for the last, a `packed` request; none: all are 0.
         """
-        plain = (count, self.dtype) if flags is None and isinstance(count, int) else None
-        if plain in self._plain:
-            return self._plain[plain]
         vector = torch.zeros(_SLOTS, dtype=self.dtype, device=self.device)
-        vector[0] = count  # filled on the device, without a sync
-        for i, flag in enumerate(flags or []):
-            if flag:
-                vector[1 + i] = flag
-        if self.rank == 0:
-            vector[-1] = self.ranks
-        if plain is not None:
-            self._plain[plain] = vector
+        # Numbers are filled in on the device, without a sync.
+        for place, number in ((0, count), *enumerate(flags, 1), (-1, self.ranks * (self.rank == 0))):
+            if isinstance(number, Tensor) or number:
+                vector[place] = number
         return vector
 
     def exchange_flags(self, vector: Tensor | None) -> list[float] | None:
@@ -358,10 +346,7 @@ class Overlapped:
         step, message = self.step, self.step.message
         device, self._trainable = message.device, list(step.params.values())
         extra: list[nn.Parameter] = []
-        if self.options.get("find_unused_parameters") and not self.options.get("static_graph"):
-            # If DDP finds no unused parameter, torch warns on each rank. This one never has a gradient.
-            extra = [nn.Parameter(torch.zeros(1, dtype=self._trainable[0].dtype, device=device))]
-        elif self.comm_hook is None:  # which would round the vector
+        if self.comm_hook is None:  # which would round the vector
             message.dtype = torch.float64 if {p.dtype for p in self._trainable} == {torch.float64} else torch.float32
             extra = [nn.Parameter(torch.zeros(_SLOTS, dtype=message.dtype, device=device))]
             self._carrier = extra[0]
@@ -387,20 +372,14 @@ class Overlapped:
                 learn._backward()
             step.progress.reduced = True
             return
-        ddp, carrier = cast(DistributedDataParallel, self.ddp), self._carrier
-        zeros = [] if something or ddp.find_unused_parameters else self._trainable
-        if something:
-            loss = learn.loss_grad
-        elif ddp.find_unused_parameters:  # DDP looks for used ones behind the loss
-            loss = zero_loss(self._trainable)
-        else:
-            loss = torch.zeros((), device=step.message.device, requires_grad=True) * 1
-        roots = [ddp(loss), *zeros]
+        zeros = [] if something else self._trainable
+        loss = learn.loss_grad if something else torch.zeros((), device=step.message.device, requires_grad=True) * 1
+        roots = [cast(DistributedDataParallel, self.ddp)(loss), *zeros]
         gradients: list[Tensor | None] = [None, *map(torch.zeros_like, zeros)]
-        if carrier is not None:
+        if self._carrier is not None:
             # A root of its own, whose gradient is given: that needs no further operations.
-            roots.append(carrier)
-            gradients.append(step.vector(step.mean.counted))
+            roots.append(self._carrier)
+            gradients.append(step.vector())
         torch.autograd.backward(roots, gradients)
         self.finish()
 
@@ -409,7 +388,7 @@ class Overlapped:
         step, message, carrier = self.step, self.step.message, self._carrier
         step.progress.reduced = True
         if carrier is None:
-            vector = world.reduce(step.vector(step.mean.counted), "mean", among="gradients")
+            vector = world.reduce(step.vector(), "mean", among="gradients")
         else:
             vector, carrier.grad = cast(Tensor, carrier.grad), None
             vector = vector.clone() if message.reads_late else vector  # it may be a piece of DDP's bucket
@@ -427,7 +406,7 @@ class Overlapped:
         """
         step, ddp = self.step, cast(DistributedDataParallel, self.ddp)
         tells = is_known and not ddp.gradient_as_bucket_view  # with which a rank's own gradients look like the mean
-        if not cut_short and (tells or ddp.find_unused_parameters or ddp.static_graph):
+        if not cut_short and (tells or ddp.static_graph):
             return
         names = [name for name, p in step.params.items() if p.grad is None]
         if cut_short or names:

@@ -19,7 +19,7 @@ from learnerkit.host_scalars import HostScalars
 from learnerkit.losses import batch_count
 from learnerkit.parallel.distributed import member_of
 from learnerkit.snapshot import trial
-from learnerkit.torch_internals import BatchNorm, forget_removed_hooks
+from learnerkit.torch_internals import BatchNorm, remove_hooks
 from learnerkit.utils import add_note_once, unwrap
 
 _LEAST = 20  # measured steps behind a value of the table, where there have been so many
@@ -273,10 +273,7 @@ class GradientNoiseScale(Callback):
             self._own.poll()
 
     def _stop_listening(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for p in self._params() if self._hooks else ():
-            forget_removed_hooks(p)
+        remove_hooks(self._hooks, self._params() if self._hooks else ())
         self._hooks, self._norms = [], {}
 
     # The pass that is left out counts nothing, and its rank may go on with gradients of zero.
