@@ -154,14 +154,15 @@ class Averager:
                 f"parameters that take no part in the loss: {first_few(unused)}. DDP waits for the gradient of each: "
                 "freeze them, use them, or leave find_unused_parameters=False out"
             )
-        if self._engine == "comm_hook" and (reasons or unused or given):
-            named = f"the loss does not depend on {first_few(unused)}: freeze them"
-            why = ", and ".join(reasons) or (named if unused else "find_unused_parameters=True asks for it afterwards")
-            raise ValueError(
-                f"comm_hook is for gradients that DDP averages during the backward pass, which it cannot do, as {why}"
-                f"{', or' if unused and not reasons else ':'} leave comm_hook out"
-                " (errors.html#one-pass)"
-            )
+        if self._engine == "comm_hook":
+            reasons += [f"the loss does not depend on {first_few(unused)} (which could be frozen)"] if unused else []
+            reasons += ["find_unused_parameters=True asks for the other way"] if given else []
+            if reasons:
+                raise ValueError(
+                    f"{self._engine} is for gradients that DDP averages during the backward pass, which it cannot do, "
+                    f"as {', and '.join(reasons)}: leave {self._engine} out"
+                    " (errors.html#one-pass)"
+                )
         of_model = unused.keys() & dict(learn.model.named_parameters())
         if of_model and not given:  # those beside the model may be for a callback's own loss
             self.cb.tell_once(

@@ -206,7 +206,7 @@ def test_a_compressed_network_with_an_unused_part_is_refused_until_that_is_froze
         unused = nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=not frozen)
         model.register_parameter("unused", unused)
 
-    with raises(ValueError, "as the loss does not depend on unused: freeze them, or leave comm_hook out"):
+    with raises(ValueError, "as the loss does not depend on unused (which could be frozen): leave comm_hook out"):
         trained(comm_hook="bf16", change=partial(spare, frozen=False))
     learn, _, ways = trained(comm_hook="bf16", change=spare)
     assert set(ways[1:]) == {"Overlapped"}
