@@ -79,9 +79,10 @@ class Deferred:
         if not step.learn._step_due:
             return
         params = list(step.params.values())
-        new, weight = not_averaged(params, step.passes.averaged), step.weight if self.own else None
-        mean = average_gradients(params, new, step.vector(), weight, counts_something(step.count), among="gradients")
-        step.complete(mean, corrects=not self.own)
+        vector = world.reduce(step.vector(), "mean", among="gradients")
+        factor = step.factor(vector[0].item()) if self.own else 1.0  # a host-device sync
+        average_gradients(params, not_averaged(params, step.passes.averaged), factor, among="gradients")
+        step.complete(vector, corrects=not self.own)
 
     def detach(self) -> None:
         """Leave the parameters as they are."""

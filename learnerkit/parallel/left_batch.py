@@ -69,14 +69,15 @@ class LeftBatch:
         learn, step, dispatch = self.learn, self.step, self.step.agreement.dispatch
         self.finish_backward()
         if learn._step_due and not step.progress.stepped:
-            if float(step.counted):  # a host-device sync; only where a rank has left a batch
-                self.step_unless_all_skip()
-                if not step.progress.skipped:
-                    dispatch.resume("after_step")
-                    learn._zero_grad()
-        elif dispatch.stopped_in("after_step"):
-            dispatch.resume("after_step")
-            learn._zero_grad()  # as the others do
+            if not float(step.counted):  # a host-device sync; only where a rank has left a batch
+                return
+            self.step_unless_all_skip()
+            if step.progress.skipped:
+                return
+        elif not dispatch.stopped_in("after_step"):
+            return
+        dispatch.resume("after_step")
+        learn._zero_grad()  # as the others do
 
     def finish_backward(self, *_: Any) -> None:
         """Take part in the reduction of the gradients without data, if this rank has left its backward pass out."""

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from learnerkit import world
-from learnerkit.gradient_mean import counts_something
 from learnerkit.torch_internals import call_after_backward, remove_hooks
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class Passes:
         self.averaged: dict[nn.Parameter, Tensor] = {}
         self._open = False
         self._touched: set[nn.Parameter] = set()  # in the pass that is running
-        self._before: dict[nn.Parameter, Tensor] = {}  # what the pass of a loss that sums adds to
+        self._before: dict[nn.Parameter, Tensor] = {}  # what there was before the pass of a loss that sums
         self._hooks = list[Any]()
         if watches:
             self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in self.params]
@@ -60,7 +59,9 @@ class Passes:
 
     def _keep(self, grad: Tensor) -> None:
         if self._open and not self._touched and not self._before:  # the first gradient of a pass is not in its place
-            self._before = {p: p.grad.clone() for p in self.params if p.grad is not None}
+            self._before = {p: p.grad for p in self.params if p.grad is not None}
+            for p in self._before:
+                p.grad = None
 
     def _note(self, p: Tensor) -> None:
         if self._open:
@@ -71,17 +72,14 @@ class Passes:
     def _end(self) -> None:
         touched, before = self._touched, self._before
         self._touched, self._before = set(), {}
-        for p, grad in before.items():
-            if p.grad is not None:
-                p.grad -= grad
         self._average([p in touched for p in self.params])
         for p, grad in before.items():
             self.averaged[p] = p.grad = grad if p.grad is None else p.grad + grad
 
     def _average(self, new: list[bool]) -> None:
-        step, count = self.step, self.step.count
-        vector = step.message.vector(count, [])
-        average_gradients(self.params, new, vector, step.weight, counts_something(count), averaged=self.averaged)
+        step = self.step
+        counted = world.reduce(step.message.vector(step.count, []), "mean")[0].item()  # a host-device sync
+        self.averaged |= average_gradients(self.params, new, step.factor(counted))
 
     def before_optimizer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Average what has been put into `p.grad`, and let a closure return the loss of all ranks.
@@ -108,11 +106,10 @@ class Passes:
             if loss is None:
                 return None
             step, loss = self.step, torch.as_tensor(loss).detach()
-            count = torch.as_tensor(1.0 if step.mean.sums else step.count, dtype=torch.float64, device=loss.device)
-            mine = count if counts_something(step.count) else torch.zeros_like(count)
+            count = torch.as_tensor(step.count, dtype=torch.float64, device=loss.device)
             # A host-device sync comes with the optimizer's own look at the loss.
-            weighed = torch.where(mine > 0, loss.double() * mine, 0.0)  # of nothing there may be a NaN
-            total, counted = world.reduce(torch.stack([weighed, mine]), "sum").unbind()
+            weighed = torch.where(count > 0, loss.double() * (1.0 if step.mean.sums else count), 0.0)  # not a NaN
+            total, counted = world.reduce(torch.stack([weighed, count])).unbind()
             return (total if step.mean.sums else total / counted).to(loss)
 
         return together
@@ -125,14 +122,8 @@ def not_averaged(params: Sequence[nn.Parameter], averaged: dict[nn.Parameter, Te
 
 @torch.no_grad()
 def average_gradients(
-    params: Sequence[nn.Parameter],
-    new: Sequence[bool],
-    vector: Tensor,
-    weight: Callable[[float], float | Tensor] | None,
-    counts: bool,
-    among: str = "",
-    averaged: dict[nn.Parameter, Tensor] | None = None,
-) -> Tensor:
+    params: Sequence[nn.Parameter], new: Sequence[bool], factor: float | Tensor | None, among: str = ""
+) -> dict[nn.Parameter, Tensor]:
     """Put the mean over the ranks into gradients, whichever of them each rank has; every rank must reach this.
 
     A parameter to which no rank gives a gradient keeps what it has. A host-device sync.
@@ -140,39 +131,30 @@ def average_gradients(
     Args:
         params: the same on every rank.
         new: of which of them this rank has a gradient that is not averaged yet.
-        vector: of this rank, reduced on the way.
-        weight: returns what this rank's gradients are multiplied by, from the mean of the vectors' first entries;
-            `None`: they are weighed already.
-        counts: whether this rank counts anything; if not, what `weight` would weigh is left out.
+        factor: what this rank's gradients are multiplied by; `None`: they count nothing, and are left out.
         among: as in `world.reduce`.
-        averaged: gets the gradients that are averaged, by their parameters.
 
     Returns:
-        The mean of the vectors.
+        The gradients that are averaged, by their parameters.
     """
-    gives = counts or weight is None
-    kinds = [_mark(p.grad) if gives and is_new else 0 for p, is_new in zip(params, new, strict=True)]
-    mine = torch.tensor(kinds, dtype=torch.float64, device=vector.device)
-    total = world.reduce(torch.cat([vector.double(), mine]), "mean", among)
-    first, *numbers = total.tolist()
-    factor = 1.0 if weight is None else weight(first) if counts else 0.0
+    kinds = [0 if factor is None or not is_new else _mark(p.grad) for p, is_new in zip(params, new, strict=True)]
+    marks = world.reduce(torch.tensor(kinds, device=params[0].device if params else None), among=among).tolist()
     dense = list[Tensor]()
-    for p, is_new, number in zip(params, new, numbers[len(vector) - 1 :], strict=True):
-        found = round(number * world.world_size())
-        if not found:
+    averaged = dict[nn.Parameter, Tensor]()
+    for p, is_new, mark in zip(params, new, marks, strict=True):
+        if not mark:
             p.grad = None if is_new else p.grad  # left out, and nobody else has any
             continue
         if p.grad is not None:
-            _weigh(p.grad, factor)
-        if found >= _SPARSE:
+            _weigh(p.grad, factor or 0.0)
+        if mark >= _SPARSE:
             p.grad = _mean_of_sparse(p, among)
         else:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             dense.append(p.grad)
-        if averaged is not None:
-            averaged[p] = p.grad
+        averaged[p] = p.grad
     world.mean_into(dense, among)
-    return total[: len(vector)].to(vector.dtype)
+    return averaged
 
 
 def _mark(grad: Tensor | None) -> int:

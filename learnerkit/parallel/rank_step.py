@@ -165,15 +165,18 @@ class RankStep:
                     p.grad = p.grad * weight if something else None
         return count
 
-    def weight(self, counted: float) -> float | Tensor:
+    def factor(self, counted: float) -> float | Tensor | None:
         """Return what this rank's gradients of the batch are multiplied by before a plain mean, if its loss was not.
 
         Args:
             counted: the mean over the ranks of what their batches count.
+
+        Returns:
+            `None` for a batch that counts nothing.
         """
-        if self.mean.sums:
-            return self.message.ranks
-        return self.count / counted if counted else 0.0
+        if not counts_something(self.count):
+            return None
+        return self.message.ranks if self.mean.sums else self.count / counted
 
     def vector(self) -> Tensor:
         """Return this rank's vector of a step that is due, with its reasons to leave."""
