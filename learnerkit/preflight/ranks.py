@@ -31,9 +31,9 @@ from learnerkit.metrics import DEPENDS_ON_CUT
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.parallel.drift import digests, state_table
-from learnerkit.parallel.forks import LATE, cause, join_forks, run_in_forks
 from learnerkit.parallel.loaders import RankLoader
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report
+from learnerkit.processes.forks import LATE, cause, join_forks, run_in_forks
 from learnerkit.text import escaped
 from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import unwrap
