@@ -10,7 +10,7 @@ from learnerkit import optim, world
 from learnerkit.callback import Callback
 from learnerkit.text import first_few
 from learnerkit.torch_internals import StatisticsNorm
-from learnerkit.utils import describe, unwrap
+from learnerkit.utils import describe, digests, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -98,7 +98,7 @@ def state_table(learn: "Learner", training: bool) -> dict[str, str]:
     found |= {f"buffer {name}": b for name, b in model.named_buffers() if id(b) not in apart}
     found |= dict(_optimizer_state(learn, model))
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    marks = dict(zip(tensors, digests(list(tensors.values())), strict=True))
+    marks = dict(zip(tensors, digests(tensors.values()), strict=True))
     return {
         name: f"{describe(value)} with digest {marks[name]:016x}" if name in marks else repr(value)
         for name, value in found.items()
@@ -161,58 +161,3 @@ def describe_drift(tables: Sequence[Mapping[str, str]]) -> str:
     found = [f"{value} on rank{'s' * (len(on) > 1)} {first_few(on, n=8)}" for value, on in ranks.items()]
     more = f" ({first_few(others, n=8)})" if others else ""
     return f"{first} is {first_few(found, ' and ', n=8)}; {1 + len(others)} of {len(names)} entries differ{more}"
-
-
-# The digest
-
-
-@torch.no_grad()
-def digests(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a 64-bit digest of the bits of each tensor, so that equal NaNs are equal and 0.0 and -0.0 are not.
-
-    Multilinear hashing (Lemire and Kaser, https://arxiv.org/abs/1202.4961): a sum of words of up to 32 bits, each
-    times a random odd 64-bit number of its place, modulo 2**64. Integer sums are the same in any order. A change in
-    one word always shows, others with a chance of about 1 - 2**-32. Waits for each device once.
-
-    Args:
-        tensors: of any shapes and types, on any devices; shapes and types themselves are not in the digest.
-    """
-    found = [0] * len(tensors)
-    drawn = torch.randint(-(2**63), 2**63 - 1, (_WEIGHTS,), generator=torch.Generator().manual_seed(0)) | 1
-    for device in {t.device for t in tensors}:
-        places = [i for i, t in enumerate(tensors) if t.device == device]
-        weights = drawn.to(device)
-        sums = torch.stack([_weighted_sum(_words(tensors[i]), weights) for i in places])
-        for i, digest in zip(places, sums.tolist(), strict=True):
-            found[i] = digest % 2**64
-    return found
-
-
-def _words(t: Tensor) -> Tensor:
-    """The bits of a tensor as a row of integers of at most 32 bits."""
-    row = t.detach().resolve_conj().resolve_neg().reshape(-1)
-    return row.view({1: torch.uint8, 2: torch.int16}.get(t.itemsize, torch.int32))
-
-
-def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:
-    size = len(weights)
-    if len(words) <= size:
-        return (words * weights[: len(words)]).sum()
-    whole = len(words) // size * size
-    # The products take 8 bytes each: a CPU has cache for one row, an accelerator wants many at once (32 MiB).
-    rows = words[:whole].view(-1, size).split(1 if words.device.type == "cpu" else 64)
-    sums = [(block * weights).sum(1) for block in rows]
-    return _weighted_sum(torch.cat([*sums, _weighted_sum(words[whole:], weights)[None]]), weights)
-
-
-def give_values(tensors: Sequence[Tensor]) -> None:
-    """Give all ranks rank 0's values where they differ; every rank must reach this. A host-device sync.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
-    shapes, values = zip(*world.all_gather(([t.shape for t in tensors], digests(tensors))), strict=True)
-    if any(other != shapes[0] for other in shapes):
-        raise ValueError("the model differs between ranks in its parameters' shapes; every rank must make the same")
-    if any(other != values[0] for other in values):
-        world.broadcast_into(tensors)  # else different models would be mixed
