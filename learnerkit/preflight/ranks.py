@@ -293,7 +293,7 @@ class _Notes(Callback):
             "data": data if len(data) == len(samples) else [[]] * len(samples),  # a collate_fn may pack samples
             "loss": 0.0 if loss is None else float(loss),
             "count": 0.0 if loss is None else float(learn._loss_count),
-            "state": state_table(learn, training=True),
+            "state": state_table(learn),
         }
         self.steps.append(step)
         if len(self.steps) == self.wanted:

@@ -9,7 +9,6 @@ from learnerkit import DriftCheck, world
 from learnerkit.learner import Learner
 from learnerkit.parallel.drift import describe_drift, state_table
 
-
 # What is compared
 
 
@@ -27,7 +26,7 @@ class TwoOptimizers(Learner):
 def test_names():
     learn = make_learner(opt_func=torch.optim.AdamW)
     learn.fit(1)
-    table = state_table(learn, training=True)
+    table = state_table(learn)
     assert table["learning rate of group 0"] == "0.1"
     assert table["betas[1] of group 0"] == "0.999"
     assert table["counter train_iter"] == "2"
@@ -37,7 +36,7 @@ def test_names():
 
     learn = make_learner(cls=TwoOptimizers)
     learn.fit(1, lr=0.1)
-    table = state_table(learn, training=True)
+    table = state_table(learn)
     assert table["learning rate of group 1 of optimizer 'w'"] == "0.1"
     assert "optimizer 'b' momentum_buffer of 3.bias" in table
     assert "optimizer 'w' exp_avg of parameter 0 of group 1" in table
@@ -52,7 +51,7 @@ def test_state_in_lists():
 
     learn = make_learner(opt_func=Lists)
     learn.fit(1)
-    table = state_table(learn, training=True)
+    table = state_table(learn)
     assert table["optimizer old[1] of 0.bias"] == "None"
     assert table["optimizer old[2].t of 0.bias"] == "2.5"
     assert table["optimizer old[0] of 0.bias"] == table["parameter 0.bias"]
@@ -69,25 +68,23 @@ def test_statistics_of_a_rank_are_compared_only_before_validation():
 
     learn = make_learner()
     learn.model = Model()
-    found = [
-        {name.removeprefix("buffer ").split(".")[0] for name in state_table(learn, training) if "buffer" in name}
-        for training in (True, False)
-    ]
-    assert found == [{"c", "d"}, {"a", "b", "c", "d"}]
+    for learn.training, compared in ((True, {"c", "d"}), (False, {"a", "b", "c", "d"})):
+        buffers = [name.removeprefix("buffer ") for name in state_table(learn) if "buffer" in name]
+        assert {name.split(".")[0] for name in buffers} == compared
 
 
 def test_the_table_follows_the_state():
     learn = make_learner(opt_func=torch.optim.AdamW)
     learn.fit(1)
-    before = state_table(learn, training=True)
-    assert state_table(learn, training=True) == before
+    before = state_table(learn)
+    assert state_table(learn) == before
     state = learn.opt.state[learn.model[0].bias]
     with torch.no_grad():
         state["step"] += 1
         learn.model[3].weight[0, 0] += 1
     learn.opt.param_groups[0]["lr"] = 0.3
     learn.epoch += 1
-    after = state_table(learn, training=True)
+    after = state_table(learn)
     assert {name for name in before if before[name] != after[name]} == {
         "learning rate of group 0", "counter epoch", "parameter 3.weight", "optimizer step of 0.bias",
     }  # fmt: skip
