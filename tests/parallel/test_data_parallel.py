@@ -18,7 +18,16 @@ from torch.nn import functional as F
 from torch.nn.parallel import scatter_gather
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import Callback, DataLoaders, Learner, ParallelCallback, Recorder, accuracy, unwrap
+from learnerkit import (
+    Callback,
+    CancelBatchException,
+    DataLoaders,
+    Learner,
+    ParallelCallback,
+    Recorder,
+    accuracy,
+    unwrap,
+)
 from learnerkit.losses import LossWeight
 from learnerkit.parallel.data_parallel import _Replica, can_replicate, look_through
 
@@ -625,6 +634,25 @@ def test_a_callback_may_call_the_model_itself(three_gpus):
     learn.fit(1, cbs=Callback(before_batch=lambda cb: seen.append(cb.model(*cb.xb).shape)))
     assert seen[:3] == [(10, 3), (10, 3), (1, 3)]
     assert three_gpus == [30, 3, 3, 30, 3, 3, 3, 1, 1]  # the callback's predictions; the losses, and what they count
+
+
+def test_a_callbacks_call_after_a_forward_pass_that_was_cancelled(three_gpus):
+    class Cancels(nn.Linear):
+        def forward(self, x):
+            if cancels:
+                raise CancelBatchException
+            return super().forward(x)
+
+    def call(cb):
+        cancels.clear()
+        seen.append(cb.model(*cb.xb).shape)
+        if cb.training and cb.iter == 0:
+            cancels.append(True)
+
+    cancels, seen = [], []
+    learn = make_learner(loaders(make_data(21)), Cancels(4, 1).double(), cbs=ParallelCallback())
+    learn.fit(1, cbs=Callback(before_batch=call))
+    assert seen[:3] == [(10, 1), (10, 1), (1, 1)]
 
 
 def test_another_model_put_there_by_a_callback_is_the_one_used(three_gpus):
