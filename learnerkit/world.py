@@ -36,7 +36,7 @@ from learnerkit.torch_internals import (
     default_store,
     default_timeout,
 )
-from learnerkit.utils import warn
+from learnerkit.utils import digests, warn
 
 T = TypeVar("T")
 
@@ -607,6 +607,19 @@ def _replace_together(tensors: Sequence[Tensor], call: Callable[[Tensor], Tensor
                 t.copy_(value.view_as(t))
 
 
+def give_values(tensors: Sequence[Tensor]) -> None:
+    """Give all ranks rank 0's values where they differ; every rank must reach this. A host-device sync.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    shapes, values = zip(*all_gather(([t.shape for t in tensors], digests(tensors))), strict=True)
+    if any(other != shapes[0] for other in shapes):
+        raise ValueError("the model differs between ranks in its parameters' shapes; every rank must make the same")
+    if any(other != values[0] for other in values):
+        broadcast_into(tensors)  # else different models would be mixed
+
+
 def all_gather(x: T, among: str = "") -> list[T]:
     """The `x` of every rank, in rank order: tensors of one shape, or any objects that can be pickled.
 
@@ -779,18 +792,18 @@ def set_seed(seed: int, reproducible: bool = False) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def seed_digest() -> str:
+def seed_digest() -> int:
     """Fingerprint of the state of torch's global generator."""
-    return hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+    return digests([torch.get_rng_state()])[0]
 
 
-def spread_seeds(digests: Sequence[str]) -> None:
+def spread_seeds(found: Sequence[int]) -> None:
     """Move ranks other than 0 to random streams of their own if all still share one.
 
     Args:
-        digests: each rank's `seed_digest`.
+        found: each rank's `seed_digest`.
     """
-    if len(set(digests)) == 1 and not is_main():
+    if len(set(found)) == 1 and not is_main():
         set_seed(stream_seed(torch.initial_seed(), rank()))
 
 

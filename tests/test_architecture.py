@@ -27,7 +27,7 @@ PACKAGE = ROOT / "learnerkit"
 LAYERS = [
     ["text", "endings", "state", "torch_internals", "host_scalars", "tensor_files"],
     ["launch", "utils", "files", "events"],
-    ["world", "optim"],
+    ["world", "optim", "processes"],
     ["callback", "data", "datasets"],
     ["explain"],
     ["gradient_mean", "snapshot"],

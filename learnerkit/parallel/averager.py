@@ -11,7 +11,6 @@ from learnerkit.callback import is_ours
 from learnerkit.gradient_mean import StepGradient
 from learnerkit.parallel import model_checks
 from learnerkit.parallel.deferred import Deferred, First
-from learnerkit.parallel.drift import give_values
 from learnerkit.parallel.rank_step import Overlapped, RankStep
 from learnerkit.text import first_few
 
@@ -122,7 +121,7 @@ class Averager:
                 f"comm_hook={self.cb.comm_hook!r} rounds the gradients: the numbers are not those of one process any "
                 "more"
             )
-        give_values([*named.values(), *model.buffers()])
+        world.give_values([*named.values(), *model.buffers()])
         own, table = self._own_seam(), learn._dispatch.table
         theirs = any(not (is_ours(hook) or cb.rank0_only) for event in _LATER for cb, hook, *_ in table[event])
         step.take_parameters(named, watches=bool(own) or theirs)

@@ -1,9 +1,9 @@
 """`nn.DataParallel` for as long as a fit lasts, with the loss computed where the predictions are."""
 
+import copy
 import inspect
-from collections.abc import Iterable, Mapping, MutableMapping
-from functools import partial
-from itertools import chain
+from collections.abc import Callable, MutableMapping
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -12,16 +12,7 @@ from torch import Tensor, nn
 from learnerkit.callback import Callback, is_ours
 from learnerkit.data.batches import get_field, in_float32, map_batch, rows_of, tensors_in
 from learnerkit.events import INNER_EVENTS, Event
-from learnerkit.losses import (
-    LossWeight,
-    check_shapes,
-    is_cross_entropy,
-    loss_option,
-    no_scalar,
-    own_loss,
-    unwrap_partial,
-)
-from learnerkit.parallel.transparent import wrapped
+from learnerkit.losses import LossWeight, check_shapes, loss_option, no_scalar, own_loss, unwrap_partial
 from learnerkit.text import first_few
 from learnerkit.utils import add_note_once, describe, spanned_devices, unwrap, warn
 
@@ -59,9 +50,8 @@ class ParallelCallback(Callback):
             raise ValueError(f"got device_ids={device_ids}; each GPU can be used once")
         self.device_ids, self.loss_on_replicas = device_ids, loss_on_replicas
         self._said = False
-        self._whole: nn.Module | None = None
-        self._split: nn.Module | None = None
-        self._replicas: Any = None
+        self._whole: Any = None
+        self._asked: tuple[tuple | None, bool] = None, True  # targets whose loss is taken; whether output is kept
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -72,8 +62,8 @@ class ParallelCallback(Callback):
                 " (errors.html#data-parallel)"
             )
         count = torch.cuda.device_count()
-        ids = list(range(count)) if self.device_ids is None else list(self.device_ids)
-        if count >= 2 and any(i >= count for i in ids):
+        ids = list(range(count) if self.device_ids is None else self.device_ids)
+        if count >= 2 and max(ids, default=0) >= count:
             raise ValueError(f"got device_ids={ids}; this machine has the GPUs 0 to {count - 1}")
         if not can_split(learn.dls.device, ids):
             if not self._said:
@@ -86,27 +76,51 @@ class ParallelCallback(Callback):
         # The model's own device must come first: DataParallel gathers there.
         ids.sort(key=lambda i: i != (learn.dls.device.index or 0))
         self._whole, model = learn.model, unwrap(learn.model)
-        learn.model = self._split = wrapped(nn.DataParallel, model, device_ids=ids)
-        if not learn._overrides("_forward", "_loss"):
-            self._loss_func = learn.loss_func if self.loss_on_replicas and can_replicate(learn.loss_func) else None
-            self._replicas = nn.DataParallel(_Replica(model, self._loss_func), device_ids=ids)
+        own_seams = learn._overrides("_forward", "_loss")
+        takes = self.loss_on_replicas and not own_seams and can_replicate(learn.loss_func)
+        self._loss_func = learn.loss_func if takes else None
+        replicas = nn.DataParallel(_Replica(model, self._loss_func), device_ids=ids)
+        learn.model = look_through(model, partial(self._call, replicas), ids)
+        if not own_seams:
             vars(learn).update(_forward=self._forward, _loss=self._loss)
 
     def cleanup_fit(self) -> None:
         if self._whole is not None:
-            learn = self.learn
-            learn.model, self._whole = self._whole, None
+            self.learn.model, self._whole = self._whole, None
             for seam in ("_forward", "_loss"):
-                learn.__dict__.pop(seam, None)
-            self._split = self._replicas = self._loss_func = None
+                vars(self.learn).pop(seam, None)
+
+    def _call(self, replicas: nn.DataParallel, *args: Any, **kwargs: Any) -> Any:
+        """Call the model on all devices: for a batch of the loop as that asks, else for the output alone."""
+        learn, (targets, keep) = self.learn, self._asked
+        kind = learn.dls.device.type
+        autocast = kind, torch.get_autocast_dtype(kind)
+        losses, counts, output = replicas(args, kwargs, targets, keep, learn._loss_weighting, autocast)
+        if losses is None:
+            return output
+        if counts is not None:
+            shares = (counts / counts.sum()).to(losses.dtype)
+            losses = torch.where(shares > 0, losses, 0.0) * shares  # what counts nothing may be a NaN
+        if keep and learn.loss_func is None:
+            return _with_loss(output, losses.sum())  # where `_loss` finds it, and a callback may change it before
+        self._taken: Tensor | None = losses.sum()
+        return output
 
     # In the place of two seams of the Learner's loop
 
     def _forward(self) -> None:
-        learn, self._taken = self.learn, None
-        if learn.model is not self._split:  # a callback has put another model there
+        learn = self.learn
+        self._taken = None
+        try:
+            if isinstance(learn.model, nn.DataParallel):  # else a callback has put another model there
+                self._ask()
             type(learn)._forward(learn)
-            return
+        finally:
+            self._asked = None, True
+
+    def _ask(self) -> None:
+        """Say what the replicas are to make of the batch: the loss where they can, the output where it is read."""
+        learn = self.learn
         if any(t.ndim and len(t) != learn.batch_size for t in tensors_in(learn.xb)):
             raise ValueError(
                 f"DataParallel cuts every input along its first dimension, and those of this batch of "
@@ -114,23 +128,25 @@ class ParallelCallback(Callback):
                 "samples share in the model, or use distrib_ctx, where every process collates its own samples"
                 " (errors.html#data-parallel)"
             )
-        own = learn.loss_func is None
-        take = own or self._can_take()
-        keep = not (take and learn.training) or self._wanted()
-        inputs: Any = learn.xb
-        if type(learn.batch) not in (tuple, list) and isinstance(learn.batch, Mapping):
-            inputs = dict(inputs[0])
-        kind = learn.dls.device.type
-        autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        options = take, keep, learn._loss_weighting, autocast
-        losses, counts, output = self._replicas(inputs, learn.yb if take else (), *options)
-        loss = None if losses is None else _combine(losses, counts)
-        if not own:
-            self._taken = loss
-        elif loss is not None:
-            output = _with_loss(output, loss)
-        learn.output = output if keep or own else None
-        learn.pred = _pred(output) if keep else None
+        read = {
+            event
+            for event in _AFTER_PRED
+            for cb, hook, *_ in learn._dispatch.table[event]
+            # This library's own callbacks say so themselves.
+            if not is_ours(hook) or getattr(cb, "train_metrics", False) or getattr(cb, "reads_predictions", False)
+        }
+        takes = (
+            learn.loss_func is None
+            or (
+                learn.training
+                and learn.loss_func is self._loss_func  # a callback may have put another one there
+                and Event.after_pred not in read  # where it may change predictions or targets
+                and learn.yb
+                and all(isinstance(y, Tensor) and y.shape[:1] == (learn.batch_size,) for y in learn.yb)
+            )
+        )
+        keeps = not (takes and learn.training) or learn._loss_weighting.takes_output(learn.yb) or bool(read)
+        self._asked = learn.yb if takes else None, keeps
 
     def _loss(self) -> None:
         learn = self.learn
@@ -139,27 +155,6 @@ class ParallelCallback(Callback):
         else:
             learn.loss_grad, learn.loss = self._taken, self._taken.detach()
 
-    def _can_take(self) -> bool:
-        """Tell whether the replicas can compute the loss: no callback may change predictions or targets before it."""
-        learn = self.learn
-        return (
-            learn.training
-            and self._loss_func is not None
-            and learn.loss_func is self._loss_func  # a callback may have put another one there
-            and all(is_ours(hook) and not _reads(cb) for cb, hook, *_ in learn._dispatch.table["after_pred"])
-            and bool(learn.yb)
-            and all(isinstance(y, Tensor) and y.ndim > 0 and len(y) == learn.batch_size for y in learn.yb)
-        )
-
-    def _wanted(self) -> bool:
-        """Tell whether something may read the predictions of this training batch.
-
-        This library's own callbacks say so themselves.
-        """
-        hooks = [hook for event in _AFTER_PRED for hook in self.learn._dispatch.table[event]]
-        counted = self.learn._loss_weighting.takes_output(self.learn.yb)
-        return counted or any(not is_ours(hook) or _reads(cb) for cb, hook, *_ in hooks)
-
 
 class _Replica(nn.Module):
     """The module that DataParallel replicates: the model and the loss, called on one part of a batch."""
@@ -167,47 +162,75 @@ class _Replica(nn.Module):
     def __init__(self, model: nn.Module, loss_func: Any) -> None:
         super().__init__()
         self.model = model
-        # A compiled module's replicas would call the compiled original.
-        self.loss_func = unwrap(loss_func) if isinstance(loss_func, nn.Module) else loss_func
+        self.loss_func: Any = unwrap(loss_func)  # a compiled module's replicas would call the compiled original
 
     def forward(
-        self, inputs: tuple | dict, targets: tuple, take: bool, keep: bool, weighting: LossWeight, autocast: tuple
+        self, args: tuple, kwargs: dict, targets: tuple | None, keep: bool, weighting: LossWeight, autocast: tuple
     ) -> tuple[Tensor | None, Tensor | None, Any]:
         """(loss, what it counts, output): the first two of shape (1,), and `None` for what is not needed."""
-        # DataParallel's threads start with autocast's default type, not with the caller's.
-        with torch.autocast(*autocast):
-            passed = weighting.passed(targets)
-            output = self.model(**{**passed, **inputs}) if isinstance(inputs, dict) else self.model(*inputs, **passed)
-            loss = self._loss(output, targets) if take else None
-        own = self.loss_func is None
-        if not take or (own and loss is None):
+        torch.set_autocast_dtype(*autocast)  # DataParallel's threads start with the default, not with the caller's
+        output = self.model(*args, **weighting.passed(targets or ()) | kwargs)
+        pred, own = _pred(output), self.loss_func is None
+        if targets is None:
+            return None, None, output
+        loss = own_loss(output) if own else self._loss(pred, targets)
+        if own and loss is None:
             return None, None, output
         if not isinstance(loss, Tensor) or loss.ndim:
             raise no_scalar(loss)
-        counts = None if weighting.sums else _count(weighting, rows_of(inputs), targets, output, loss, own)
+        counts = None
+        if not weighting.sums:
+            count = weighting.count(targets, rows_of((args, kwargs)), pred, output if own else pred)
+            # A product, because to copy a number to the device would make the host wait.
+            counts = loss.new_ones(1, dtype=torch.float64) * count
         if own and keep:
             output = _with_loss(output, None)  # the vector of the parts' losses is of no use
         return loss.reshape(1), counts, output if keep else None
 
-    def _loss(self, output: Any, targets: tuple) -> Tensor | None:
-        if self.loss_func is None:
-            return own_loss(output)
-        pred = map_batch(in_float32, _pred(output))  # as MixedPrecision has them
+    def _loss(self, pred: Any, targets: tuple) -> Any:
+        pred = map_batch(in_float32, pred)  # as MixedPrecision has them
         check_shapes(self.loss_func, pred, targets)
+        loss_func, device = self.loss_func, targets[0].device
+        if isinstance(loss_func, partial):  # whose tensors do not move with the module
+            args, keywords = map_batch(lambda t: t.to(device), (loss_func.args, loss_func.keywords))
+            loss_func = partial(loss_func.func, *args, **keywords)
         try:
-            return _moved(self.loss_func, targets[0].device)(pred, *targets)
+            return loss_func(pred, *targets)
         except Exception as e:
             got = f"the loss got predictions: {describe(pred)}; targets: {describe(targets)}"
             add_note_once(e, f"{got} (on a replica; ParallelCallback(loss_on_replicas=False) computes it on one GPU)")
             raise
 
 
-def _count(weighting: LossWeight, rows: int, targets: tuple, output: Any, loss: Tensor, own: bool) -> Tensor:
-    """The count of the loss of a part of a batch, of shape (1,); `own`: the model has made the loss."""
-    pred = _pred(output)
-    count = weighting.count(targets, rows, pred, output if own else pred)
-    # A product, because to copy a number to the device would make the host wait.
-    return torch.ones(1, dtype=torch.float64, device=loss.device) * count
+_SPECIAL = ("__len__", "__getitem__", "__setitem__", "__iter__", "__contains__", "__bool__")
+"""Methods that Python looks for in the class; a wrapper has those that the module inside has."""
+
+
+def look_through(module: nn.Module, call: Callable[..., Any], device_ids: list[int]) -> Any:
+    """Return a `DataParallel` whose calls are those of `call`, and which in all else is the module inside.
+
+    So callbacks see the model that they see on one device. A method that returns the module returns the wrapper.
+    """
+    own = {"module": module, "device_ids": device_ids, "__deepcopy__": partial(copy.deepcopy, module)}
+
+    def get(wrapper: nn.DataParallel, name: str) -> Any:
+        found = own[name] if name in own else getattr(module, name)
+        if not inspect.ismethod(found):
+            return found
+
+        @wraps(found)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            result = found(*args, **kwargs)
+            return wrapper if result is module else result
+
+        return method
+
+    special = {name: getattr(module, name) for name in _SPECIAL if hasattr(type(module), name)}
+    special |= {
+        "__getattribute__": get, "__getattr__": get, "__setattr__": module.__setattr__,
+        "__delattr__": module.__delattr__, "__call__": staticmethod(call),
+    }  # fmt: skip
+    return object.__new__(type("DataParallel", (nn.DataParallel,), special))  # without attributes of its own
 
 
 def can_split(device: torch.device, ids: list[int]) -> bool:
@@ -223,31 +246,15 @@ def can_replicate(loss_func: Any) -> bool:
     """
     inner = unwrap_partial(loss_func)
     if isinstance(loss_func, nn.Module):
-        held: Iterable = chain.from_iterable(vars(module).values() for module in loss_func.modules())
+        held = [value for module in loss_func.modules() for value in vars(module).values()]
     elif inspect.isfunction(inner):
         found = inspect.getclosurevars(inner)
         held = [*found.nonlocals.values(), *found.globals.values()]
     else:
         return False
-    weight = loss_option(loss_func, "weight") if is_cross_entropy(loss_func) else None
-    return not any(map(_has_tensors, held)) and not (isinstance(weight, Tensor) and (weight == 0).any())
-
-
-def _has_tensors(x: Any) -> bool:
-    return isinstance(x, Tensor) or (isinstance(x, nn.Module) and any(True for _ in chain(x.parameters(), x.buffers())))
-
-
-def _moved(loss_func: Any, device: torch.device) -> Any:
-    """A partial with its tensors on `device`; anything else as it is."""
-    if not isinstance(loss_func, partial):
-        return loss_func
-    args, keywords = map_batch(lambda t: t.to(device), (loss_func.args, loss_func.keywords))
-    return partial(loss_func.func, *args, **keywords)
-
-
-def _reads(cb: Callback) -> bool:
-    """Tell whether one of this library's callbacks reads the predictions of training batches."""
-    return getattr(cb, "train_metrics", False) or getattr(cb, "reads_predictions", False)
+    stays = [x for x in held if isinstance(x, Tensor) or (isinstance(x, nn.Module) and [*x.parameters(), *x.buffers()])]
+    weight = loss_option(loss_func, "weight")
+    return not stays and not (isinstance(weight, Tensor) and (weight == 0).any())
 
 
 def _pred(output: Any) -> Any:
@@ -261,15 +268,4 @@ def _with_loss(output: Any, loss: Tensor | None) -> Any:
     if isinstance(output, MutableMapping):
         output["loss"] = loss
         return output
-    return {**(vars(output) if output is not None else {}), "loss": loss}
-
-
-def _combine(losses: Tensor, counts: Tensor | None) -> Tensor:
-    """The loss of a batch: the sum of its parts' losses, or their mean weighted by what each counts.
-
-    A part that counts nothing may be the mean of nothing, a NaN, and is left out.
-    """
-    if counts is None:
-        return losses.sum()
-    shares = (counts / counts.sum()).to(losses.dtype)
-    return (torch.where(shares > 0, losses, 0.0) * shares).sum()
+    return {**vars(output), "loss": loss}

@@ -20,12 +20,11 @@ from learnerkit.data.order import draws_globally, states_at_start
 from learnerkit.parallel import model_checks
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.averager import Averager
-from learnerkit.parallel.drift import digests, give_values
 from learnerkit.parallel.left_batch import LeftBatch
 from learnerkit.parallel.loaders import RankLoader, rank_loader
 from learnerkit.parallel.rank_step import COMM_HOOKS, RankStep
 from learnerkit.text import did_you_mean
-from learnerkit.utils import listify, spanned_devices, warn
+from learnerkit.utils import digests, listify, spanned_devices, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -141,7 +140,7 @@ class DistributedCallback(Callback):
 
     def _prepare_evaluation(self) -> None:
         """Give all ranks rank 0's weights where they differ, and random streams of their own where they share one."""
-        give_values([*self.learn.model.parameters(), *self.learn.model.buffers()])
+        world.give_values([*self.learn.model.parameters(), *self.learn.model.buffers()])
         world.spread_seeds(world.all_gather(world.seed_digest()))
 
     def _compare(self) -> None:
@@ -343,4 +342,4 @@ def _settings(cbs: Iterable[Callback]) -> dict[str, str]:
 
 def _digest(state: dict) -> tuple:
     """Fingerprint of the state of an optimizer. A host-device sync."""
-    return digests(list(tensors_in(state))), repr(map_batch(lambda t: (t.shape, t.dtype), state))
+    return digests(tensors_in(state)), repr(map_batch(lambda t: (t.shape, t.dtype), state))

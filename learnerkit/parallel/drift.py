@@ -3,20 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from learnerkit import optim, world
 from learnerkit.callback import Callback
 from learnerkit.text import first_few
 from learnerkit.torch_internals import StatisticsNorm
-from learnerkit.utils import describe, unwrap
+from learnerkit.utils import describe, digests, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
-
-_WEIGHTS = 2**16
-_COUNTERS = ("epoch", "iter", "train_iter")
 
 
 class DriftCheck(Callback):
@@ -42,13 +38,13 @@ class DriftCheck(Callback):
 
     order = 70
     only_fit = True
+    _steps = 0
 
     def __init__(self, *, every: int = 100) -> None:
         super().__init__()
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"DriftCheck got every={every!r}; it is a whole number of optimizer steps, 1 or more")
         self.every = every
-        self._steps = 0
 
     def before_fit(self) -> None:
         self._steps = 0
@@ -56,19 +52,19 @@ class DriftCheck(Callback):
     def after_step(self) -> None:
         self._steps += 1
         if self._steps % self.every == 0:
-            self._check(training=True)
+            self._check()
 
     def after_train(self) -> None:
-        self._check(training=True)
+        self._check()
 
     def before_validate(self) -> None:
-        self._check(training=False)
+        self._check()
 
-    def _check(self, training: bool) -> None:
+    def _check(self) -> None:
         learn = self.learn
         if not learn._sharded:
             return
-        table = state_table(learn, training)
+        table = state_table(learn)
         # Without an order, which a dict of optimizer state may owe to where it was loaded from.
         if not world.same_everywhere(sorted(table.items())):
             raise RuntimeError(
@@ -80,71 +76,50 @@ class DriftCheck(Callback):
             )
 
 
-def state_table(learn: "Learner", training: bool) -> dict[str, str]:
+def state_table(learn: "Learner") -> dict[str, str]:
     """Return what must be the same on all ranks: digests of tensors and the `repr` of anything else, by name.
 
-    A host-device sync.
-
-    Args:
-        learn: whose state.
-        training: leave out the buffers that may differ between two forward passes.
+    In training it leaves out the buffers that may differ between two forward passes. A host-device sync.
     """
-    # Rates and counters first: where they differ, they are the cause of what differs in the weights.
-    found = dict(_hyper_parameters(learn))
-    found |= {f"counter {name}": getattr(learn, name) for name in _COUNTERS}
     model = unwrap(learn.model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    rates: dict[str, Any] = {}
+    states: dict[str, Any] = {}
+    opts = [f"optimizer {key!r}" for key in learn.opt] if isinstance(learn.opt, dict) else ["optimizer"]
+    for whose, opt in zip(opts, learn.opts, strict=False):  # there may be none
+        of = f" of {whose}" if len(opts) > 1 else ""
+        for i, group in enumerate(opt.param_groups):
+            options = {"learning rate" if k == "lr" else k: v for k, v in group.items() if k not in _NO_OPTIONS}
+            rates |= {f"{name} of group {i}{of}": leaf for name, leaf in _leaves(options)}
+            for place, p in enumerate(group["params"]):
+                owner, state = names.get(id(p), f"parameter {place} of group {i}"), opt.state.get(p, {})
+                states |= {f"{whose} {name} of {owner}": leaf for name, leaf in _leaves(state)}
+    own = [m for m in model.modules() if isinstance(m, StatisticsNorm) and not isinstance(m, nn.SyncBatchNorm)]
+    apart = {id(buffer) for norm in own if learn.training for buffer in norm.buffers(recurse=False)}
+    # Rates and counters first: where they differ, they are the cause of what differs in the weights.
+    found = rates | {f"counter {name}": getattr(learn, name) for name in ("epoch", "iter", "train_iter")}
     found |= {f"parameter {name}": p for name, p in model.named_parameters()}
-    apart = _rank_statistics(model) if training else set()
     found |= {f"buffer {name}": b for name, b in model.named_buffers() if id(b) not in apart}
-    found |= dict(_optimizer_state(learn, model))
-    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    marks = dict(zip(tensors, digests(list(tensors.values())), strict=True))
+    found |= states
+    marks = iter(digests(value for value in found.values() if isinstance(value, Tensor)))
     return {
-        name: f"{describe(value)} with digest {marks[name]:016x}" if name in marks else repr(value)
+        name: f"{describe(value)} with digest {next(marks):016x}" if isinstance(value, Tensor) else repr(value)
         for name, value in found.items()
     }
 
 
-def _rank_statistics(model: nn.Module) -> set[int]:
-    norms = [m for m in model.modules() if isinstance(m, StatisticsNorm) and not isinstance(m, nn.SyncBatchNorm)]
-    return {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+_NO_OPTIONS = ("params", optim.GROUP, optim.COUNT, optim.PLACES)
 
 
-def _named_opts(learn: "Learner") -> list[tuple[str, torch.optim.Optimizer]]:
-    if isinstance(learn.opt, dict):
-        return [(f"optimizer {name!r}", opt) for name, opt in learn.opt.items()]
-    return [("optimizer", opt) for opt in learn.opts]
-
-
-def _hyper_parameters(learn: "Learner") -> Iterator[tuple[str, Any]]:
-    for whose, opt in _named_opts(learn):
-        of = f" of {whose}" if len(learn.opts) > 1 else ""
-        for i, group in enumerate(opt.param_groups):
-            options = {k: v for k, v in group.items() if k not in ("params", optim.GROUP, optim.COUNT, optim.PLACES)}
-            for key, value in options.items():
-                for name, leaf in _leaves("learning rate" if key == "lr" else key, value):
-                    yield f"{name} of group {i}{of}", leaf
-
-
-def _optimizer_state(learn: "Learner", model: nn.Module) -> Iterator[tuple[str, Any]]:
-    names = {id(p): name for name, p in model.named_parameters()}
-    for whose, opt in _named_opts(learn):
-        for i, group in enumerate(opt.param_groups):
-            for place, p in enumerate(group["params"]):
-                for name, leaf in _leaves("", opt.state.get(p, {})):
-                    yield f"{whose} {name} of {names.get(id(p), f'parameter {place} of group {i}')}", leaf
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(named: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     """The tensors and plain values inside nested containers; objects, whose `repr` may be an address, are left out."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _leaves(f"{name}.{key}" if name else str(key), inner)
-    elif isinstance(value, list | tuple):
-        for i, inner in enumerate(value):
-            yield from _leaves(f"{name}[{i}]", inner)
-    elif isinstance(value, Tensor | int | float | complex | str | None):
-        yield name, value
+    for name, value in named.items():
+        if isinstance(value, Mapping):
+            yield from _leaves({f"{name}.{key}": inner for key, inner in value.items()})
+        elif isinstance(value, list | tuple):
+            yield from _leaves({f"{name}[{i}]": inner for i, inner in enumerate(value)})
+        elif isinstance(value, Tensor | int | float | complex | str | None):
+            yield str(name), value
 
 
 def describe_drift(tables: Sequence[Mapping[str, str]]) -> str:
@@ -155,64 +130,8 @@ def describe_drift(tables: Sequence[Mapping[str, str]]) -> str:
     """
     names = dict.fromkeys(name for table in tables for name in table)
     first, *others = [name for name in names if len({table.get(name) for table in tables}) > 1]
-    ranks: dict[str, list[int]] = {}
-    for rank, table in enumerate(tables):
-        ranks.setdefault(table.get(first, "missing"), []).append(rank)
+    values = [table.get(first, "missing") for table in tables]
+    ranks = {value: [rank for rank, its in enumerate(values) if its == value] for value in values}
     found = [f"{value} on rank{'s' * (len(on) > 1)} {first_few(on, n=8)}" for value, on in ranks.items()]
     more = f" ({first_few(others, n=8)})" if others else ""
     return f"{first} is {first_few(found, ' and ', n=8)}; {1 + len(others)} of {len(names)} entries differ{more}"
-
-
-# The digest
-
-
-@torch.no_grad()
-def digests(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a 64-bit digest of the bits of each tensor, so that equal NaNs are equal and 0.0 and -0.0 are not.
-
-    Multilinear hashing (Lemire and Kaser, https://arxiv.org/abs/1202.4961): a sum of words of up to 32 bits, each
-    times a random odd 64-bit number of its place, modulo 2**64. Integer sums are the same in any order. A change in
-    one word always shows, others with a chance of about 1 - 2**-32. Waits for each device once.
-
-    Args:
-        tensors: of any shapes and types, on any devices; shapes and types themselves are not in the digest.
-    """
-    found = [0] * len(tensors)
-    drawn = torch.randint(-(2**63), 2**63 - 1, (_WEIGHTS,), generator=torch.Generator().manual_seed(0)) | 1
-    for device in {t.device for t in tensors}:
-        places = [i for i, t in enumerate(tensors) if t.device == device]
-        weights = drawn.to(device)
-        sums = torch.stack([_weighted_sum(_words(tensors[i]), weights) for i in places])
-        for i, digest in zip(places, sums.tolist(), strict=True):
-            found[i] = digest % 2**64
-    return found
-
-
-def _words(t: Tensor) -> Tensor:
-    """The bits of a tensor as a row of integers of at most 32 bits."""
-    row = t.detach().resolve_conj().resolve_neg().reshape(-1)
-    return row.view({1: torch.uint8, 2: torch.int16}.get(t.itemsize, torch.int32))
-
-
-def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:
-    size = len(weights)
-    if len(words) <= size:
-        return (words * weights[: len(words)]).sum()
-    whole = len(words) // size * size
-    # The products take 8 bytes each: a CPU has cache for one row, an accelerator wants many at once (32 MiB).
-    rows = words[:whole].view(-1, size).split(1 if words.device.type == "cpu" else 64)
-    sums = [(block * weights).sum(1) for block in rows]
-    return _weighted_sum(torch.cat([*sums, _weighted_sum(words[whole:], weights)[None]]), weights)
-
-
-def give_values(tensors: Sequence[Tensor]) -> None:
-    """Give all ranks rank 0's values where they differ; every rank must reach this. A host-device sync.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
-    shapes, values = zip(*world.all_gather(([t.shape for t in tensors], digests(tensors))), strict=True)
-    if any(other != shapes[0] for other in shapes):
-        raise ValueError("the model differs between ranks in its parameters' shapes; every rank must make the same")
-    if any(other != values[0] for other in values):
-        world.broadcast_into(tensors)  # else different models would be mixed

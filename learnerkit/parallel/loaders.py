@@ -18,10 +18,9 @@ from learnerkit.data.order import draws_globally, samplers_of, with_batches
 from learnerkit.data.position import Resumed, has_state, say_read_forward, source_of
 from learnerkit.data.streams import Draws, Numbered, Share, same_stream
 from learnerkit.metrics.combining import same
-from learnerkit.parallel.drift import digests
 from learnerkit.text import first_few
 from learnerkit.torch_internals import as_worker, worker_info
-from learnerkit.utils import library_of, warn
+from learnerkit.utils import digests, library_of, warn
 
 if TYPE_CHECKING:
     from learnerkit.parallel.rank_step import RankStep
@@ -464,7 +463,7 @@ class RankStreamLoader(RankLoader):
 
     def _compare(self, first: Any) -> list[bool]:
         "Tell for each rank whether it has data, and warn if some have the same; every rank must reach this."
-        mine = None if first is None else digests(list(tensors_in(first))) if self.sharded else []
+        mine = None if first is None else digests(tensors_in(first)) if self.sharded else []
         everyone = world.all_gather(mine)
         alike = [rank for rank, found in enumerate(everyone) if found and everyone.count(found) > 1]
         if alike:

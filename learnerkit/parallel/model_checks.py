@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from learnerkit.parallel.drift import digests
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
+from learnerkit.utils import digests
 
 
 def check_parts(model: nn.Module, names: tuple[str, ...]) -> None:
@@ -60,7 +60,7 @@ def buffer_marks(model: nn.Module, loss_func: Any) -> dict[str, str]:
     ):
         norms = {id(b) for m in module.modules() if isinstance(m, BatchNorm) for b in m.buffers()}
         named |= {prefix + name: b for name, b in module.named_buffers() if id(b) not in norms}
-    return dict(zip(named, map(str, digests(list(named.values()))), strict=True))
+    return dict(zip(named, map(str, digests(named.values())), strict=True))
 
 
 # BatchNorm

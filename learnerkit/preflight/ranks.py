@@ -30,13 +30,13 @@ from learnerkit.losses import UNKNOWN_COUNT, doubtful_count
 from learnerkit.metrics import DEPENDS_ON_CUT
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback
-from learnerkit.parallel.drift import digests, state_table
-from learnerkit.parallel.forks import LATE, cause, join_forks, run_in_forks
+from learnerkit.parallel.drift import state_table
 from learnerkit.parallel.loaders import RankLoader
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report
+from learnerkit.processes.forks import LATE, cause, join_forks, run_in_forks
 from learnerkit.text import escaped
 from learnerkit.torch_internals import BatchNorm, Dropout
-from learnerkit.utils import unwrap
+from learnerkit.utils import digests, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -283,7 +283,7 @@ class _Notes(Callback):
     def after_batch(self) -> None:
         learn, size = self.learn, self.learn.batch_size
         columns = [t for t in tensors_in(learn.batch) if t.ndim and len(t) == size]
-        hashes = iter(digests([t[i] for i in range(size) for t in columns]))
+        hashes = iter(digests(t[i] for i in range(size) for t in columns))
         data = [[next(hashes) for _ in columns] for _ in range(size)]
         samples = (self.drawn[learn.iter] if self.drawn else list(map(str, data))) if size else []
         loss = learn.loss if size else None
@@ -293,7 +293,7 @@ class _Notes(Callback):
             "data": data if len(data) == len(samples) else [[]] * len(samples),  # a collate_fn may pack samples
             "loss": 0.0 if loss is None else float(loss),
             "count": 0.0 if loss is None else float(learn._loss_count),
-            "state": state_table(learn, training=True),
+            "state": state_table(learn),
         }
         self.steps.append(step)
         if len(self.steps) == self.wanted:

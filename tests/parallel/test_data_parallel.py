@@ -1,7 +1,9 @@
 """ParallelCallback: on fewer than two GPUs, on a stand-in for several, and, where a machine has them, on several."""
 
 import ast
+import copy
 import importlib
+import io
 import warnings
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +18,18 @@ from torch.nn import functional as F
 from torch.nn.parallel import scatter_gather
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import Callback, DataLoaders, Learner, ParallelCallback, Recorder, accuracy, unwrap
+from learnerkit import (
+    Callback,
+    CancelBatchException,
+    DataLoaders,
+    Learner,
+    ParallelCallback,
+    Recorder,
+    accuracy,
+    unwrap,
+)
 from learnerkit.losses import LossWeight
-from learnerkit.parallel.data_parallel import _Replica, can_replicate
+from learnerkit.parallel.data_parallel import _Replica, can_replicate, look_through
 
 
 def test_with_fewer_than_two_gpus_it_says_so_once_and_trains(monkeypatch):
@@ -86,6 +97,101 @@ def test_the_model_is_unwrapped_after_an_error(two_gpus):
     assert learn.model is model
     assert not {"_forward", "_loss"} & learn.__dict__.keys()
     learn.fit(1)
+
+
+# The wrapper looks like the module inside
+
+
+class Scorer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.factor, self._kept = nn.Linear(2, 3), 2.0, None
+
+    def forward(self, x):
+        return self.body(x) * self.factor
+
+    def score(self, x):
+        return self(x).sum()
+
+
+def wrapped(model):
+    return look_through(model, nn.DataParallel(model), [])
+
+
+def test_attributes_and_methods_are_the_modules():
+    model, calls = Scorer(), []
+    parallel = nn.DataParallel(model)
+    parallel.register_forward_hook(lambda *_: calls.append(1))
+    wrapper = look_through(model, parallel, [3])
+    assert isinstance(wrapper, nn.DataParallel)
+    assert isinstance(wrapper, Scorer)
+    assert not isinstance(wrapper, nn.Sequential)
+    assert unwrap(wrapper) is model
+    x = torch.ones(1, 2)
+    assert torch.equal(wrapper.score(x), model.score(x))
+    assert calls == []  # a method's calls are those of the module
+    wrapper.factor = wrapper._kept = 3.0
+    assert (model.factor, model._kept) == (3.0, 3.0)
+    assert torch.equal(wrapper(x), model(x))
+    assert calls == [1]
+    assert wrapper.device_ids == [3]  # the wrapper's own
+    assert not hasattr(model, "device_ids")
+    del wrapper.factor
+    assert not hasattr(model, "factor")
+    with pytest.raises(AttributeError, match="'Scorer' object has no attribute 'scroe'"):
+        wrapper.scroe(x)
+
+
+def test_names_and_states_are_the_modules():
+    model = Scorer()
+    wrapper = wrapped(model)
+    assert list(wrapper.state_dict()) == list(model.state_dict())
+    wrapper.load_state_dict({"body.weight": torch.ones(3, 2), "body.bias": torch.zeros(3)})
+    assert model.body.weight.sum() == 6
+    assert [name for name, _ in wrapper.named_parameters()] == ["body.weight", "body.bias"]
+    assert list(wrapper.parameters())[0] is model.body.weight
+    assert list(wrapper.children()) == [model.body]
+    assert list(wrapper.modules()) == [model, model.body]
+    assert wrapper.get_submodule("body") is model.body
+    assert wrapper.eval() is wrapper
+    assert (wrapper.training, model.training, model.body.training) == (False, False, False)
+    assert wrapper.double() is wrapper
+    assert model.body.weight.dtype is torch.float64
+    calls = []
+    wrapper.register_forward_hook(lambda *_: calls.append(1))
+    wrapper(torch.ones(1, 2).double())
+    assert calls == [1]
+
+
+def test_items_are_the_modules_where_it_has_any():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+    wrapper = wrapped(model)
+    assert len(wrapper) == 2
+    assert wrapper[0] is model[0]
+    assert list(wrapper) == list(model)
+    wrapper[1] = nn.ReLU()
+    assert type(model[1]) is nn.ReLU
+    alone = wrapped(Scorer())
+    assert alone
+    with pytest.raises(TypeError, match="has no len"):
+        len(alone)
+
+
+def test_a_copy_is_one_of_the_module():
+    model = Scorer()
+    wrapper = wrapped(model)
+    twin, again = copy.deepcopy((wrapper, model))
+    assert type(twin) is Scorer
+    assert twin is again
+    assert twin.body.weight is not model.body.weight
+    file = io.BytesIO()
+    torch.save(wrapper, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=False)) is Scorer
+
+
+def test_the_wrapper_is_named_after_torchs(two_gpus):
+    assert type(wrapped(Scorer())).__name__ == "DataParallel"
 
 
 # The loss on the replicas: on the CPU torch's own scattering, replicas and gathering, with copies instead of transfers
@@ -453,7 +559,7 @@ def test_a_partial_moves_to_the_replica():
     loss = partial(loss, scale=torch.ones(()), shift={"by": torch.zeros(())})
     replica = _Replica(nn.Identity(), loss)
     batch = torch.ones(2, 3, device="meta")
-    replica((batch,), (batch,), True, False, LossWeight(loss), ("cpu", torch.bfloat16, False))
+    replica((batch,), {}, (batch,), False, LossWeight(loss), ("cpu", torch.bfloat16))
     assert devices == ["meta"] * 4
 
 
@@ -528,6 +634,25 @@ def test_a_callback_may_call_the_model_itself(three_gpus):
     learn.fit(1, cbs=Callback(before_batch=lambda cb: seen.append(cb.model(*cb.xb).shape)))
     assert seen[:3] == [(10, 3), (10, 3), (1, 3)]
     assert three_gpus == [30, 3, 3, 30, 3, 3, 3, 1, 1]  # the callback's predictions; the losses, and what they count
+
+
+def test_a_callbacks_call_after_a_forward_pass_that_was_cancelled(three_gpus):
+    class Cancels(nn.Linear):
+        def forward(self, x):
+            if cancels:
+                raise CancelBatchException
+            return super().forward(x)
+
+    def call(cb):
+        cancels.clear()
+        seen.append(cb.model(*cb.xb).shape)
+        if cb.training and cb.iter == 0:
+            cancels.append(True)
+
+    cancels, seen = [], []
+    learn = make_learner(loaders(make_data(21)), Cancels(4, 1).double(), cbs=ParallelCallback())
+    learn.fit(1, cbs=Callback(before_batch=call))
+    assert seen[:3] == [(10, 1), (10, 1), (1, 1)]
 
 
 def test_another_model_put_there_by_a_callback_is_the_one_used(three_gpus):
