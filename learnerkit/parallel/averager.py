@@ -1,6 +1,5 @@
 """How the gradients of a fit are averaged: chosen by what is known, put on the model, and taken off."""
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -9,9 +8,9 @@ from torch.optim import Optimizer
 from learnerkit import optim, world
 from learnerkit.callback import is_ours
 from learnerkit.gradient_mean import StepGradient
-from learnerkit.parallel import model_checks
 from learnerkit.parallel.deferred import Deferred, First
 from learnerkit.parallel.drift import give_values
+from learnerkit.parallel.model_checks import buffer_marks, check_parts, rank_norms, synchronised
 from learnerkit.parallel.passes import Passes
 from learnerkit.parallel.rank_step import Overlapped, RankStep
 from learnerkit.text import first_few
@@ -28,9 +27,8 @@ class Averager:
     The first batch of a model is averaged after its backward pass. It shows, on all ranks, whether DDP can do it.
 
     Args:
-        cb: whose options say what the user wants.
+        cb: whose options say what the user wants, and whose `ends` gets what is undone after the fit.
         step: of the ranks.
-        ends: gets what is to be undone at the end of the fit.
 
     Attributes:
         model: the one that is trained.
@@ -40,8 +38,8 @@ class Averager:
         ValueError: options of DDP that a learner with steps or backward passes of its own cannot have.
     """
 
-    def __init__(self, cb: "DistributedCallback", step: RankStep, ends: ExitStack) -> None:
-        self.cb, self.step, self.ends, self.learn = cb, step, ends, step.learn
+    def __init__(self, cb: "DistributedCallback", step: RankStep) -> None:
+        self.cb, self.step, self.learn = cb, step, step.learn
         self.model = nn.Module()  # none as yet
         self.way: StepGradient = Deferred(step, own=False)
         self._heard: list[Optimizer] = []  # whose steps are heard of
@@ -49,7 +47,7 @@ class Averager:
         self._own = own = next((seam for seam in ("_backward", "_step") if self.learn._overrides(seam)), "")
         is_static = cb.ddp_kwargs.get("static_graph")
         self._engine = engine = "comm_hook" if cb.comm_hook else "static_graph" if is_static else ""
-        ends.callback(self._end)
+        cb.ends.callback(self._end)
         if hasattr(self.learn, "gradient_accumulation"):
             if own == "_backward":
                 raise ValueError(
@@ -78,18 +76,15 @@ class Averager:
 
     def begin(self) -> None:
         """Begin to train, perhaps another model than before; every rank must reach this."""
-        step, learn, wrap = self.step, self.learn, self.cb.wrap_names
+        step, learn = self.step, self.learn
         for opt in learn.opts:
             if opt not in self._heard:  # a callback may have put it there since the last epoch
                 self._heard.append(opt)
                 hook = self._before_optimizer if self._own else step.note_optimizer_step
-                self.ends.callback(opt.register_step_pre_hook(hook).remove)
+                self.cb.ends.callback(opt.register_step_pre_hook(hook).remove)
         beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
-        if beside and wrap:
-            raise ValueError(
-                f"the loss or the optimizer has {len(beside)} trainable parameters that are not the model's, and "
-                f"wrap={wrap} leaves them out: put them into the model, in one of these parts"
-            )
+        if self.cb.wrap_names:
+            check_parts(learn.model, self.cb.wrap_names, beside)
         named = dict(learn.model.named_parameters())
         named |= {f"parameter {i} beside the model {tuple(p.shape)}": p for i, p in enumerate(beside)}
         if learn.model is not self.model or step.is_changed() or named.keys() != step.named.keys():
@@ -106,11 +101,9 @@ class Averager:
         step, learn, cb = self.step, self.learn, self.cb
         model = self.model = learn.model
         step.sends_buffers = cb.sends_buffers and next(model.buffers(), None) is not None
-        if cb.wrap_names:
-            model_checks.check_parts(model, cb.wrap_names)
-        if cb.sync_bn is not False and model_checks.rank_norms(model):
+        if cb.sync_bn is not False and rank_norms(model):
             if learn.dls.device.type != "cpu":
-                self.ends.enter_context(model_checks.synchronised(model))
+                cb.ends.enter_context(synchronised(model))
             elif cb.sync_bn:
                 world.warn_once(
                     "sync_bn: torch has no SyncBatchNorm on the CPU, so each rank's BatchNorm sees its own samples "
@@ -137,7 +130,7 @@ class Averager:
         """
         self._check_foreign()
         learn, given, engine = self.learn, self.cb.find_unused_parameters, self._engine
-        mine = first and (first, model_checks.buffer_marks(learn.model, learn.loss_func))
+        mine = first and (first, buffer_marks(learn.model, learn.loss_func))
         everyone = [found for found in world.all_gather(mine) if found is not None]
         if not everyone:
             return False
@@ -166,8 +159,8 @@ class Averager:
                 f"{reasons}: leave {engine} out"
                 " (errors.html#one-pass)"
             )
-        of_model = unused.keys() & dict(learn.model.named_parameters())
-        if of_model and not given:  # those beside the model may be for a callback's own loss
+        of_model = dict(learn.model.named_parameters())
+        if not given and unused.keys() & of_model:  # those beside the model may be for a callback's own loss
             self.cb.tell_once(
                 f"find_unused_parameters=True was chosen: the loss does not depend on {first_few(unused)}"
             )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from inspect import signature
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
@@ -69,6 +69,9 @@ class DistributedCallback(Callback):
             those of one process. Only for gradients that DDP averages.
         ddp_kwargs: further arguments of `DistributedDataParallel`.
 
+    Attributes:
+        ends: what is put back at the end of a run.
+
     Raises:
         TypeError, ValueError: an argument that is unknown, or has no such value.
     """
@@ -115,7 +118,7 @@ class DistributedCallback(Callback):
         self._told = set[str]()
         self._loaders: dict[tuple, tuple[Any, RankLoader]] = {}
         self._averager: Averager | None = None  # of a fit that trains
-        self._ends = ExitStack()  # what is put back at the end of a fit
+        self.ends = ExitStack()
 
     def tell_once(self, message: str, by: Callable[[str], object] = warn) -> None:
         """Say something on rank 0, once for this learner; of another one the same may be true."""
@@ -126,18 +129,18 @@ class DistributedCallback(Callback):
     # A fit
 
     def before_fit(self) -> None:
-        learn = self.learn
-        if world.world_size() == 1:
+        learn, agreement = self.learn, self.learn._agreement
+        if agreement is None:  # there is one process
             return
         if not world.is_main():
-            self._ends.enter_context(learn.no_logging())
+            self.ends.enter_context(learn.no_logging())
         with world.grouped_collectives():
             if learn.task in ("validate", "predict"):
                 give_values([*learn.model.parameters(), *learn.model.buffers()])
             else:
                 self._compare()
-                self._take_part()
-            world.spread_seeds(world.all_gather(world.seed_digest()))
+                self._take_part(agreement)
+            world.spread_seeds()
 
     def _compare(self) -> None:
         """Refuse a fit that differs between ranks, and give all of them rank 0's optimizer state and sample order."""
@@ -169,22 +172,22 @@ class DistributedCallback(Callback):
             order = learn._position.order.generator
             order.set_state(world.broadcast(order.get_state()))
 
-    def _take_part(self) -> None:
+    def _take_part(self, agreement: Agreement) -> None:
         """Have this rank take part in all batches of the fit, also in those that it leaves."""
         learn = self.learn
-        step = RankStep(learn, cast(Agreement, learn._agreement))
-        left_batch = step.agreement.left_batch = LeftBatch(learn, step)
-        self._averager = Averager(self, step, self._ends)
+        step = RankStep(learn, agreement)
+        left_batch = agreement.left_batch = LeftBatch(learn, step)
+        self._averager = Averager(self, step)
         self.before_batch = step.before_batch
         self.after_cancel_backward = left_batch.finish_backward
         self.after_cancel_step = left_batch.step_unless_all_skip
         self.after_cancel_batch = left_batch.finish_batch
         if learn._overrides("_step"):  # which may step without the optimizer's `step`
             self.after_step = step.note_optimizer_step
-        self._ends.enter_context(learn.added_cbs(left_batch.stand_in))
+        self.ends.enter_context(learn.added_cbs(left_batch.stand_in))
 
     def cleanup_fit(self) -> None:
-        self._ends.close()
+        self.ends.close()
         for event in INNER_EVENTS:
             vars(self).pop(event, None)
         self._averager = None

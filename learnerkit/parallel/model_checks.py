@@ -11,8 +11,11 @@ from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
 
 
-def check_parts(model: nn.Module, names: tuple[str, ...]) -> None:
+def check_parts(model: nn.Module, names: tuple[str, ...], beside: list[nn.Parameter]) -> None:
     """Refuse names of sub-modules to wrap that are not there, or that leave trainable parameters out.
+
+    Args:
+        beside: parameters that are trained and not the model's.
 
     Raises:
         ValueError: with the names that there are, or with what is left out.
@@ -27,6 +30,11 @@ def check_parts(model: nn.Module, names: tuple[str, ...]) -> None:
         raise ValueError(
             f"wrap={names} leaves out {first_few(outside)}, which each rank would train by itself; name their modules "
             "too, or freeze them"
+        )
+    if beside:
+        raise ValueError(
+            f"the loss or the optimizer has {len(beside)} trainable parameters that are not the model's, and "
+            f"wrap={names} leaves them out: put them into the model, in one of these parts"
         )
 
 
