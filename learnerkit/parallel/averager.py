@@ -1,6 +1,6 @@
 """How the gradients of a fit are averaged: chosen by what is known, put on the model, and taken off."""
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -11,7 +11,6 @@ from learnerkit.gradient_mean import StepGradient
 from learnerkit.parallel.deferred import Deferred, First
 from learnerkit.parallel.drift import give_values
 from learnerkit.parallel.model_checks import buffer_marks, check_parts, rank_norms, synchronised
-from learnerkit.parallel.passes import Passes
 from learnerkit.parallel.rank_step import Overlapped, RankStep
 from learnerkit.text import first_few
 
@@ -24,7 +23,8 @@ _LATER = ("after_backward", "before_step")  # where a callback may make a backwa
 class Averager:
     """Averages the gradients of a fit: during the backward pass where DDP can, else after it.
 
-    The first batch of a model is averaged after its backward pass. It shows, on all ranks, whether DDP can do it.
+    The first batch of a model is averaged after its backward pass. It shows, on all ranks, whether DDP can do it. Which
+    way is taken, `Deferred` or `Overlapped`, is in `learn._gradient`; the run empties that at its end.
 
     Args:
         cb: whose options say what the user wants, and whose `ends` gets what is undone after the fit.
@@ -32,7 +32,6 @@ class Averager:
 
     Attributes:
         model: the one that is trained.
-        way: how its gradients are averaged: `Deferred` or `Overlapped`.
 
     Raises:
         ValueError: options of DDP that a learner with steps or backward passes of its own cannot have.
@@ -41,13 +40,12 @@ class Averager:
     def __init__(self, cb: "DistributedCallback", step: RankStep) -> None:
         self.cb, self.step, self.learn = cb, step, step.learn
         self.model = nn.Module()  # none as yet
-        self.way: StepGradient = Deferred(step, own=False)
         self._heard: list[Optimizer] = []  # whose steps are heard of
         # The seam of the learner's own that may make backward passes, and the option that only DDP itself can serve.
         self._own = own = next((seam for seam in ("_backward", "_step") if self.learn._overrides(seam)), "")
         is_static = cb.ddp_kwargs.get("static_graph")
         self._engine = engine = "comm_hook" if cb.comm_hook else "static_graph" if is_static else ""
-        cb.ends.callback(self._end)
+        cb.ends.callback(step.take_parameters, {}, watches=False)
         if hasattr(self.learn, "gradient_accumulation"):
             if own == "_backward":
                 raise ValueError(
@@ -68,12 +66,6 @@ class Averager:
                 " (errors.html#one-pass)"
             )
 
-    def _end(self) -> None:
-        """Take off the parameters what was put on them."""
-        self.way.detach()
-        self.step.take_parameters({}, watches=False)
-        del self.way  # it refers to this one: nothing of a run is left to garbage collection
-
     def begin(self) -> None:
         """Begin to train, perhaps another model than before; every rank must reach this."""
         step, learn = self.step, self.learn
@@ -90,7 +82,6 @@ class Averager:
         if learn.model is not self.model or step.is_changed() or named.keys() != step.named.keys():
             self._prepare(named)
         step.start()
-        learn._gradient = self.way
 
     def _prepare(self, named: dict[str, nn.Parameter]) -> None:
         """Get ready to train a model; every rank must reach this.
@@ -188,8 +179,10 @@ class Averager:
 
     def _take(self, way: StepGradient) -> StepGradient:
         """Average gradients in another way from the next backward pass on; every rank must reach this."""
-        self.way.detach()
-        self.way = self.learn._gradient = way
+        if self.learn._gradient is not None:
+            self.learn._gradient.detach()
+        self.learn._gradient = way
+        self.cb.ends.callback(way.detach)
         way.attach()
         return way
 
@@ -204,4 +197,5 @@ class Averager:
     def _before_optimizer(self, opt: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """The hook of each optimizer's `step`, where the learner makes passes of its own."""
         self.step.note_optimizer_step()  # first: a rank that has left asks if any has come here, and then comes, too
-        return cast(Passes, self.step.passes).before_optimizer(args, kwargs)
+        passes = self.step.passes
+        return None if passes is None else passes.before_optimizer(args, kwargs)
