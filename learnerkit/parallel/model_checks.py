@@ -22,7 +22,7 @@ def check_parts(model: nn.Module, names: tuple[str, ...], beside: list[nn.Parame
     """
     for name in names:
         if not isinstance(getattr(model, name, None), nn.Module):
-            there = [n for n, _ in model.named_children()]
+            there = list(dict(model.named_children()))
             raise ValueError(f"wrap={names} names {name!r}; {type(model).__name__} has {there}")
     inside = {p for name in names for p in getattr(model, name).parameters()}
     outside = [name for name, p in model.named_parameters() if p.requires_grad and p not in inside]
@@ -83,6 +83,7 @@ def rank_norms(model: nn.Module) -> dict[str, nn.Module]:
 def synchronised(model: nn.Module) -> Iterator[None]:
     """Put `SyncBatchNorm` in the place of each BatchNorm inside a model for a while; it shares the parameters."""
     norms = rank_norms(model)
+    norms.pop("", None)  # a model that is nothing else has no place for another
     for name, norm in norms.items():
         model.set_submodule(name, nn.SyncBatchNorm.convert_sync_batchnorm(norm))
     yield
