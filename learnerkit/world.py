@@ -792,18 +792,9 @@ def set_seed(seed: int, reproducible: bool = False) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def seed_digest() -> int:
-    """Fingerprint of the state of torch's global generator."""
-    return digests([torch.get_rng_state()])[0]
-
-
-def spread_seeds(found: Sequence[int]) -> None:
-    """Move ranks other than 0 to random streams of their own if all still share one.
-
-    Args:
-        found: each rank's `seed_digest`.
-    """
-    if len(set(found)) == 1 and not is_main():
+def spread_seeds() -> None:
+    """Move ranks other than 0 to random streams of their own if all still share one; every rank must reach this."""
+    if same_everywhere(torch.get_rng_state().numpy().tobytes()) and not is_main():
         set_seed(stream_seed(torch.initial_seed(), rank()))
 
 

@@ -15,7 +15,7 @@ they were added. The orders of all callbacks of the package, with those of the o
        6  GradientAccumulation: decides whether a step is due before the callbacks that act on steps
       10  MixedPrecision: unscales the gradients before anything reads them
       11  GradientClip: clips unscaled gradients
-      11  DistributedCallback, _BatchHook: replace the loader before callbacks use it
+      11  DistributedCallback: replaces the loader before callbacks use it
       12  OverfitBatch, ShortEpochCallback: shorten the loader that DistributedCallback has set
       13  ScalingMonitor: waits for the loader that all the above have set
       14  ActivationStats: hooks the modules that all the above have put in their places

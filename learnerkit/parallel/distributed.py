@@ -2,14 +2,12 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
@@ -17,14 +15,15 @@ from learnerkit import optim, world
 from learnerkit.callback import Callback, Dispatch, is_ours
 from learnerkit.data.batches import loader_len, map_batch, on_host, tensors_in
 from learnerkit.data.order import draws_globally, states_at_start
-from learnerkit.parallel import model_checks
+from learnerkit.events import INNER_EVENTS
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.averager import Averager
 from learnerkit.parallel.left_batch import LeftBatch
 from learnerkit.parallel.loaders import RankLoader, rank_loader
+from learnerkit.parallel.model_checks import check_devices, rank_norms
 from learnerkit.parallel.rank_step import COMM_HOOKS, RankStep
 from learnerkit.text import did_you_mean
-from learnerkit.utils import digests, listify, spanned_devices, warn
+from learnerkit.utils import describe, digests, listify, spanned_devices, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -69,11 +68,15 @@ class DistributedCallback(Callback):
             those of one process. Only for gradients that DDP averages.
         ddp_kwargs: further arguments of `DistributedDataParallel`.
 
+    Attributes:
+        ends: what is put back at the end of a run.
+
     Raises:
         TypeError, ValueError: an argument that is unknown, or has no such value.
     """
 
     order = 11
+    run_valid = False  # at the events of batches, whose hooks it has for as long as a fit lasts
 
     def __init__(
         self,
@@ -104,18 +107,17 @@ class DistributedCallback(Callback):
         allowed = set(signature(DistributedDataParallel).parameters) - {"module", "device_ids", "output_device"}
         for name in ddp_kwargs:
             if name not in allowed:
-                near = did_you_mean(name, [*allowed, *signature(DistributedCallback).parameters])
-                near = near if name != "cuda_id" else f": {OWN_DEVICE}"
+                known = [*allowed, *signature(DistributedCallback).parameters]
+                near = f": {OWN_DEVICE}" if name == "cuda_id" else did_you_mean(name, known)
                 raise TypeError(f"got the argument {name!r}, which neither DistributedCallback nor DDP takes{near}")
+        # DDP holds the parameters alone, so these two of its options are for what sends the buffers.
+        sends = [ddp_kwargs.pop(name, None) for name in ("broadcast_buffers", "forward_sync_buffers")]
+        self.sends_buffers = False not in sends
         self.ddp_kwargs = ddp_kwargs
-        self._told: set[str] = set()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._averager: Averager | None = None  # of the fit, once it trains
+        self._told = set[str]()
         self._loaders: dict[tuple, tuple[Any, RankLoader]] = {}
-        self._undo: list[Callable[[], object]] = []
-        self._outside: list[tuple] = []
+        self._averager: Averager | None = None  # of a fit that trains
+        self.ends = ExitStack()
 
     def tell_once(self, message: str, by: Callable[[str], object] = warn) -> None:
         """Say something on rank 0, once for this learner; of another one the same may be true."""
@@ -126,22 +128,18 @@ class DistributedCallback(Callback):
     # A fit
 
     def before_fit(self) -> None:
-        learn = self.learn
-        if world.world_size() == 1:
+        learn, agreement = self.learn, self.learn._agreement
+        if agreement is None:  # there is one process
             return
         if not world.is_main():
-            self._undo.append(partial(setattr, learn, "logger", learn.logger))
-            learn.logger = lambda row: None
+            self.ends.enter_context(learn.no_logging())
         with world.grouped_collectives():
             if learn.task in ("validate", "predict"):
-                self._prepare_evaluation()
+                world.give_values([*learn.model.parameters(), *learn.model.buffers()])
             else:
                 self._compare()
-
-    def _prepare_evaluation(self) -> None:
-        """Give all ranks rank 0's weights where they differ, and random streams of their own where they share one."""
-        world.give_values([*self.learn.model.parameters(), *self.learn.model.buffers()])
-        world.spread_seeds(world.all_gather(world.seed_digest()))
+                self._take_part(agreement)
+            world.spread_seeds()
 
     def _compare(self) -> None:
         """Refuse a fit that differs between ranks, and give all of them rank 0's optimizer state and sample order."""
@@ -156,133 +154,97 @@ class DistributedCallback(Callback):
             "parameters": sum(p.numel() for p in learn.model.parameters()),
             **_settings(learn.cbs),
         }
-        order = None if learn._position is None else learn._position.order.generator
-        optimizers = [_digest(opt.state_dict()) for opt in learn.opts]
-        placed = socket.gethostname(), list(map(str, spanned_devices(learn.model)))
-        mine = facts, optimizers, world.seed_digest(), order and order.get_state(), placed
-        everyone, others, seeds, orders, places = zip(*world.all_gather(mine), strict=True)
-        model_checks.check_devices(places)
+        check_devices(world.all_gather((socket.gethostname(), list(map(str, spanned_devices(learn.model))))))
+        everyone = world.all_gather(facts)
         for name in dict.fromkeys(name for other in everyone for name in other):
             found = {r: other[name] for r, other in enumerate(everyone) if name in other}  # a callback may be on some
-            if any(value != next(iter(found.values())) for value in found.values()):
+            if len(set(map(repr, found.values()))) > 1:
                 by_rank = ", ".join(f"rank {r}: {value}" for r, value in found.items())
                 raise ValueError(
                     f"fit differs between ranks in its {name} ({by_rank}); every rank must make the same call"
                 )
-        if any(other != others[0] for other in others):
-            for opt in learn.opts:
-                optim.load_state(opt, world.broadcast(on_host(opt.state_dict())), learn.model)
-        world.spread_seeds(seeds)
-        if order is not None:
-            order.set_state(orders[0])
+        states = [opt.state_dict() for opt in learn.opts]
+        if not world.same_everywhere((map_batch(describe, states), digests(tensors_in(states)))):
+            for opt, state in zip(learn.opts, world.broadcast(on_host(states)), strict=True):
+                optim.load_state(opt, state, learn.model)
+        if learn._position is not None:
+            order = learn._position.order.generator
+            order.set_state(world.broadcast(order.get_state()))
+
+    def _take_part(self, agreement: Agreement) -> None:
+        """Have this rank take part in all batches of the fit, also in those that it leaves."""
+        learn = self.learn
+        step = RankStep(learn, agreement)
+        left_batch = agreement.left_batch = LeftBatch(learn, step)
+        self._averager = Averager(self, step)
+        self.before_batch = step.before_batch
+        self.after_cancel_backward = left_batch.finish_backward
+        self.after_cancel_step = left_batch.step_unless_all_skip
+        self.after_cancel_batch = left_batch.finish_batch
+        if learn._overrides("_step"):  # which may step without the optimizer's `step`
+            self.after_step = step.note_optimizer_step
+        self.ends.enter_context(learn.added_cbs(left_batch.stand_in))
 
     def cleanup_fit(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        self._forget()
+        self.ends.close()
+        for event in INNER_EVENTS:
+            vars(self).pop(event, None)
+        self._averager = None
+        self._loaders.clear()
 
-    # Training
+    # Training, and evaluation without collectives in the forward pass, also in the middle of training; the run itself
+    # puts back the loader that it reads
 
     def before_train(self) -> None:
-        if world.world_size() == 1:
-            return
-        learn = self.learn
-        if self._averager is None:
-            step = RankStep(learn, cast(Agreement, learn._agreement))
-            left_batch = step.agreement.left_batch = LeftBatch(learn, step)
-            for cb in (left_batch.stand_in, _BatchHook(left_batch)):
-                learn.add_cb(cb)
-                self._undo.append(partial(learn.remove_cb, cb))
-            self._averager = Averager(self, step)
-            self._undo.append(self._averager.end)
-        self._averager.begin()
-        self._enter(training=True)
-        learn._gradient = self._averager.way
+        if self._averager is not None:
+            self._averager.begin()
+            self._share_out(self._averager.step)
 
-    def after_train(self) -> None:
-        self._send_buffers()
+    def before_validate(self) -> None:
+        if world.world_size() > 1:
+            self._share_out(None)
+            self._send_buffers()
 
-    def _share_out(self, dl: Any, training: bool) -> RankLoader:
-        learn, key = self.learn, (id(dl), training)
-        drawn = draws_globally(dl) or isinstance(getattr(dl, "dataset", None), IterableDataset)
+    def _send_buffers(self) -> None:
+        """Give every rank rank 0's buffers; every rank must reach this."""
+        if self._averager is not None:
+            world.broadcast_into(list(self._averager.model.buffers()))
+
+    after_train = _send_buffers
+
+    def _share_out(self, step: RankStep | None) -> None:
+        """Put this rank's share of the learner's loader in its place.
+
+        Args:
+            step: of the ranks, for training.
+        """
+        learn, dl, training = self.learn, self.learn.dl, step is not None
+        dataset, key = getattr(dl, "dataset", None), (id(dl), training)
+        drawn = draws_globally(dl) or isinstance(dataset, IterableDataset)
         position = learn._position if training else None
         seed = since = None if position is None else position.states  # known, if a run goes on in mid-epoch
         if seed is None:
             seed = world.broadcast(states_at_start(dl)) if drawn else 0  # the order is the one that rank 0 would draw
-        if key not in self._loaders:
-            name, dataset = "the training loader" if training else "the loader", getattr(dl, "dataset", None)
-            if training and isinstance(dataset, Sized) and len(dataset) < world.world_size():
-                some = f"{len(dataset)} sample{'s' if len(dataset) > 1 else ''} for {world.world_size()} ranks"
+        if key in self._loaders:
+            shared = self._loaders[key][1]
+        else:
+            n = loader_len(dataset)
+            if training and n is not None and n < world.world_size():
+                some = f"{n} sample{'s' if n > 1 else ''} for {world.world_size()} ranks"
                 self.tell_once(f"the training data has {some}: some of them have nothing to do")
             # With statistics per rank, BatchNorm needs two samples on a rank, or none.
-            alone = training and any(
-                not isinstance(m, nn.SyncBatchNorm) for m in model_checks.batch_norms(self.learn.model)
-            )
-            least = 2 if alone else 1
-            step = self._averager.step if training and self._averager is not None else None
             shared = rank_loader(
-                dl, name, training=training, split=self.split_batches, least=least, seed=seed,
-                sharded=self.dataset_is_sharded, join=self.uneven == "join", rank_step=step,
+                dl, "the training loader" if training else "the loader", training=training, split=self.split_batches,
+                least=2 if training and rank_norms(learn.model) else 1, seed=seed, sharded=self.dataset_is_sharded,
+                join=self.uneven == "join", rank_step=step,
             )  # fmt: skip
             if learn.dls.keeps(dl):  # else it is made for this reading alone
                 self._loaders[key] = dl, shared  # with the loader itself, so that its id stays its own
-        else:
-            shared = self._loaders[key][1]
         shared.reseed(seed, since)
         if position is not None:
             position.states = seed if drawn else None
             learn._first_batch = position.share(shared)
-        return shared
-
-    # Evaluation, without collectives in the forward pass
-
-    def before_validate(self) -> None:
-        if world.world_size() == 1:
-            return
-        self._enter(training=False)
-        self._send_buffers()
-
-    def _send_buffers(self) -> None:
-        """Give every rank rank 0's buffers; every rank must reach this."""
-        if self._averager is not None and self._averager.model is not None:
-            world.broadcast_into(list(self._averager.model.buffers()))
-
-    # What training and evaluation swap and put back; evaluation may be called in the middle of training
-
-    def _enter(self, training: bool) -> None:
-        learn = self.learn
-        self._outside.append((learn.dl, None if training else learn._gradient))
-        learn.dl = self._share_out(learn.dl, training)
-
-    def cleanup_train(self) -> None:
-        if self._outside:
-            self.learn.dl, self.learn._gradient = self._outside.pop()
-
-    cleanup_validate = cleanup_train
-
-
-class _BatchHook(Callback):
-    """The part of `DistributedCallback` that runs at each training batch, for as long as a fit lasts.
-
-    Args:
-        left_batch: finishes what this rank leaves; its step prepares the batch.
-    """
-
-    order = DistributedCallback.order
-    run_valid = False
-
-    def __init__(self, left_batch: LeftBatch) -> None:
-        super().__init__()
-        # Attributes rather than keywords, which refer to the callback: nothing of a run is left to garbage collection.
-        self.before_batch = left_batch.step.before_batch
-        self.after_cancel_backward = left_batch.finish_backward
-        self.after_cancel_step = left_batch.step_unless_all_skip
-        self.after_cancel_batch = left_batch.finish_batch
-        if left_batch.learn._overrides("_step"):  # which may step without the optimizer's `step`
-            self.after_step = left_batch.step.note_optimizer_step
-
-    def __repr__(self) -> str:
-        return "DistributedCallback"
+        learn.dl = shared
 
 
 def member_of(cbs: Iterable[Callback]) -> DistributedCallback | None:
@@ -292,8 +254,7 @@ def member_of(cbs: Iterable[Callback]) -> DistributedCallback | None:
 
 def warn_outside_context(learn: "Learner") -> None:
     """Warn, once for a learner, that several processes are about to train the same thing, each for itself."""
-    distributed = member_of(learn.cbs) is not None
-    if world.world_size() > 1 and world.is_main() and not distributed and not learn._told_outside:
+    if world.world_size() > 1 and world.is_main() and not (member_of(learn.cbs) or learn._told_outside):
         learn._told_outside = True
         warn(
             f"{world.world_size()} processes each train a whole copy of the model on all the data; "
@@ -308,9 +269,8 @@ def agreement_for(learn: "Learner", what: str) -> Iterator[None]:
     if member is None or world.world_size() == 1 or learn._agreement is not None:
         yield
         return
-    what = "get_preds" if what == "predict" else what
     try:
-        with Agreement(learn, what, member.timeout) as learn._agreement:
+        with Agreement(learn, "get_preds" if what == "predict" else what, member.timeout) as learn._agreement:
             yield
     finally:
         learn._agreement = None
@@ -338,8 +298,3 @@ def _settings(cbs: Iterable[Callback]) -> dict[str, str]:
                 key = f"{base.__name__}({name}=)"
                 found[key] = f"{found[key]}, {value!r}" if key in found else repr(value)
     return found
-
-
-def _digest(state: dict) -> tuple:
-    """Fingerprint of the state of an optimizer. A host-device sync."""
-    return digests(tensors_in(state)), repr(map_batch(lambda t: (t.shape, t.dtype), state))

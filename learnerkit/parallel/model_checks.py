@@ -1,6 +1,7 @@
 """What a model must be to be trained by several ranks, and SyncBatchNorm in the place of its BatchNorms."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,22 +11,30 @@ from learnerkit.torch_internals import BatchNorm
 from learnerkit.utils import digests
 
 
-def check_parts(model: nn.Module, names: tuple[str, ...]) -> None:
+def check_parts(model: nn.Module, names: tuple[str, ...], beside: list[nn.Parameter]) -> None:
     """Refuse names of sub-modules to wrap that are not there, or that leave trainable parameters out.
+
+    Args:
+        beside: parameters that are trained and not the model's.
 
     Raises:
         ValueError: with the names that there are, or with what is left out.
     """
     for name in names:
         if not isinstance(getattr(model, name, None), nn.Module):
-            there = [n for n, _ in model.named_children()]
+            there = list(dict(model.named_children()))
             raise ValueError(f"wrap={names} names {name!r}; {type(model).__name__} has {there}")
-    inside = {id(p) for name in names for p in getattr(model, name).parameters()}
-    outside = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in inside]
+    inside = {p for name in names for p in getattr(model, name).parameters()}
+    outside = [name for name, p in model.named_parameters() if p.requires_grad and p not in inside]
     if outside:
         raise ValueError(
             f"wrap={names} leaves out {first_few(outside)}, which each rank would train by itself; name their modules "
             "too, or freeze them"
+        )
+    if beside:
+        raise ValueError(
+            f"the loss or the optimizer has {len(beside)} trainable parameters that are not the model's, and "
+            f"wrap={names} leaves them out: put them into the model, in one of these parts"
         )
 
 
@@ -51,39 +60,33 @@ def check_devices(placed: list[tuple[str, list[str]]]) -> None:
                 )
 
 
-def buffer_marks(model: nn.Module, loss_func: Any) -> dict[str, str]:
+def buffer_marks(model: nn.Module, loss_func: Any) -> dict[str, int]:
     """Return fingerprints of buffers by name, without those of BatchNorm. A host-device sync."""
     named: dict[str, Tensor] = {}
-    for prefix, module in (
-        ("", model),
-        ("the loss's ", loss_func if isinstance(loss_func, nn.Module) else nn.Module()),
-    ):
-        norms = {id(b) for m in module.modules() if isinstance(m, BatchNorm) for b in m.buffers()}
-        named |= {prefix + name: b for name, b in module.named_buffers() if id(b) not in norms}
-    return dict(zip(named, map(str, digests(named.values())), strict=True))
+    for whose, root in (("", model), ("the loss's ", loss_func)):
+        for prefix, module in root.named_modules() if isinstance(root, nn.Module) else ():
+            if not isinstance(module, BatchNorm):
+                named |= {whose + name: b for name, b in module.named_buffers(prefix, recurse=False)}
+    return dict(zip(named, digests(named.values()), strict=True))
 
 
 # BatchNorm
 
 
-def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Return the BatchNorms of a model."""
-    return [m for m in model.modules() if isinstance(m, BatchNorm)]
+def rank_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Return by name the BatchNorms of a model that see the samples of their own rank alone."""
+    found = model.named_modules(remove_duplicate=False)
+    return {name: m for name, m in found if isinstance(m, BatchNorm) and not isinstance(m, nn.SyncBatchNorm)}
 
 
-def synchronise_batch_norms(model: nn.Module) -> Callable[[], None]:
-    """Put `SyncBatchNorm` in the place of each BatchNorm, sharing its parameters; return what undoes it."""
-    swapped = []
-    for parent in list(model.modules()):
-        for name, norm in list(parent.named_children()):
-            if isinstance(norm, BatchNorm) and not isinstance(norm, nn.SyncBatchNorm):
-                synced = nn.SyncBatchNorm.convert_sync_batchnorm(norm)
-                setattr(parent, name, synced)
-                swapped.append((parent, name, norm, synced))
-
-    def undo() -> None:
-        for parent, name, norm, synced in swapped:
-            norm.load_state_dict(synced.state_dict())
-            setattr(parent, name, norm)
-
-    return undo
+@contextmanager
+def synchronised(model: nn.Module) -> Iterator[None]:
+    """Put `SyncBatchNorm` in the place of each BatchNorm inside a model for a while; it shares the parameters."""
+    norms = rank_norms(model)
+    norms.pop("", None)  # a model that is nothing else has no place for another
+    for name, norm in norms.items():
+        model.set_submodule(name, nn.SyncBatchNorm.convert_sync_batchnorm(norm))
+    yield
+    for name, norm in norms.items():
+        norm.load_state_dict(model.get_submodule(name).state_dict())
+        model.set_submodule(name, norm)
