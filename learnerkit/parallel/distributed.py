@@ -311,7 +311,7 @@ def agreement_for(learn: "Learner", what: str) -> Iterator[None]:
         return
     what = "get_preds" if what == "predict" else what
     try:
-        with Agreement(learn, what, member.timeout) as learn._agreement:
+        with Agreement(learn).run(what, member.timeout) as learn._agreement:
             yield
     finally:
         learn._agreement = None

@@ -20,7 +20,7 @@ from learnerkit.gradient_mean import (
     zero_loss,
 )
 from learnerkit.host_scalars import HostCopy
-from learnerkit.parallel.agreement import LEAVING, Agreement, RankDispatch, flags_of, packed, unpacked
+from learnerkit.parallel.agreement import LEAVING, TOLD, Agreement, RankDispatch
 from learnerkit.parallel.passes import Passes
 from learnerkit.text import first_few
 from learnerkit.torch_internals import remove_ddp_hooks
@@ -180,10 +180,9 @@ class RankStep:
 
     def vector(self, count: float | Tensor) -> Tensor:
         """Return this rank's vector, with its reasons to leave: they concern the last batch of a step alone."""
-        leaving, request = self.agreement.pending, self.agreement.request.mine
-        if not self.learn._step_due or (leaving is None and not request):
-            return self.message.vector(count, None)
-        return self.message.vector(count, [*flags_of(leaving), packed(request, self.message.ranks)])
+        agreement = self.agreement
+        tells = self.learn._step_due and (agreement.pending is not None or agreement.request.mine)
+        return self.message.vector(count, agreement.flags() if tells else None)
 
     def complete(self, vector: Tensor, corrects: bool) -> None:
         """Correct the gradients of the step, which are averaged, and leave if the ranks say so.
@@ -207,20 +206,19 @@ class RankStep:
         if message.reads_late:
             flags = message.exchange_flags(vector)
             if flags is not None:
-                self.agreement.check()  # of a reduction that was broken off they would mean nothing
+                self.agreement.watch.check()  # of a reduction that was broken off they would mean nothing
         if flags is not None and any(flags):
             self._obey(flags)
         if self.passes is not None:
             self.passes.open_now()
 
     def _obey(self, flags: list[float]) -> None:
-        *leaving, request = flags
-        asked = self.agreement.request
-        asked.agreed = max(asked.agreed, unpacked(request, self.message.ranks))
-        if any(leaving):
+        try:
+            self.agreement.obey(flags)
+        except LEAVING:
             self.message.forget()
             self.learn._zero_grad()
-            self.agreement.leave(leaving)
+            raise
 
     # What other ranks may wait for
 
@@ -266,8 +264,8 @@ class RankStep:
 
 # The vector
 
-FLAGS = len(LEAVING) + 1  # one for each reason to leave, and what is asked of the rank
-_SLOTS = 8  # so many that the gradients that follow in DDP's bucket stay aligned for vector instructions
+FLAGS = len(TOLD)
+_SLOTS = 16  # so many that the gradients that follow in DDP's bucket stay aligned for vector instructions
 
 
 class Message:
@@ -298,7 +296,7 @@ class Message:
 
         Args:
             count: what its batches count.
-            flags: each 1 or 0, but for the last, a `packed` request; `None`: all are 0.
+            flags: of `TOLD`, each 1 or 0; `None`: all are 0.
         """
         plain = (count, self.dtype) if flags is None and isinstance(count, int) else None
         if plain in self._plain:
