@@ -9,10 +9,9 @@ a cancel cannot wait for that: `watch.py` tells the others and frees those that 
 import math
 import os
 import signal
-import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +19,7 @@ import torch
 
 from learnerkit import world
 from learnerkit.callback import Callback, Dispatch
-from learnerkit.endings import Ending, ending_of, mark, may_follow, raised_in
+from learnerkit.endings import ending_of, mark, may_follow, raised_in
 from learnerkit.events import (
     INNER_EVENTS,
     CancelBackwardException,
@@ -99,6 +98,7 @@ class Agreement:
         self.presses = 0  # of Ctrl-C
         self.request = Request()
         self.votes = 0
+        self.event = "before_fit"  # which has taken place last
         self.left_batch: Any = None  # this rank's `LeftBatch` once it trains, with its `RankStep`
         self.alone_from = math.inf  # the training batch from which on each rank trains by itself; outside they vote
 
@@ -127,9 +127,9 @@ class Agreement:
             # A rank that has left an event by a cancel goes on to the vote after it, which would be paired with a
             # collective of the others.
             stack.enter_context(world.before_collective(self.vote))
-            in_main = threading.current_thread() is threading.main_thread()
-            if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the user has a handler
-                stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._interrupt))
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the user has a handler
+                with suppress(ValueError):  # not in the main thread, where alone Python sees signals
+                    stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._interrupt))
             try:
                 yield self
                 self.vote("the end of the run")  # another rank may have failed in a cleanup
@@ -162,13 +162,10 @@ class Agreement:
                 end_at_once()  # the launcher has sent SIGTERM since another rank is dead
             if self.watch.first_failure(patience=0.0 if known.standstill else 2.0):  # else no other rank will say more
                 return
-        event = known.event or f"the loop, after {self.watch.heartbeat.read()['event']}"
-        facts = {
-            "rank": self.watch.rank, "event": event, "callback": known.callback, "epoch": self.learn.epoch,
-            "step": max(self.learn.iter, 0), "cause": in_one_line(error),
-        }  # fmt: skip
-        mark(error, **facts)
-        self.watch.fail(Ending.of(facts))
+        event = known.event or f"the loop, after {self.event}"
+        epoch, step = self.learn.epoch, max(self.learn.iter, 0)
+        mark(error, rank=self.watch.rank, event=event, epoch=epoch, step=step, cause=in_one_line(error))
+        self.watch.fail(ending_of(error))
 
     # Cancels
 
@@ -218,7 +215,7 @@ class Agreement:
         """
         self.votes += 1
         learn = self.learn
-        where = where or f"a collective in {self.watch.heartbeat.read()['event']}"
+        where = where or f"a collective in {self.event}"
         if learn._dispatch is not None:
             where += f" ({learn.task})"
         place = zlib.crc32(where.encode())
@@ -330,24 +327,23 @@ class RankDispatch(Dispatch):
             hooks, self.stopped = self.stopped[1], ("", ())
         elif self.last is not None and _PLACES[event] <= _PLACES[self.last]:
             return
-        with self.agreement.keeping():
-            try:
-                self._call(event, hooks)
-            except (CancelBatchException, CancelBackwardException, CancelStepException):
-                pass
+        of_this_rank = suppress(CancelBatchException, CancelBackwardException, CancelStepException)
+        with self.agreement.keeping(), of_this_rank:
+            self._call(event, hooks)
 
     def _call(self, event: str, hooks: list) -> None:
         if event in _PLACES:
             self.last = event
+        self.agreement.event = event
         learn, watch = self.agreement.learn, self.agreement.watch
-        for i, (cb, hook, place) in enumerate(hooks):
+        for i, (_, hook, place) in enumerate(hooks):
             watch.heartbeat.beat(monotonic(), learn.epoch, learn.iter, place)
             watch.check()
             try:
                 hook()
             except BaseException as error:
                 self.stopped = event, hooks[i + 1 :]
-                raised_in(error, event, repr(cb))
+                raised_in(error, event, place.decode().partition("/")[2])
                 raise
 
     def close(self) -> None:

@@ -107,21 +107,17 @@ class Watch:
             return  # the process that hosts the store is stopped, and this run is over anyway
         for thread in self._threads:
             thread.join(timeout=ANSWER_SECONDS)
-        # Now rather than when the garbage is collected, so that fits in a row do not gather descriptors.
-        del self.store, self._inbox
-        for heartbeat in (self.heartbeat, *self.heartbeats.values()):
-            heartbeat.close()
+        self.heartbeat.close()
 
     def _leave(self) -> None:
         with suppress(RuntimeError):  # the store has gone with rank 0; then the listener has noticed, too
             self.tell([self.rank], "stop")
             if self.failure is not None:
                 # Rank 0, which may host the store, last: torch would print long messages on the others.
-                end = time.monotonic() + ANSWER_SECONDS / 2
-                left = self.store.add("left", 1)
-                while self.rank == 0 and left < self.ranks and time.monotonic() < end:
+                end = time.monotonic() + ANSWER_SECONDS
+                self.store.add("left", 1)
+                while self.rank == 0 and self.store.add("left", 0) < self.ranks and time.monotonic() < end:
                     time.sleep(0.01)
-                    left = self.store.add("left", 0)
 
     def _aside(self, work: Callable, *args: Any) -> bool:
         """Do something with the store in a thread, give signs of life meanwhile, and tell whether it is done soon.
@@ -130,11 +126,12 @@ class Watch:
         """
         thread = threading.Thread(target=work, args=args, daemon=True)
         thread.start()
-        end = time.monotonic() + ANSWER_SECONDS
-        while thread.is_alive() and time.monotonic() < end:
+        for _ in range(round(6 * ANSWER_SECONDS)):  # a little longer than the work waits by itself
             thread.join(0.2)
+            if not thread.is_alive():
+                return True
             self.heartbeat.live(waits=True)
-        return not thread.is_alive()
+        return False
 
     # Messages
 
@@ -150,16 +147,17 @@ class Watch:
                 kind, about = json.loads(self._inbox.get(f"inbox/{self.rank}/{number}"))
             except RuntimeError:  # the store has gone: so has rank 0, and the collectives will say so
                 return
-            if kind == "stop":
-                return
-            if kind == "failed":
-                self._over.wait(GRACE_SECONDS)
-                self.failure = self.failure or Ending.of(about)
-                self.hang_up()
-            elif kind == "leaving":
-                self.called = about
-            elif kind == "report?":
-                self._inbox.set(f"{about}/{self.rank}", json.dumps(self.report()))
+            match kind:
+                case "stop":
+                    return
+                case "failed":
+                    self._over.wait(GRACE_SECONDS)
+                    self.failure = self.failure or Ending.of(about)
+                    self.hang_up()
+                case "leaving":
+                    self.called = about
+                case "report?":
+                    self._inbox.set(f"{about}/{self.rank}", json.dumps(self.report()))
 
     def report(self) -> dict:
         """Describe where this rank is, whether it waits for others, and its main thread's stack."""
@@ -169,14 +167,14 @@ class Watch:
 
     def _ask(self, answers: dict[int, dict]) -> None:
         """Collect the reports of the other ranks, as far as they answer soon."""
-        key, end = f"report/{self.rank}/{time.monotonic_ns()}", time.monotonic() + ANSWER_SECONDS
-        self.tell(self.others, "report?", key)
-        silent = set(self.others)
-        while silent and self.failure is None and time.monotonic() < end:
-            time.sleep(0.001)
-            for rank in [rank for rank in silent if self.store.check([f"{key}/{rank}"])]:
-                answers[rank] = json.loads(self.store.get(f"{key}/{rank}"))
-                silent.remove(rank)
+        question = f"report/{self.rank}/{time.monotonic_ns()}"
+        self.tell(self.others, "report?", question)
+        keys = {rank: f"{question}/{rank}" for rank in self.others}
+        with suppress(dist.DistStoreError):  # the time is over
+            self.store.wait(list(keys.values()), timedelta(seconds=ANSWER_SECONDS))
+        for rank, key in keys.items():
+            if self.store.check([key]):
+                answers[rank] = json.loads(self.store.get(key))
 
     # A failure
 
@@ -239,15 +237,13 @@ class Watch:
     # A standstill
 
     def _look(self) -> None:
-        every = min(1.0, self.timeout / 4)
-        began = time.monotonic()  # of the wait that the main thread is in
+        every, waited = min(1.0, self.timeout / 4), 0.0
         while not self._over.wait(every):
             waits = waits_for_ranks(frame_of_thread(self._main), _WAITING)
             self.heartbeat.live(waits)
-            now = time.monotonic()
-            if not waits or self.heartbeat.read()["since"] < now - began:  # it works, or has worked since
-                began = now
-            if self.failure is None and now - began > self.timeout:
+            stands = waits and self.heartbeat.read()["since"] > every  # else it works, or has worked since
+            waited = waited + every if stands else 0.0
+            if waited > self.timeout and self.failure is None:
                 self._diagnose()
                 return
 
@@ -256,7 +252,7 @@ class Watch:
         found = self._survey()
         late = [rank for rank, known in enumerate(found) if known["state"] != "waits"]
         failure = self._standstill(found, late)
-        if self.rank == min(set(range(self.ranks)) - set(late)):  # one rank prints for all
+        if self.rank == [known["state"] for known in found].index("waits"):  # one rank prints for all
             print(self._describe(found, late), file=sys.stderr, flush=True)
             self._aside(self.tell, self.others, "failed", vars(failure))
         else:
