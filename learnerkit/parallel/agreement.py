@@ -1,6 +1,6 @@
 """Ranks leave together: what one of them raises, all of them raise, at the same place of the loop.
 
-Outside the batches every event ends in a vote, a collective of a few bytes. In training the rank that raises goes on
+Outside the batches every event ends in a vote, a collective of some bytes. In training the rank that raises goes on
 taking part in the collectives, with batches of zero weight (`left_batch.py`), until the flag that it puts into the
 gradients' reduction has reached all (`rank_step.py`); in validation it calls the others to a vote. An error that is not
 a cancel cannot wait for that: `watch.py` tells the others and frees those that are blocked.
@@ -9,7 +9,6 @@ a cancel cannot wait for that: `watch.py` tells the others and frees those that 
 import math
 import os
 import signal
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from time import monotonic
@@ -218,17 +217,15 @@ class Agreement:
         where = where or f"a collective in {self.event}"
         if learn._dispatch is not None:
             where += f" ({learn.task})"
-        place = zlib.crc32(where.encode())
         with world.before_collective(None):
-            # A rank that has left a batch early has not counted it; the counter must not stay behind the others'.
-            counts = torch.tensor([*self.flags(), learn.train_iter, place, -place], dtype=torch.float64)
-            *flags, iterations, last, first = world.reduce(counts, "max", among="votes").tolist()
-            learn.train_iter = int(iterations)
-            self.obey(flags)
-            if last != -first:
-                places = enumerate(world.all_gather(where, among="votes"))
-                found = ", ".join(f"rank {rank} is at {place}" for rank, place in places)
-                raise world.not_together(f"the ranks have come to different places: {found}")
+            everyone = world.all_gather((self.flags(), learn.train_iter, where), among="votes")
+        flags, iterations, places = zip(*everyone, strict=True)
+        # A rank that has left a batch early has not counted it; the counter must not stay behind the others'.
+        learn.train_iter = max(iterations)
+        self.obey(list(map(max, *flags)))
+        if len(set(places)) > 1:
+            found = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
+            raise world.not_together(f"the ranks have come to different places: {found}")
 
     # The loop
 

@@ -103,13 +103,13 @@ class Watch:
     def __exit__(self, *error: object) -> None:
         self._over.set()
         self.passed = lambda: -1
-        if not self._aside(self._leave):
+        if self._aside(self._leave) is None:
             return  # the process that hosts the store is stopped, and this run is over anyway
         for thread in self._threads:
             thread.join(timeout=ANSWER_SECONDS)
         self.heartbeat.close()
 
-    def _leave(self) -> None:
+    def _leave(self) -> bool:
         with suppress(RuntimeError):  # the store has gone with rank 0; then the listener has noticed, too
             self.tell([self.rank], "stop")
             if self.failure is not None:
@@ -118,20 +118,22 @@ class Watch:
                 self.store.add("left", 1)
                 while self.rank == 0 and self.store.add("left", 0) < self.ranks and time.monotonic() < end:
                     time.sleep(0.01)
+        return True
 
-    def _aside(self, work: Callable, *args: Any) -> bool:
-        """Do something with the store in a thread, give signs of life meanwhile, and tell whether it is done soon.
+    def _aside(self, work: Callable, *args: Any) -> Any:
+        """Do something with the store in a thread, with signs of life meanwhile, and return what it returns.
 
-        The store does not answer if the process that hosts it, which may be that of rank 0, is stopped.
+        It is `None` if the store does not answer soon: the process that hosts it, often that of rank 0, may be stopped.
         """
-        thread = threading.Thread(target=work, args=args, daemon=True)
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(work(*args)), daemon=True)
         thread.start()
         for _ in range(round(6 * ANSWER_SECONDS)):  # a little longer than the work waits by itself
             thread.join(0.2)
-            if not thread.is_alive():
-                return True
+            if found:
+                return found[0]
             self.heartbeat.live(waits=True)
-        return False
+        return None
 
     # Messages
 
@@ -165,16 +167,14 @@ class Watch:
         waits, stack = waits_for_ranks(frame, _WAITING), "".join(traceback.format_stack(frame, 6))
         return self.heartbeat.read() | {"alive": 0.0, "waits": waits, "stack": stack, "passed": self.passed()}
 
-    def _ask(self, answers: dict[int, dict]) -> None:
+    def _ask(self) -> dict[int, dict]:
         """Collect the reports of the other ranks, as far as they answer soon."""
         question = f"report/{self.rank}/{time.monotonic_ns()}"
         self.tell(self.others, "report?", question)
         keys = {rank: f"{question}/{rank}" for rank in self.others}
         with suppress(dist.DistStoreError):  # the time is over
             self.store.wait(list(keys.values()), timedelta(seconds=ANSWER_SECONDS))
-        for rank, key in keys.items():
-            if self.store.check([key]):
-                answers[rank] = json.loads(self.store.get(key))
+        return {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
 
     # A failure
 
@@ -226,8 +226,7 @@ class Watch:
         """Tell whether every rank leaves a point out; ranks that have come to it never call this."""
         skipping = self.store.add(f"skipped/{point}", 1)
         while skipping < self.ranks:
-            answers: dict[int, dict] = {}
-            self._ask(answers)  # again and again, as some may not be there yet
+            answers = self._ask()  # again and again, as some may not be there yet
             self.check()
             if any(answer["passed"] >= point for answer in answers.values()):
                 return False
@@ -250,9 +249,10 @@ class Watch:
     def _diagnose(self) -> None:
         """Say who waits and who has not come, and end the run."""
         found = self._survey()
-        late = [rank for rank, known in enumerate(found) if known["state"] != "waits"]
+        states = [known["state"] for known in found]
+        late = [rank for rank, state in enumerate(states) if state != "waits"]
         failure = self._standstill(found, late)
-        if self.rank == [known["state"] for known in found].index("waits"):  # one rank prints for all
+        if self.rank == states.index("waits"):  # one rank prints for all
             print(self._describe(found, late), file=sys.stderr, flush=True)
             self._aside(self.tell, self.others, "failed", vars(failure))
         else:
@@ -265,8 +265,7 @@ class Watch:
 
     def _survey(self) -> list[dict]:
         """Find where each rank is, and whether it waits, is slow or silent."""
-        answers: dict[int, dict] = {}
-        self._aside(self._ask, answers)
+        answers = self._aside(self._ask) or {}
         answers[self.rank] = self.report() | {"waits": True}
         unknown = vars(Ending(event="an unknown event")) | {"since": math.nan, "alive": math.inf, "stack": ""}
         found = []
