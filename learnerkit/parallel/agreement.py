@@ -189,8 +189,6 @@ class Agreement:
     def obey(self, flags: list[float]) -> None:
         """Note what is asked of any rank, and raise the strongest reason to leave that any has.
 
-        It is this rank's own one, if that is of this kind; a stronger one that came too late waits for the next vote.
-
         Args:
             flags: the sum, mean or maximum of those of all ranks.
         """
@@ -198,10 +196,17 @@ class Agreement:
             if flag and isinstance(told, int):
                 self.request.agreed = max(self.request.agreed, told)
             elif flag:
-                reason, own = told(), self.pending
-                if strength(own) >= strength(reason):
-                    self.pending = None
-                raise mark(own if isinstance(own, told) else reason, agreed=True)
+                raise self._agreed(told)
+
+    def _agreed(self, kind: type[BaseException]) -> BaseException:
+        """What all ranks raise: this rank's own reason, if it is of that kind; a stronger one waits for the next vote.
+
+        It is not raised here, since its traceback would have this frame, which has it.
+        """
+        reason, own = kind(), self.pending
+        if strength(own) >= strength(reason):
+            self.pending = None
+        return mark(own if isinstance(own, kind) else reason, agreed=True)
 
     def vote(self, where: str = "") -> None:
         """Raise on every rank the strongest reason that any of them has to leave; every rank must reach this.
@@ -240,24 +245,22 @@ class Agreement:
                 self.watch.tell(self.watch.others, "leaving", self.votes)
             if self.pending is not None or self.watch.called == self.votes:
                 self.vote()
-        elif learn.train_iter >= self.alone_from:
+            return
+        if learn.train_iter >= self.alone_from:
             learn._gradient = None
             with world.alone():
                 one_batch()
-        else:
-            with world.before_collective(None):  # what this rank leaves for is told with its gradients
-                self._run_training_batch(one_batch)
-
-    def _run_training_batch(self, one_batch: Any) -> None:
-        cast("StepGradient", self.learn._gradient).begin()
-        with self.keeping():
-            one_batch()  # also with a reason to leave
-        if self.left_batch.step.is_open():
-            self.left_batch.finish_batch()
-        if self.dispatch.last != "after_batch":
-            self._leave_if_all_do("after_batch")
-        self.dispatch.resume("after_batch")  # the others have it, and it may hold a collective
-        self._leave_if_all_do("next batch")
+            return
+        with world.before_collective(None):  # what this rank leaves for is told with its gradients
+            cast("StepGradient", learn._gradient).begin()
+            with self.keeping():
+                one_batch()  # also with a reason to leave
+            if self.left_batch.step.is_open():
+                self.left_batch.finish_batch()
+            if self.dispatch.last != "after_batch":
+                self._leave_if_all_do("after_batch")
+            self.dispatch.resume("after_batch")  # the others have it, and it may hold a collective
+            self._leave_if_all_do("next batch")
 
     def _leave_if_all_do(self, point: str) -> None:
         """Leave at once, as one process would, if all ranks have a reason to before they come to this point."""

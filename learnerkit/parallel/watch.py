@@ -228,9 +228,9 @@ class Watch:
         while skipping < self.ranks:
             answers = self._ask()  # again and again, as some may not be there yet
             self.check()
-            if any(answer["passed"] >= point for answer in answers.values()):
+            skipping = self.store.add(f"skipped/{point}", 0)  # after the answers: once all skip it, they go on
+            if skipping < self.ranks and any(answer["passed"] >= point for answer in answers.values()):
                 return False
-            skipping = self.store.add(f"skipped/{point}", 0)
         return True
 
     # A standstill
