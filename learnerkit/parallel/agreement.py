@@ -123,9 +123,7 @@ class Agreement:
         world.join(timeout + 60, what, wait=timeout)
         with ExitStack() as stack:
             self.watch = stack.enter_context(Watch(what, timeout))
-            # A rank that has left an event by a cancel goes on to the vote after it, which would be paired with a
-            # collective of the others.
-            stack.enter_context(world.before_collective(self.vote))
+            stack.enter_context(world.before_collective(self._before_collective))
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the user has a handler
                 with suppress(ValueError):  # not in the main thread, where alone Python sees signals
                     stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._interrupt))
@@ -232,6 +230,12 @@ class Agreement:
             found = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
             raise world.not_together(f"the ranks have come to different places: {found}")
 
+    def _before_collective(self) -> None:
+        # A rank that has left an event by a cancel goes on to the vote after it, which would be paired with this
+        # collective of the others. In a batch of training it takes part.
+        if not (self.learn.training and self.event in INNER_EVENTS):
+            self.vote()
+
     # The loop
 
     def run_batch(self, one_batch: Any) -> None:
@@ -251,16 +255,15 @@ class Agreement:
             with world.alone():
                 one_batch()
             return
-        with world.before_collective(None):  # what this rank leaves for is told with its gradients
-            cast("StepGradient", learn._gradient).begin()
-            with self.keeping():
-                one_batch()  # also with a reason to leave
-            if self.left_batch.step.is_open():
-                self.left_batch.finish_batch()
-            if self.dispatch.last != "after_batch":
-                self._leave_if_all_do("after_batch")
-            self.dispatch.resume("after_batch")  # the others have it, and it may hold a collective
-            self._leave_if_all_do("next batch")
+        cast("StepGradient", learn._gradient).begin()
+        with self.keeping():
+            one_batch()  # also with a reason to leave, which is reduced with its gradients
+        if self.left_batch.step.is_open():
+            self.left_batch.finish_batch()
+        if self.dispatch.last != "after_batch":
+            self._leave_if_all_do("after_batch")
+        self.dispatch.resume("after_batch")  # the others have it, and it may hold a collective
+        self._leave_if_all_do("next batch")
 
     def _leave_if_all_do(self, point: str) -> None:
         """Leave at once, as one process would, if all ranks have a reason to before they come to this point."""
@@ -338,7 +341,8 @@ class RankDispatch(Dispatch):
         learn, watch = self.agreement.learn, self.agreement.watch
         for i, (_, hook, place) in enumerate(hooks):
             watch.heartbeat.beat(monotonic(), learn.epoch, learn.iter, place)
-            watch.check()
+            if watch.failure is not None:
+                watch.check()
             try:
                 hook()
             except BaseException as error:
