@@ -33,8 +33,7 @@ WRITERS = {
 """Functions that make such text; all text in them counts."""
 
 MAKERS = {
-    "no_loss", "no_scalar", "_refused", "_used", "_refusal", "_not_met", "_parted", "_agreed", "not_together",
-    "peer_error", "error",
+    "no_loss", "no_scalar", "_refused", "_used", "_refusal", "_not_met", "_agreed", "not_together", "error",
 }  # fmt: skip
 """Functions that make an error with a text, which is collected there."""
 

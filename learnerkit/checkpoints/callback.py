@@ -340,8 +340,8 @@ class CheckpointCallback(StepCounter):
     def after_batch(self) -> None:
         learn = self.learn
         if not learn.training:
-            if self._alone and self._request.mine > SAVE:
-                raise CancelFitException(agreed=True)  # `after_cancel_fit` saves what was before the validation
+            if self._request.mine > SAVE and self._trained is not None:
+                raise CancelFitException  # `after_cancel_fit` saves what was before the validation
             return
         if not learn._step_due:
             self._step_open = True
@@ -389,12 +389,6 @@ class CheckpointCallback(StepCounter):
             self._restorer = None
         if self._request.heard and learn.dls.valid is not None:
             self._trained = self._info(TRAINED), state.image(learn)  # model and optimizer stay until `after_epoch`
-
-    def before_validate(self) -> None:
-        self._request.ends_validation = self._trained is not None
-
-    def cleanup_validate(self) -> None:
-        self._request.ends_validation = False
 
     def after_cancel_fit(self) -> None:
         """Save what was the state before a validation that a signal has cut short."""

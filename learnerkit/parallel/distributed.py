@@ -270,7 +270,7 @@ def agreement_for(learn: "Learner", what: str) -> Iterator[None]:
         yield
         return
     try:
-        with Agreement(learn, "get_preds" if what == "predict" else what, member.timeout) as learn._agreement:
+        with Agreement(learn).run("get_preds" if what == "predict" else what, member.timeout) as learn._agreement:
             yield
     finally:
         learn._agreement = None

@@ -84,8 +84,7 @@ class LeftBatch:
         learn, step, dispatch = self.learn, self.step, self.step.agreement.dispatch
         if step.progress.reduced:
             return
-        if dispatch.to_come("before_batch"):
-            dispatch.resume("before_batch")  # schedules, for one: the step will be taken here, too
+        dispatch.resume("before_batch")  # schedules, for one: the step will be taken here, too
         batch = {name: getattr(learn, name) for name in _OF_BATCH}
         learn.batch_size = 0
         clean = all(p.grad is None for p in learn.model.parameters())
@@ -118,8 +117,7 @@ class LeftBatch:
                 return
             del events[0]
         for event in events:
-            if dispatch.to_come(event):
-                dispatch.resume(event)  # what clips here has clipped there
+            dispatch.resume(event)  # what clips here has clipped there
         learn._step()
 
 

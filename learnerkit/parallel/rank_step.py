@@ -19,7 +19,7 @@ from learnerkit.gradient_mean import (
     scale_gradients,
 )
 from learnerkit.host_scalars import HostCopy
-from learnerkit.parallel.agreement import LEAVING, Agreement, RankDispatch, flags_of, packed, unpacked
+from learnerkit.parallel.agreement import LEAVING, TOLD, Agreement, RankDispatch
 from learnerkit.parallel.passes import Passes
 from learnerkit.text import first_few
 from learnerkit.torch_internals import remove_ddp_hooks
@@ -180,9 +180,9 @@ class RankStep:
 
     def vector(self) -> Tensor:
         """Return this rank's vector of a step that is due, with its reasons to leave."""
-        leaving, request, message = self.agreement.pending, self.agreement.request.mine, self.message
-        flags = [*flags_of(leaving), packed(request, message.ranks)] if leaving is not None or request else []
-        return message.vector(self.mean.counted, flags)
+        agreement = self.agreement
+        tells = agreement.pending is not None or agreement.request.mine
+        return self.message.vector(self.mean.counted, agreement.flags() if tells else [])
 
     def complete(self, vector: Tensor, corrects: bool) -> None:
         """Correct the gradients of the step, which are averaged, and leave if the ranks say so.
@@ -206,20 +206,19 @@ class RankStep:
         if message.reads_late:
             flags = message.exchange_flags(vector)
             if flags is not None:
-                self.agreement.check()  # of a reduction that was broken off they would mean nothing
+                self.agreement.watch.check()  # of a reduction that was broken off they would mean nothing
         if flags is not None and any(flags):
             self._obey(flags)
         if self.passes.watches:
             self.passes.open_now()
 
     def _obey(self, flags: list[float]) -> None:
-        *leaving, request = flags
-        asked = self.agreement.request
-        asked.agreed = max(asked.agreed, unpacked(request, self.message.ranks))
-        if any(leaving):
+        try:
+            self.agreement.obey(flags)
+        except LEAVING:
             self.message.forget()
             self.learn._zero_grad()
-            self.agreement.leave(leaving)
+            raise
 
     # What other ranks may wait for
 
@@ -265,8 +264,8 @@ class RankStep:
 
 # The vector
 
-FLAGS = len(LEAVING) + 1  # one for each reason to leave, and what is asked of the rank
-_SLOTS = 8  # so many that the gradients that follow in DDP's bucket stay aligned for vector instructions
+FLAGS = len(TOLD)
+_SLOTS = 16  # so many that the gradients that follow in DDP's bucket stay aligned for vector instructions
 
 
 class Message:
@@ -296,7 +295,7 @@ class Message:
 
         Args:
             count: what its batches count.
-            flags: each 1 or 0, but for the last, a `packed` request; none: all are 0.
+            flags: of `TOLD`, each 1 or 0; none: all are 0.
         """
         vector = torch.zeros(_SLOTS, dtype=self.dtype, device=self.device)
         # Numbers are filled in on the device, without a sync.

@@ -34,7 +34,7 @@ from learnerkit import (
     world,
 )
 from learnerkit.events import INNER_EVENTS
-from learnerkit.parallel.agreement import END, packed, unpacked
+from learnerkit.parallel.agreement import END, Agreement
 from learnerkit.parallel.loaders import split_evenly
 
 on_ranks = pytest.mark.ranks(2, slow=["gpus"], soak=[3])  # two GPUs: NCCL has not been tried so far
@@ -52,8 +52,16 @@ def test_the_mean_of_requests_tells_the_greatest(ranks):
     for greatest in range(END + 1):
         for count in {1, ranks}:  # of the ranks that ask for it; the others ask for less
             for other in range(greatest + 1):
-                asked = torch.tensor([packed(greatest, ranks)] * count + [packed(other, ranks)] * (ranks - count))
-                assert unpacked(float(asked.mean()), ranks) == greatest
+                flags = torch.tensor([flags_of(greatest)] * count + [flags_of(other)] * (ranks - count)).mean(0)
+                one = Agreement(None)
+                one.obey(flags.tolist())
+                assert one.request.agreed == greatest
+
+
+def flags_of(request):
+    one = Agreement(None)
+    one.request.ask(request)
+    return list(map(float, one.flags()))
 
 
 def make_data(n):
