@@ -99,7 +99,7 @@ class Agreement:
         self.votes = 0
         self.event = "before_fit"  # which has taken place last
         self.left_batch: Any = None  # this rank's `LeftBatch` once it trains, with its `RankStep`
-        self.alone_from = math.inf  # the training batch from which on each rank trains by itself; outside they vote
+        self._alone_from = math.inf  # a training batch
 
     @property
     def dispatch(self) -> "RankDispatch":
@@ -250,7 +250,7 @@ class Agreement:
             if self.pending is not None or self.watch.called == self.votes:
                 self.vote()
             return
-        if learn.train_iter >= self.alone_from:
+        if learn.train_iter >= self._alone_from:
             learn._gradient = None
             with world.alone():
                 one_batch()
@@ -264,6 +264,10 @@ class Agreement:
             self._leave_if_all_do("after_batch")
         self.dispatch.resume("after_batch")  # the others have it, and it may hold a collective
         self._leave_if_all_do("next batch")
+
+    def separate(self, after: int) -> None:
+        """Let each rank train by itself after so many batches; outside of batches the ranks vote as ever."""
+        self._alone_from = after
 
     def _leave_if_all_do(self, point: str) -> None:
         """Leave at once, as one process would, if all ranks have a reason to before they come to this point."""
