@@ -387,12 +387,14 @@ class Accumulate(Callback):
 
 
 @on_ranks
-@pytest.mark.parametrize("weight", [None, (0.2, 0.9)], ids=["mean", "class weights"])
-def test_accumulation_by_cancels_is_that_of_one_process(weight):
+@pytest.mark.parametrize(
+    "options", [{}, {"weight": torch.tensor((0.2, 0.9), dtype=torch.float64)}, {"reduction": "sum"}],
+    ids=["mean", "class weights", "sum"],
+)  # fmt: skip
+def test_accumulation_by_cancels_is_that_of_one_process(options):
     def accumulating():
         learn = make_learner(Accumulate())
-        weighs = None if weight is None else torch.tensor(weight, dtype=torch.float64)
-        learn.loss_func = nn.CrossEntropyLoss(weight=weighs)
+        learn.loss_func = nn.CrossEntropyLoss(**options)
         return learn
 
     assert_equals_alone(accumulating, epochs=1)

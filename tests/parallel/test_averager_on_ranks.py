@@ -39,6 +39,10 @@ def whole(x):
     return x
 
 
+def setattr_of(model, name, value):
+    setattr(model, name, value)
+
+
 def trained(cls=Learner, cbs=None, alone=False, n=17, epochs=2, change=None, lr=0.1, norm=False, model=None, **options):
     """A learner after a fit, what it has said, and the ways that its batches were averaged in."""
     torch.manual_seed(3)
@@ -167,7 +171,10 @@ def now_and_then(cb):
 
 @pytest.mark.parametrize("when", [early, now_and_then])
 def test_a_pass_of_a_callback_before_the_losss_has_its_weight(when):
-    check_equals_one("Overlapped", cbs=Callback(before_backward=when))
+    """Also on a rank without data, where it is of a sample, or of nothing: the mean of nothing is a NaN."""
+    for cut in (Net.cut, whole):
+        change = partial(setattr_of, name="cut", value=cut)
+        check_equals_one("Overlapped", cbs=Callback(before_backward=when), change=change)
 
 
 def test_a_pass_of_a_callback_after_the_losss_is_averaged_before_it_clips():
@@ -185,6 +192,29 @@ def test_layers_that_are_frozen_in_an_epoch_are_averaged_after_the_pass_from_the
     assert told == ([f"{SAID}parameters were frozen or unfrozen during an epoch"] if world.is_main() else [])
     alone, _, _ = trained(**job, alone=True)
     torch.testing.assert_close(weights(learn), weights(alone), rtol=1e-10, atol=1e-12)
+
+
+def test_a_ddp_that_lives_on_after_an_error_in_its_pass_averages_nothing():
+    held = []
+
+    def fail(cb):
+        if cb.train_iter == 2:
+            held.append(cb.learn._gradient.ddp)
+            held.append(cb.model)
+            cb.model.body[0].weight.register_hook(lambda grad: 1 / 0)
+
+    with raises(ZeroDivisionError, "division by zero"):
+        trained(cbs=Callback(before_backward=fail))
+    ddp, model = held
+    model.body[0].weight._backward_hooks.clear()
+    x = torch.full((3, 4), float(world.rank() + 1), dtype=torch.float64)
+    params = list(model.parameters())
+    model.zero_grad()
+    expected = torch.autograd.grad(model(x).pow(2).sum(), params)
+    model(x).pow(2).sum().backward()
+    for p, grad in zip(params, expected, strict=True):
+        torch.testing.assert_close(p.grad, grad)
+    assert len(list(ddp.parameters())) == len(params) + 1
 
 
 def in_pieces(model, x):
@@ -231,7 +261,7 @@ def test_a_part_that_a_later_batch_leaves_out_is_an_error_on_all_ranks(view):
 def test_the_model_runs_once_for_each_batch(cls):
     """Also on a rank without data, and nothing is tried out before."""
     for cut, of_none in ((whole, [0]), (Net.cut, [0, 1])):  # one that cannot run on nothing gets a sample
-        learn, _, ways = trained(cls, change=lambda model, cut=cut: setattr(model, "cut", cut))
+        learn, _, ways = trained(cls, change=partial(setattr_of, name="cut", value=cut))
         calls = [rows for training, rows in learn.model.calls if training]
         mine = [4, 4] if world.world_size() == 2 else [3 if world.rank() < 2 else 2] * 2
         of_none = [1] if cls is Backward else of_none  # and so does what may make anything of it
@@ -259,7 +289,7 @@ def test_a_rank_without_data_runs_an_empty_batch(cut, rows):
             seen.append([len(each) for each in (*cb.xb, *cb.yb)])
 
     cbs = [Callback(before_batch=look, order=50), Callback(after_loss=look), Callback(after_batch=look)]
-    trained(cbs=cbs, change=lambda model: setattr(model, "cut", cut))
+    trained(cbs=cbs, change=partial(setattr_of, name="cut", value=cut))
     assert seen == [[0, 0], [rows, rows], [0, 0]] * 2 * (not world.is_main())
 
 
