@@ -35,7 +35,6 @@ from learnerkit.text import in_one_line
 from learnerkit.world import PeerError
 
 if TYPE_CHECKING:
-    from learnerkit.gradient_mean import StepGradient
     from learnerkit.learner import Learner
 
 LEAVING = (KeyboardInterrupt, CancelFitException, CancelEpochException, CancelValidException, CancelTrainException)
@@ -293,7 +292,7 @@ class Agreement:
         step = self.left_batch.step
         outer, self.between_events = self.between_events, False
         try:
-            cast("StepGradient", learn._gradient).begin()
+            step.begin()
             try:
                 one_batch()  # also with a reason to leave, which is reduced with its gradients
             except LEAVING as error:

@@ -205,7 +205,6 @@ class Averager:
         if self.way is not None:
             self.way.detach()
         self.way = self.learn._gradient = way
-        way.attach()
         return way
 
     def _give_up(self) -> StepGradient:
