@@ -82,7 +82,6 @@ class LeftBatch:
             dispatch.resume("before_batch")  # schedules, for one: the step will be taken here, too
         batch = {name: getattr(learn, name) for name in _OF_BATCH}
         learn.batch_size = 0
-        clean = all(p.grad is None for p in learn.model.parameters())
         try:
             with torch.enable_grad():
                 if learn._overrides("_backward"):  # whose passes, and the steps in it, this rank must make, too
@@ -96,7 +95,7 @@ class LeftBatch:
         finally:
             vars(learn).update(batch)
             vars(learn).pop("_forward", None)
-        if learn._step_due and clean and float(step.counted) == 0:  # no rank had data: as if it had not been
+        if learn._step_due and not (step.kept or float(step.counted)):  # no rank had data: as if it had not been
             learn._zero_grad()
 
     def step_unless_all_skip(self) -> None:

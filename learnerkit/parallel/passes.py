@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from learnerkit import world
@@ -65,14 +64,10 @@ class Passes:
             self.averaged.pop(p, None)
             if not self._running:
                 self._running = True
-                call_after_backward(self._end)
-
-    def _end(self) -> None:
-        self._running = False
-        self._average()
+                call_after_backward(self._average)
 
     def _average(self) -> None:
-        step = self.step
+        step, self._running = self.step, False
         counted = world.reduce(float(step.count), "mean")  # host-device syncs
         self.average(1.0 if step.mean.sums else step.weight(counted))
 
@@ -124,8 +119,7 @@ class Passes:
             if grad is not None and not factor:
                 grad = p.grad = None  # it may be that of the mean of nothing, a NaN
             kinds.append(0 if grad is None else _DENSE if grad.layout is torch.strided else _SPARSE)
-        device = self.params[0].device if self.params else None
-        marks = world.reduce(torch.tensor(kinds, device=device), among=among).tolist()
+        marks = world.reduce(torch.tensor(kinds), among=among).tolist()
         given = {p: mark for p, mark in zip(self.params, marks, strict=True) if mark}
         scale_gradients(given, factor)
         for p, mark in given.items():
@@ -142,6 +136,5 @@ def _mean_of_sparse(p: nn.Parameter, among: str) -> Tensor:
     if grad is None:
         none = torch.zeros(1, 0, dtype=torch.long), p.new_zeros((0, *p.shape[1:]))
         grad = torch.sparse_coo_tensor(*none, p.shape, device=p.device, check_invariants=False)
-    grad = (grad if grad.layout is torch.sparse_coo else grad.to_sparse(1)).coalesce().clone()
-    dist.all_reduce(grad, group=world.group(among, grad.device.type))
-    return (grad / world.world_size()).coalesce()
+    grad = grad if grad.layout is torch.sparse_coo else grad.to_sparse(1)
+    return world.reduce(grad.coalesce(), "mean", among).coalesce()

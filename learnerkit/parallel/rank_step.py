@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from learnerkit import world
@@ -113,17 +113,15 @@ class RankStep:
             learn._loss_count = 0  # that of a sample which stands for shapes and types only
         self.count = host_count(learn._loss_count)
         if not mean.begun:
-            mean.begin(self._expected())
+            total = learn.dl.share.total or learn.dl.usual_total or mean.ranks  # the same on every rank
+            expected = total / mean.ranks
+            if self.kept and not mean.sums:
+                # A callback accumulates gradients by leaving steps out: those that are there have their scale already,
+                # so this batch's must be right before it joins them. A collective and a host-device sync of its own.
+                expected = world.reduce(float(self.count), "mean", among="gradients")
+            mean.begin(expected * learn._step_batches or 1.0)
         mean.counted = mean.counted + self.count
         return counts_something(self.count)
-
-    def _expected(self) -> float:
-        steps, dl, ranks = self.learn._step_batches, self.learn.dl, self.mean.ranks
-        if self.kept and not self.mean.sums:
-            # A callback accumulates gradients by leaving steps out: those that are there have their scale already, so
-            # this batch's must be right before it joins them. A collective and a host-device sync of its own.
-            return world.reduce(float(self.count), "mean", among="gradients") * steps or 1.0
-        return (dl.share.total or dl.usual_total or ranks) / ranks * steps  # the same on every rank, as this must be
 
     def weigh(self) -> bool:
         """Take the batch's count, weigh its loss by it, and tell whether it may count anything."""
@@ -303,15 +301,20 @@ class Overlapped:
         self.step, self.mean, self._give_up = step, step.mean, give_up
         self._carrier: nn.Parameter | None = None  # its gradient is the vector, which then needs no collective
         device, params = step.message.device, list(step.params.values())
+        held = nn.Identity()  # returns the loss that it is called with
         if comm_hook is None:  # which would round the vector
             dtype = torch.float64 if {p.dtype for p in params} == {torch.float64} else torch.float32
             self._carrier = nn.Parameter(torch.zeros(_SLOTS, dtype=dtype, device=device))
             params.append(self._carrier)
+        held.params = nn.ParameterList(params)
         group = world.group("gradients", device.type)
         own = {"process_group": group, "init_sync": False}
-        self.ddp = DistributedDataParallel(_Held(params), **own | options)
-        if comm_hook is not None:
-            self.ddp.register_comm_hook(*_comm_hook(comm_hook, group))
+        self.ddp = DistributedDataParallel(held, **own | options)
+        if comm_hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=10)
+            self.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif comm_hook is not None:
+            self.ddp.register_comm_hook(group, getattr(default_hooks, f"{comm_hook}_compress_hook"))
 
     def backward(self) -> None:
         """Compute the batch's gradients with their weight; of a batch that counts nothing, zeros."""
@@ -325,10 +328,8 @@ class Overlapped:
                 learn._backward()
             step.reduced = True
             return
-        zeros = [] if something else list(step.params.values())
-        loss = learn.loss_grad if something else torch.zeros((), device=step.message.device, requires_grad=True) * 1
-        roots = [self.ddp(loss), *zeros]
-        gradients: list[Tensor | None] = [None, *map(torch.zeros_like, zeros)]
+        roots = self.ddp([learn.loss_grad] if something else list(step.params.values()))
+        gradients = [None if something else torch.zeros_like(root) for root in roots]
         if self._carrier is not None:
             # A root of its own, whose gradient is given: that needs no further operations.
             roots.append(self._carrier)
@@ -360,23 +361,3 @@ class Overlapped:
     def detach(self) -> None:
         """Take DDP off the parameters."""
         remove_ddp_hooks(self.ddp)
-
-
-class _Held(nn.Module):
-    """Holds the parameters of which DDP averages the gradients, and returns the loss that it is called with."""
-
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        super().__init__()
-        self.params = nn.ParameterList(params)
-
-    def forward(self, loss: Tensor) -> Tensor:
-        return loss
-
-
-def _comm_hook(name: str, group: Any) -> tuple[Any, Callable]:
-    """The state of one of torch's communication hooks, and the hook."""
-    if name == "powersgd":
-        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-        return powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=10), powerSGD_hook.powerSGD_hook
-    return group, getattr(default_hooks, f"{name}_compress_hook")
