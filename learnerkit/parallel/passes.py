@@ -33,11 +33,10 @@ class Passes:
         self.step, self.watches, self.params = step, watches, list(step.params.values())
         self.averaged: dict[Tensor, Tensor] = {}
         self._open = self._running = False
-        self._hooks = list[Any]()
-        if watches:
-            self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in self.params]
-        if watches and step.mean.sums:
-            self._hooks += [p.register_hook(self._weigh) for p in self.params]
+        heard = self.params if watches else []
+        self._hooks: list[Any] = [p.register_post_accumulate_grad_hook(self._note) for p in heard]
+        if step.mean.sums:
+            self._hooks += [p.register_hook(self._weigh) for p in heard]
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""
@@ -56,7 +55,7 @@ class Passes:
         self.averaged.clear()
 
     def _weigh(self, grad: Tensor) -> Tensor | None:
-        # Of a sum it could not be told later what is averaged in it.
+        # At once, and not when it is averaged: what there is of a step's sum already must keep its scale.
         return grad * self.step.weight(1.0) if self._open else None
 
     def _note(self, p: Tensor) -> None:
@@ -83,8 +82,7 @@ class Passes:
         closure = kwargs.get("closure")
         if closure is not None:
             return args, {**kwargs, "closure": self._together(closure)}
-        if not self.step.mean.sums:  # of a sum it could not be told what is averaged in it
-            self._average()
+        self._average()
         return None
 
     def _together(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -126,8 +126,7 @@ class RankStep:
     def weigh(self) -> bool:
         """Take the batch's count, weigh its loss by it, and tell whether it may count anything."""
         learn, mean, something = self.learn, self.mean, self.take_count()
-        if something:
-            learn.loss_grad = mean.weigh(learn.loss_grad, self.count, learn._model_output)
+        learn.loss_grad = mean.weigh(learn.loss_grad, self.count, learn._model_output)
         if learn._step_due and learn._step_batches == 1 and not self.kept:
             # There may be gradients of a callback's own backward pass, which has the weight of the loss.
             if something:
@@ -318,7 +317,7 @@ class Overlapped:
 
     def backward(self) -> None:
         """Compute the batch's gradients with their weight; of a batch that counts nothing, zeros."""
-        step, learn = self.step, self.step.learn
+        step, learn, carrier = self.step, self.step.learn, self._carrier
         if step.is_changed():
             self._give_up().backward()
             return
@@ -330,17 +329,12 @@ class Overlapped:
             return
         roots = self.ddp([learn.loss_grad] if something else list(step.params.values()))
         gradients = [None if something else torch.zeros_like(root) for root in roots]
-        if self._carrier is not None:
+        if carrier is not None:
             # A root of its own, whose gradient is given: that needs no further operations.
-            roots.append(self._carrier)
-            gradients.append(step.vector().to(self._carrier.dtype))
+            roots.append(carrier)
+            gradients.append(step.vector().to(carrier.dtype))
         torch.autograd.backward(roots, gradients)
-        self.finish()
-
-    def finish(self) -> None:
-        """Take what has come with the gradients, and correct them."""
-        step, carrier, cut_short = self.step, self._carrier, False
-        step.reduced = True
+        step.reduced, cut_short = True, False
         if carrier is None:
             vector = world.reduce(step.vector(), "mean", among="gradients")
         else:
