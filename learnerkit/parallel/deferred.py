@@ -56,7 +56,7 @@ class Deferred:
             remove_hooks(hooks, heard)
         if self._settle is not None and self._settle(self._first(pieces) if something else None):
             self._settle = None
-        self.finish()
+        self._finish()
 
     def _first(self, pieces: list[Tensor]) -> First:
         params, found, reasons = self.step.params, set(pieces), list[str]()
@@ -66,7 +66,7 @@ class Deferred:
             reasons.append("gradients come in pieces, as those of a checkpoint with use_reentrant=True")
         return First([name for name, p in params.items() if p not in found], reasons)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Average the gradients of a step that is due, but for those that are averaged already."""
         step = self.step
         step.reduced = True

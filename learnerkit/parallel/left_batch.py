@@ -37,10 +37,12 @@ class LeftBatch:
         """Begin a batch without data, on which the model runs as on any other.
 
         A learner with a `_backward` of its own, which may make anything of it, gets a real sample, which weighs
-        nothing, and so does a model that cannot run on nothing.
+        nothing, and so does a model that cannot run on nothing. A model that asks the ranks would count it.
         """
         learn = self.learn
         learn.batch_size = 0
+        if asks_ranks(learn.model):
+            return
         if learn._overrides("_backward"):
             self._take_sample()
         else:
@@ -48,8 +50,7 @@ class LeftBatch:
 
     def _take_sample(self) -> None:
         learn = self.learn
-        if not asks_ranks(learn.model):  # which would count it
-            learn.batch, learn.xb, learn.yb = learn._unpack.split(learn.dl.sample)
+        learn.batch, learn.xb, learn.yb = learn._unpack.split(learn.dl.sample)
 
     def _forward(self) -> None:
         """The learner's next forward pass."""
@@ -57,9 +58,9 @@ class LeftBatch:
         del vars(learn)["_forward"]
         try:
             learn._forward()
-        except Exception as error:
-            if isinstance(error, CancelException) or asks_ranks(learn.model):
-                raise
+        except CancelException:
+            raise
+        except Exception:
             self._take_sample()
             learn._forward()
 

@@ -307,8 +307,7 @@ class Overlapped:
             params.append(self._carrier)
         held.params = nn.ParameterList(params)
         group = world.group("gradients", device.type)
-        own = {"process_group": group, "init_sync": False}
-        self.ddp = DistributedDataParallel(held, **own | options)
+        self.ddp = DistributedDataParallel(held, **{"process_group": group, "init_sync": False} | options)
         if comm_hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=10)
             self.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
