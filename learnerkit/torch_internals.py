@@ -73,6 +73,9 @@ def scale_together(tensors: list[Tensor], factor: float | Tensor) -> None:
 
 # DistributedDataParallel
 
+check_reduced = DistributedDataParallel._check_reducer_finalized
+"""Raises RuntimeError where DDP has not averaged the gradients of the last backward pass, as it waits for some."""
+
 
 def call_after_backward(call: Callable[[], Any]) -> None:
     """Have the autograd engine call this at the end of the backward pass that is running."""

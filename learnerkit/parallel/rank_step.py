@@ -14,7 +14,7 @@ from learnerkit.host_scalars import HostCopy
 from learnerkit.parallel.agreement import LEAVING, Agreement, flags_of, packed, unpacked
 from learnerkit.parallel.passes import Passes
 from learnerkit.text import first_few
-from learnerkit.torch_internals import remove_ddp_hooks
+from learnerkit.torch_internals import check_reduced, remove_ddp_hooks
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -223,7 +223,7 @@ _SLOTS = 8  # so many that the gradients that follow in DDP's bucket stay aligne
 
 
 class Message:
-    """Makes the small vector of this rank: what its batches count, flags, and a number whose mean over the ranks is 1.
+    """Makes the small vector of this rank: what its batches count, and flags.
 
     Args:
         device: of the gradients.
@@ -235,7 +235,6 @@ class Message:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.reads_late = device, device.type != "cpu"
-        self._one = world.world_size() if world.is_main() else 0  # of which the mean over the ranks is 1
         self._last_flags: HostCopy | None = None
 
     def forget(self) -> None:
@@ -254,7 +253,6 @@ class Message:
         for place, number in enumerate([count, *flags]):
             if counts_something(number):
                 vector[place] = number
-        vector[-1] = self._one
         return vector
 
     def exchange_flags(self, vector: Tensor | None) -> list[float]:
@@ -333,22 +331,22 @@ class Overlapped:
             roots.append(carrier)
             gradients.append(step.vector().to(carrier.dtype))
         torch.autograd.backward(roots, gradients)
-        step.reduced, cut_short = True, False
-        if carrier is None:
-            vector = world.reduce(step.vector(), "mean", among="gradients")
-        else:
-            vector, carrier.grad = cast(Tensor, carrier.grad).clone(), None  # it may be a piece of DDP's bucket
-            # Where the loss has not reached all parameters, DDP waits for them, and has not put anything back.
-            cut_short = not step.message.reads_late and abs(vector[-1].item() - 1) > 0.01
-        names = [] if self.ddp.static_graph else [name for name, p in step.params.items() if p.grad is None]
-        if cut_short or names:
+        step.reduced = True
+        try:
+            check_reduced(self.ddp)
+        except RuntimeError:
+            names = [name for name, p in step.params.items() if p.grad is None]
             raise RuntimeError(
-                f"parameters that took no part in the loss of batch {step.learn.iter} on rank {world.rank()}, although "
+                f"parameters that took no part in the loss of batch {learn.iter} on rank {world.rank()}, although "
                 f"they did in the first batch: {first_few(names or ['unknown'])}. Freeze them, use them in every "
                 "batch, or pass find_unused_parameters=True to DistributedCallback, which then averages the gradients "
                 "after the backward pass, whichever there are"
                 " (errors.html#unused-parameters)"
-            )
+            ) from None
+        if carrier is None:
+            vector = world.reduce(step.vector(), "mean", among="gradients")
+        else:
+            vector, carrier.grad = cast(Tensor, carrier.grad).clone(), None  # it may be a piece of DDP's bucket
         step.complete(vector)
 
     def detach(self) -> None:
