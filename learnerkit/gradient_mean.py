@@ -1,7 +1,7 @@
 """The gradient of a step that several batches make together: the mean over everything they count."""
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,42 +10,21 @@ from learnerkit.data.batches import tensors_in
 from learnerkit.torch_internals import scale_together
 
 
-class StepState(NamedTuple):
-    """How far an optimizer step has come.
-
-    Attributes:
-        begun: it has batches already.
-        to_sum: what this process's own gradients of the present batch, as they are after its backward pass, are to be
-            multiplied by to be those of the sum over what the batch counts.
-    """
-
-    begun: bool
-    to_sum: float | Tensor
-
-
 class StepGradient(Protocol):
     """The interface of what makes the gradient of an optimizer step of several batches, or of several ranks.
 
     `learn._gradient` is one while a learner trains so; where it is `None` the gradient of a batch is that of the step.
     """
 
-    def attach(self) -> None:
-        """Begin to make the gradients of the learner's steps."""
-
-    def begin(self) -> None:
-        """Begin a batch."""
+    @property
+    def mean(self) -> "GradientMean":
+        """What weighs the batches of a step."""
 
     def backward(self) -> None:
         """Compute the gradients of the batch, and finish those of the step after its last batch."""
 
-    def finish(self) -> None:
-        """Make the gradients of the step's batches those of the step, whichever backward passes there were."""
-
     def detach(self) -> None:
         """Leave model and learner as they were."""
-
-    def state(self) -> StepState:
-        """Return how far the step has come."""
 
 
 class GradientMean:
@@ -54,10 +33,11 @@ class GradientMean:
     The gradient is sum(count_i * g_i) / sum(count_i), g_i being that of the mean loss of batch i. The sum of the
     counts is known only after the last batch. So every backward pass takes its loss times count_i / expected, and the
     gradients are multiplied once by expected / counted at the end, before anyone clips or uses them. A loss that sums
-    needs neither.
+    needs neither; it is multiplied by the number of ranks, whose gradients are then averaged.
 
     Args:
         sums: the loss is a sum rather than a mean.
+        ranks: how many take the step together.
 
     Attributes:
         begun: whether gradients of batches wait for their step.
@@ -65,8 +45,8 @@ class GradientMean:
         counted: what its batches have counted so far.
     """
 
-    def __init__(self, sums: bool) -> None:
-        self.sums = sums
+    def __init__(self, sums: bool, ranks: int = 1) -> None:
+        self.sums, self.ranks = sums, ranks
         self.begun = False
         self.expected = 1.0
         self.counted: float | Tensor = 0.0
@@ -74,6 +54,22 @@ class GradientMean:
     def begin(self, expected: float) -> None:
         """Begin a step; `expected` is roughly what it will count."""
         self.begun, self.expected, self.counted = True, expected, 0.0
+
+    @property
+    def to_sum(self) -> float:
+        """What the gradients of a batch's weighed loss are multiplied by to be those of the sum over what it counts."""
+        return 1 / self.ranks if self.sums else self.expected
+
+    def weight(self, count: float | Tensor, total: float) -> float | Tensor:
+        """Return what the loss or the gradients of a batch are multiplied by; 0.0 for a batch that counts nothing.
+
+        Args:
+            count: what the batch counts; a tensor on a device is not read.
+            total: what the step counts, as a mean over the ranks.
+        """
+        if not counts_something(count):
+            return 0.0
+        return self.ranks if self.sums else count / total
 
     def weigh(self, loss: Tensor, count: float | Tensor, output: object) -> Tensor:
         """Return the loss to differentiate.
@@ -83,13 +79,12 @@ class GradientMean:
             count: what it averages over; a tensor on a device is not read.
             output: the model's, of which the loss was made.
         """
-        if self.sums:
-            return loss
-        if isinstance(count, Tensor):
-            return torch.where(count > 0, loss * (count / self.expected), 0.0).to(loss.dtype)
-        if not count:  # the loss may be the mean of nothing, a NaN, and so would its gradient times 0 be
+        weight = self.weight(count, self.expected)
+        if isinstance(weight, Tensor):
+            return torch.where(weight > 0, loss * weight, 0.0).to(loss.dtype)
+        if not weight:  # the loss may be the mean of nothing, a NaN, and so would its gradient times 0 be
             return zero_loss(output)
-        return loss if count == self.expected else loss * (count / self.expected)
+        return loss if weight == 1 else loss * weight
 
     def correction(self, counted: float | Tensor, tolerance: float = 0.0) -> float | Tensor:
         """Return what the step's gradients are to be multiplied by: 1.0 where they are right.
@@ -128,10 +123,6 @@ def scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:
     if isinstance(factor, float) and factor == 1:
         return
     grads = [p.grad for p in params if p.grad is not None]
-    for kind in {(g.device, g.dtype, g.layout) for g in grads}:
-        alike = [g for g in grads if (g.device, g.dtype, g.layout) == kind]
-        if kind[2] is not torch.strided:
-            for grad in alike:
-                grad.mul_(factor)
-        else:
-            scale_together(alike, factor.to(kind[0], kind[1]) if isinstance(factor, Tensor) else factor)
+    for kind in {(g.device, g.dtype) for g in grads}:
+        alike = [g for g in grads if (g.device, g.dtype) == kind]
+        scale_together(alike, factor.to(*kind) if isinstance(factor, Tensor) else factor)

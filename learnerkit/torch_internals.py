@@ -73,15 +73,13 @@ def scale_together(tensors: list[Tensor], factor: float | Tensor) -> None:
 
 # DistributedDataParallel
 
+check_reduced = DistributedDataParallel._check_reducer_finalized
+"""Raises RuntimeError where DDP has not averaged the gradients of the last backward pass, as it waits for some."""
+
 
 def call_after_backward(call: Callable[[], Any]) -> None:
     """Have the autograd engine call this at the end of the backward pass that is running."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def remove_ddp_hooks(wrapper: DistributedDataParallel) -> None:
-    """Take DDP off its module's parameters: a wrapper that lives on, in a traceback say, would go on reducing."""
-    wrapper._remove_autograd_hooks()
 
 
 def remove_hooks(handles: Iterable[Any], tensors: Iterable[Tensor]) -> None:

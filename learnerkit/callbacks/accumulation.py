@@ -7,7 +7,7 @@ from torch import Tensor
 from learnerkit import arguments, optim
 from learnerkit.callback import Callback
 from learnerkit.events import CancelBatchException, CancelStepException
-from learnerkit.gradient_mean import GradientMean, StepState, host_count, scale_gradients
+from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients
 
 
 class GradientAccumulation(Callback):
@@ -83,7 +83,7 @@ class GradientAccumulation(Callback):
 
     def backward(self) -> None:
         """Compute the weighted gradients of the batch, and after the step's last batch correct them."""
-        learn, mean = self.learn, cast(GradientMean, self._mean)
+        learn, mean = self.learn, self.mean
         count = host_count(learn._loss_count)
         if not mean.begun:  # a count on the device is not read, to avoid a host-device sync
             mean.begin((learn.batch_size if isinstance(count, Tensor) else count) * learn._step_batches or 1.0)
@@ -103,10 +103,10 @@ class GradientAccumulation(Callback):
             beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
             scale_gradients([*learn.model.parameters(), *beside], factor)
 
-    def state(self) -> StepState:
-        """Return how far the step has come; with several ranks their step knows."""
-        mean = cast(GradientMean, self._mean)
-        return StepState(mean.begun, 1.0 if mean.sums else mean.expected)
+    @property
+    def mean(self) -> GradientMean:
+        """What weighs the batches; with several ranks their step has it."""
+        return cast(GradientMean, self._mean)
 
     def detach(self) -> None:
         """Weigh no further batches. A step that is not complete is dropped."""

@@ -35,7 +35,6 @@ from learnerkit.parallel.watch import Watch
 from learnerkit.text import in_one_line
 
 if TYPE_CHECKING:
-    from learnerkit.gradient_mean import StepGradient
     from learnerkit.learner import Learner
 
 LEAVING = (KeyboardInterrupt, CancelFitException, CancelEpochException, CancelValidException, CancelTrainException)
@@ -255,10 +254,11 @@ class Agreement:
             with world.alone():
                 one_batch()
             return
-        cast("StepGradient", learn._gradient).begin()
+        step = self.left_batch.step
+        step.begin()
         with self.keeping():
             one_batch()  # also with a reason to leave, which is reduced with its gradients
-        if self.left_batch.step.is_open():
+        if step.is_open():
             self.left_batch.finish_batch()
         if self.dispatch.last != "after_batch":
             self._leave_if_all_do("after_batch")
@@ -324,19 +324,23 @@ class RankDispatch(Dispatch):
         """Tell whether an error or a cancel has stopped this event."""
         return self.stopped[0] == event
 
-    def resume(self, event: str) -> None:
+    def resume(self, event: str) -> bool:
         """Go on with an event of this batch after the callback that stopped it, or fire it if it is still to come.
 
         Cancels are kept for later, or concern this rank alone.
+
+        Returns:
+            Whether it was to come.
         """
         hooks = self.table[event]
         if self.stopped_in(event):
             hooks, self.stopped = self.stopped[1], ("", ())
         elif self.last is not None and _PLACES[event] <= _PLACES[self.last]:
-            return
+            return False
         of_this_rank = suppress(CancelBatchException, CancelBackwardException, CancelStepException)
         with self.agreement.keeping(), of_this_rank:
             self._call(event, hooks)
+        return True
 
     def _call(self, event: str, hooks: list) -> None:
         if event in _PLACES:

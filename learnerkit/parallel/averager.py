@@ -184,7 +184,6 @@ class Averager:
             self.learn._gradient.detach()
         self.learn._gradient = way
         self.cb.ends.callback(way.detach)
-        way.attach()
         return way
 
     def _give_up(self) -> StepGradient:

@@ -1,16 +1,12 @@
 """A step whose gradients are averaged after its backward passes: its first batch, and what DDP cannot average."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from learnerkit import world
-from learnerkit.gradient_mean import StepState, counts_something
-from learnerkit.parallel.passes import average_gradients, not_averaged
 from learnerkit.torch_internals import remove_hooks
 
 if TYPE_CHECKING:
@@ -40,71 +36,49 @@ class Deferred:
     """
 
     def __init__(self, step: "RankStep", own: bool, settle: Callable[[First | None], bool] | None = None) -> None:
-        self.step, self.own, self._settle = step, own, settle
-
-    def attach(self) -> None:
-        """Put nothing on the parameters."""
-
-    def begin(self) -> None:
-        """Begin a batch."""
-        self.step.begin()
+        self.step, self.mean, self.own, self._settle = step, step.mean, own, settle
 
     def backward(self) -> None:
         """Compute the batch's gradients with their weight; a batch that counts nothing has none."""
         step, learn = self.step, self.step.learn
         if step.is_changed():
             step.take_parameters(step.named, step.passes.watches)
-        something = counts_something(step.take_count() if self.own else step.weigh())
+        something = step.take_count() if self.own else step.weigh()
         if self.own:
             step.passes.open_now()
-        with _pieces(step.params if self._settle else {}) as pieces:
+        heard = list(step.params.values()) if self._settle else []
+        pieces: list[Tensor] = []  # the parameters, each as often as a piece of its gradient has come
+        hooks = [p.register_post_accumulate_grad_hook(pieces.append) for p in heard]
+        try:
             if self.own or something:
                 learn._backward()
+        finally:
+            remove_hooks(hooks, heard)
         if self._settle is not None and self._settle(self._first(pieces) if something else None):
             self._settle = None
-        self.finish()
+        self._finish()
 
-    def _first(self, pieces: Counter[str]) -> First:
-        params, reasons = self.step.params, list[str]()
+    def _first(self, pieces: list[Tensor]) -> First:
+        params, found, reasons = self.step.params, set(pieces), list[str]()
         if any(p.grad is not None and p.grad.layout is not torch.strided for p in params.values()):
             reasons.append("gradients are sparse")
-        if any(number > 1 for number in pieces.values()):
+        if len(found) < len(pieces):
             reasons.append("gradients come in pieces, as those of a checkpoint with use_reentrant=True")
-        return First([name for name in params if name not in pieces], reasons)
+        return First([name for name, p in params.items() if p not in found], reasons)
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Average the gradients of a step that is due, but for those that are averaged already."""
         step = self.step
-        step.progress.reduced = True
+        step.reduced = True
         if not step.learn._step_due:
             return
-        params = list(step.params.values())
-        vector = world.reduce(step.vector(), "mean", among="gradients")
-        factor = step.factor(vector[0].item()) if self.own else 1.0  # a host-device sync
-        average_gradients(params, not_averaged(params, step.passes.averaged), factor, among="gradients")
-        step.complete(vector, corrects=not self.own)
+        vector, factor = world.reduce(step.vector(), "mean", among="gradients"), 1.0
+        if self.own:
+            self.mean.expected = vector[0].item()  # a host-device sync
+            factor = step.weight(self.mean.expected)
+        step.passes.average(factor, among="gradients")
+        step.passes.averaged.clear()
+        step.complete(vector)
 
     def detach(self) -> None:
         """Leave the parameters as they are."""
-
-    def state(self) -> StepState:
-        """Return how far the step has come."""
-        mean, count = self.step.mean, self.step.count
-        if self.own:
-            return StepState(mean.begun, 1.0 if mean.sums else count)
-        return StepState(mean.begun, 1 / world.world_size() if mean.sums else mean.expected)
-
-
-@contextmanager
-def _pieces(params: dict[str, nn.Parameter]) -> Iterator[Counter[str]]:
-    """Count, by name, in how many pieces the gradient of each parameter comes; one without a gradient has none."""
-    found: Counter[str] = Counter()
-
-    def listen(name: str, p: nn.Parameter) -> Any:
-        return p.register_post_accumulate_grad_hook(lambda _: found.update([name]))
-
-    hooks = [listen(name, p) for name, p in params.items()]
-    try:
-        yield found
-    finally:
-        remove_hooks(hooks, params.values())

@@ -1,7 +1,7 @@
 """A batch of which this rank has no data, or that it has left: with weight 0 it joins what the others wait for."""
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -37,10 +37,12 @@ class LeftBatch:
         """Begin a batch without data, on which the model runs as on any other.
 
         A learner with a `_backward` of its own, which may make anything of it, gets a real sample, which weighs
-        nothing, and so does a model that cannot run on nothing.
+        nothing, and so does a model that cannot run on nothing. A model that asks the ranks would count it.
         """
         learn = self.learn
         learn.batch_size = 0
+        if asks_ranks(learn.model):
+            return
         if learn._overrides("_backward"):
             self._take_sample()
         else:
@@ -48,9 +50,7 @@ class LeftBatch:
 
     def _take_sample(self) -> None:
         learn = self.learn
-        if not asks_ranks(learn.model):  # which would count it
-            learn.batch, learn.xb, learn.yb = learn._unpack.split(learn.dl.sample)
-            self.stand_in.run = True
+        learn.batch, learn.xb, learn.yb = learn._unpack.split(learn.dl.sample)
 
     def _forward(self) -> None:
         """The learner's next forward pass."""
@@ -58,36 +58,29 @@ class LeftBatch:
         del vars(learn)["_forward"]
         try:
             learn._forward()
-        except Exception as error:
-            if isinstance(error, CancelException) or asks_ranks(learn.model):
-                raise
+        except CancelException:
+            raise
+        except Exception:
             self._take_sample()
             learn._forward()
 
-    def finish_batch(self, *_: Any) -> None:
+    def finish_batch(self) -> None:
         """Do, with weight 0, what the other ranks wait for in this batch, if this rank has not done it."""
-        learn, step, dispatch = self.learn, self.step, self.step.agreement.dispatch
+        learn, step = self.learn, self.step
         self.finish_backward()
-        if learn._step_due and not step.progress.stepped:
-            if not float(step.counted):  # a host-device sync; only where a rank has left a batch
-                return
+        if learn._step_due and float(step.counted):  # a host-device sync; only where a rank has left a batch
             self.step_unless_all_skip()
-            if step.progress.skipped:
-                return
-        elif not dispatch.stopped_in("after_step"):
-            return
-        dispatch.resume("after_step")
-        learn._zero_grad()  # as the others do
+        if step.stepped and step.dispatch.resume("after_step"):
+            learn._zero_grad()  # as the others do
 
-    def finish_backward(self, *_: Any) -> None:
+    def finish_backward(self) -> None:
         """Take part in the reduction of the gradients without data, if this rank has left its backward pass out."""
-        learn, step, dispatch = self.learn, self.step, self.step.agreement.dispatch
-        if step.progress.reduced:
+        learn, step, dispatch = self.learn, self.step, self.step.dispatch
+        if step.reduced:
             return
         dispatch.resume("before_batch")  # schedules, for one: the step will be taken here, too
         batch = {name: getattr(learn, name) for name in _OF_BATCH}
         learn.batch_size = 0
-        clean = all(p.grad is None for p in learn.model.parameters())
         try:
             with torch.enable_grad():
                 if learn._overrides("_backward"):  # whose passes, and the steps in it, this rank must make, too
@@ -101,37 +94,38 @@ class LeftBatch:
         finally:
             vars(learn).update(batch)
             vars(learn).pop("_forward", None)
-        if learn._step_due and clean and float(step.counted) == 0:  # no rank had data: as if it had not been
+        if learn._step_due and not (step.kept or float(step.counted)):  # no rank had data: as if it had not been
             learn._zero_grad()
 
-    def step_unless_all_skip(self, *_: Any) -> None:
+    def step_unless_all_skip(self) -> None:
         """Take the optimizer step that this rank would have left out, unless all ranks leave it out."""
-        learn, step, dispatch = self.learn, self.step, self.step.agreement.dispatch
-        if step.progress.stepped or step.progress.skipped:
+        step, dispatch = self.step, self.step.dispatch
+        if step.stepped is not None:
             return
         events = ["after_backward", "before_step"]
         if step.all_skip("step"):
             # Where all have cancelled the last batch of an accumulated step, the step is taken with the others.
-            step.progress.skipped = bool(world.reduce(int(counts_something(step.count)), "max", among="votes"))
-            if step.progress.skipped:
+            if world.reduce(int(counts_something(step.count)), "max", among="votes"):
+                step.stepped = False
                 return
             del events[0]
         for event in events:
             dispatch.resume(event)  # what clips here has clipped there
-        learn._step()
+        self.learn._step()
+        step.note_optimizer_step()
 
 
 class _StandIn(Callback):
     """Takes a rank's sample away once the step is over, so that nothing counts it after the batch."""
 
     order = -20
-    run = run_valid = False
+    run_valid = False
 
     def after_batch(self) -> None:
         learn = self.learn
-        for name in ("batch", "xb", "yb", "pred", "output"):
-            setattr(learn, name, emptied(getattr(learn, name)))
-        self.run = False
+        if not learn.batch_size:
+            for name in ("batch", "xb", "yb", "pred", "output"):
+                setattr(learn, name, emptied(getattr(learn, name)))
 
 
 def asks_ranks(model: nn.Module) -> bool:

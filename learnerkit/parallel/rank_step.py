@@ -1,49 +1,26 @@
 """An optimizer step that several ranks take together: what each counts, when all leave, and DDP during the pass."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from learnerkit import world
-from learnerkit.gradient_mean import (
-    GradientMean,
-    StepGradient,
-    StepState,
-    counts_something,
-    host_count,
-    scale_gradients,
-)
+from learnerkit.gradient_mean import GradientMean, StepGradient, counts_something, host_count, scale_gradients
 from learnerkit.host_scalars import HostCopy
-from learnerkit.parallel.agreement import LEAVING, TOLD, Agreement, RankDispatch
+from learnerkit.parallel.agreement import LEAVING, TOLD, Agreement
 from learnerkit.parallel.passes import Passes
 from learnerkit.text import first_few
-from learnerkit.torch_internals import remove_ddp_hooks
+from learnerkit.torch_internals import check_reduced
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 
-_POINTS = ("step", "after_batch", "next batch")  # of a batch, in order, which all ranks may leave out
-
-
-@dataclass
-class Progress:
-    """How far this rank has come in a batch.
-
-    Attributes:
-        reduced: it has taken part in the reduction of the batch's gradients, or has none to take part in.
-        stepped: its optimizer has stepped after the batch.
-        skipped: all ranks have left the optimizer's step after the batch out.
-    """
-
-    reduced: bool = True
-    stepped: bool = True
-    skipped: bool = True
+_POINTS = ("begin", "step", "after_batch", "next batch")  # of a batch, in order; all but the first may be left out
 
 
 class RankStep:
@@ -58,7 +35,7 @@ class RankStep:
         agreement: of the run.
 
     Attributes:
-        progress: of this rank in the present batch.
+        dispatch: of the run.
         named: the parameters by name: the model's, and those beside it that are trained with it.
         params: those of them that are trainable.
         passes: averages the backward passes that come after the gradients of the step are finished.
@@ -68,22 +45,23 @@ class RankStep:
         count: what this rank's batch counts.
         counted: what all ranks have counted in the step, as a mean over the ranks.
         kept: gradients of an earlier batch, which a callback accumulates, are there when the batch begins.
-        number: of the batch, the same on every rank.
+        number: grows with each batch, the same on every rank.
+        reduced: this rank has taken part in the reduction of the batch's gradients.
+        stepped: its optimizer has stepped after the batch; False: all ranks leave that out; `None`: neither as yet.
     """
 
     def __init__(self, learn: "Learner", agreement: Agreement) -> None:
-        self.learn, self.agreement = learn, agreement
-        self.mean = GradientMean(learn._loss_weighting.sums)
-        self.message = Message(learn.dls.device, world.rank(), world.world_size())
-        self.progress = Progress()
+        self.learn, self.agreement, self.dispatch = learn, agreement, agreement.dispatch
+        self.mean = GradientMean(learn._loss_weighting.sums, world.world_size())
+        self.message = Message(learn.dls.device)
         self.named: dict[str, nn.Parameter] = {}
         self.params: dict[str, nn.Parameter] = {}
         self.passes = Passes(self, watches=False)
-        self.sends_buffers = self.kept = False
+        self.sends_buffers = self.kept = self.reduced = False
+        self.stepped: bool | None = None
         self.count: float | Tensor = 0
         self.counted: float | Tensor = 0.0
-        self.number = self._point = -1
-        self._dispatch: RankDispatch | None = None
+        self.number = 0
         self._witness: nn.Parameter | None = None  # a parameter whose gradient tells whether they were cleared
         agreement.watch.passed = self._passed
 
@@ -112,17 +90,14 @@ class RankStep:
 
     def begin(self) -> None:
         """Begin a batch."""
-        self._point = self._number_of("next batch")
-        self._dispatch = self.agreement.dispatch
-        self._dispatch.begin()
-        self.number += 1
-        progress = self.progress
-        progress.reduced = progress.stepped = progress.skipped = False
+        self.dispatch.begin()
+        self.reduced, self.stepped = False, None
+        self.end()  # of the batch before
         if self.passes.watches:
             self.passes.close()
         self.learn.pred = self.learn.output = None  # those of the batch before say nothing of this one
 
-    def before_batch(self, *cb: Any) -> None:
+    def before_batch(self) -> None:
         """Prepare the batch, after the callbacks that may still change it: the hook of that event."""
         learn, witness = self.learn, self._witness
         self.kept = witness is not None and witness.grad is not None
@@ -131,52 +106,39 @@ class RankStep:
         if self.sends_buffers and not self.mean.begun:
             world.broadcast_into(list(learn.model.buffers()), among="gradients")
 
-    def take_count(self) -> float | Tensor:
-        """Take what the batch counts into its step, and return it."""
+    def take_count(self) -> bool:
+        """Take what the batch counts into its step, and tell whether that may be anything."""
         learn, mean = self.learn, self.mean
         if not learn.batch_size:
             learn._loss_count = 0  # that of a sample which stands for shapes and types only
-        count = self.count = host_count(learn._loss_count)
+        self.count = host_count(learn._loss_count)
         if not mean.begun:
-            mean.begin(self._expected(count))
-        mean.counted = mean.counted + count
-        return count
+            total = learn.dl.share.total or learn.dl.usual_total or mean.ranks  # the same on every rank
+            expected = total / mean.ranks
+            if self.kept and not mean.sums:
+                # A callback accumulates gradients by leaving steps out: those that are there have their scale already,
+                # so this batch's must be right before it joins them. A collective and a host-device sync of its own.
+                expected = world.reduce(float(self.count), "mean", among="gradients")
+            mean.begin(expected * learn._step_batches or 1.0)
+        mean.counted = mean.counted + self.count
+        return counts_something(self.count)
 
-    def _expected(self, count: float | Tensor) -> float:
-        steps, dl = self.learn._step_batches, self.learn.dl
-        if self.kept and not self.mean.sums:
-            # A callback accumulates gradients by leaving steps out: those that are there have their scale already, so
-            # this batch's must be right before it joins them. A collective and a host-device sync of its own.
-            return world.reduce(float(count), "mean", among="gradients") * steps or 1.0
-        total = dl.share.total or dl.usual_total or self.message.ranks  # the same on every rank, as this must be
-        return total / self.message.ranks * steps
-
-    def weigh(self) -> float | Tensor:
-        """Take the batch's count, weigh its loss by it, and return it."""
-        learn, mean, count = self.learn, self.mean, self.take_count()
-        something = counts_something(count)
-        if something:
-            weighed = mean.weigh(learn.loss_grad, count, learn._model_output)
-            learn.loss_grad = weighed * self.message.ranks if mean.sums else weighed
+    def weigh(self) -> bool:
+        """Take the batch's count, weigh its loss by it, and tell whether it may count anything."""
+        learn, mean, something = self.learn, self.mean, self.take_count()
+        learn.loss_grad = mean.weigh(learn.loss_grad, self.count, learn._model_output)
         if learn._step_due and learn._step_batches == 1 and not self.kept:
-            weight = self.message.ranks if mean.sums else count / mean.expected
-            for p in self.params.values():
-                if p.grad is not None:  # of a callback's own backward pass, which has the weight of the loss
-                    p.grad = p.grad * weight if something else None
-        return count
+            # There may be gradients of a callback's own backward pass, which has the weight of the loss.
+            if something:
+                scale_gradients(self.params.values(), mean.weight(self.count, mean.expected))
+            else:
+                for p in self.params.values():
+                    p.grad = None
+        return something
 
-    def factor(self, counted: float) -> float | Tensor | None:
-        """Return what this rank's gradients of the batch are multiplied by before a plain mean, if its loss was not.
-
-        Args:
-            counted: the mean over the ranks of what their batches count.
-
-        Returns:
-            `None` for a batch that counts nothing.
-        """
-        if not counts_something(self.count):
-            return None
-        return self.message.ranks if self.mean.sums else self.count / counted
+    def weight(self, total: float) -> float:
+        """Return `GradientMean.weight` of this rank's batch. A host-device sync."""
+        return float(self.mean.weight(float(self.count), total))
 
     def vector(self) -> Tensor:
         """Return this rank's vector of a step that is due, with its reasons to leave."""
@@ -184,30 +146,22 @@ class RankStep:
         tells = agreement.pending is not None or agreement.request.mine
         return self.message.vector(self.mean.counted, agreement.flags() if tells else [])
 
-    def complete(self, vector: Tensor, corrects: bool) -> None:
+    def complete(self, vector: Tensor) -> None:
         """Correct the gradients of the step, which are averaged, and leave if the ranks say so.
 
         Args:
             vector: the mean of those of all ranks.
-            corrects: the gradients are weighed by what was expected.
         """
         mean, message = self.mean, self.message
         mean.begun = False
         if self._witness is None:
             self._witness = next((p for p in self.params.values() if p.grad is not None), None)
-        flags: list[float] | None
-        if message.reads_late:
-            self.counted, tolerance = vector[0], 0.0
-        else:
-            self.counted, *flags = vector.tolist()[: 1 + FLAGS]
-            tolerance = 8 * torch.finfo(vector.dtype).eps
-        if corrects:
-            scale_gradients(self.params.values(), mean.correction(self.counted, tolerance))
-        if message.reads_late:
-            flags = message.exchange_flags(vector)
-            if flags is not None:
-                self.agreement.watch.check()  # of a reduction that was broken off they would mean nothing
-        if flags is not None and any(flags):
+        self.counted = vector[0] if message.reads_late else vector[0].item()
+        rounding = 8 * torch.finfo(vector.dtype).eps
+        scale_gradients(self.params.values(), mean.correction(self.counted, rounding))
+        flags = message.exchange_flags(vector)
+        if any(flags):
+            self.agreement.watch.check()  # of a reduction that was broken off they would mean nothing
             self._obey(flags)
         if self.passes.watches:
             self.passes.open_now()
@@ -224,19 +178,17 @@ class RankStep:
 
     def is_open(self) -> bool:
         """Tell whether this rank has left out something of the batch that other ranks may wait for."""
-        progress, due = self.progress, self.learn._step_due
-        left = not progress.reduced or (due and not progress.stepped)
-        return left or self.agreement.dispatch.stopped_in("after_step")
+        left = not self.reduced or (self.learn._step_due and self.stepped is None)
+        return left or self.dispatch.stopped_in("after_step")
 
     def note_optimizer_step(self, *_: Any) -> None:
         """Note that this rank's optimizer has stepped."""
-        if not self.progress.skipped:
-            self.progress.stepped = True
-            self._point = self._number_of("step")
+        if self.stepped is None:
+            self.stepped = True
 
     def end(self) -> None:
         """Note that this rank leaves nothing of the batch out any more."""
-        self._point = self._number_of("next batch")
+        self.number += 1
 
     def count_ranks(self, with_data: bool) -> int:
         """Return how many ranks have data for another batch; every rank must reach this.
@@ -256,10 +208,11 @@ class RankStep:
 
     def _passed(self) -> int:
         """The number of the last point that this rank has come to; the watch reads it in a thread of its own."""
-        if self._dispatch is None or self._dispatch.last != "after_batch":
-            return self._point
-        has_stepped = self.progress.stepped or self.progress.skipped or not self.learn._step_due
-        return max(self._point, self._number_of("after_batch")) if has_stepped else self._point
+        begin = self._number_of("begin")  # first: what follows may soon be of the next batch
+        point = "step" if self.stepped else "begin"
+        if self.dispatch.last == "after_batch" and (self.stepped is not None or not self.learn._step_due):
+            point = "after_batch"
+        return begin + _POINTS.index(point)
 
 
 # The vector
@@ -269,21 +222,18 @@ _SLOTS = 16  # so many that the gradients that follow in DDP's bucket stay align
 
 
 class Message:
-    """Makes the small vector of this rank: what its batches count, flags, and a number whose mean over the ranks is 1.
+    """Makes the small vector of this rank: what its batches count, and flags.
 
     Args:
         device: of the gradients.
-        rank, ranks: of this process, and how many there are.
 
     Attributes:
-        dtype: of the vectors; counts need more digits than half precision has.
         reads_late: read the flags of a step after the next one, at the same place on every rank, so that the host need
             not wait for the device.
     """
 
-    def __init__(self, device: torch.device, rank: int, ranks: int) -> None:
-        self.device, self.rank, self.ranks, self.dtype = device, rank, ranks, torch.float64
-        self.reads_late = device.type != "cpu"
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.reads_late = device, device.type != "cpu"
         self._last_flags: HostCopy | None = None
 
     def forget(self) -> None:
@@ -297,23 +247,26 @@ class Message:
             count: what its batches count.
             flags: of `TOLD`, each 1 or 0; none: all are 0.
         """
-        vector = torch.zeros(_SLOTS, dtype=self.dtype, device=self.device)
+        vector = torch.zeros(_SLOTS, dtype=torch.float64, device=self.device)  # counts need many digits
         # Numbers are filled in on the device, without a sync.
-        for place, number in ((0, count), *enumerate(flags, 1), (-1, self.ranks * (self.rank == 0))):
-            if isinstance(number, Tensor) or number:
+        for place, number in enumerate([count, *flags]):
+            if counts_something(number):
                 vector[place] = number
         return vector
 
-    def exchange_flags(self, vector: Tensor | None) -> list[float] | None:
-        """Start to copy the flags of this step, and return those of the last; `None`: there are none.
+    def exchange_flags(self, vector: Tensor | None) -> list[float]:
+        """Return the flags of a step, or start to copy them, and return those of the last one; none: there are none.
 
         A host-device sync, but with an earlier step: the device has work meanwhile.
 
         Args:
             vector: of this step; `None` after the last step of an epoch.
         """
-        last, self._last_flags = self._last_flags, None if vector is None else HostCopy(vector[1 : 1 + FLAGS])
-        return None if last is None else last.numbers()
+        flags = None if vector is None else vector[1 : 1 + FLAGS]
+        if not self.reads_late:
+            return [] if flags is None else flags.tolist()
+        last, self._last_flags = self._last_flags, None if flags is None else HostCopy(flags)
+        return [] if last is None else last.numbers()
 
 
 # DDP
@@ -331,123 +284,72 @@ class Overlapped:
         step: of the ranks.
         comm_hook: one of `COMM_HOOKS`, or `None`.
         options: of `DistributedDataParallel`.
-        give_up: called, on all ranks alike, where parameters are frozen or unfrozen after `attach`; it puts a
-            `Deferred` in this one's place.
+        give_up: called, on all ranks alike, where parameters are frozen or unfrozen from here on; it puts a `Deferred`
+            in this one's place.
+
+    Attributes:
+        ddp: made by all ranks together.
     """
 
     def __init__(
         self, step: RankStep, comm_hook: str | None, options: dict[str, Any], give_up: Callable[[], StepGradient]
     ) -> None:
-        self.step, self.comm_hook, self.options, self._give_up = step, comm_hook, options, give_up
-        self.ddp: DistributedDataParallel | None = None
+        self.step, self.mean, self._give_up = step, step.mean, give_up
         self._carrier: nn.Parameter | None = None  # its gradient is the vector, which then needs no collective
-        self._trainable: list[nn.Parameter] = []
-
-    def attach(self) -> None:
-        """Make DDP; every rank must reach this."""
-        step, message = self.step, self.step.message
-        device, self._trainable = message.device, list(step.params.values())
-        extra: list[nn.Parameter] = []
-        if self.comm_hook is None:  # which would round the vector
-            message.dtype = torch.float64 if {p.dtype for p in self._trainable} == {torch.float64} else torch.float32
-            extra = [nn.Parameter(torch.zeros(_SLOTS, dtype=message.dtype, device=device))]
-            self._carrier = extra[0]
+        device, params = step.message.device, list(step.params.values())
+        held = nn.Identity()  # returns the loss that it is called with
+        if comm_hook is None:  # which would round the vector
+            dtype = torch.float64 if {p.dtype for p in params} == {torch.float64} else torch.float32
+            self._carrier = nn.Parameter(torch.zeros(_SLOTS, dtype=dtype, device=device))
+            params.append(self._carrier)
+        held.params = nn.ParameterList(params)
         group = world.group("gradients", device.type)
-        own = {"process_group": group, "init_sync": False}
-        self.ddp = DistributedDataParallel(_Held([*self._trainable, *extra]), **own | self.options)
-        if self.comm_hook is not None:
-            self.ddp.register_comm_hook(*_comm_hook(self.comm_hook, group))
-
-    def begin(self) -> None:
-        """Begin a batch."""
-        self.step.begin()
+        self.ddp = DistributedDataParallel(held, **{"process_group": group, "init_sync": False} | options)
+        if comm_hook == "powersgd":
+            state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=10)
+            self.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif comm_hook is not None:
+            self.ddp.register_comm_hook(group, getattr(default_hooks, f"{comm_hook}_compress_hook"))
 
     def backward(self) -> None:
         """Compute the batch's gradients with their weight; of a batch that counts nothing, zeros."""
-        step, learn = self.step, self.step.learn
+        step, learn, carrier = self.step, self.step.learn, self._carrier
         if step.is_changed():
             self._give_up().backward()
             return
-        something = counts_something(step.weigh())
+        something = step.weigh()
         if not learn._step_due:
             if something:
                 learn._backward()
-            step.progress.reduced = True
+            step.reduced = True
             return
-        zeros = [] if something else self._trainable
-        loss = learn.loss_grad if something else torch.zeros((), device=step.message.device, requires_grad=True) * 1
-        roots = [cast(DistributedDataParallel, self.ddp)(loss), *zeros]
-        gradients: list[Tensor | None] = [None, *map(torch.zeros_like, zeros)]
-        if self._carrier is not None:
+        roots = self.ddp([learn.loss_grad] if something else list(step.params.values()))
+        gradients = [None if something else torch.zeros_like(root) for root in roots]
+        if carrier is not None:
             # A root of its own, whose gradient is given: that needs no further operations.
-            roots.append(self._carrier)
-            gradients.append(step.vector())
+            roots.append(carrier)
+            gradients.append(step.vector().to(carrier.dtype))
         torch.autograd.backward(roots, gradients)
-        self.finish()
-
-    def finish(self) -> None:
-        """Take what has come with the gradients, and correct them."""
-        step, message, carrier = self.step, self.step.message, self._carrier
-        step.progress.reduced = True
-        if carrier is None:
-            vector = world.reduce(step.vector(), "mean", among="gradients")
-        else:
-            vector, carrier.grad = cast(Tensor, carrier.grad), None
-            vector = vector.clone() if message.reads_late else vector  # it may be a piece of DDP's bucket
-        # Where the loss has not reached all parameters, DDP waits for them, and has put nothing back into gradients.
-        reads = carrier is not None and not message.reads_late
-        self._check_reached(reads, reads and abs(vector[-1].item() - 1) > 0.01)
-        step.complete(vector, corrects=True)
-
-    def _check_reached(self, is_known: bool, cut_short: bool) -> None:
-        """Refuse a loss that has not reached all parameters, on which the others' reduction would wait.
-
-        Args:
-            is_known: the vector tells.
-            cut_short: DDP has not put anything back into the gradients.
-        """
-        step, ddp = self.step, cast(DistributedDataParallel, self.ddp)
-        tells = is_known and not ddp.gradient_as_bucket_view  # with which a rank's own gradients look like the mean
-        if not cut_short and (tells or ddp.static_graph):
-            return
-        names = [name for name, p in step.params.items() if p.grad is None]
-        if cut_short or names:
+        step.reduced = True
+        try:
+            check_reduced(self.ddp)
+        except RuntimeError:
+            names = [name for name, p in step.params.items() if p.grad is None]
             raise RuntimeError(
-                f"parameters that took no part in the loss of batch {step.learn.iter} on rank {world.rank()}, although "
+                f"parameters that took no part in the loss of batch {learn.iter} on rank {world.rank()}, although "
                 f"they did in the first batch: {first_few(names or ['unknown'])}. Freeze them, use them in every "
                 "batch, or pass find_unused_parameters=True to DistributedCallback, which then averages the gradients "
                 "after the backward pass, whichever there are"
                 " (errors.html#unused-parameters)"
-            )
+            ) from None
+        if carrier is None:
+            vector = world.reduce(step.vector(), "mean", among="gradients")
+        else:
+            vector, carrier.grad = cast(Tensor, carrier.grad).clone(), None  # it may be a piece of DDP's bucket
+        step.complete(vector)
 
     def detach(self) -> None:
         """Take DDP off the parameters."""
-        if self.ddp is not None:
-            remove_ddp_hooks(self.ddp)
-        self.ddp = self._carrier = None
-        self.step.message.dtype = torch.float64
-
-    def state(self) -> StepState:
-        """Return how far the step has come."""
-        mean = self.step.mean
-        return StepState(mean.begun, 1 / self.step.message.ranks if mean.sums else mean.expected)
-
-
-class _Held(nn.Module):
-    """Holds the parameters of which DDP averages the gradients, and returns the loss that it is called with."""
-
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        super().__init__()
-        self.params = nn.ParameterList(params)
-
-    def forward(self, loss: Tensor) -> Tensor:
-        return loss
-
-
-def _comm_hook(name: str, group: Any) -> tuple[Any, Callable]:
-    """The state of one of torch's communication hooks, and the hook."""
-    if name == "powersgd":
-        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-        return powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=10), powerSGD_hook.powerSGD_hook
-    return group, getattr(default_hooks, f"{name}_compress_hook")
+        # Its hooks go with its reducer; a DDP that lives on, in a traceback say, would go on reducing.
+        for name in ("reducer", "logger"):
+            vars(self.ddp).pop(name, None)

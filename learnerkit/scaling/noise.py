@@ -193,7 +193,7 @@ class GradientNoiseScale(Callback):
 
     def before_batch(self) -> None:
         gradient = self.learn._gradient
-        if gradient is not None and gradient.state().begun:
+        if gradient is not None and gradient.mean.begun:
             return
         self._close()
         if self._steps % self._period == 0:
@@ -206,7 +206,7 @@ class GradientNoiseScale(Callback):
         if self._row is None:
             return
         params = self._params()
-        if learn._gradient is None or not learn._gradient.state().begun:
+        if learn._gradient is None or not learn._gradient.mean.begun:
             left = [p.grad for p in params if p.grad is not None]  # of steps that a callback has left out
             if left:
                 self._row["left"] = _square(left)
@@ -241,7 +241,7 @@ class GradientNoiseScale(Callback):
         if learn._gradient is None or not norms or (not isinstance(count, Tensor) and not count):
             return
         first = norms[0].device
-        factor = learn._gradient.state().to_sum / self._scale()
+        factor = learn._gradient.mean.to_sum / self._scale()
         square = torch.stack([norm.to(first) for norm in norms]).square().sum() * factor**2
         if isinstance(count, Tensor):  # on the device; where it counts nothing the loss may have been a NaN
             square = torch.where(count > 0, square, 0.0)

@@ -43,7 +43,10 @@ def setattr_of(model, name, value):
     setattr(model, name, value)
 
 
-def trained(cls=Learner, cbs=None, alone=False, n=17, epochs=2, change=None, lr=0.1, norm=False, model=None, **options):
+def trained(
+    cls=Learner, cbs=None, alone=False, n=17, epochs=2, change=None, lr=0.1, norm=False, model=None, reduction="mean",
+    **options,
+):  # fmt: skip
     """A learner after a fit, what it has said, and the ways that its batches were averaged in."""
     torch.manual_seed(3)
     x = torch.randn(n, 4, dtype=torch.float64)
@@ -52,7 +55,7 @@ def trained(cls=Learner, cbs=None, alone=False, n=17, epochs=2, change=None, lr=
     model, said, ways = model or Net(norm).double(), [], []
     if change is not None:
         change(model)
-    learn = cls(dls, model, nn.CrossEntropyLoss(), opt_func=torch.optim.SGD, lr=lr, cbs=cbs)
+    learn = cls(dls, model, nn.CrossEntropyLoss(reduction=reduction), opt_func=torch.optim.SGD, lr=lr, cbs=cbs)
     learn.say = said.append
     learn.add_cb(Callback(before_backward=lambda cb: ways.append(type(cb.learn._gradient).__name__), order=90))
     with learn.no_logging(), warnings.catch_warnings():
@@ -118,10 +121,11 @@ class Assigns(Learner):
             self.opt.step()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("cls", [Backward, Clips, Assigns])
-def test_a_learner_with_passes_of_its_own_says_so_and_equals_one_process(cls):
-    seam = "_step" if cls is Assigns else "_backward"
-    check_equals_one("Deferred", f"{cls.__name__} has a {seam} of its own", cls=cls)
+def test_a_learner_with_passes_of_its_own_says_so_and_equals_one_process(cls, reduction):
+    seam, lr = "_step" if cls is Assigns else "_backward", 0.1 if reduction == "mean" else 0.01
+    check_equals_one("Deferred", f"{cls.__name__} has a {seam} of its own", cls=cls, reduction=reduction, lr=lr)
 
 
 class Apart(nn.Module):
