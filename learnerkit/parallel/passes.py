@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ class Passes:
     """
 
     def __init__(self, step: "RankStep", watches: bool) -> None:
-        self.step, self.watches, self.params = step, watches, list(step.params.values())
+        self.step = proxy(step)  # which holds this one: nothing of a run is left to garbage collection
+        self.watches, self.params = watches, list(step.params.values())
         self.averaged: dict[Tensor, Tensor] = {}
         self._open = self._running = False
         heard = self.params if watches else []

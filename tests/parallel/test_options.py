@@ -129,7 +129,7 @@ def ddp_buckets(**options):
 
 @pytest.mark.parametrize(
     ("accumulated", "options"),
-    [(1, {}), (3, {}), (1, {"bucket_cap_mb": 0.0003}), (2, {"bucket_cap_mb": 0.0003})],
+    [(1, {}), (3, {}), (1, {"bucket_cap_mb": 0.0004}), (2, {"bucket_cap_mb": 0.0004})],
     ids=["plain", "accumulated", "buckets", "buckets-accumulated"],
 )
 def test_a_step_costs_one_reduction_of_each_bucket(accumulated, options):
