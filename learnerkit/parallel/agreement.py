@@ -106,7 +106,7 @@ class Agreement:
         return cast(RankDispatch, self.learn._dispatch)
 
     @contextmanager
-    def run(self, what: str, timeout: float) -> Iterator["Agreement"]:
+    def run(self, what: str, timeout: float) -> Iterator[None]:
         """Meet the other ranks for a run, and leave it with them; every rank must reach this.
 
         Args:
@@ -126,8 +126,9 @@ class Agreement:
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the user has a handler
                 with suppress(ValueError):  # not in the main thread, where alone Python sees signals
                     stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._interrupt))
+            self.learn._agreement = self
             try:
-                yield self
+                yield
                 self.vote("the end of the run")  # another rank may have failed in a cleanup
             except BaseException as error:
                 self.failed(error)
@@ -135,7 +136,7 @@ class Agreement:
                     self.watch.check()
                 raise
             finally:
-                self.pending = self.left_batch = None
+                self.pending = self.left_batch = self.learn._agreement = None
 
     def _interrupt(self, *_: object) -> None:
         """Let Ctrl-C take effect where all ranks can leave together; pressed again, at once."""

@@ -90,7 +90,7 @@ class Averager:
         """
         step, learn, cb = self.step, self.learn, self.cb
         model = self.model = learn.model
-        step.sends_buffers = cb.sends_buffers and next(model.buffers(), None) is not None
+        step.sends = model if cb.sends_buffers and any(True for _ in model.buffers()) else None
         if cb.sync_bn is not False and rank_norms(model):
             if learn.dls.device.type != "cpu":
                 cb.ends.enter_context(synchronised(model))

@@ -2,8 +2,8 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -15,10 +15,9 @@ from learnerkit import optim, world
 from learnerkit.callback import Callback, Dispatch, is_ours
 from learnerkit.data.batches import loader_len, map_batch, on_host, tensors_in
 from learnerkit.data.order import draws_globally, states_at_start
-from learnerkit.events import INNER_EVENTS
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.averager import Averager
-from learnerkit.parallel.left_batch import LeftBatch
+from learnerkit.parallel.left_batch import LeftBatch, StandIn
 from learnerkit.parallel.loaders import RankLoader, rank_loader
 from learnerkit.parallel.model_checks import check_devices, rank_norms
 from learnerkit.parallel.rank_step import COMM_HOOKS, RankStep
@@ -173,22 +172,13 @@ class DistributedCallback(Callback):
 
     def _take_part(self, agreement: Agreement) -> None:
         """Have this rank take part in all batches of the fit, also in those that it leaves."""
-        learn = self.learn
-        step = RankStep(learn, agreement)
-        left_batch = agreement.left_batch = LeftBatch(learn, step)
+        step = RankStep(self.learn, agreement)
+        agreement.left_batch = LeftBatch(step)
         self._averager = Averager(self, step)
-        self.before_batch = step.before_batch
-        self.after_cancel_backward = left_batch.finish_backward
-        self.after_cancel_step = left_batch.step_unless_all_skip
-        self.after_cancel_batch = left_batch.finish_batch
-        if learn._overrides("_step"):  # which may step without the optimizer's `step`
-            self.after_step = step.note_optimizer_step
-        self.ends.enter_context(learn.added_cbs(left_batch.stand_in))
+        self.ends.enter_context(self.learn.added_cbs([agreement.left_batch, StandIn()]))
 
     def cleanup_fit(self) -> None:
         self.ends.close()
-        for event in INNER_EVENTS:
-            vars(self).pop(event, None)
         self._averager = None
         self._loaders.clear()
 
@@ -262,18 +252,12 @@ def warn_outside_context(learn: "Learner") -> None:
         )
 
 
-@contextmanager
-def agreement_for(learn: "Learner", what: str) -> Iterator[None]:
-    """Enter an `Agreement` for the call `what`, where a run is one of several ranks and not inside another."""
+def agreement_for(learn: "Learner", what: str) -> AbstractContextManager:
+    """Return an `Agreement`'s run of the call `what`, where it is one of several ranks and not inside another run."""
     member = member_of(learn.cbs)
     if member is None or world.world_size() == 1 or learn._agreement is not None:
-        yield
-        return
-    try:
-        with Agreement(learn).run("get_preds" if what == "predict" else what, member.timeout) as learn._agreement:
-            yield
-    finally:
-        learn._agreement = None
+        return nullcontext()
+    return Agreement(learn).run("get_preds" if what == "predict" else what, member.timeout)
 
 
 def dispatch(learn: "Learner", fitting: bool) -> Dispatch:

@@ -39,7 +39,7 @@ class RankStep:
         named: the parameters by name: the model's, and those beside it that are trained with it.
         params: those of them that are trainable.
         passes: averages the backward passes that come after the gradients of the step are finished.
-        sends_buffers: give all ranks rank 0's buffers before each step.
+        sends: the module of which rank 0's buffers are given to all ranks before each step, if there are any.
         mean: weighs the batches.
         message: makes the small vector.
         count: what this rank's batch counts.
@@ -57,7 +57,8 @@ class RankStep:
         self.named: dict[str, nn.Parameter] = {}
         self.params: dict[str, nn.Parameter] = {}
         self.passes = Passes(self, watches=False)
-        self.sends_buffers = self.kept = self.reduced = False
+        self.sends: nn.Module | None = None
+        self.kept = self.reduced = False
         self.stepped: bool | None = None
         self.count: float | Tensor = 0
         self.counted: float | Tensor = 0.0
@@ -103,8 +104,8 @@ class RankStep:
         self.kept = witness is not None and witness.grad is not None
         if learn.dl.share.size == 0:
             self.agreement.left_batch.begin()
-        if self.sends_buffers and not self.mean.begun:
-            world.broadcast_into(list(learn.model.buffers()), among="gradients")
+        if self.sends is not None and not self.mean.begun:
+            world.broadcast_into(list(self.sends.buffers()), among="gradients")
 
     def take_count(self) -> bool:
         """Take what the batch counts into its step, and tell whether that may be anything."""
@@ -142,9 +143,7 @@ class RankStep:
 
     def vector(self) -> Tensor:
         """Return this rank's vector of a step that is due, with its reasons to leave."""
-        agreement = self.agreement
-        tells = agreement.pending is not None or agreement.request.mine
-        return self.message.vector(self.mean.counted, agreement.flags() if tells else [])
+        return self.message.vector(self.mean.counted, self.agreement.flags())
 
     def complete(self, vector: Tensor) -> None:
         """Correct the gradients of the step, which are averaged, and leave if the ranks say so.
