@@ -321,10 +321,6 @@ class RankDispatch(Dispatch):
             self._call(event, self.table[event])
         self.agreement.vote(f"the end of {event}")
 
-    def stopped_in(self, event: str) -> bool:
-        """Tell whether an error or a cancel has stopped this event."""
-        return self.stopped[0] == event
-
     def resume(self, event: str) -> bool:
         """Go on with an event of this batch after the callback that stopped it, or fire it if it is still to come.
 
@@ -334,7 +330,7 @@ class RankDispatch(Dispatch):
             Whether it was to come.
         """
         hooks = self.table[event]
-        if self.stopped_in(event):
+        if self.stopped[0] == event:
             hooks, self.stopped = self.stopped[1], ("", ())
         elif self.last is not None and _PLACES[event] <= _PLACES[self.last]:
             return False

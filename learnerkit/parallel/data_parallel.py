@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from learnerkit import world
 from learnerkit.callback import Callback, is_ours
 from learnerkit.data.batches import get_field, in_float32, map_batch, rows_of, tensors_in
 from learnerkit.events import INNER_EVENTS, Event
 from learnerkit.losses import LossWeight, check_shapes, loss_option, no_scalar, own_loss, unwrap_partial
 from learnerkit.text import first_few
-from learnerkit.utils import add_note_once, describe, spanned_devices, unwrap, warn
+from learnerkit.utils import add_note_once, describe, spanned_devices, unwrap
 
 _AFTER_PRED = [e for e in INNER_EVENTS if e != Event.before_batch]
 
@@ -49,7 +50,6 @@ class ParallelCallback(Callback):
         if device_ids is not None and len(set(device_ids)) < len(device_ids):
             raise ValueError(f"got device_ids={device_ids}; each GPU can be used once")
         self.device_ids, self.loss_on_replicas = device_ids, loss_on_replicas
-        self._said = False
         self._whole: Any = None
         self._asked: tuple[tuple | None, bool] = None, True  # targets whose loss is taken; whether output is kept
 
@@ -66,12 +66,10 @@ class ParallelCallback(Callback):
         if count >= 2 and max(ids, default=0) >= count:
             raise ValueError(f"got device_ids={ids}; this machine has the GPUs 0 to {count - 1}")
         if not can_split(learn.dls.device, ids):
-            if not self._said:
-                self._said = True
-                warn(
-                    f"DataParallel needs two GPUs and there {'is' if count == 1 else 'are'} {count}: "
-                    f"training on {learn.dls.device} alone"
-                )
+            world.warn_once(
+                f"DataParallel needs two GPUs and there {'is' if count == 1 else 'are'} {count}: "
+                f"training on {learn.dls.device} alone"
+            )
             return
         # The model's own device must come first: DataParallel gathers there.
         ids.sort(key=lambda i: i != (learn.dls.device.index or 0))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from learnerkit import optim, world
+from learnerkit.arguments import check_count
 from learnerkit.callback import Callback
 from learnerkit.text import first_few
 from learnerkit.torch_internals import StatisticsNorm
@@ -42,8 +43,7 @@ class DriftCheck(Callback):
 
     def __init__(self, *, every: int = 100) -> None:
         super().__init__()
-        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-            raise ValueError(f"DriftCheck got every={every!r}; it is a whole number of optimizer steps, 1 or more")
+        check_count("every", every, "a whole number of optimizer steps")
         self.every = every
 
     def before_fit(self) -> None:

@@ -49,9 +49,9 @@ def check_devices(placed: list[tuple[str, list[str]]]) -> None:
     """
     users: dict[tuple[str, str], int] = {}
     for rank, (machine, devices) in enumerate(placed):
-        for device in devices:
+        for device in {*devices} - {"cpu", "meta"}:
             other = users.setdefault((machine, device), rank)
-            if other != rank and device not in ("cpu", "meta"):
+            if other != rank:
                 raise ValueError(
                     f"the models of ranks {other} and {rank} both span {device} of {machine}; under DDP each process "
                     "needs devices of its own: start fewer processes, and give each a device_map of its GPUs, or show "

@@ -161,24 +161,20 @@ class RankStep:
         flags = message.exchange_flags(vector)
         if any(flags):
             self.agreement.watch.check()  # of a reduction that was broken off they would mean nothing
-            self._obey(flags)
+            try:
+                self.agreement.obey(flags)
+            except LEAVING:
+                self.learn._zero_grad()
+                raise
         if self.passes.watches:
             self.passes.open_now()
-
-    def _obey(self, flags: list[float]) -> None:
-        try:
-            self.agreement.obey(flags)
-        except LEAVING:
-            self.message.forget()
-            self.learn._zero_grad()
-            raise
 
     # What other ranks may wait for
 
     def is_open(self) -> bool:
         """Tell whether this rank has left out something of the batch that other ranks may wait for."""
         left = not self.reduced or (self.learn._step_due and self.stepped is None)
-        return left or self.dispatch.stopped_in("after_step")
+        return left or self.dispatch.stopped[0] == "after_step"
 
     def note_optimizer_step(self, *_: Any) -> None:
         """Note that this rank's optimizer has stepped."""
@@ -216,7 +212,6 @@ class RankStep:
 
 # The vector
 
-FLAGS = len(TOLD)
 _SLOTS = 16  # so many that the gradients that follow in DDP's bucket stay aligned for vector instructions
 
 
@@ -261,7 +256,7 @@ class Message:
         Args:
             vector: of this step; `None` after the last step of an epoch.
         """
-        flags = None if vector is None else vector[1 : 1 + FLAGS]
+        flags = None if vector is None else vector[1 : 1 + len(TOLD)]
         if not self.reads_late:
             return [] if flags is None else flags.tolist()
         last, self._last_flags = self._last_flags, None if flags is None else HostCopy(flags)
