@@ -3,7 +3,7 @@
 At every event callbacks run in ascending `order`, and at cleanups in descending order; those with the same order run as
 they were added. The orders of all callbacks of the package, with those of the other folders:
 
-     -20  _StandIn: takes a sample that counts nothing away, before others look at the batch that is over
+     -20  StandIn: takes a sample that counts nothing away, before others look at the batch that is over
      -10  TrainEvalCallback: sets modes, counters and the sample order, which all others need
       -9  TerminateOnNaNCallback: checks the loss before it is scaled
       -5  GradientNoiseScale: sees gradients before others change them, and leaves a batch before others do
@@ -15,7 +15,7 @@ they were added. The orders of all callbacks of the package, with those of the o
        6  GradientAccumulation: decides whether a step is due before the callbacks that act on steps
       10  MixedPrecision: unscales the gradients before anything reads them
       11  GradientClip: clips unscaled gradients
-      11  DistributedCallback: replaces the loader before callbacks use it
+      11  DistributedCallback, LeftBatch: replace the loader before callbacks use it, and see to a batch without data
       12  OverfitBatch, ShortEpochCallback: shorten the loader that DistributedCallback has set
       13  ScalingMonitor: waits for the loader that all the above have set
       14  ActivationStats: hooks the modules that all the above have put in their places
