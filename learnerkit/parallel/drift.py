@@ -54,12 +54,6 @@ class DriftCheck(Callback):
         if self._steps % self.every == 0:
             self._check()
 
-    def after_train(self) -> None:
-        self._check()
-
-    def before_validate(self) -> None:
-        self._check()
-
     def _check(self) -> None:
         learn = self.learn
         if not learn._sharded:
@@ -74,6 +68,8 @@ class DriftCheck(Callback):
                 "ranks rank 0's value with world.broadcast"
                 " (errors.html#drift)"
             )
+
+    after_train = before_validate = _check
 
 
 def state_table(learn: "Learner") -> dict[str, str]:

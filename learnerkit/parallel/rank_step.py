@@ -85,7 +85,7 @@ class RankStep:
     def start(self) -> None:
         """Begin training, perhaps after one that was cut short."""
         self.mean.begun = False
-        self.message.forget()
+        self.message = Message(self.message.device)  # without the flags of an earlier step
 
     # A batch
 
@@ -229,10 +229,6 @@ class Message:
     def __init__(self, device: torch.device) -> None:
         self.device, self.reads_late = device, device.type != "cpu"
         self._last_flags: HostCopy | None = None
-
-    def forget(self) -> None:
-        """Forget the flags of the last step."""
-        self._last_flags = None
 
     def vector(self, count: float | Tensor, flags: list[float]) -> Tensor:
         """Return this rank's vector.

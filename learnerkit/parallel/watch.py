@@ -114,11 +114,16 @@ class Watch:
             self.tell([self.rank], "stop")
             if self.failure is not None:
                 # Rank 0, which may host the store, last: torch would print long messages on the others.
-                end = time.monotonic() + ANSWER_SECONDS
-                self.store.add("left", 1)
-                while self.rank == 0 and self.store.add("left", 0) < self.ranks and time.monotonic() < end:
-                    time.sleep(0.01)
+                self._meet("left", 0 if self.rank else ANSWER_SECONDS)
         return True
+
+    def _meet(self, where: str, patience: float) -> None:
+        """Wait until all ranks have come here, but not longer than so many seconds."""
+        end = time.monotonic() + patience
+        come = self.store.add(where, 1)
+        while come < self.ranks and time.monotonic() < end:
+            time.sleep(0.01)
+            come = self.store.add(where, 0)
 
     def _aside(self, work: Callable, *args: Any) -> Any:
         """Do something with the store in a thread, with signs of life meanwhile, and return what it returns.
@@ -183,7 +188,7 @@ class Watch:
         self.failure = self.failure or mine
         with suppress(RuntimeError):  # the store has gone with rank 0: the others see that their connections have, too
             self.tell(self.others, "failed", vars(mine))
-        time.sleep(GRACE_SECONDS)
+            self._meet("failed", GRACE_SECONDS)
         self.hang_up()
 
     def first_failure(self, patience: float) -> Ending | None:

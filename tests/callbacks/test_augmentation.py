@@ -334,6 +334,7 @@ def test_label_smoothing_on_ranks(found, job):
         torch.testing.assert_close(rank, alone, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_on_ranks_each_draws_its_own(found):
     (first, sizes), (second, others) = found[2, "drawn"]
     assert (sizes, others) == ([2, 2, 1], [2, 2, 0])

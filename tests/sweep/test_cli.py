@@ -27,6 +27,7 @@ def search():
         yield lambda *options, **more: started.enter_context(Search(*options, **more))
 
 
+@pytest.mark.slow
 def test_kills_and_errors_cost_one_trial_each(search):
     write_config(maxCombo=14, retryLimit=1)
     fates = {2: "kill", 5: "kill", 7: "kills", 3: "raise", 4: "exit", 6: "silent"}
