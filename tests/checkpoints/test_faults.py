@@ -167,7 +167,7 @@ def test_r15_term_in_validation_and_in_the_first_fetch(fault, saved, options, tm
     assert Run(tmp_path, *options, "--resume").finish().ends() == whole(*options).ends()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_f32_loader_workers_leave_signals_to_their_rank(tmp_path):
     run = Run(tmp_path, "--workers=2", "--every=1000", fault="group:1:17").finish(143)
     assert run.saved() == ["fit0-epoch1-step18"]

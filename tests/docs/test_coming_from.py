@@ -91,7 +91,7 @@ def within(found, expected, tolerance=TOLERANCE):
     ("peer", "nproc"),
     [
         ("lightning", 1), ("accelerate", 1), ("accelerate", 2),
-        pytest.param("pytorch", 1, marks=pytest.mark.slow), ("pytorch", 2),
+        pytest.param("pytorch", 1, marks=pytest.mark.soak), ("pytorch", 2),
     ],
 )  # fmt: skip
 def test_two_programs_come_to_the_same_losses(losses, peer, nproc):

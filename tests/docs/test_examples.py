@@ -168,7 +168,7 @@ def test_fashion_challenge_prints_each_seed_and_the_mean():
     assert all(0.25 < float(x) < 1 for row in cells[:2] for x in row[2:4])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_train_text_comes_to_the_same_numbers_on_one_process_and_two():
     found = {}
     for nproc in (1, 2):
@@ -322,10 +322,8 @@ def test_train_segmentation_comes_to_the_same_numbers_on_two_processes(processes
     assert found[nproc] == [pytest.approx(row, abs=2e-3) for row in found[1]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("targets", [
-    "points", *(pytest.param(targets, marks=pytest.mark.soak) for targets in ("classes", "numbers"))
-])  # fmt: skip
+@pytest.mark.soak
+@pytest.mark.parametrize("targets", ["points", "classes", "numbers"])
 def test_image_targets_learns_what_is_in_a_picture(targets):
     nproc = 2 if targets == "points" else 1
     printed = run_script(EXAMPLES / "image_targets.py", targets, nproc=nproc)

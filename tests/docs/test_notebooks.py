@@ -21,7 +21,7 @@ NOTEBOOKS = {  # with so many pictures and tables
     "09_batch_and_rate": (1, 2),
 }
 # The others take half a minute to two.
-SHORT = ("01_getting_started", "02_distributed")
+SHORT = ("02_distributed",)
 
 
 def read_notebook(name):

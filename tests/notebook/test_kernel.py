@@ -555,7 +555,7 @@ with learn.distrib_ctx(nproc=2):
     assert ask(kernel, "len(rows)") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_stop_ends_at_a_step_and_leaves_what_was_learnt(kernel):
     pressed = []
 
@@ -632,7 +632,7 @@ with learn.distrib_ctx(nproc=2):
     assert pressed
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_stop_in_a_cell_raises_there_and_a_second_press_kills(kernel):
     presses = []
 
@@ -727,7 +727,7 @@ with learn.distrib_ctx(nproc=2, timeout=20):
     assert "last words" in shown.text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_cannot_be_sent_is_named(kernel):
     shown = kernel.run("""
 learn = make_learner()

@@ -34,8 +34,11 @@ def report_of(learn, n=5, **kwargs):
     "fault", ["backward", *(pytest.param(f, marks=SLOW) for f in ("dataset", "forward", "optimizer", "callback"))]
 )
 def test_the_slow_rank_and_its_cause_are_named(fault, rank):
-    report = parts_of(make_learner(fault, rank))
-    found = report.slowest
+    for _ in range(3):  # on a busy machine it may look like chance
+        report = parts_of(make_learner(fault, rank))
+        found = report.slowest
+        if found is not None:
+            break
     assert (found.rank, found.part) == (rank, PART_OF[fault])
     for seconds in (found.seconds, found.cost, report.waits[1 - rank]):
         assert 0.8 < seconds / SECONDS < 2  # other tests may run meanwhile
@@ -49,7 +52,9 @@ def test_the_slow_rank_and_its_cause_are_named(fault, rank):
 def test_the_slow_rank_is_named_where_the_others_wait_in_another_collective():
     learn = make_learner("dataset")
     learn.add_cb(Callback(after_loss=lambda cb: world.reduce(cb.learn.loss, "mean")))
-    found = parts_of(learn).slowest
+    found = None
+    for _ in range(3):  # on a busy machine it may look like chance
+        found = found or parts_of(learn).slowest
     assert (found.rank, found.part) == (1, PART_OF["dataset"])
 
 
