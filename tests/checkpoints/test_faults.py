@@ -208,7 +208,7 @@ def test_r12_a_loss_that_is_not_finite_on_one_rank_leaves_good_checkpoints_alone
     assert {json.loads(run.read(f"end-{rank}"))["steps"] for rank in range(2)} <= {17, 18}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r22_another_number_of_ranks_sees_each_sample_once(tmp_path, whole):
     options, seen = ("--split", "--exact", "--every=1"), Counter()
     for ranks, fault in ((2, "raise:0:15"), (1, "raise:0:27"), (3, "")):

@@ -179,11 +179,11 @@ def test_train_text_comes_to_the_same_numbers_on_one_process_and_two():
     assert found[1] == pytest.approx(found[2], abs=0.05)  # dropout differs
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("task", "nproc", "options"), [
     ("classify", 2, ["--accumulate", 2, "--bf16", "--checkpointing"]),
-    pytest.param("classify", 1, [], marks=pytest.mark.soak),
-    pytest.param("next", 2, [], marks=pytest.mark.soak),
+    ("classify", 1, []),
+    ("next", 2, []),
 ])  # fmt: skip
 def test_train_transformer_learns(task, nproc, options):
     pytest.importorskip("transformers")

@@ -704,7 +704,7 @@ make_learner().fit(1, cbs=Bad())
     assert len(shown.traceback.splitlines()) < 20
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_worker_is_named(kernel):
     shown = kernel.run("""
 class Dies(Callback):

@@ -432,7 +432,7 @@ def test_an_error_of_the_learner_itself_is_the_single_process(capsys):
     assert "no such loss" in out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_process_that_dies_is_named(capsys):
     found, _, out = verdict(capsys, make(cbs=Fails(lambda: os.kill(os.getpid(), signal.SIGKILL))))
     assert found is False
@@ -440,7 +440,7 @@ def test_a_process_that_dies_is_named(capsys):
     assert "it ended with code -9" in out
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_process_that_hangs_is_ended(capsys):
     began = time.monotonic()
     found, _, out = verdict(capsys, make(cbs=Fails(lambda: time.sleep(100))), timeout=8)
