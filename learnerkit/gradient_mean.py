@@ -18,7 +18,7 @@ class StepGradient(Protocol):
 
     @property
     def mean(self) -> "GradientMean":
-        """What weighs the batches of a step."""
+        """The mean that weighs the batches of a step."""
 
     def backward(self) -> None:
         """Compute the gradients of the batch, and finish those of the step after its last batch."""
@@ -57,7 +57,7 @@ class GradientMean:
 
     @property
     def to_sum(self) -> float:
-        """What the gradients of a batch's weighed loss are multiplied by to be those of the sum over what it counts."""
+        """The factor that makes the gradients of a weighed loss those of the sum over what the batch counts."""
         return 1 / self.ranks if self.sums else self.expected
 
     def weight(self, count: float | Tensor, total: float) -> float | Tensor:

@@ -105,7 +105,7 @@ class GradientAccumulation(Callback):
 
     @property
     def mean(self) -> GradientMean:
-        """What weighs the batches; with several ranks their step has it."""
+        """The mean that weighs the batches; with several ranks their step has it."""
         return cast(GradientMean, self._mean)
 
     def detach(self) -> None:

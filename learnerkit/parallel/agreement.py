@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 LEAVING = (KeyboardInterrupt, CancelFitException, CancelEpochException, CancelValidException, CancelTrainException)
-"""What ranks raise together; if they raise several at once, the first of these counts."""
+"""The exceptions that ranks raise together; if they raise several at once, the first of these counts."""
 
 SAVE, INTERRUPT, END = 1, 2, 3
 
 TOLD: tuple[Any, ...] = (SAVE, INTERRUPT, END, *LEAVING)
-"""What ranks tell each other by a flag each."""
+"""The requests and reasons to leave that ranks tell each other, by a flag for each."""
 
 
 class Request:
-    """What is asked of a run from outside: to save, to save and raise KeyboardInterrupt, or to save and leave.
+    """The request to a run from outside: to save, to save and raise KeyboardInterrupt, or to save and leave.
 
     Attributes:
         mine: of this rank: 0, `SAVE`, `INTERRUPT` or `END`.
@@ -197,7 +197,7 @@ class Agreement:
                 raise self._agreed(told)
 
     def _agreed(self, kind: type[BaseException]) -> BaseException:
-        """What all ranks raise: this rank's own reason, if it is of that kind; a stronger one waits for the next vote.
+        """Return this rank's own reason, if it is of that kind, else a new one; a stronger one waits for the next vote.
 
         It is not raised here, since its traceback would have this frame, which has it.
         """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class First(NamedTuple):
-    """What the first batch of a rank has shown.
+    """The facts that the first batch of a rank has shown.
 
     Attributes:
         unused: names of the parameters to which the backward pass gave no gradient.
@@ -43,9 +43,11 @@ class Deferred:
         step, learn = self.step, self.step.learn
         if step.is_changed():
             step.take_parameters(step.named, step.passes.watches)
-        something = step.take_count() if self.own else step.weigh()
         if self.own:
+            something = step.take_count()
             step.passes.open_now()
+        else:
+            something = step.weigh()
         heard = list(step.params.values()) if self._settle else []
         pieces: list[Tensor] = []  # the parameters, each as often as a piece of its gradient has come
         hooks = [p.register_post_accumulate_grad_hook(pieces.append) for p in heard]

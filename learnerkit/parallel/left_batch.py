@@ -59,7 +59,7 @@ class LeftBatch(Callback):
         learn.batch, learn.xb, learn.yb = learn._unpack.split(learn.dl.sample)
 
     def _forward(self) -> None:
-        """The learner's next forward pass."""
+        """Run the model on no samples, and if it cannot do that, on a real one."""
         learn = self.learn
         del vars(learn)["_forward"]
         try:

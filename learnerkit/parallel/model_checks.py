@@ -1,4 +1,4 @@
-"""What a model must be to be trained by several ranks, and SyncBatchNorm in the place of its BatchNorms."""
+"""Checks of a model that several ranks are to train, and SyncBatchNorm in the place of its BatchNorms."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Gradients that are averaged after a backward pass, by one function, whichever of them a rank has."""
+"""Gradients that are averaged after a backward pass, whichever of them a rank has."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any

@@ -24,7 +24,7 @@ _POINTS = ("begin", "step", "after_batch", "next batch")  # of a batch, in order
 
 
 class RankStep:
-    """What the ranks tell each other of a step, and what their gradients are weighed by.
+    """The facts that ranks tell each other of a step, and the weights of their gradients.
 
     The loss of a rank is weighed before the backward pass by what the step is expected to count, so that a plain mean
     over the ranks is right. A small vector then tells what was counted, and the gradients are corrected once if that
