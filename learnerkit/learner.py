@@ -162,12 +162,17 @@ class Learner(RunState):
             groups of its own.
         lr: the learning rate of `fit` where none is given; by default the one that is bound in `opt_func`
             (`partial(SGD, lr=0.1)`), else those that the optimizer's groups are made with (0.001).
-        splitter: f(model) -> lists of parameters, one for each group that may have its own learning rate.
+        splitter: f(model) -> groups of parameters: each a list, or a dict of the list as `params` and of options of the
+            optimizer, such as `lr` and `weight_decay`; `lr_scale` multiplies the rate that the group has otherwise.
+            `layer_decay` is one.
         cbs: callbacks beside the default ones.
         metrics: functions, `Metric` objects, torchmetrics or torcheval objects; a dict gives them names.
         path, model_dir: `save` and `load` use the directory path/model_dir.
-        wd: weight decay of weights, but not of norms and biases; `None` leaves it to the optimizer.
-        wd_bn_bias: decay norms and biases too.
+        wd: weight decay of weights, but not of norms, biases and what the model names in a method `no_weight_decay`,
+            and not of groups for which the splitter gives one. Or decays by patterns of parameter names, of which the
+            first that matches counts: `{"*bias": 0, "*pos_embed*": 0, "*": 0.05}`; parameters that none matches keep
+            what the optimizer has. `None` leaves all to the optimizer.
+        wd_bn_bias: one number is for norms, biases and the others without decay, too.
         train_bn: keep norm layers of frozen groups trainable.
         moms: momenta at the start, peak and end of `fit_one_cycle`.
         loss_weight: what the loss averages over if not samples: 'sum', or a function that counts it. It is called as
@@ -243,7 +248,7 @@ class Learner(RunState):
         metrics: Any = None,
         path: str | Path = ".",
         model_dir: str | Path = "models",
-        wd: float | None = None,
+        wd: float | Mapping[str, float] | None = None,
         wd_bn_bias: bool = False,
         train_bn: bool = True,
         moms: tuple[float, float, float] = (0.95, 0.85, 0.95),
@@ -289,7 +294,8 @@ class Learner(RunState):
             opts, rates = "of create_opt", self._named_lr
         elif opts and isinstance(rates, int | float):
             rates = optim.rates_text(sum(optim.group_rates(self.opt, None, self._named_lr, lambda given: given), []))
-        opts = (opts or loss_name(self.opt_func)) + (f", lr {rates}" if rates is not None else "")
+        decays = optim.decays_text(self.opts) if opts else f", weight decay {self.wd}" * (self.wd is not None)
+        opts = (opts or loss_name(self.opt_func)) + (f", lr {rates}" if rates is not None else "") + decays
         lines = {
             "model": count_parameters(self.model), "data": self.dls,
             "loss": "the model's own" if self.loss_func is None else loss_name(self.loss_func),
@@ -428,7 +434,7 @@ class Learner(RunState):
         self,
         n_epoch: int | None = None,
         lr: Rates | None = None,
-        wd: float | None = None,
+        wd: float | Mapping[str, float] | None = None,
         cbs: Callbacks = None,
         reset_opt: bool = False,
         start_epoch: int = 0,
@@ -444,10 +450,11 @@ class Learner(RunState):
             n_epoch: epochs in all.
             lr: one rate; `slice(hi)` or `slice(lo, hi)` over the parameter groups; or a list; default the Learner's. Of
                 several optimizers it may be a dict of these by name. A schedule, such as `linear_warmup(0.1, 1e-2)`,
-                also for each group, is that of the rate in this fit. If `opt_func` or `create_opt` makes groups with
-                different rates, they stay where nobody names a rate; one rate, schedule or `slice(hi)` is that of the
-                group with the highest, to which the others keep their ratio; and a list counts these groups.
-            wd: weight decay; default the Learner's.
+                also for each group, is that of the rate in this fit. Groups that were made with different rates, by the
+                splitter, `opt_func` or `create_opt`, have these where nobody names a rate. One rate, schedule or
+                `slice(hi)` is that of the groups for which the splitter gives none, or else of the group with the
+                highest, and the others keep their ratio to it; a list counts the groups.
+            wd: weight decay, or decays by patterns of names, as the Learner takes them; default the Learner's.
             cbs: callbacks for this fit alone.
             reset_opt: start with a new optimizer instead of the last fit's.
             start_epoch: skip the epochs before this one.
@@ -483,7 +490,7 @@ class Learner(RunState):
         div: float = 25.0,
         div_final: float = 1e5,
         pct_start: float = 0.25,
-        wd: float | None = None,
+        wd: float | Mapping[str, float] | None = None,
         moms: tuple[float, float, float] | None = None,
         cbs: Callbacks = None,
         reset_opt: bool = False,
@@ -524,7 +531,7 @@ class Learner(RunState):
         lr: Rates | None = None,
         div_final: float = 1e5,
         pct_start: float = 0.75,
-        wd: float | None = None,
+        wd: float | Mapping[str, float] | None = None,
         cbs: Callbacks = None,
         reset_opt: bool = False,
         start_epoch: int = 0,
@@ -553,7 +560,7 @@ class Learner(RunState):
         cycle_mult: int = 2,
         cbs: Callbacks = None,
         reset_opt: bool = False,
-        wd: float | None = None,
+        wd: float | Mapping[str, float] | None = None,
         start_epoch: int = 0,
     ) -> None:
         """`fit` with warm restarts (SGDR; Loshchilov and Hutter, https://arxiv.org/abs/1608.03983).
@@ -623,7 +630,8 @@ class Learner(RunState):
             epochs: of the second part.
             base_lr: the head's peak rate in the first part, and twice that of the second.
             freeze_epochs: of the first part.
-            lr_mult: how many times the first group's rate the head's is, in the second part, if there is a splitter.
+            lr_mult: how many times the first group's rate the head's is, in the second part, if there is a splitter and
+                it gives no rates itself.
             pct_start, div: of the second part, as in `fit_one_cycle`.
             n_steps: optimizer steps of the second part, instead of `epochs`.
             freeze_steps: optimizer steps of the first part, instead of `freeze_epochs`.
@@ -635,8 +643,9 @@ class Learner(RunState):
         arguments.check_positive("lr_mult", lr_mult)
         kwargs["cbs"] = listify(kwargs.get("cbs"))  # for both parts
         high = base_lr / 2
-        several = self.splitter is not None and len(optim.split(unwrap(self.model), self.splitter)) > 1
-        rates = slice(high / lr_mult, high) if several else high  # groups of the user's own keep their ratio
+        groups = optim.split(unwrap(self.model), self.splitter)
+        are_alike = not any(group.keys() & {"lr", "lr_scale"} for group in groups)  # others keep their ratio
+        rates = slice(high / lr_mult, high) if len(groups) > 1 and are_alike else high
         first = freeze_epochs if freeze_steps is None else None
         head = dict(n_epoch=first, n_steps=freeze_steps, lr_max=slice(base_lr), pct_start=0.99, **kwargs)
         whole = dict(n_epoch=epochs, n_steps=n_steps, lr_max=rates, pct_start=pct_start, div=div, **kwargs)
@@ -1012,7 +1021,7 @@ class Learner(RunState):
         for opt in self.opts:
             optim.keep_base_rates(opt)
 
-    def _prepare_opt(self, lr: Any = None, wd: float | None = None, reset: bool = False) -> None:
+    def _prepare_opt(self, lr: Any = None, wd: float | Mapping | None = None, reset: bool = False) -> None:
         "An optimizer with these hyper-parameters, or the Learner's own."
         self._make_opt(reset)
         arguments.check_closure(self.opts, own_step=self._overrides("_step"))
@@ -1021,7 +1030,7 @@ class Learner(RunState):
         for opt, rates in zip(self.opts, by_opt, strict=True):
             optim.set_rates(opt, rates)
             if wd is not None:
-                optim.set_decay(opt, self.model, wd, self.wd_bn_bias)
+                optim.set_decay(opt, unwrap(self.model), wd, self.wd_bn_bias)
 
     def _settled(self, rates: list[Any], cbs: Callbacks = None) -> list:
         "Rates or schedules of each optimizer, with scaled ones as they are for this fit; `cbs`: those to be added."
@@ -1466,7 +1475,7 @@ class Learner(RunState):
         before = self.opt
         self._make_opt()
         try:
-            optim.load_state(self.opt, state, unwrap(self.model))
+            optim.load_state(self.opt, state)
         except Exception as e:
             self.opt = before
             raise CheckpointError(

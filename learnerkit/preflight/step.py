@@ -446,7 +446,8 @@ def judge_optimizer(named: list[tuple[str, nn.Parameter]], stuck: list[str], opt
     if stuck:
         text = f"{first_few(stuck)}: have gradients, and the step did not change them (lr {shown})"
         found.append(Finding(WRONG, text))
-    return found or [Finding(OK, f"{', '.join(type(opt).__name__ for opt in opts)}, lr {shown}")]
+    names = ", ".join(type(opt).__name__ for opt in opts)
+    return found or [Finding(OK, f"{names}, lr {shown}{optim.decays_text(opts)}")]
 
 
 def _rates(opts: list, name: str = "lr") -> dict[int, float]:
