@@ -6,7 +6,8 @@ group as `splitter_group`. If `create_opt` or `opt_func` makes groups of its own
 
 Each group keeps the rate that it was made with as its base rate, times its `lr_scale` if it has one. It is the group's
 rate where nobody names one. One rate that is named is that of the groups for which the splitter gives none; without
-such groups, of the one with the highest base rate. All others keep their ratio to it.
+such groups, of the one with the highest base rate. All others keep their ratio to it, but a rate of the Learner is not
+for groups to which the splitter gives theirs.
 """
 
 from collections import defaultdict
@@ -54,7 +55,8 @@ def split(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) ->
         ValueError: a dict without `params`, a rate or decay that is no number from 0 on, or a parameter in two places.
     """
     found: Any = splitter(model) if splitter else [model.parameters()]
-    groups = [found] if isinstance(found, Mapping) else list(found)
+    is_one = isinstance(found, Mapping) or not isinstance(found, Iterable)
+    groups = [found] if is_one else list(found)
     if groups and isinstance(groups[0], Tensor):
         groups = [groups]
     whole, owners = list[dict[str, Any]](), dict[int, int]()
@@ -69,7 +71,7 @@ def split(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) ->
         for name in options.keys() & {"lr", "lr_scale", "weight_decay"}:
             _check_amount(f"group {i} of the splitter has {name}", options[name])
         params = options["params"]
-        options["params"] = [params] if isinstance(params, Tensor | nn.Module) else list(params)
+        options["params"] = [params] if isinstance(params, Tensor) or not isinstance(params, Iterable) else list(params)
         for p in options["params"]:
             if not isinstance(p, Tensor):
                 raise TypeError(

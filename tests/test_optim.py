@@ -523,8 +523,11 @@ def test_a_schedule_for_all_leaves_what_a_splitter_gives_and_a_list_does_not():
     options = [{"betas": (0.5, 0.9), "weight_decay": 0.3, "eps": 1e-3}, {}]
     learn = make_learner(splitter=groups_with(*options), opt_func=AdamW)
     seen = []
-    watch = Callback(before_batch=lambda cb: seen.append([layer_values(learn, k) for k in ("betas", "weight_decay")]))
-    watch.order = 100
+
+    def look(cb):
+        seen.append([layer_values(learn, key) for key in ("betas", "weight_decay")])
+
+    watch = Callback(before_batch=look, order=100)
     learn.fit_one_cycle(1, 0.1, moms=(0.7, 0.7, 0.7), cbs=[watch, ParamScheduler({"weight_decay": SchedNo(0.1, 0.1)})])
     assert seen[0] == [[(0.5, 0.9), (0.7, 0.999)], [0.3, 0.1]]
     learn.fit(1, cbs=[watch, ParamScheduler({"weight_decay": [SchedNo(0.7, 0.7), SchedNo(0.8, 0.8)]})])
@@ -549,7 +552,9 @@ def test_a_schedule_for_all_leaves_what_a_splitter_gives_and_a_list_does_not():
          "the splitter gives 0.bias twice, in group 0 and in group 1; a parameter has one group"),
         (lambda m: [[m[3].bias, m[3].bias]], ValueError, "gives 3.bias twice, in group 0 and in group 0"),
         (lambda m: [m[0], m[3]], TypeError, "group 0 of the splitter has a Linear in it; a group is a list of"),
-        (lambda m: [{"params": m}], TypeError, "group 0 of the splitter has a Sequential in it"),
+        (lambda m: [{"params": m}], TypeError, "group 0 of the splitter has a Linear in it"),
+        (lambda m: [m[0].parameters(), m[3]], TypeError, "group 1 of the splitter has a Linear in it"),
+        (lambda m: None, TypeError, "group 0 of the splitter has a NoneType in it"),
         (lambda m: [m.named_parameters()], TypeError, "group 0 of the splitter has a .*str.* in it"),
     ],
 )  # fmt: skip
@@ -589,6 +594,31 @@ def test_options_are_those_of_the_script_after_a_file_is_loaded():
     second.load("other").fit(1, wd=0.05)
     assert layer_values(second) == pytest.approx([0.1, 0.01])
     assert by_name(second, "weight_decay") == {"0.weight": 0.05, "0.bias": 0.0, "3.weight": 0.2, "3.bias": 0.2}
+
+
+def test_a_resumed_run_with_options_ends_as_a_whole_one(tmp_path):
+    options = [{"lr_scale": 0.5, "weight_decay": 0.3}, {"lr": 0.02}]
+
+    def run(name, dies):
+        kills = Callback(before_step=lambda cb: cb.train_iter == 5 and dies and 1 / 0)
+        cbs = [CheckpointCallback(tmp_path / name, every=1, resume=True), kills]
+        learn = make_learner(make_dls(12), splitter=groups_with(*options), opt_func=AdamW, lr=0.01, cbs=cbs)
+        with suppress(ZeroDivisionError):
+            learn.fit_one_cycle(2, 0.05, wd={"*bias": 0.01, "*": 0.2})
+            learn.fit(1, wd=0.1)
+        return learn
+
+    run("died", True)
+    whole, resumed = run("whole", False), run("died", False)
+    assert same_weights(whole.model, resumed.model)
+    assert layer_values(whole) == layer_values(resumed) == [0.005, 0.02]
+
+
+def test_several_optimizers_take_decays_by_the_models_names():
+    learn = make_learner(cls=Two, wd={"3.bias": 0.4, "*.weight": 0.2})
+    learn.fit(1)
+    decays = {name: [group["weight_decay"] for group in opt.param_groups] for name, opt in learn.opt.items()}
+    assert decays == {"a": [0.2, 0], "b": [0.2, 0.4]}
 
 
 def test_options_of_groups_are_shown(capsys):
