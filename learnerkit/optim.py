@@ -789,8 +789,7 @@ def _check_state(saved: dict, opt: Optimizer, groups: list[dict]) -> None:
     for i, (group, theirs) in enumerate(zip(groups, saved["param_groups"], strict=True)):
         for name, value in theirs.items():
             is_free = name in _PLAIN and value is None  # torch then chooses
-            is_own = name not in group or name in ("params", OPTIONS)
-            if not is_own and not is_free and not _is_like(value, group[name]):
+            if name in group and name != "params" and not is_free and not _is_like(value, group[name]):
                 found = printable(repr(value))
                 raise ValueError(f"group {i} of its optimizer has {name}={found}, the learner's {group[name]!r}")
         made = _state_made(opt, group)

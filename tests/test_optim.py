@@ -862,7 +862,7 @@ def test_a_state_of_places_that_cannot_be_is_refused():
     for places in ([0, 1], [0, 7], "ab", 3):
         state = copy.deepcopy(learn.opt.state_dict())
         state["param_groups"][1]["splitter_places"] = places
-        with pytest.raises(ValueError, match="its optimizer"):
+        with pytest.raises(ValueError, match="its optimizer has groups of|its optimizer's state is damaged"):
             optim.load_state(learn.opt, state)
 
 

@@ -48,6 +48,13 @@ def test_layers_of_a_sequential_are_its_entries_and_a_norm_belongs_to_the_one_be
     assert [group["lr_scale"] for group in layer_decay(model)] == [0.75**2, 0.75, 1]
 
 
+def test_sequentials_inside_each_other_are_opened_and_other_modules_are_blocks():
+    stages = [nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 1, 4)), nn.Sequential(nn.Linear(4, 1))]
+    model = nn.Sequential(*stages)
+    assert [len(group["params"]) for group in layer_decay(model)] == [2, 12, 2]
+    assert [len(group["params"]) for group in layer_decay(model, blocks="0")] == [2, 12, 2]
+
+
 def test_blocks_of_a_resnet_of_torchvision_are_layers():
     from torchvision.models import resnet18
 
