@@ -281,7 +281,7 @@ class CheckpointCallback(StepCounter):
             self._restorer = None
             by = ""
             if found.path.parent.resolve() in _ends_here:
-                by = ", by another Learner of this process (one that is to train needs a directory of its own: per_learner=True)"
+                by = ", by another Learner of this process (each may have its own directory: per_learner=True)"
             learn.say(f"fit {info['fit']} was done before{by}: its end is loaded from {_shown(found.path)}")
             return False
         if info["place"] != EPOCH and learn._position is None:

@@ -47,8 +47,8 @@ from learnerkit import (
     mae,
     set_seed,
 )
-from learnerkit.callbacks.recorder import PastFit
 from learnerkit import learner as learner_module
+from learnerkit.callbacks.recorder import PastFit
 from learnerkit.checkpoints import storage
 
 EPOCH = STEPS // EPOCHS
