@@ -97,6 +97,9 @@ _EVENTS = {
     for level in ("fit", "epoch", "train", "validate", "batch", "backward", "step")
 }
 
+_made = count()
+"""Numbers the learners of this process, in the order in which they are made."""
+
 _SWITCHED_OFF = (ProgressCallback, parallel.DistributedCallback, parallel.ParallelCallback)  # in `Learner.predict`
 _LEFT_OUT = (*_SWITCHED_OFF, TrainEvalCallback)
 
@@ -273,6 +276,7 @@ class Learner(RunState):
         self._scaler_state: dict[str, Any] = {}  # of the gradient scaler (MixedPrecision), between fits
         self._told_outside = False
         self._said_step = ""  # what a step sees, as it was said last
+        self._number = next(_made)
         self._fits, self._lr_finds = 0, list[dict[str, float]]()  # those that have ended: how many; the suggestions
         self._agreement: parallel.Agreement | None = None
         self._workers: Workers | None = None

@@ -76,6 +76,8 @@ class CheckpointCallback(StepCounter):
             when the last one is saved, they do what they do without this callback.
         async_save: copy what is saved to the host's memory, and write it while training goes on.
         strict: refuse to resume where the configuration or the callbacks have changed, rather than warn.
+        per_learner: give each Learner of the script a directory of its own in `path`, by the order in which they are
+            made: `learner0`, `learner1`, ... A script that is resumed must make them in the same order.
 
     Raises:
         TypeError, ValueError: arguments that cannot work.
@@ -89,7 +91,7 @@ class CheckpointCallback(StepCounter):
 
     def __init__(
         self, path: str | Path, every: str | int = "epoch", keep: int = 3, resume: bool | str = False,
-        save_on_signal: bool = True, async_save: bool = False, strict: bool = False,
+        save_on_signal: bool = True, async_save: bool = False, strict: bool = False, per_learner: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if not isinstance(path, str | Path) or "\0" in str(path):
@@ -103,7 +105,10 @@ class CheckpointCallback(StepCounter):
                 f"the path {printable(str(self.path))} is no UTF-8, so that what is saved there could not be read again"
             )
         if isinstance(resume, str):
+            if per_learner:
+                raise ValueError(f"got resume={resume!r}, which is one Learner's run, and per_learner=True; give one")
             self.path = _of_run(self.path, resume)
+        self.per_learner, self._above = per_learner, self.path
         self._every_steps, self._seconds = _interval(every)
         self._found: Checkpoint | None = None  # where the run is to go on
         self._looked = False  # for it
@@ -134,6 +139,7 @@ class CheckpointCallback(StepCounter):
         if sum(isinstance(cb, CheckpointCallback) for cb in learn.cbs) > 1:
             raise ValueError("two callbacks CheckpointCallback: a run is saved in one directory, by one of them")
         self._done = False
+        self._enter()
         self._looked = self._looked and learn._fits > self._fit  # else this is another learner
         follows, self._fit = learn._fits == self._fit + 1, learn._fits
         self._alone = learn._agreement is None
@@ -156,6 +162,12 @@ class CheckpointCallback(StepCounter):
         self._infinite = {k: where for k, where in _not_finite(self._values(image)).items() if k not in trained}
         self._start_clock()
         self._listen()
+
+    def _enter(self) -> None:
+        """Choose the learner's own directory, if each has one."""
+        path = self._above / f"learner{self.learn._number}" if self.per_learner else self.path
+        if path != self.path:
+            self.path, self._looked, self._fit = path, False, -1
 
     def _look(self) -> Checkpoint | None:
         """What this fit goes on from; every rank must reach this."""
@@ -269,7 +281,7 @@ class CheckpointCallback(StepCounter):
             self._restorer = None
             by = ""
             if found.path.parent.resolve() in _ends_here:
-                by = ", by another Learner of this process (one that is to train needs a directory of its own)"
+                by = ", by another Learner of this process (each may have its own directory: per_learner=True)"
             learn.say(f"fit {info['fit']} was done before{by}: its end is loaded from {_shown(found.path)}")
             return False
         if info["place"] != EPOCH and learn._position is None:
@@ -501,6 +513,7 @@ class CheckpointCallback(StepCounter):
         Args:
             number: of the call of `lr_find`, from 0.
         """
+        self._enter()
         found = self._newest()
         recorded = [] if found is None else found.info["lr_finds"]
         return recorded[number] if number < len(recorded) else None

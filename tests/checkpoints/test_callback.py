@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import os
 import signal
 import socket
@@ -44,7 +45,9 @@ from learnerkit import (
     TerminateOnNaNCallback,
     accuracy,
     mae,
+    set_seed,
 )
+from learnerkit import learner as learner_module
 from learnerkit.callbacks.recorder import PastFit
 from learnerkit.checkpoints import storage
 
@@ -910,3 +913,44 @@ def test_start_epoch_fills_the_recorder_rightly(tmp_path):
     assert part.recorder.hps["lr"] == whole.recorder.hps["lr"][EPOCH:]
     assert part.recorder.log[0] == EPOCHS - 1
     assert part.order.batches == whole.order.batches[EPOCH:]
+
+
+def script_of_two(folder, monkeypatch, kill=0, **checkpoint):
+    """Train two learners in turn, as a process of its own does; return their weights and records."""
+    monkeypatch.setattr(learner_module, "_made", itertools.count())
+    set_seed(7)
+    learners = []
+    for i in range(2):
+        saved = [CheckpointCallback(folder, every=1, **checkpoint)] if folder else []
+        learners.append(make_learner(cbs=[*saved, Kill(kill if i else 0)]))
+    for _ in range(2):
+        for learn in learners:
+            with learn.no_logging():
+                learn.fit(1, 0.05)
+    return [(weights(learn.model), learn.recorder.values) for learn in learners]
+
+
+@pytest.mark.parametrize("kill", [1, 3])
+def test_several_learners_share_a_directory(kill, tmp_path, monkeypatch):
+    whole = script_of_two(None, monkeypatch)
+    with pytest.raises(Killed):
+        script_of_two(tmp_path, monkeypatch, kill, per_learner=True)
+    again = script_of_two(tmp_path, monkeypatch, per_learner=True, resume=True)
+    assert different(again, whole) == []
+    assert {p.name for p in tmp_path.iterdir()} == {"learner0", "learner1"}
+
+
+def test_one_callback_may_serve_several_learners(tmp_path, monkeypatch):
+    shared = CheckpointCallback(tmp_path, per_learner=True)
+    monkeypatch.setattr(learner_module, "_made", itertools.count())
+    first, second = make_learner(), make_learner()
+    for learn in (first, second, first):
+        with learn.no_logging():
+            learn.fit(1, cbs=shared)
+    ends = {p.name: sorted(end.name for end in (p / "ends").iterdir()) for p in tmp_path.iterdir()}
+    assert ends == {"learner0": ["0", "1"], "learner1": ["0"]}
+
+
+def test_a_run_of_a_tracker_is_that_of_one_learner(tmp_path):
+    with raises(ValueError, "resume='run:x'", "per_learner=True; give one"):
+        CheckpointCallback(tmp_path, resume="run:x", per_learner=True)
