@@ -611,7 +611,7 @@ def set_decay(opt: Optimizer, model: nn.Module, wd: float | Mapping[str, float],
         wd_bn_bias: a number is for norms and biases too.
 
     Raises:
-        TypeError, ValueError: the optimizer has no weight decay, a decay that is no number from 0 on, or a pattern that
+        ValueError: the optimizer has no weight decay, a decay that is no number from 0 on, or a pattern that
             counts for no parameter.
     """
     for group in opt.param_groups:
