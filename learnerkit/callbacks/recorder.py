@@ -232,6 +232,7 @@ class Smoother:
     def __init__(self, beta: float) -> None:
         self.beta = beta
         self.values: list[float] = []
+        self.given: list[float] = []  # what they are made of; NaN where nothing counted
         self._average, self._count = 0.0, 0
         self._seen = 0  # losses of the current epoch that are in `values`
         self._epoch_start = (0, 0.0, 0)
@@ -245,7 +246,7 @@ class Smoother:
     def close(self, losses: list[float | None]) -> None:
         """End the epoch with its final losses; `None` is a step in which nothing counted."""
         length, self._average, self._count = self._epoch_start
-        del self.values[length:]
+        del self.values[length:], self.given[length:]
         for loss in losses:
             self._add(loss)
         self._seen, self._epoch_start = 0, (len(self.values), self._average, self._count)
@@ -253,11 +254,11 @@ class Smoother:
     def state_dict(self) -> dict[str, Any]:
         """What is final: without the current epoch."""
         length, *average = self._epoch_start
-        return {"values": self.values[:length], "average": average}
+        return {"values": self.values[:length], "given": self.given[:length], "average": average}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the current epoch began."""
-        self.values, self._seen = list(state["values"]), 0
+        self.values, self.given, self._seen = list(state["values"]), list(state["given"]), 0
         self._average, self._count = state["average"]
         self._epoch_start = (len(self.values), self._average, self._count)
 
@@ -265,7 +266,8 @@ class Smoother:
         if loss is not None:
             self._average = self.beta * self._average + (1 - self.beta) * loss
             self._count += 1
-        self.values.append(self._average / (1 - self.beta**self._count) if self._count else float("nan"))
+        self.values.append(self._average / (1 - self.beta**self._count) if self._count else math.nan)
+        self.given.append(math.nan if loss is None else loss)
 
 
 class PastFit(SimpleNamespace):
@@ -300,6 +302,7 @@ class Recorder(Callback):
         values: a list for each row (one for each epoch, and those that `ValidateEvery` adds), without epoch and time.
         log: the last row; `final_record`: the last of `values`.
         losses: the smoothed training loss at every batch; of finished epochs over all ranks.
+        step_losses: the training loss at every batch as it was, with which `losses` are made.
         lrs: the last group's learning rate at every batch.
         iters: for each row, the number of training batches so far.
         hps: scheduled hyper-parameters at every batch, by name.
@@ -348,9 +351,17 @@ class Recorder(Callback):
     @property
     def losses(self) -> list[float]:
         """The smoothed training loss at every step. Reading it during an epoch is a host-device sync."""
+        return self._smoothed().values
+
+    @property
+    def step_losses(self) -> list[float]:
+        """The training loss at every step, not smoothed; NaN where nothing counted. A sync as in `losses`."""
+        return self._smoothed().given
+
+    def _smoothed(self) -> Smoother:
         if self._in_epoch:
             self._smooth.extend(self._train.loss.losses.all())
-        return self._smooth.values
+        return self._smooth
 
     @property
     def smooth_loss(self) -> float | None:
@@ -397,7 +408,7 @@ class Recorder(Callback):
 
     def before_fit(self) -> None:
         if self.values or self.lrs:
-            kept = ("metric_names", "values", "losses", "lrs", "iters", "hps", "final_record", "log")
+            kept = ("metric_names", "values", "losses", "step_losses", "lrs", "iters", "hps", "final_record", "log")
             self.history.append(PastFit(**{name: getattr(self, name) for name in kept}))
         self._start()
         metrics = self.learn.metrics
