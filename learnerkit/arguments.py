@@ -157,15 +157,49 @@ def check_fit(learn: "Learner", n_epoch: Any, start_epoch: Any = 0, n_steps: Any
         check_not_empty(learn.dls.valid, "the validation loader")
 
 
-def check_closure(opts: Iterable[Optimizer], own_step: bool) -> None:
-    """Refuse an optimizer whose step needs a closure, unless the learner overrides `_step`."""
+def needs_closure(opts: list[Optimizer]) -> bool:
+    """Tell whether an optimizer's step needs a closure; refuse it if it is one of several.
+
+    Args:
+        opts: of a learner whose `_step` is not its own.
+    """
     for opt in opts:
         closure = signature(type(opt).step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty and not own_step:
-            raise TypeError(
-                f"{type(opt).__name__} needs a closure that computes the loss and gradients again; override `_step` in "
-                "a subclass of Learner, so that it calls self.opt.step(closure)"
+        if closure is not None and closure.default is closure.empty:
+            if len(opts) > 1:
+                raise TypeError(
+                    f"{type(opt).__name__} needs a closure, and is one of several optimizers; override `_step`, so "
+                    "that it calls self.opt[...].step(self.closure()) of the one, and step() of the others"
+                    " (errors.html#optimizer-closure)"
+                )
+            return True
+    return False
+
+
+def check_closure(learn: "Learner") -> None:
+    """Refuse callbacks with which the loss of the present batch is not what an optimizer with a closure minimises."""
+    against = {
+        "gradient_accumulation": "a step has several batches, and a closure has the last one alone",
+        "gradient_clip": "the gradients of the first evaluation alone are clipped; clip in a `_step` of your own",
+    }
+    if getattr(getattr(learn, "mixed_precision", None), "mode", "") == "fp16":
+        against["mixed_precision"] = "fp16 scales the loss and its gradients; take to_bf16()"
+    for name, why in against.items():
+        if hasattr(learn, name):
+            raise ValueError(
+                f"{getattr(learn, name)!r} does not go with an optimizer that evaluates the loss several times in a "
+                f"step: {why}"
+                " (errors.html#optimizer-closure)"
             )
+
+
+def check_in_step(learn: "Learner") -> None:
+    """Refuse a closure where no step is taken: outside of it the gradients would be those of the next one."""
+    params = (p for opt in learn.opts for group in opt.param_groups for p in group["params"])
+    if not (learn.training and any(p.grad is not None for p in params)):
+        raise RuntimeError(
+            "closure() was called outside of a step; call it in `_step`, after the backward pass of a training batch"
+        )
 
 
 def three(name: str, value: Any) -> tuple[float, float, float]:

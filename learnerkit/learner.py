@@ -60,6 +60,7 @@ from learnerkit.losses import (
     LossWeight,
     accept_no_loss,
     count_passed,
+    evaluate_again,
     fire_after_loss,
     loss_name,
     no_loss,
@@ -428,8 +429,42 @@ class Learner(RunState):
         self.opt = optim.make_optimizer(self.opt_func, groups, first, self.model)
 
     def _overrides(self, *seams: str) -> bool:
-        "Tell whether a subclass has its own version of one of these seams."
-        return any(getattr(type(self), seam) is not getattr(Learner, seam) for seam in seams)
+        "Tell whether a subclass, or this run, has its own version of one of these seams."
+        return any(seam in vars(self) or getattr(type(self), seam) is not getattr(Learner, seam) for seam in seams)
+
+    def closure(self, reuse: bool = False) -> Callable[[], Tensor]:
+        """A function for an optimizer that evaluates the loss several times in a step, such as LBFGS or SAM.
+
+        For a subclass with `def _step(self): self.opt.step(self.closure())`. An optimizer whose `step` cannot do
+        without a closure, as torch's LBFGS, gets `closure(reuse=True)` from the Learner itself.
+
+        Each call clears the gradients, computes the loss of the present batch and its gradients again, and returns the
+        loss. The events from `after_pred` to `after_backward` take place in each, so that a callback changes the loss
+        as in the loop. The batch counts once; `pred`, `output` and `loss` stay those of the loop's own pass, also for
+        the recorder and metrics. On several ranks the gradients are averaged, and the optimizer gets the loss of all
+        ranks; every rank must reach this.
+
+        Args:
+            reuse: the first call returns the loss of the pass that the loop has just made, whose gradients are there.
+                It is for optimizers that evaluate the loss first at the weights as they are.
+
+        Raises:
+            RuntimeError: called outside of an optimizer step.
+            ValueError: a callback with which it would not be exact: accumulation, clipping, or fp16.
+        """
+        arguments.check_in_step(self)
+        arguments.check_closure(self)
+        known = [self.loss_grad] if reuse else []
+
+        def evaluate() -> Tensor:
+            loss = known.pop() if known else evaluate_again(self)
+            return torch.zeros(()) if loss is None else loss.detach()  # a rank may have left its batch before a loss
+
+        return evaluate
+
+    def _step_by_closure(self) -> None:
+        "Take the place of `_step` in a run whose optimizer needs a closure."
+        self.opt.step(self.closure(reuse=True))
 
     # Runs
 
@@ -993,6 +1028,7 @@ class Learner(RunState):
                 if nested:
                     self._dispatch.changed()
                 else:
+                    vars(self).pop("_step", None)
                     self._part()
                     self._bare_model = None
         sets_modes = any(isinstance(cb, TrainEvalCallback) for cb in self.cbs)
@@ -1028,7 +1064,9 @@ class Learner(RunState):
     def _prepare_opt(self, lr: Any = None, wd: float | Mapping | None = None, reset: bool = False) -> None:
         "An optimizer with these hyper-parameters, or the Learner's own."
         self._make_opt(reset)
-        arguments.check_closure(self.opts, own_step=self._overrides("_step"))
+        if not self._overrides("_step") and arguments.needs_closure(self.opts):
+            arguments.check_closure(self)
+            vars(self)["_step"] = self._step_by_closure
         wd = self.wd if wd is None else wd
         by_opt = optim.group_rates(self.opt, lr, self._named_lr, self._settled)
         for opt, rates in zip(self.opts, by_opt, strict=True):

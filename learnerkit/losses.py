@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from learnerkit import world
 from learnerkit.data.batches import get_field, rows_of, tensors_in
 from learnerkit.data.loaders import unknown_keys
+from learnerkit.events import CancelBackwardException
 from learnerkit.gradient_mean import zero_loss
 from learnerkit.utils import describe, library_of, unbound, unwrap, warn
 
@@ -553,6 +554,33 @@ def take_loss(learn: "Learner") -> None:
 
 
 _UNTIL_THEN = "Until then it may be that steps of several batches or ranks are not exactly those of one batch"
+
+_OF_PASS = ("xb", "yb", "pred", "output", "loss", "loss_grad", "_loss_count")
+
+
+def evaluate_again(learn: "Learner") -> Tensor:
+    """Compute the loss of the present batch and its gradients again, and return the loss; the batch stays as it was.
+
+    Callbacks may change the loss as they do in the loop. On several ranks the gradients are averaged at the end of the
+    backward pass; every rank must reach this.
+    """
+    dispatch, precision = learn._dispatch, getattr(learn, "mixed_precision", None)
+    before = {name: getattr(learn, name) for name in _OF_PASS}
+    learn._zero_grad()
+    if precision is not None:
+        precision.before_batch()  # autocast, which it leaves in `after_loss`
+    try:
+        with torch.enable_grad():
+            learn._forward()
+            dispatch.fire("after_pred")
+            take_loss(learn)
+            dispatch.fire("after_loss")
+            learn._events("backward", learn._backward, CancelBackwardException)
+        return learn.loss_grad
+    finally:
+        if precision is not None:
+            precision.cleanup_batch()
+        vars(learn).update(before)
 
 
 def batch_count(learn: "Learner") -> int | Tensor:
