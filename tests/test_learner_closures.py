@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import (
     Callback,
+    CancelStepException,
     CheckpointCallback,
     DataLoaders,
     GradientAccumulation,
@@ -266,6 +267,31 @@ def test_critic_steps_in_a_ratio_are_those_of_a_plain_loop():
 @pytest.mark.ranks(2)
 def test_critic_steps_in_a_ratio_on_ranks_are_those_of_a_plain_loop():
     close(weights(wgan().model), weights(plain_wgan(WGAN(), wgan_loaders().train, 0.01)))
+
+
+class LeavesLater(Learner):
+    """Leaves the step on one rank, after it has evaluated the loss again; the others take it."""
+
+    left = False
+
+    def _step(self):
+        if not self.left:
+            self.closure()()
+            if world.rank() == 1:
+                self.left = True
+                raise CancelStepException
+        self.opt.step()
+        self.left = False
+
+
+@pytest.mark.ranks(2)
+def test_events_of_an_evaluation_do_not_begin_the_batch_anew():
+    log = []
+    learn = learner(SGD, LeavesLater, cbs=spy(log, events=("before_step", "after_batch")))
+    learn.dls.loaders[1] = None
+    with learn.no_logging(), learn.distrib_ctx(split_batches=True):
+        learn.fit(1)
+    assert log == ["before_step", "after_batch"] * 5
 
 
 @pytest.mark.ranks(2)
