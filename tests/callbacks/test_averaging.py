@@ -248,7 +248,7 @@ class Pair(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.query, self.key, self.head = make_model().double(), make_model().double(), nn.Linear(1, 1).double()
+        self.query, self.key, self.head = make_model().double(), make_model().double(), make_model(1).double()
 
     def forward(self, x):
         return self.head(self.query(x)) + 0.1 * self.key(x)
@@ -509,6 +509,7 @@ JOBS = {
     "EMA": lambda: fit(EMA(0.7), Leaves(), DriftCheck(every=1), model=make_model().double()),
     "EMA, accumulated": lambda: fit(EMA(0.7), GradientAccumulation(n_batches=4), model=make_model().double()),
     "EMA, taught": taught,
+    "EMA, in the model": lambda: fit(EMA(0.7, module=(pair := Pair()).key, of=pair.query), Leaves(), model=pair),
     "SWA": lambda: fit(SWA(1), model=make_model().double()),
     "EMA, norms": lambda: fit(EMA(0.7), ValidateEvery(4), DriftCheck(every=2), epochs=2),
     "EMA, ended": lambda: fit(
@@ -529,7 +530,7 @@ def found(rank_pools):
     return Results(rank_pools, do)
 
 
-@pytest.mark.parametrize("job", ["EMA", "EMA, accumulated", "EMA, taught", "SWA"])
+@pytest.mark.parametrize("job", ["EMA", "EMA, accumulated", "EMA, taught", "EMA, in the model", "SWA"])
 def test_averages_on_ranks_are_those_of_one_process(found, job):
     (alone,) = found[1, job]
     for rank in found[2, job]:
