@@ -466,6 +466,11 @@ class Learner(RunState):
         "Take the place of `_step` in a run whose optimizer needs a closure."
         self.opt.step(self.closure(reuse=True))
 
+    @property
+    def _by_closure(self) -> bool:
+        "Tell whether it does."
+        return vars(self).get("_step") == self._step_by_closure
+
     # Runs
 
     @on_workers
@@ -1028,7 +1033,8 @@ class Learner(RunState):
                 if nested:
                     self._dispatch.changed()
                 else:
-                    vars(self).pop("_step", None)
+                    if self._by_closure:
+                        del vars(self)["_step"]
                     self._part()
                     self._bare_model = None
         sets_modes = any(isinstance(cb, TrainEvalCallback) for cb in self.cbs)

@@ -151,6 +151,9 @@ def test_nothing_of_it_stays():
     assert type(learn.opt) is SGD
     assert learn.check()
     assert learner(lbfgs).check()
+    vars(learn)["_step"] = step = partial(learn._step)
+    learn.fit(1)
+    assert learn._step is step
 
 
 class Both(Own):

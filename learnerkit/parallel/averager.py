@@ -134,9 +134,8 @@ class Averager:
                 " (errors.html#rank-statistics)"
             )
         if self._own:
-            by_closure = self._own in vars(learn)  # the seam of this run, for an optimizer that needs a closure
             several = f"{type(learn.opt).__name__} evaluates the loss several times in a step"
-            self._say_deferred(several if by_closure else f"{type(learn).__name__} has a {self._own} of its own")
+            self._say_deferred(several if learn._by_closure else f"{type(learn).__name__} has a {self._own} of its own")
             return True
         reasons = list(dict.fromkeys(reason for found in firsts for reason in found.reasons))
         unused = dict.fromkeys(name for found in firsts for name in found.unused)
