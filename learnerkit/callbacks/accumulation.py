@@ -42,6 +42,12 @@ class GradientAccumulation(Callback):
 
     def before_train(self) -> None:
         learn = self.learn
+        if learn._loss_weighting.parts:
+            raise ValueError(
+                "GradientAccumulation cannot weigh the parts of a loss each by itself, as loss_weight= says: what a "
+                "step counts of each is known only after its last batch. Take larger batches or more processes, or one "
+                "loss_weight for the whole loss (errors.html#accumulation)"
+            )
         if not learn._sharded:
             self.attach()
         self._batches = self._samples = self._steps = 0
