@@ -62,10 +62,10 @@ from learnerkit.losses import (
     accept_no_loss,
     count_passed,
     fire_after_loss,
-    loss_arguments,
+    found_loss,
     loss_name,
+    makes_loss,
     no_loss,
-    own_loss,
     pred_of,
     take_loss,
 )
@@ -399,20 +399,16 @@ class Learner(RunState):
 
     def _forward(self) -> None:
         "Set `output` and `pred` from the model."
-        named = type(self.batch) not in (tuple, list) and isinstance(self.batch, Mapping)
-        output = self.model(*(() if named else self.xb), **count_passed(self), **(self.xb[0] if named else {}))
-        self.output = self.pred = output
-        if not isinstance(output, Tensor) or not output.ndim:
-            self.pred = pred_of(output, self.loss_func is None and not self._overrides("_loss"))
+        maps = type(self.batch) not in (tuple, list) and isinstance(self.batch, Mapping)
+        self.output = out = self.model(
+            *(() if maps else self.xb), **count_passed(self), **(self.xb[0] if maps else {})
+        )
+        self.pred = out if isinstance(out, Tensor) and out.ndim else pred_of(out, makes_loss(self))
 
     def _loss(self) -> None:
         "Set `loss_grad`, which is differentiated, and `loss`, which is recorded."
-        if self.loss_func is None:
-            loss = own_loss(self.output, self._loss_weighting.entries)
-        elif self._loss_weighting.asks:
-            loss = self.loss_func(self.pred, *self.yb, **loss_arguments(self))
-        else:
-            loss = self.loss_func(self.pred, *self.yb)
+        is_plain = self.loss_func is not None and not self._loss_weighting.asks
+        loss = self.loss_func(self.pred, *self.yb) if is_plain else found_loss(self)
         self.loss_grad, self.loss = loss, loss.detach() if isinstance(loss, Tensor) else loss
 
     def _backward(self) -> None:

@@ -674,6 +674,18 @@ def loss_arguments(learn: "Learner") -> dict[str, Any]:
     return {name: learn if name == "learn" else getattr(learn, name) for name in learn._loss_weighting.asks}
 
 
+def found_loss(learn: "Learner") -> Any:
+    """Return the loss that the model has made, or that of a loss function which asks for something of the learner."""
+    if learn.loss_func is None:
+        return own_loss(learn.output, learn._loss_weighting.entries)
+    return learn.loss_func(learn.pred, *learn.yb, **loss_arguments(learn))
+
+
+def makes_loss(learn: "Learner") -> bool:
+    """Tell whether the model makes the loss, rather than a loss function or the learner."""
+    return learn.loss_func is None and not learn._overrides("_loss")
+
+
 def own_loss(output: Any, but: Collection[str] = ()) -> Any:
     """Return the loss that a model has made itself.
 

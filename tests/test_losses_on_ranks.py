@@ -199,6 +199,4 @@ def test_the_rate_finder_sees_the_losses_of_one_process():
     alone, together = both(
         Parts, loss_weight=WEIGHTS, cbs=NotesWeights, use=lambda learn: learn.lr_find(num_it=12, show_plot=False)
     )
-    torch.testing.assert_close(
-        together.recorder.lr_find_curve[1], alone.recorder.lr_find_curve[1], rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(together.recorder.lr_find_curve[1], alone.recorder.lr_find_curve[1], rtol=1e-6, atol=0)
