@@ -399,16 +399,14 @@ class Learner(RunState):
 
     def _forward(self) -> None:
         "Set `output` and `pred` from the model."
-        maps = type(self.batch) not in (tuple, list) and isinstance(self.batch, Mapping)
-        self.output = out = self.model(
-            *(() if maps else self.xb), **count_passed(self), **(self.xb[0] if maps else {})
-        )
+        named = self.xb[0] if type(self.batch) not in (tuple, list) and isinstance(self.batch, Mapping) else None
+        self.output = out = self.model(*(self.xb if named is None else ()), **count_passed(self), **(named or {}))
         self.pred = out if isinstance(out, Tensor) and out.ndim else pred_of(out, makes_loss(self))
 
     def _loss(self) -> None:
         "Set `loss_grad`, which is differentiated, and `loss`, which is recorded."
-        is_plain = self.loss_func is not None and not self._loss_weighting.asks
-        loss = self.loss_func(self.pred, *self.yb) if is_plain else found_loss(self)
+        loss_func = None if self._loss_weighting.asks else self.loss_func
+        loss = found_loss(self) if loss_func is None else loss_func(self.pred, *self.yb)
         self.loss_grad, self.loss = loss, loss.detach() if isinstance(loss, Tensor) else loss
 
     def _backward(self) -> None:

@@ -274,7 +274,7 @@ class LossWeight:
     def __init__(
         self, loss_func: Any, loss_weight: "Weight | None" = None, model: nn.Module | None = None, aligned: bool = False
     ) -> None:
-        is_named = isinstance(loss_weight, str | Mapping) and bool(loss_weight)
+        is_named = isinstance(loss_weight, str | Mapping) and loss_weight not in ("", "mean", {})  # a count is no mean
         if loss_weight is not None and not callable(loss_weight) and not is_named:
             raise ValueError(
                 f"got loss_weight={loss_weight!r}; it takes None, 'sum', or a function of the targets that returns the "
@@ -290,14 +290,14 @@ class LossWeight:
                 " (errors.html#loss-weight)"
             )
         self.parts = {name: LossWeight(None, weight) for name, weight in given.items()}
-        self.entries = {entry for part in self.parts.values() for entry in part.entries}
+        self.entries: set[str] = {entry for part in self.parts.values() for entry in part.entries}
         if isinstance(loss_weight, str) and loss_weight not in ("sum", "samples"):
             self.entries = {loss_weight}
         self.counted: dict[str, tuple[Tensor, float | Tensor]] = {}
         self._factors: dict[str, float | Tensor] = {}  # of the gradients of the parts
         if loss_weight is None and loss_option(loss_func, "reduction") == "none":
             raise ValueError(f"{loss_func} has reduction='none', so the loss is not a scalar; use 'mean' or 'sum'")
-        self.sums = loss_weight == "sum" or (loss_weight is None and loss_option(loss_func, "reduction") == "sum")
+        self.sums: bool = loss_weight == "sum" or (loss_weight is None and loss_option(loss_func, "reduction") == "sum")
         self._given, self._is_own = loss_weight, loss_func is None
         parameters = list(_parameters(loss_func).values())
         self.asks = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty)
@@ -388,8 +388,8 @@ class LossWeight:
     def take_parts(self, learn: "Learner") -> None:
         """Make the loss of the parts that count something; their gradients can be weighed in the backward pass."""
         self.counted, self._factors, total = {}, {}, zero_loss(learn.output)
-        for name, (part, count) in self.counts_of(learn.yb, learn.batch_size, learn.output).items():
-            count = host_count(count)
+        for name, (part, found) in self.counts_of(learn.yb, learn.batch_size, learn.output).items():
+            count = host_count(found)
             if not counts_something(count):
                 continue  # it may be the mean of nothing, a NaN
             if isinstance(count, Tensor):

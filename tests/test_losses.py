@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, MixUp, world
+from learnerkit.callbacks.recorder import LossMeter
 from learnerkit.losses import (
     LossWeight,
     check_shapes,
@@ -124,7 +125,7 @@ def test_whether_a_loss_sums(loss_func, loss_weight, sums):
     assert LossWeight(loss_func, loss_weight).sums is sums
 
 
-@pytest.mark.parametrize("wrong", [3, True, "", {}])
+@pytest.mark.parametrize("wrong", ["mean", 3, True, "", {}])
 def test_another_loss_weight_is_refused(wrong):
     with pytest.raises(ValueError, match="it takes None, 'sum', or a function of the targets"):
         LossWeight(nn.MSELoss(), wrong)
@@ -820,6 +821,21 @@ def test_the_table_has_the_mean_of_each_loss_over_what_it_counts_and_their_sum()
     assert (first, second) == pytest.approx((float(whole["first"]), float(whole["second"])), rel=1e-6)
     assert learn.recorder.metric_names == ["epoch", "train_loss", "valid_loss", "first", "second", "time"]
     assert learn.validate() == [pytest.approx(valid)]
+
+
+def test_what_was_recorded_of_parts_goes_on_after_a_break_and_on_one_rank_after_two():
+    ranks = []
+    for values in ([1.0, 2.0], [3.0]):
+        meter = LossMeter(["a", "b"])
+        for value in values:
+            meter.parts["a"].losses.append(value)
+            meter.parts["a"].counts.append(2 * value)
+        ranks.append(meter.state_dict())
+    one = LossMeter.of_ranks(ranks[:1], sums=False)
+    assert one.state_dict() == ranks[0]
+    assert one.mean(False, False) == (1 * 2 + 2 * 4) / 6  # of `b` there is nothing
+    both = LossMeter.of_ranks(ranks, sums=False)
+    assert both.mean(False, False) == pytest.approx((1 * 2 + 2 * 4 + 3 * 6) / 12)
 
 
 def test_a_part_that_counts_nothing_is_left_out():
