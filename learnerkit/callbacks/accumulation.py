@@ -23,7 +23,8 @@ class GradientAccumulation(Callback):
         n_samples: samples of a step over all ranks; the step is taken as soon as its batches have as many.
 
     Raises:
-        TypeError, ValueError: neither or both of them, or a number below 1.
+        TypeError, ValueError: neither or both of them, or a number below 1; when a fit begins, a `loss_weight` for each
+            of several losses.
     """
 
     order = 6

@@ -42,9 +42,9 @@ class ParallelCallback(Callback):
 
     The loss is computed from gathered predictions, on the first GPU, where it cannot be cut up: where a callback has a
     hook for `after_pred` and so may change predictions or targets, in a Learner with a `_forward` or `_loss` of its
-    own, with targets that are not tensors of one entry per sample, with class weights of zero, and where the loss uses
-    tensors that do not move with it (it is a bound method or an object, or it refers to a tensor or to a module with
-    weights).
+    own, with targets that are not tensors of one entry per sample, with class weights of zero, where the loss asks for
+    attributes of the learner, and where it uses tensors that do not move with it (it is a bound method or an object, or
+    it refers to a tensor or to a module with weights).
 
     Args:
         device_ids: the GPUs to use; by default all.
@@ -52,7 +52,8 @@ class ParallelCallback(Callback):
             of a batch with each other, say), or that keeps a state of its own.
 
     Raises:
-        ValueError: a GPU that is not there, or one twice; when a fit begins, a model that spans several devices.
+        ValueError: a GPU that is not there, or one twice; when a fit begins, a model that spans several devices, or a
+            `loss_weight` for each of several losses.
     """
 
     def __init__(self, device_ids: list[int] | None = None, loss_on_replicas: bool = True) -> None:

@@ -212,12 +212,19 @@ def trained(rank_pools):
     return Results(rank_pools, train_detector)
 
 
-@pytest.mark.parametrize("name", ["retinanet", "fcos", "faster_rcnn"])
-def test_detectors_on_ranks_equal_one_process_by_what_their_losses_average_over(trained, name):
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [
+        ("retinanet", 1e-9),
+        ("fcos", 1e-9),
+        ("faster_rcnn", 1e-7),  # torchvision makes its `loss_objectness` in float32, whatever the model has
+    ],
+)
+def test_detectors_on_ranks_equal_one_process_by_what_their_losses_average_over(trained, name, tolerance):
     alone, columns, told = trained[1, name][0]
     assert not told
     for rank, names, told in trained[2, name]:
-        torch.testing.assert_close(rank, alone, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(rank, alone, rtol=tolerance, atol=tolerance)
         assert names == columns
         assert not told
     assert "positives" not in columns
