@@ -4,7 +4,7 @@ import reprlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from inspect import signature
+from inspect import isroutine, signature
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -15,8 +15,9 @@ from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import why_empty
 from learnerkit.explain.mends import NOT_ALONE
-from learnerkit.losses import unwrap_partial
+from learnerkit.losses import loss_name, unwrap_partial
 from learnerkit.snapshot import restorer
+from learnerkit.text import did_you_mean
 from learnerkit.torch_internals import BatchNorm
 from learnerkit.utils import describe, library_of
 
@@ -92,6 +93,25 @@ def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any) -> None:
             f"opt_func is {unwrap_partial(opt_func).__name__} of fastai, another library; pass a torch optimizer "
             "class, such as torch.optim.Adam, or a function of (param_groups, lr) that returns one"
         )
+
+
+def check_loss(learn: "Learner") -> None:
+    """Refuse a loss function that asks for something that the learner does not have, and counts of unknown losses."""
+    if learn._loss_weighting.parts and learn._overrides("_loss"):
+        raise ValueError(
+            f"loss_weight= has a weight for each of several losses, and {type(learn).__name__} has a `_loss` of its "
+            "own, of whose parts nothing is known: give one loss_weight for the whole, or let the model return the "
+            "losses (errors.html#loss-weight)"
+        )
+    asks = [name for name in learn._loss_weighting.asks if name != "learn"]
+    has = [n for n in dir(learn) if n[0] != "_" and not isroutine(getattr(type(learn), n, None))] if asks else []
+    for name in asks:
+        if name not in has:
+            raise TypeError(
+                f"the loss {loss_name(learn.loss_func)} asks for {name!r}, a keyword-only parameter without a default, "
+                f"and the learner has no such attribute{did_you_mean(name, ['learn', *has])}; give the parameter a "
+                f"default, or an object of yours: partial(loss, {name}=...) (errors.html#loss-asks)"
+            )
 
 
 def check_callback(learn: "Learner", cb: Any) -> None:

@@ -38,7 +38,7 @@ from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, co
 from learnerkit.callbacks.training import StepBudget, TrainEvalCallback
 from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.checkpoints.storage import read_checkpoint
-from learnerkit.data.batches import get_field, loader_len
+from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders, Unpacker
 from learnerkit.data.order import in_order, keep_seeds
 from learnerkit.data.position import reading
@@ -58,13 +58,16 @@ from learnerkit.files import CheckpointError, File, Saved, fitted, name_or_path,
 from learnerkit.launch.rank_main import shorten, wants_short
 from learnerkit.losses import (
     LossWeight,
+    Weight,
     accept_no_loss,
     count_passed,
     evaluate_again,
     fire_after_loss,
+    found_loss,
     loss_name,
+    makes_loss,
     no_loss,
-    own_loss,
+    pred_of,
     take_loss,
 )
 from learnerkit.metrics import metric_names
@@ -159,9 +162,12 @@ class Learner(RunState):
         model: any module; it moves to the loaders' device at first use and stays there. One that spans several devices
             (`device_map=` of transformers, or parameters on several GPUs) stays where it is, and gets its inputs on its
             first device.
-        loss_func: f(pred, *targets) -> scalar; `None` for a model that makes its own loss. That is `output.loss`, or,
-            of an output that is a dict of scalars, their sum; each of them gets a column of the table. A model that
-            makes none in evaluation, such as a detector, is validated by its metrics alone.
+        loss_func: f(pred, *targets) -> scalar, or f(pred) where batches have no targets. Keyword-only parameters
+            without a default get the attributes of the learner that have their names, and `learn` the learner itself.
+            `None` is for a model that makes its own loss. That is `output.loss`, or, of an output that is a dict of
+            scalars, their sum; each of them gets a column of the table. Of a tuple or list it is the one 0-dim tensor,
+            and the first other entry is the prediction; a 0-dim tensor is the loss alone. A model that makes none in
+            evaluation, such as a detector, is validated by its metrics alone.
         opt_func: called as `opt_func(param_groups, lr=lr)`: any torch optimizer class, or a function, which may make
             groups of its own.
         lr: the learning rate of `fit` where none is given; by default the one that is bound in `opt_func`
@@ -181,7 +187,9 @@ class Learner(RunState):
         moms: momenta at the start, peak and end of `fit_one_cycle`.
         loss_weight: what the loss averages over if not samples: 'sum', or a function that counts it. It is called as
             f(*targets) if it takes so many arguments, else as f(pred, *targets), where `pred` is the whole output of a
-            model that makes its own loss. 'samples' says that such a loss is a mean over samples.
+            model that makes its own loss. 'samples' says that such a loss is a mean over samples, and any other str is
+            the name of an entry of the output that has the count. Of a model that returns a dict of losses, a dict
+            with one of these for each.
         default_cbs: start with `TrainEvalCallback`, `Recorder` and `ProgressCallback`.
 
     Raises:
@@ -256,7 +264,7 @@ class Learner(RunState):
         wd_bn_bias: bool = False,
         train_bn: bool = True,
         moms: tuple[float, float, float] = (0.95, 0.85, 0.95),
-        loss_weight: Callable[..., Tensor] | str | None = None,
+        loss_weight: Weight | None = None,
         default_cbs: bool = True,
     ) -> None:
         super().__init__()
@@ -287,6 +295,7 @@ class Learner(RunState):
         self._eval_modules: set[str] = set()  # the names of its modules that the user has put into eval mode
         self.add_cbs([TrainEvalCallback(), Recorder(), ProgressCallback()] if default_cbs else [])
         self.add_cbs([*dls.cbs, *listify(cbs)])
+        arguments.check_loss(self)
         self._dispatch = Dispatch(self.cbs, fitting=True)
         try:
             self._dispatch.fire(Event.after_create)
@@ -401,13 +410,14 @@ class Learner(RunState):
 
     def _forward(self) -> None:
         "Set `output` and `pred` from the model."
-        named = type(self.batch) not in (tuple, list) and isinstance(self.batch, Mapping)
-        output = self.model(*(() if named else self.xb), **count_passed(self), **(self.xb[0] if named else {}))
-        self.output, self.pred = output, output if isinstance(output, Tensor) else get_field(output, "logits", output)
+        named = self.xb[0] if type(self.batch) not in (tuple, list) and isinstance(self.batch, Mapping) else None
+        self.output = out = self.model(*(self.xb if named is None else ()), **count_passed(self), **(named or {}))
+        self.pred = out if isinstance(out, Tensor) and out.ndim else pred_of(out, makes_loss(self))
 
     def _loss(self) -> None:
         "Set `loss_grad`, which is differentiated, and `loss`, which is recorded."
-        loss = self.loss_func(self.pred, *self.yb) if self.loss_func is not None else own_loss(self.output)
+        loss_func = None if self._loss_weighting.asks else self.loss_func
+        loss = found_loss(self) if loss_func is None else loss_func(self.pred, *self.yb)
         self.loss_grad, self.loss = loss, loss.detach() if isinstance(loss, Tensor) else loss
 
     def _backward(self) -> None:
@@ -1011,11 +1021,12 @@ class Learner(RunState):
         self._to_device()
         give_shapes(self)
         self._device = self.dls.device
-        self._loss_without_targets = self.loss_func is None or self._overrides("_loss")
         fitting, nested = task == "fit", self._dispatch is not None
         if not nested:
             self._loss_weighting = LossWeight(self.loss_func, self.loss_weight, self.model, self.dls.aligned)
+            arguments.check_loss(self)
             self._note_modes()
+        self._loss_without_targets = self.loss_func is None or self._overrides("_loss") or self._loss_weighting.alone
         kept = TRANSIENT if fitting else (*TRANSIENT, *COUNTERS)
         outer = {name: getattr(self, name) for name in kept}
         with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.agreement_for(self, task):

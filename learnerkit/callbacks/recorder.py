@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import compress, zip_longest
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from learnerkit.data.batches import in_float32, map_batch
 from learnerkit.data.show import pyplot
 from learnerkit.explain import explain_metric
 from learnerkit.host_scalars import HostScalars
-from learnerkit.losses import loss_parts, rows_compared
+from learnerkit.losses import check_predictions, counted_parts, rows_compared
 from learnerkit.metrics import DEPENDS_ON_CUT, Meter, check_columns, make_meters, weighted_mean
 from learnerkit.text import columns, did_you_mean, escaped_line, format_time
 from learnerkit.utils import describe, listify
@@ -31,9 +31,14 @@ if TYPE_CHECKING:
 
 
 class LossMeter:
-    """The losses of batches and their counts; nothing waits for the device until they are read."""
+    """The losses of batches and their counts; nothing waits for the device until they are read.
 
-    def __init__(self) -> None:
+    Args:
+        parts: the names of the losses that have a count of their own.
+    """
+
+    def __init__(self, parts: Iterable[str] = ()) -> None:
+        self.parts = {name: LossMeter() for name in parts}
         self.losses, self.counts = HostScalars(), HostScalars()
         self.cancelled: list[bool] = []  # before there was a loss
         self.steps = 0  # without those at the end in which this rank had no samples
@@ -49,9 +54,14 @@ class LossMeter:
         self.counts.append(count)
         if learn.batch_size:
             self.steps = len(self.cancelled)
+        if self.parts:
+            for name, (value, n) in counted_parts(learn).items():
+                self.parts[name].losses.append(value)
+                self.parts[name].counts.append(n)
         if not learn.iter % 1024:  # so that they do not pile up on the device
-            self.losses.poll()
-            self.counts.poll()
+            for meter in (self, *self.parts.values()):
+                meter.losses.poll()
+                meter.counts.poll()
 
     def on_host(self) -> list[float | None]:
         """The losses that have arrived on the host, `None` where nothing was counted; never waits."""
@@ -77,13 +87,15 @@ class LossMeter:
         """The losses and counts of this rank. A host-device sync."""
         return {
             "losses": list(self.losses.all()), "counts": list(self.counts.all()), "cancelled": list(self.cancelled),
-            "steps": self.steps,
+            "steps": self.steps, "parts": {name: part.state_dict() for name, part in self.parts.items()},
         }  # fmt: skip
 
     @classmethod
     def of_ranks(cls, ranks: list[dict[str, Any]], sums: bool) -> "LossMeter":
         """A meter with what one rank had, or with the sums of what several had."""
         meter = cls()
+        for name in ranks[0].get("parts", ()):
+            meter.parts[name] = cls.of_ranks([rank["parts"][name] for rank in ranks], sums=False)
         meter.steps = max((rank["steps"] for rank in ranks), default=0)
         meter.cancelled = [all(each) for each in zip_longest(*(rank["cancelled"] for rank in ranks), fillvalue=True)]
         pairs = zip(ranks[0]["losses"], ranks[0]["counts"], strict=True) if len(ranks) == 1 else _summed(ranks, sums)
@@ -93,7 +105,13 @@ class LossMeter:
         return meter
 
     def mean(self, sums: bool, sharded: bool) -> float:
-        """The mean over everything counted, on all ranks if `sharded`."""
+        """The mean over everything counted, on all ranks if `sharded`; of several parts the sum of theirs."""
+        if self.parts:
+            found = [[*map(sum, part.totals(False, sharded=False)[:2])] for part in self.parts.values()]
+            rows = torch.tensor(found, dtype=torch.float64)
+            rows = world.reduce(rows) if sharded else rows
+            total, count = rows[rows[:, 1] != 0].T  # of nothing there is no mean
+            return (total / count).sum().item() if len(count) else math.nan
         totals, counts, _ = self.totals(sums, sharded=False)
         return weighted_mean(sum(totals), sum(counts), sharded)
 
@@ -111,12 +129,12 @@ class Evaluation:
 
     Args:
         meters: one for each metric.
-        sharded: whether the data are divided among the ranks.
+        learn: the learner, whose data may be divided among the ranks.
     """
 
-    def __init__(self, meters: list[Meter], sharded: bool) -> None:
-        self.meters, self.sharded = meters, sharded
-        self.loss, self.batches = LossMeter(), 0
+    def __init__(self, meters: list[Meter], learn: "Learner") -> None:
+        self.meters, self.sharded = meters, learn._sharded
+        self.loss, self.batches = LossMeter(learn._loss_weighting.parts), 0
         self._is_fresh = True
 
     def _begin(self) -> None:
@@ -131,7 +149,10 @@ class Evaluation:
         self._begin()
         self.batches += 1
         self.loss.update(learn)
-        if not self.meters or not learn.batch_size or learn.pred is None:
+        if not self.meters or not learn.batch_size:
+            return
+        check_predictions(learn)
+        if learn.pred is None:  # the batch was cancelled
             return
         pred = map_batch(in_float32, learn.pred) if learn.training else learn.pred  # see MixedPrecision
         for meter in self.meters:
@@ -207,7 +228,7 @@ class EvaluationCallback(Callback):
         others = [cb for cb in learn.cbs if isinstance(cb, EvaluationCallback) and cb is not self]
         # Copies where a fit or another validation is going on, which may be using the metrics themselves.
         metrics = copy.deepcopy(learn.metrics) if learn._in_fit or others else learn.metrics
-        self._evaluation = Evaluation(make_meters(metrics, *_facts(learn)), learn._sharded)
+        self._evaluation = Evaluation(make_meters(metrics, *_facts(learn)), learn)
 
     def after_batch(self) -> None:
         self._evaluation.update(self.learn)
@@ -438,7 +459,7 @@ class Recorder(Callback):
     def _start_epoch(self) -> None:
         self._start_time = time.perf_counter()
         meters = self._train_meters, self._valid_meters
-        self._train, self._valid = (Evaluation(m, self.learn._sharded) for m in meters)
+        self._train, self._valid = (Evaluation(m, self.learn) for m in meters)
         self.logged = {}
         self._first_batch = len(self.lrs)
         self._last_opt = self.learn.opts[-1]
@@ -449,8 +470,8 @@ class Recorder(Callback):
             self._valid.update(learn)
         elif learn.loss is not None or learn._sharded:  # ranks must agree on the number of steps
             (self._train if self._train_meters else self._train.loss).update(learn)
-            for name, part in loss_parts(learn.output).items() if learn.loss_func is None else ():
-                self.log_metric(name, part, learn._loss_count)
+            for name, (part, n) in counted_parts(learn).items() if learn.loss_func is None else ():
+                self.log_metric(name, part, n)
             lr = self._last_opt.param_groups[-1]["lr"]
             # Of a tensor, which only the user can have put there, this is a host-device sync.
             self.lrs.append(lr if type(lr) is float else float(lr))
@@ -518,6 +539,8 @@ class Recorder(Callback):
         lrs += self.lrs[-1:] * (len(steps) - len(lrs))  # if this rank has left early; it may also have gone on
         self.lrs[self._first_batch :] = compress(lrs, recorded)
         self._in_epoch = False
+        if self._train.loss.parts:
+            return self._train.loss.mean(sums, self._train.sharded)
         return sum(totals) / sum(counts) if sum(counts) else float("nan")
 
     def _tell_not_finite(self, losses: Sequence[float | None]) -> None:
