@@ -694,7 +694,8 @@ def evaluate_again(learn: "Learner") -> Tensor:
 
 def batch_count(learn: "Learner") -> int | Tensor:
     """Return what the loss of the present batch averages over."""
-    return learn._loss_weighting.count(learn.yb, learn.batch_size, learn.pred, learn._model_output)
+    pred = learn.pred if learn.dls.batch_dim == 0 else None  # the rows of time-major batches are steps
+    return learn._loss_weighting.count(learn.yb, learn.batch_size, pred, learn._model_output)
 
 
 def loss_arguments(learn: "Learner") -> dict[str, Any]:
