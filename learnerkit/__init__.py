@@ -72,6 +72,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.inspection.hooks import Hook as Hook
     from learnerkit.inspection.hooks import Hooks as Hooks
     from learnerkit.inspection.interpretation import ClassificationInterpretation as ClassificationInterpretation
+    from learnerkit.inspection.layers import layer_decay as layer_decay
     from learnerkit.language.data import TextData as TextData
     from learnerkit.language.models import TextClassifier as TextClassifier
     from learnerkit.language.models import text_learner as text_learner
@@ -146,6 +147,7 @@ _HOMES = {
     "images.data": ["ImageData"],
     "inspection.hooks": ["ActivationStats", "Hook", "Hooks"],
     "inspection.interpretation": ["ClassificationInterpretation"],
+    "inspection.layers": ["layer_decay"],
     "loggers.tables": ["CSVLogger", "JSONLogger"],
     "loggers.trackers": ["CometCallback", "MLflowCallback", "TensorBoardCallback", "TrackioCallback", "WandbCallback"],
     "language.data": ["TextData"],

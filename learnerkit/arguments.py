@@ -4,7 +4,7 @@ import reprlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from inspect import signature
+from inspect import isroutine, signature
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -15,8 +15,9 @@ from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import why_empty
 from learnerkit.explain.mends import NOT_ALONE
-from learnerkit.losses import unwrap_partial
+from learnerkit.losses import loss_name, unwrap_partial
 from learnerkit.snapshot import restorer
+from learnerkit.text import did_you_mean
 from learnerkit.torch_internals import BatchNorm
 from learnerkit.utils import describe, library_of
 
@@ -94,6 +95,25 @@ def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any) -> None:
         )
 
 
+def check_loss(learn: "Learner") -> None:
+    """Refuse a loss function that asks for something that the learner does not have, and counts of unknown losses."""
+    if learn._loss_weighting.parts and learn._overrides("_loss"):
+        raise ValueError(
+            f"loss_weight= has a weight for each of several losses, and {type(learn).__name__} has a `_loss` of its "
+            "own, of whose parts nothing is known: give one loss_weight for the whole, or let the model return the "
+            "losses (errors.html#loss-weight)"
+        )
+    asks = [name for name in learn._loss_weighting.asks if name != "learn"]
+    has = [n for n in dir(learn) if n[0] != "_" and not isroutine(getattr(type(learn), n, None))] if asks else []
+    for name in asks:
+        if name not in has:
+            raise TypeError(
+                f"the loss {loss_name(learn.loss_func)} asks for {name!r}, a keyword-only parameter without a default, "
+                f"and the learner has no such attribute{did_you_mean(name, ['learn', *has])}; give the parameter a "
+                f"default, or an object of yours: partial(loss, {name}=...) (errors.html#loss-asks)"
+            )
+
+
 def check_callback(learn: "Learner", cb: Any) -> None:
     """Refuse what is not a callback, or cannot be added to this learner."""
     if not isinstance(cb, Callback):
@@ -157,15 +177,49 @@ def check_fit(learn: "Learner", n_epoch: Any, start_epoch: Any = 0, n_steps: Any
         check_not_empty(learn.dls.valid, "the validation loader")
 
 
-def check_closure(opts: Iterable[Optimizer], own_step: bool) -> None:
-    """Refuse an optimizer whose step needs a closure, unless the learner overrides `_step`."""
+def needs_closure(opts: list[Optimizer]) -> bool:
+    """Tell whether an optimizer's step needs a closure; refuse it if it is one of several.
+
+    Args:
+        opts: of a learner whose `_step` is not its own.
+    """
     for opt in opts:
         closure = signature(type(opt).step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty and not own_step:
-            raise TypeError(
-                f"{type(opt).__name__} needs a closure that computes the loss and gradients again; override `_step` in "
-                "a subclass of Learner, so that it calls self.opt.step(closure)"
+        if closure is not None and closure.default is closure.empty:
+            if len(opts) > 1:
+                raise TypeError(
+                    f"{type(opt).__name__} needs a closure, and is one of several optimizers; override `_step`, so "
+                    "that it calls self.opt[...].step(self.closure()) of the one, and step() of the others"
+                    " (errors.html#optimizer-closure)"
+                )
+            return True
+    return False
+
+
+def check_closure(learn: "Learner") -> None:
+    """Refuse callbacks with which the loss of the present batch is not what an optimizer with a closure minimises."""
+    against = {
+        "gradient_accumulation": "a step has several batches, and a closure has the last one alone",
+        "gradient_clip": "the gradients of the first evaluation alone are clipped; clip in a `_step` of your own",
+    }
+    if getattr(getattr(learn, "mixed_precision", None), "mode", "") == "fp16":
+        against["mixed_precision"] = "fp16 scales the loss and its gradients; take to_bf16()"
+    for name, why in against.items():
+        if hasattr(learn, name):
+            raise ValueError(
+                f"{getattr(learn, name)!r} does not go with an optimizer that evaluates the loss several times in a "
+                f"step: {why}"
+                " (errors.html#optimizer-closure)"
             )
+
+
+def check_in_step(learn: "Learner") -> None:
+    """Refuse a closure where no step is taken: outside of it the gradients would be those of the next one."""
+    params = (p for opt in learn.opts for group in opt.param_groups for p in group["params"])
+    if not (learn.training and any(p.grad is not None for p in params)):
+        raise RuntimeError(
+            "closure() was called outside of a step; call it in `_step`, after the backward pass of a training batch"
+        )
 
 
 def three(name: str, value: Any) -> tuple[float, float, float]:

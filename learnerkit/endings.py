@@ -17,7 +17,7 @@ _ATTRIBUTE = "learnerkit_ending"
 
 @dataclass(frozen=True)
 class Ending:
-    """What is known of how an exception ends a run, and of where it was raised.
+    """The facts about an exception that ends a run: how it ends it, and where it was raised.
 
     Args:
         agreed: all ranks raise it at the same place, so they need not tell each other of it.
@@ -53,7 +53,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class ExceptionReport:
-    """What a process tells of the exception that has ended it, or a call in it.
+    """The report of a process on the exception that has ended it, or a call in it.
 
     Args:
         time: when, on the monotonic clock, which is the same for all processes of a machine.

@@ -38,7 +38,7 @@ from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, co
 from learnerkit.callbacks.training import StepBudget, TrainEvalCallback
 from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.checkpoints.storage import read_checkpoint
-from learnerkit.data.batches import get_field, loader_len
+from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders, Unpacker
 from learnerkit.data.order import in_order, keep_seeds
 from learnerkit.data.position import reading
@@ -58,12 +58,16 @@ from learnerkit.files import CheckpointError, File, Saved, fitted, name_or_path,
 from learnerkit.launch.rank_main import shorten, wants_short
 from learnerkit.losses import (
     LossWeight,
+    Weight,
     accept_no_loss,
     count_passed,
+    evaluate_again,
     fire_after_loss,
+    found_loss,
     loss_name,
+    makes_loss,
     no_loss,
-    own_loss,
+    pred_of,
     take_loss,
 )
 from learnerkit.metrics import metric_names
@@ -158,24 +162,34 @@ class Learner(RunState):
         model: any module; it moves to the loaders' device at first use and stays there. One that spans several devices
             (`device_map=` of transformers, or parameters on several GPUs) stays where it is, and gets its inputs on its
             first device.
-        loss_func: f(pred, *targets) -> scalar; `None` for a model that makes its own loss. That is `output.loss`, or,
-            of an output that is a dict of scalars, their sum; each of them gets a column of the table. A model that
-            makes none in evaluation, such as a detector, is validated by its metrics alone.
+        loss_func: f(pred, *targets) -> scalar, or f(pred) where batches have no targets. Keyword-only parameters
+            without a default get the attributes of the learner that have their names, and `learn` the learner itself.
+            `None` is for a model that makes its own loss. That is `output.loss`, or, of an output that is a dict of
+            scalars, their sum; each of them gets a column of the table. Of a tuple or list it is the one 0-dim tensor,
+            and the first other entry is the prediction; a 0-dim tensor is the loss alone. A model that makes none in
+            evaluation, such as a detector, is validated by its metrics alone.
         opt_func: called as `opt_func(param_groups, lr=lr)`: any torch optimizer class, or a function, which may make
             groups of its own.
         lr: the learning rate of `fit` where none is given; by default the one that is bound in `opt_func`
             (`partial(SGD, lr=0.1)`), else those that the optimizer's groups are made with (0.001).
-        splitter: f(model) -> lists of parameters, one for each group that may have its own learning rate.
+        splitter: f(model) -> groups of parameters: each a list, or a dict of the list as `params` and of options of the
+            optimizer, such as `lr` and `weight_decay`; `lr_scale` multiplies the rate that the group has otherwise.
+            `layer_decay` is one.
         cbs: callbacks beside the default ones.
         metrics: functions, `Metric` objects, torchmetrics or torcheval objects; a dict gives them names.
         path, model_dir: `save` and `load` use the directory path/model_dir.
-        wd: weight decay of weights, but not of norms and biases; `None` leaves it to the optimizer.
-        wd_bn_bias: decay norms and biases too.
+        wd: weight decay of weights, but not of norms, biases and what the model names in a method `no_weight_decay`,
+            and not of groups for which the splitter gives one. Or decays by patterns of parameter names, of which the
+            first that matches counts: `{"*bias": 0, "*pos_embed*": 0, "*": 0.05}`; parameters that none matches keep
+            what the optimizer has. `None` leaves all to the optimizer.
+        wd_bn_bias: one number is for norms, biases and the others without decay, too.
         train_bn: keep norm layers of frozen groups trainable.
         moms: momenta at the start, peak and end of `fit_one_cycle`.
         loss_weight: what the loss averages over if not samples: 'sum', or a function that counts it. It is called as
             f(*targets) if it takes so many arguments, else as f(pred, *targets), where `pred` is the whole output of a
-            model that makes its own loss. 'samples' says that such a loss is a mean over samples.
+            model that makes its own loss. 'samples' says that such a loss is a mean over samples, and any other str is
+            the name of an entry of the output that has the count. Of a model that returns a dict of losses, a dict
+            with one of these for each.
         default_cbs: start with `TrainEvalCallback`, `Recorder` and `ProgressCallback`.
 
     Raises:
@@ -246,11 +260,11 @@ class Learner(RunState):
         metrics: Any = None,
         path: str | Path = ".",
         model_dir: str | Path = "models",
-        wd: float | None = None,
+        wd: float | Mapping[str, float] | None = None,
         wd_bn_bias: bool = False,
         train_bn: bool = True,
         moms: tuple[float, float, float] = (0.95, 0.85, 0.95),
-        loss_weight: Callable[..., Tensor] | str | None = None,
+        loss_weight: Weight | None = None,
         default_cbs: bool = True,
     ) -> None:
         super().__init__()
@@ -281,6 +295,7 @@ class Learner(RunState):
         self._eval_modules: set[str] = set()  # the names of its modules that the user has put into eval mode
         self.add_cbs([TrainEvalCallback(), Recorder(), ProgressCallback()] if default_cbs else [])
         self.add_cbs([*dls.cbs, *listify(cbs)])
+        arguments.check_loss(self)
         self._dispatch = Dispatch(self.cbs, fitting=True)
         try:
             self._dispatch.fire(Event.after_create)
@@ -293,7 +308,8 @@ class Learner(RunState):
             opts, rates = "of create_opt", self._named_lr
         elif opts and isinstance(rates, int | float):
             rates = optim.rates_text(sum(optim.group_rates(self.opt, None, self._named_lr, lambda given: given), []))
-        opts = (opts or loss_name(self.opt_func)) + (f", lr {rates}" if rates is not None else "")
+        decays = optim.decays_text(self.opts) if opts else f", weight decay {self.wd}" * (self.wd is not None)
+        opts = (opts or loss_name(self.opt_func)) + (f", lr {rates}" if rates is not None else "") + decays
         lines = {
             "model": count_parameters(self.model), "data": self.dls,
             "loss": "the model's own" if self.loss_func is None else loss_name(self.loss_func),
@@ -394,13 +410,14 @@ class Learner(RunState):
 
     def _forward(self) -> None:
         "Set `output` and `pred` from the model."
-        named = type(self.batch) not in (tuple, list) and isinstance(self.batch, Mapping)
-        output = self.model(*(() if named else self.xb), **count_passed(self), **(self.xb[0] if named else {}))
-        self.output, self.pred = output, output if isinstance(output, Tensor) else get_field(output, "logits", output)
+        named = self.xb[0] if type(self.batch) not in (tuple, list) and isinstance(self.batch, Mapping) else None
+        self.output = out = self.model(*(self.xb if named is None else ()), **count_passed(self), **(named or {}))
+        self.pred = out if isinstance(out, Tensor) and out.ndim else pred_of(out, makes_loss(self))
 
     def _loss(self) -> None:
         "Set `loss_grad`, which is differentiated, and `loss`, which is recorded."
-        loss = self.loss_func(self.pred, *self.yb) if self.loss_func is not None else own_loss(self.output)
+        loss_func = None if self._loss_weighting.asks else self.loss_func
+        loss = found_loss(self) if loss_func is None else loss_func(self.pred, *self.yb)
         self.loss_grad, self.loss = loss, loss.detach() if isinstance(loss, Tensor) else loss
 
     def _backward(self) -> None:
@@ -422,8 +439,47 @@ class Learner(RunState):
         self.opt = optim.make_optimizer(self.opt_func, groups, first, self.model)
 
     def _overrides(self, *seams: str) -> bool:
-        "Tell whether a subclass has its own version of one of these seams."
-        return any(getattr(type(self), seam) is not getattr(Learner, seam) for seam in seams)
+        "Tell whether a subclass, or this run, has its own version of one of these seams."
+        return any(seam in vars(self) or getattr(type(self), seam) is not getattr(Learner, seam) for seam in seams)
+
+    def closure(self, reuse: bool = False) -> Callable[[], Tensor]:
+        """A function for an optimizer that evaluates the loss several times in a step, such as LBFGS or SAM.
+
+        For a subclass with `def _step(self): self.opt.step(self.closure())`. An optimizer whose `step` cannot do
+        without a closure, as torch's LBFGS, gets `closure(reuse=True)` from the Learner itself.
+
+        Each call clears the gradients, computes the loss of the present batch and its gradients again, and returns the
+        loss. The events from `after_pred` to `after_backward` take place in each, so that a callback changes the loss
+        as in the loop. The batch counts once; `pred`, `output` and `loss` stay those of the loop's own pass, also for
+        the recorder and metrics. On several ranks the gradients are averaged, and the optimizer gets the loss of all
+        ranks; every rank must reach this.
+
+        Args:
+            reuse: the first call returns the loss of the pass that the loop has just made, whose gradients are there.
+                It is for optimizers that evaluate the loss first at the weights as they are.
+
+        Raises:
+            RuntimeError: called outside of an optimizer step.
+            ValueError: a callback with which it would not be exact: accumulation, clipping, or fp16.
+        """
+        arguments.check_in_step(self)
+        arguments.check_closure(self)
+        known = [self.loss_grad] if reuse else []
+
+        def evaluate() -> Tensor:
+            loss = known.pop() if known else evaluate_again(self)
+            return torch.zeros(()) if loss is None else loss.detach()  # a rank may have left its batch before a loss
+
+        return evaluate
+
+    def _step_by_closure(self) -> None:
+        "Take the place of `_step` in a run whose optimizer needs a closure."
+        self.opt.step(self.closure(reuse=True))
+
+    @property
+    def _by_closure(self) -> bool:
+        "Tell whether it does."
+        return vars(self).get("_step") == self._step_by_closure
 
     # Runs
 
@@ -432,7 +488,7 @@ class Learner(RunState):
         self,
         n_epoch: int | None = None,
         lr: Rates | None = None,
-        wd: float | None = None,
+        wd: float | Mapping[str, float] | None = None,
         cbs: Callbacks = None,
         reset_opt: bool = False,
         start_epoch: int = 0,
@@ -448,10 +504,11 @@ class Learner(RunState):
             n_epoch: epochs in all.
             lr: one rate; `slice(hi)` or `slice(lo, hi)` over the parameter groups; or a list; default the Learner's. Of
                 several optimizers it may be a dict of these by name. A schedule, such as `linear_warmup(0.1, 1e-2)`,
-                also for each group, is that of the rate in this fit. If `opt_func` or `create_opt` makes groups with
-                different rates, they stay where nobody names a rate; one rate, schedule or `slice(hi)` is that of the
-                group with the highest, to which the others keep their ratio; and a list counts these groups.
-            wd: weight decay; default the Learner's.
+                also for each group, is that of the rate in this fit. Groups that were made with different rates, by the
+                splitter, `opt_func` or `create_opt`, have these where nobody names a rate. One rate, schedule or
+                `slice(hi)` is that of the groups for which the splitter gives none, or else of the group with the
+                highest, and the others keep their ratio to it; a list counts the groups.
+            wd: weight decay, or decays by patterns of names, as the Learner takes them; default the Learner's.
             cbs: callbacks for this fit alone.
             reset_opt: start with a new optimizer instead of the last fit's.
             start_epoch: skip the epochs before this one.
@@ -487,7 +544,7 @@ class Learner(RunState):
         div: float = 25.0,
         div_final: float = 1e5,
         pct_start: float = 0.25,
-        wd: float | None = None,
+        wd: float | Mapping[str, float] | None = None,
         moms: tuple[float, float, float] | None = None,
         cbs: Callbacks = None,
         reset_opt: bool = False,
@@ -528,7 +585,7 @@ class Learner(RunState):
         lr: Rates | None = None,
         div_final: float = 1e5,
         pct_start: float = 0.75,
-        wd: float | None = None,
+        wd: float | Mapping[str, float] | None = None,
         cbs: Callbacks = None,
         reset_opt: bool = False,
         start_epoch: int = 0,
@@ -557,7 +614,7 @@ class Learner(RunState):
         cycle_mult: int = 2,
         cbs: Callbacks = None,
         reset_opt: bool = False,
-        wd: float | None = None,
+        wd: float | Mapping[str, float] | None = None,
         start_epoch: int = 0,
     ) -> None:
         """`fit` with warm restarts (SGDR; Loshchilov and Hutter, https://arxiv.org/abs/1608.03983).
@@ -627,7 +684,8 @@ class Learner(RunState):
             epochs: of the second part.
             base_lr: the head's peak rate in the first part, and twice that of the second.
             freeze_epochs: of the first part.
-            lr_mult: how many times the first group's rate the head's is, in the second part, if there is a splitter.
+            lr_mult: how many times the first group's rate the head's is, in the second part, if there is a splitter and
+                it gives no rates itself.
             pct_start, div: of the second part, as in `fit_one_cycle`.
             n_steps: optimizer steps of the second part, instead of `epochs`.
             freeze_steps: optimizer steps of the first part, instead of `freeze_epochs`.
@@ -639,8 +697,9 @@ class Learner(RunState):
         arguments.check_positive("lr_mult", lr_mult)
         kwargs["cbs"] = listify(kwargs.get("cbs"))  # for both parts
         high = base_lr / 2
-        several = self.splitter is not None and len(optim.split(unwrap(self.model), self.splitter)) > 1
-        rates = slice(high / lr_mult, high) if several else high  # groups of the user's own keep their ratio
+        groups = optim.split(unwrap(self.model), self.splitter)
+        are_alike = not any(group.keys() & {"lr", "lr_scale"} for group in groups)  # others keep their ratio
+        rates = slice(high / lr_mult, high) if len(groups) > 1 and are_alike else high
         first = freeze_epochs if freeze_steps is None else None
         head = dict(n_epoch=first, n_steps=freeze_steps, lr_max=slice(base_lr), pct_start=0.99, **kwargs)
         whole = dict(n_epoch=epochs, n_steps=n_steps, lr_max=rates, pct_start=pct_start, div=div, **kwargs)
@@ -962,11 +1021,12 @@ class Learner(RunState):
         self._to_device()
         give_shapes(self)
         self._device = self.dls.device
-        self._loss_without_targets = self.loss_func is None or self._overrides("_loss")
         fitting, nested = task == "fit", self._dispatch is not None
         if not nested:
             self._loss_weighting = LossWeight(self.loss_func, self.loss_weight, self.model, self.dls.aligned)
+            arguments.check_loss(self)
             self._note_modes()
+        self._loss_without_targets = self.loss_func is None or self._overrides("_loss") or self._loss_weighting.alone
         kept = TRANSIENT if fitting else (*TRANSIENT, *COUNTERS)
         outer = {name: getattr(self, name) for name in kept}
         with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.agreement_for(self, task):
@@ -984,6 +1044,8 @@ class Learner(RunState):
                 if nested:
                     self._dispatch.changed()
                 else:
+                    if self._by_closure:
+                        del vars(self)["_step"]
                     self._part()
                     self._bare_model = None
         sets_modes = any(isinstance(cb, TrainEvalCallback) for cb in self.cbs)
@@ -1016,16 +1078,18 @@ class Learner(RunState):
         for opt in self.opts:
             optim.keep_base_rates(opt)
 
-    def _prepare_opt(self, lr: Any = None, wd: float | None = None, reset: bool = False) -> None:
+    def _prepare_opt(self, lr: Any = None, wd: float | Mapping | None = None, reset: bool = False) -> None:
         "An optimizer with these hyper-parameters, or the Learner's own."
         self._make_opt(reset)
-        arguments.check_closure(self.opts, own_step=self._overrides("_step"))
+        if not self._overrides("_step") and arguments.needs_closure(self.opts):
+            arguments.check_closure(self)
+            vars(self)["_step"] = self._step_by_closure
         wd = self.wd if wd is None else wd
         by_opt = optim.group_rates(self.opt, lr, self._named_lr, self._settled)
         for opt, rates in zip(self.opts, by_opt, strict=True):
             optim.set_rates(opt, rates)
             if wd is not None:
-                optim.set_decay(opt, self.model, wd, self.wd_bn_bias)
+                optim.set_decay(opt, unwrap(self.model), wd, self.wd_bn_bias)
 
     def _settled(self, rates: list[Any], cbs: Callbacks = None) -> list:
         "Rates or schedules of each optimizer, with scaled ones as they are for this fit; `cbs`: those to be added."
@@ -1470,7 +1534,7 @@ class Learner(RunState):
         before = self.opt
         self._make_opt()
         try:
-            optim.load_state(self.opt, state, unwrap(self.model))
+            optim.load_state(self.opt, state)
         except Exception as e:
             self.opt = before
             raise CheckpointError(

@@ -1,12 +1,13 @@
 """The count behind a loss (what it averages over), needed to combine the losses of batches and ranks exactly.
 
 Means over samples are combined weighted by the number of samples; means over other items (tokens that are not padding,
-samples weighted by class) weighted by the number of those; sums are added.
+samples weighted by class) weighted by the number of those; sums are added. Of a loss of several parts each may have a
+count of its own.
 """
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,9 @@ from torch.nn import functional as F
 from learnerkit import world
 from learnerkit.data.batches import get_field, rows_of, tensors_in
 from learnerkit.data.loaders import unknown_keys
-from learnerkit.gradient_mean import zero_loss
+from learnerkit.events import CancelBackwardException
+from learnerkit.gradient_mean import counts_something, host_count, zero_loss
+from learnerkit.text import did_you_mean
 from learnerkit.utils import describe, library_of, unbound, unwrap, warn
 
 if TYPE_CHECKING:
@@ -220,10 +223,17 @@ _COUNT = "num_items_in_batch"
 
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function, or of a module's `forward`, without those that partials bind."""
     try:
-        return inspect.signature(function).parameters
+        return inspect.signature(_called(function)).parameters
     except (TypeError, ValueError):  # a function in C, such as torch.numel
         return {}
+
+
+def _called(function: Any) -> Any:
+    if isinstance(function, partial):
+        return partial(_called(function.func), *function.args, **function.keywords)
+    return unwrap(function).forward if isinstance(function, nn.Module) else function
 
 
 def count_passed(learn: "Learner") -> dict[str, Tensor]:
@@ -240,9 +250,10 @@ class LossWeight:
     Args:
         loss_func: for torch's losses `reduction`, `weight` and `ignore_index` decide what is counted; `None` is for a
             model that makes its own loss.
-        loss_weight: `None`, 'sum', 'samples', or a function that returns the number of items averaged over. It is
-            called as f(*targets) if it takes so many arguments by position, else as f(pred, *targets); of a model that
-            makes its own loss, `pred` is the whole output.
+        loss_weight: `None`, 'sum', 'samples', the name of an entry of the model's output that has the number of items
+            averaged over, or a function that returns it. The function is called as f(*targets) if it takes so many
+            arguments by position, else as f(pred, *targets); of a model that makes its own loss, `pred` is the whole
+            output. For a model that returns a dict of losses, a mapping with one of these for each.
         model: which may make its own loss.
         aligned: targets are in the places of their predictions.
 
@@ -251,28 +262,48 @@ class LossWeight:
         own: what is known of the model's own loss; `None` where there is another, or `loss_weight` says what it counts.
         told: what is not known of it has been told, or need not be.
         absent: the model has made no loss of targets in evaluation.
+        asks: the learner's attributes that the loss function gets by keyword.
+        alone: the loss function can be called with predictions alone.
+        entries: the entries of the model's output that are counts, and no losses.
+        parts: by name, the weights of the losses that have a count of their own.
+        counted: by name, what `take_parts` has found in the present batch: each loss, and what it is the mean of.
 
     Raises:
         ValueError: another `loss_weight`, or a loss made with reduction='none'.
     """
 
     def __init__(
-        self,
-        loss_func: Any,
-        loss_weight: str | Callable[..., Tensor] | None = None,
-        model: nn.Module | None = None,
-        aligned: bool = False,
+        self, loss_func: Any, loss_weight: "Weight | None" = None, model: nn.Module | None = None, aligned: bool = False
     ) -> None:
-        if loss_weight not in (None, "sum", "samples") and not callable(loss_weight):
+        is_named = isinstance(loss_weight, str | Mapping) and loss_weight not in ("", "mean", {})  # a count is no mean
+        if loss_weight is not None and not callable(loss_weight) and not is_named:
             raise ValueError(
                 f"got loss_weight={loss_weight!r}; it takes None, 'sum', or a function of the targets that returns the "
-                "number of items the loss averages over (or of what the model returns and the targets); 'samples' says "
-                "that it is a mean over samples (errors.html#loss-weight)"
+                "number of items the loss averages over (or of what the model returns and the targets), or the name "
+                "of an entry of the model's output that has it; 'samples' says that it is a mean over samples; and of "
+                "a dict of losses it takes one of these for each (errors.html#loss-weight)"
             )
+        given = dict(loss_weight) if isinstance(loss_weight, Mapping) else {}
+        if given and (loss_func is not None or any(not x or isinstance(x, Mapping) for x in given.values())):
+            raise ValueError(
+                f"got loss_weight={loss_weight!r}, with a weight for each of several losses: that is for a model which "
+                "returns them as a dict, without a loss_func, and each weight is a function, a name, 'samples' or 'sum'"
+                " (errors.html#loss-weight)"
+            )
+        self.parts = {name: LossWeight(None, weight) for name, weight in given.items()}
+        self.entries: set[str] = {entry for part in self.parts.values() for entry in part.entries}
+        if isinstance(loss_weight, str) and loss_weight not in ("sum", "samples"):
+            self.entries = {loss_weight}
+        self.counted: dict[str, tuple[Tensor, float | Tensor]] = {}
+        self._factors: dict[str, float | Tensor] = {}  # of the gradients of the parts
         if loss_weight is None and loss_option(loss_func, "reduction") == "none":
             raise ValueError(f"{loss_func} has reduction='none', so the loss is not a scalar; use 'mean' or 'sum'")
-        self.sums = loss_weight == "sum" or (loss_weight is None and loss_option(loss_func, "reduction") == "sum")
-        self._given = loss_weight
+        self.sums: bool = loss_weight == "sum" or (loss_weight is None and loss_option(loss_func, "reduction") == "sum")
+        self._given, self._is_own = loss_weight, loss_func is None
+        parameters = list(_parameters(loss_func).values())
+        self.asks = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty)
+        by_position = [p for p in parameters if p.kind in _BY_POSITION]
+        self.alone = bool(by_position) and all(p.default is not p.empty for p in by_position[1:])
         self._count: Callable[..., Any] | None = None
         if callable(loss_weight):
             self._takes = _arguments_by_position(loss_weight)
@@ -320,27 +351,105 @@ class LossWeight:
             yb: the targets.
             batch_size: the number of samples.
             pred: the predictions, if there are any.
-            output: what a function that was given gets before the targets, if it takes that.
+            output: the whole output of the model.
 
         Raises:
-            ValueError: such a function takes other arguments, or returns no number.
+            ValueError: a function takes other arguments, or it or the output's entry is no number.
         """
-        if self._given == "samples":
+        given, made_of = self._given, output if self._is_own else pred
+        if given == "samples" or self.parts:
             return batch_size
-        if callable(self._given) and (yb or output is not None):
-            arguments = (output, *yb) if self.takes_output(yb) else yb
-            return _checked_count(self._given(*arguments) if batch_size else 0)
+        if isinstance(given, str) and self.entries:
+            return _checked_count(_entry(output, given) if batch_size else 0)
+        if callable(given) and (yb or made_of is not None):
+            arguments = (made_of, *yb) if self.takes_output(yb) else yb
+            return _checked_count(given(*arguments) if batch_size else 0)
         count = self._count(*yb) if yb and self._count is not None else None
         return rows_compared(pred, yb, batch_size) if count is None else count
+
+    # A loss of several parts, each with a count of its own
+
+    def counts_of(self, yb: tuple, batch_size: int, output: Any) -> dict[str, tuple[Tensor, int | Tensor]]:
+        """Return each part of a model's loss, and what it averages over.
+
+        Raises:
+            ValueError: the model has returned other parts than those that have a weight.
+        """
+        parts = loss_parts(output, self.entries)
+        for name in (*self.parts, *parts):
+            if name not in parts or name not in self.parts:
+                near = did_you_mean(name, parts.keys() ^ self.parts.keys() - {name})
+                raise ValueError(
+                    f"loss_weight= has a weight for each of {', '.join(self.parts)}, and the losses that the model "
+                    f"returned are {', '.join(parts) or describe(output)}{near}; give it one for each, and no others"
+                    " (errors.html#loss-weight)"
+                )
+        return {name: (parts[name], part.count(yb, batch_size, None, output)) for name, part in self.parts.items()}
+
+    def take_parts(self, learn: "Learner") -> None:
+        """Make the loss of the parts that count something; their gradients can be weighed in the backward pass."""
+        self.counted, self._factors, total = {}, {}, zero_loss(learn.output)
+        for name, (part, found) in self.counts_of(learn.yb, learn.batch_size, learn.output).items():
+            count = host_count(found)
+            if not counts_something(count):
+                continue  # it may be the mean of nothing, a NaN
+            if isinstance(count, Tensor):
+                part = torch.where(count > 0, part, 0.0)
+            if part.requires_grad and learn._sharded:
+                part = part.view_as(part)  # what hears of this gradient alone
+                part.register_hook(partial(self._weigh, name))
+            total = total + part
+            self.counted[name] = (part.detach() / count, count) if self.parts[name].sums else (part.detach(), count)
+        learn.loss_grad, learn.loss = total, total.detach()
+
+    def _weigh(self, name: str, grad: Tensor) -> Tensor:
+        return (grad * self._factors.get(name, 1.0)).to(grad.dtype)
+
+    def share(self, learn: "Learner") -> None:
+        """Weigh the parts of a rank's loss by what all ranks count of each; every rank must reach this.
+
+        The gradient of the step is the mean over samples of those of the ranks. So that of a part is multiplied by
+        this rank's share of what is counted of it over this rank's share of the samples.
+        """
+        counted = self.counted if learn.batch_size else {}
+        own = torch.zeros(1 + len(self.parts), dtype=torch.float64, device=learn.dls.device)
+        own[0] = learn.batch_size
+        for i, name in enumerate(self.parts, 1):
+            own[i] = counted[name][1] if name in counted else 0  # filled in on the device, without a sync
+        shares = (own / world.reduce(own, among="gradients")).nan_to_num()
+        for i, (name, part) in enumerate(self.parts.items(), 1):
+            if name in counted:
+                self._factors[name] = factor = (1 if part.sums else shares[i]) / shares[0]
+                value, count = counted[name]
+                learn.loss = learn.loss + (factor - 1) * (value * count if part.sums else value)
+
+
+Weight = str | Callable[..., Tensor] | Mapping[str, str | Callable[..., Tensor]]
+"""What a loss averages over, as `Learner` takes it."""
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _entry(output: Any, name: str) -> Any:
+    """Return an entry of a model's output that has a count."""
+    found = None if isinstance(output, Tensor) else get_field(output, name)
+    if found is None:
+        names = output if isinstance(output, Mapping) else getattr(output, "_fields", getattr(output, "__dict__", ()))
+        raise ValueError(
+            f"loss_weight={name!r} is the name of an entry of the model's output, which has the count, and the model "
+            f"returned {describe(output)}{did_you_mean(name, names)}; let it return the count under that name, or "
+            "count by a function (errors.html#loss-weight)"
+        )
+    return found
 
 
 def _arguments_by_position(function: Callable) -> tuple[int, float]:
     """Return how many arguments a function needs by position, and how many it takes."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(_called(function)).parameters.values()
     except (TypeError, ValueError):  # a function in C, such as torch.numel
         return 0, math.inf
-    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_position = [p for p in parameters if p.kind in _BY_POSITION]
     most = math.inf if any(p.kind is p.VAR_POSITIONAL for p in parameters) else len(by_position)
     return sum(p.default is p.empty for p in by_position), most
 
@@ -535,11 +644,12 @@ def take_loss(learn: "Learner") -> None:
         return
     if not isinstance(learn.loss_grad, Tensor) or learn.loss_grad.ndim:
         raise no_scalar(learn.loss_grad)
-    table = learn._dispatch.table
+    weighting, table = learn._loss_weighting, learn._dispatch.table
+    learn._loss_count = count = batch_count(learn)
+    if weighting.parts and learn.batch_size:
+        weighting.take_parts(learn)
     if (table["after_loss"] or table["before_backward"]) and isinstance(learn.loss, Tensor):
         learn.loss = learn.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
-    weighting = learn._loss_weighting
-    learn._loss_count = count = batch_count(learn)
     if not weighting.told and learn.training and learn.task == "fit":
         weighting.told = True
         if why := doubtful_count(learn):
@@ -554,24 +664,148 @@ def take_loss(learn: "Learner") -> None:
 
 _UNTIL_THEN = "Until then it may be that steps of several batches or ranks are not exactly those of one batch"
 
+_OF_PASS = ("xb", "yb", "pred", "output", "loss", "loss_grad", "_loss_count")
+
+
+def evaluate_again(learn: "Learner") -> Tensor:
+    """Compute the loss of the present batch and its gradients again, and return the loss; the batch stays as it was.
+
+    Callbacks may change the loss as they do in the loop. On several ranks the gradients are averaged at the end of the
+    backward pass; every rank must reach this.
+    """
+    dispatch, precision = learn._dispatch, getattr(learn, "mixed_precision", None)
+    before = {name: getattr(learn, name) for name in _OF_PASS}
+    learn._zero_grad()
+    if precision is not None:
+        precision.before_batch()  # autocast, which it leaves in `after_loss`
+    try:
+        with torch.enable_grad():
+            learn._forward()
+            dispatch.fire("after_pred")
+            take_loss(learn)
+            dispatch.fire("after_loss")
+            learn._events("backward", learn._backward, CancelBackwardException)
+        return learn.loss_grad
+    finally:
+        if precision is not None:
+            precision.cleanup_batch()
+        vars(learn).update(before)
+
 
 def batch_count(learn: "Learner") -> int | Tensor:
     """Return what the loss of the present batch averages over."""
-    made_of = learn.output if learn.loss_func is None else learn.pred
-    return learn._loss_weighting.count(learn.yb, learn.batch_size, learn.pred, made_of)
+    return learn._loss_weighting.count(learn.yb, learn.batch_size, learn.pred, learn._model_output)
 
 
-def own_loss(output: Any) -> Any:
-    """Return the loss that a model has made itself: `loss` of its output, or the sum of its `loss_parts`."""
-    parts = loss_parts(output)
-    return sum(parts.values()) if parts else get_field(output, "loss")
+def loss_arguments(learn: "Learner") -> dict[str, Any]:
+    """Return the attributes of the learner, or itself, that its loss function gets by keyword."""
+    return {name: learn if name == "learn" else getattr(learn, name) for name in learn._loss_weighting.asks}
 
 
-def loss_parts(output: Any) -> dict[str, Tensor]:
-    """Return the losses of a model that makes several, as detectors do: an output that is a mapping of scalars."""
+def found_loss(learn: "Learner") -> Any:
+    """Return the loss that the model has made, or that of a loss function which asks for something of the learner."""
+    if learn.loss_func is None:
+        return own_loss(learn.output, learn._loss_weighting.entries)
+    return learn.loss_func(learn.pred, *learn.yb, **loss_arguments(learn))
+
+
+def makes_loss(learn: "Learner") -> bool:
+    """Tell whether the model makes the loss, rather than a loss function or the learner."""
+    return learn.loss_func is None and not learn._overrides("_loss")
+
+
+def own_loss(output: Any, but: Collection[str] = ()) -> Any:
+    """Return the loss that a model has made itself.
+
+    It is the sum of its `loss_parts`, or `loss` of its output; of a tuple or a list the one scalar, or the output.
+
+    Args:
+        output: the model's.
+        but: the entries of the output that are counts.
+    """
+    parts = loss_parts(output, but)
+    if parts:
+        return sum(parts.values())
+    return _by_place(output)[1] if _has_places(output) else get_field(output, "loss")
+
+
+def loss_parts(output: Any, but: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return the losses of a model that makes several, as detectors do: an output that is a mapping of scalars.
+
+    Integers among them are numbers of something, and no losses.
+    """
     if not isinstance(output, Mapping) or "loss" in output:
         return {}
-    return dict(output) if all(isinstance(part, Tensor) and not part.ndim for part in output.values()) else {}
+    parts = {name: part for name, part in output.items() if name not in but}
+    if not all(isinstance(part, Tensor) and not part.ndim for part in parts.values()):
+        return {}
+    return {name: part for name, part in parts.items() if is_scalar(part)}
+
+
+def counted_parts(learn: "Learner") -> dict[str, tuple[Tensor, float | Tensor]]:
+    """Return the parts of the loss that the model has made of the present batch, each with what it is the mean of."""
+    weighting = learn._loss_weighting
+    if learn.loss is None or not learn.batch_size:
+        return {}
+    if weighting.parts:
+        return weighting.counted
+    return {name: (part, learn._loss_count) for name, part in loss_parts(learn.output, weighting.entries).items()}
+
+
+def pred_of(output: Any, is_own: bool) -> Any:
+    """Return the predictions in a model's output: its `logits`, or all of it.
+
+    Args:
+        output: the model's.
+        is_own: the model makes its own loss. Then they are the first entry of a tuple or list beside the loss, or
+            beside a `None` in its place, and there are none in an output that is the loss alone.
+
+    Raises:
+        ValueError: several scalars, any of which may be the loss.
+    """
+    if is_own and _has_places(output):
+        return _by_place(output)[0]
+    return output if isinstance(output, Tensor) else get_field(output, "logits", output)
+
+
+def _has_places(output: Any) -> bool:
+    return isinstance(output, Tensor | tuple | list) and not hasattr(output, "_fields")
+
+
+def is_scalar(entry: Any) -> bool:
+    """Tell whether an entry of a model's output can be its loss."""
+    return isinstance(entry, Tensor) and not entry.ndim and entry.is_floating_point()
+
+
+def _by_place(output: Any) -> tuple[Any, Any]:
+    """Return the predictions and the loss, if there are any, of an output whose entries have no names."""
+    if isinstance(output, Tensor):
+        return (None, output) if is_scalar(output) else (output, None)
+    places = [i for i, entry in enumerate(output) if is_scalar(entry)]
+    if len(places) > 1:
+        raise ValueError(
+            f"the model returned {describe(output)}, with scalars in the places {', '.join(map(str, places))}, and it "
+            "is not known which of them is the loss: return {'loss': ..., 'logits': ...}, or a dict of losses, whose "
+            "sum is the loss (errors.html#loss-missing)"
+        )
+    others = [entry for entry in output if entry is not None and not is_scalar(entry)]
+    if len(others) == len(output):
+        return output, None
+    return others[0] if others else None, output[places[0]] if places else None
+
+
+def check_predictions(learn: "Learner") -> None:
+    """Refuse to do without predictions where the model has returned something else.
+
+    Raises:
+        ValueError: it has returned a loss alone.
+    """
+    if learn.pred is None and learn.output is not None:
+        raise ValueError(
+            f"there are no predictions: the model returned {describe(learn.output)}, which is its loss. Let it return "
+            "(predictions, loss), or without targets the predictions (of a batch of one sample, too, with its batch "
+            "axis: .squeeze(1) rather than .squeeze()) (errors.html#no-predictions)"
+        )
 
 
 def check_shapes(loss_func: Any, pred: Any, yb: tuple) -> None:

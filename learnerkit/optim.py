@@ -1,16 +1,19 @@
 """Parameter groups, their hyper-parameters and their optimizers.
 
-Lists of learning rates count the splitter's groups. When a weight decay is given, the optimizer has two groups for each
-of them: weights, and norms and biases. Each has the index of its splitter's group as `splitter_group`. If `create_opt`
-or `opt_func` makes groups of its own, lists count these.
+Lists of learning rates count the splitter's groups. When a weight decay is given, each of them is split in the
+optimizer into parts of one decay, such as weights, and norms and biases. Each part has the index of its splitter's
+group as `splitter_group`. If `create_opt` or `opt_func` makes groups of its own, lists count these.
 
-Each group keeps the rate that the optimizer was made with as its base rate. It is the group's rate where nobody names
-one; one rate that is named is that of the group with the highest base rate, and the others keep their ratio to it.
+Each group keeps the rate that it was made with as its base rate, times its `lr_scale` if it has one. It is the group's
+rate where nobody names one. One rate that is named is that of the groups for which the splitter gives none; without
+such groups, of the one with the highest base rate. All others keep their ratio to it, but a rate of the Learner is not
+for groups to which the splitter gives theirs.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from inspect import signature
 from itertools import chain
 from numbers import Real
@@ -22,7 +25,7 @@ from torch.optim import SGD, Optimizer
 
 from learnerkit.text import did_you_mean, first_few, in_one_line, printable
 from learnerkit.torch_internals import StatisticsNorm
-from learnerkit.utils import library_of, unbound
+from learnerkit.utils import describe, library_of, unbound
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -30,20 +33,65 @@ if TYPE_CHECKING:
 GROUP = "splitter_group"
 COUNT = "splitter_groups"
 """Group key: how many groups the splitter returned (empty ones are not in the optimizer)."""
+WHOLE = "whole_group"
+"""Group key: the index of the group when the optimizer was made, which all parts of it share."""
 PLACES = "splitter_places"
-"""Group key: for a group split by `split_decay`, the position of each of its parameters in the whole group."""
+"""Group key: for a part of a group, made by `set_decay`, the position of each of its parameters in the whole group."""
+OPTIONS = "splitter_options"
+"""Group key: the options that the splitter gave for the group."""
 BASE = "base_lr"
-"""Group key: the rate that the group was made with."""
+"""Group key: the rate that the group was made with, which its `lr_scale` multiplies."""
+NOTES = (GROUP, COUNT, WHOLE, PLACES, OPTIONS, BASE)
+"""The keys above, which no optimizer reads."""
 
 _NORMS = (StatisticsNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
-def split(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) -> list[list[nn.Parameter]]:
-    """Return the parameters in the splitter's groups; without a splitter in one group."""
-    groups = list(splitter(model)) if splitter else [list(model.parameters())]
+def split(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) -> list[dict[str, Any]]:
+    """Return the splitter's groups, each as a dict of its `params` and options; without a splitter there is one.
+
+    Raises:
+        TypeError: something in a group that is no parameter.
+        ValueError: a dict without `params`, a rate or decay that is no number from 0 on, or a parameter in two places.
+    """
+    found: Any = splitter(model) if splitter else [model.parameters()]
+    is_one = isinstance(found, Mapping) or not isinstance(found, Iterable)
+    groups = [found] if is_one else list(found)
     if groups and isinstance(groups[0], Tensor):
         groups = [groups]
-    return [list(group) for group in groups]
+    whole, owners = list[dict[str, Any]](), dict[int, int]()
+    for i, group in enumerate(groups):
+        options = dict(group) if isinstance(group, Mapping) else {"params": group}
+        if "params" not in options:
+            raise ValueError(
+                f"group {i} of the splitter is a dict of {first_few(map(repr, options))}; a group has its parameters "
+                "as 'params', the other keys are options of the optimizer, and several groups are a list of dicts"
+                " (errors.html#parameter-groups)"
+            )
+        for name in options.keys() & {"lr", "lr_scale", "weight_decay"}:
+            _check_amount(f"group {i} of the splitter has {name}", options[name])
+        params = options["params"]
+        options["params"] = [params] if isinstance(params, Tensor) or not isinstance(params, Iterable) else list(params)
+        for p in options["params"]:
+            if not isinstance(p, Tensor):
+                raise TypeError(
+                    f"group {i} of the splitter has a {describe(p)} in it; a group is a list of parameters, such as "
+                    "model.head.parameters(), or a dict with these as 'params' (errors.html#parameter-groups)"
+                )
+            if id(p) in owners:
+                name = next((name for name, other in model.named_parameters() if other is p), describe(p))
+                raise ValueError(
+                    f"the splitter gives {name} twice, in group {owners[id(p)]} and in group {i}; a parameter has one "
+                    "group, also one that two modules share (errors.html#parameter-groups)"
+                )
+            owners[id(p)] = i
+        whole.append(options)
+    return whole
+
+
+def _check_amount(name: str, value: Any) -> None:
+    if not _is_number(value) or not float(value) >= 0:
+        raise ValueError(f"{name}={value!r}; it is a number, 0 or more")
 
 
 def parameters_beside(model: nn.Module, loss_func: Any, opts: Iterable[Optimizer]) -> list[nn.Parameter]:
@@ -56,7 +104,7 @@ def parameters_beside(model: nn.Module, loss_func: Any, opts: Iterable[Optimizer
     return list({id(p): p for p in held if p.requires_grad and id(p) not in known}.values())
 
 
-def freeze_to(groups: list[list[nn.Parameter]], n: int, kept: Iterable[nn.Parameter] = ()) -> None:
+def freeze_to(groups: list[dict[str, Any]], n: int, kept: Iterable[nn.Parameter] = ()) -> None:
     """Freeze the groups before the `n`-th, and unfreeze the others.
 
     Args:
@@ -74,7 +122,7 @@ def freeze_to(groups: list[list[nn.Parameter]], n: int, kept: Iterable[nn.Parame
         )
     kept_ids = {id(p) for p in kept}
     for i, group in enumerate(groups):
-        for p in group:
+        for p in group["params"]:
             if p.is_floating_point() or p.is_complex():  # others, such as quantised weights, cannot have gradients
                 p.requires_grad_(i >= n % len(groups) or id(p) in kept_ids)
 
@@ -85,11 +133,11 @@ def make_groups(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | No
     Frozen parameters are included, so that they can be unfrozen later; optimizers skip parameters without gradients.
 
     Raises:
-        ValueError: no parameter requires a gradient.
+        TypeError, ValueError: as in `split`, or no parameter requires a gradient.
     """
     groups = split(model, splitter)
-    if not any(p.requires_grad for group in groups for p in group):
-        count = sum(len(group) for group in groups)
+    if not any(p.requires_grad for group in groups for p in group["params"]):
+        count = sum(len(group["params"]) for group in groups)
         if not count and splitter is None:
             raise ValueError(
                 f"{type(model).__name__} has no trainable parameters, and no others: no layer is registered. Keep "
@@ -99,7 +147,12 @@ def make_groups(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | No
             f"{type(model).__name__} has no trainable parameters ({count} parameters, all frozen); unfreeze some with "
             "`p.requires_grad_(True)`, or check the splitter"
         )
-    return [{"params": group, GROUP: i, COUNT: len(groups)} for i, group in enumerate(groups) if group]
+    made = []
+    for i, group in enumerate(groups):
+        if group["params"]:
+            options = {name: value for name, value in group.items() if name != "params"}
+            made.append({**group, GROUP: i, COUNT: len(groups)} | ({OPTIONS: options} if options else {}))
+    return made
 
 
 def make_optimizer(opt_func: Callable[..., Any], groups: list[dict], lr: float, model: nn.Module) -> Any:
@@ -108,7 +161,23 @@ def make_optimizer(opt_func: Callable[..., Any], groups: list[dict], lr: float, 
     That does the whole step in one kernel (or one for each type of parameter), with the same result up to rounding. It
     is not used if `opt_func` chooses an implementation itself (`partial(AdamW, foreach=True)`), nor for models with
     sparse gradients, which only the plain implementations support.
+
+    Raises:
+        ValueError: an option of a group that the optimizer, one of torch's, does not have. torch keeps it unread.
     """
+    made = _made(opt_func, groups, lr, model)
+    if isinstance(made, Optimizer) and _torchs_kind(made):
+        known = {*made.defaults, "lr_scale", "name", "param_names"}
+        for group, name in ((group, name) for group in groups for name in group.get(OPTIONS, ())):
+            if name not in known:
+                raise ValueError(
+                    f"group {group[GROUP]} of the splitter has the option {name!r}; {type(made).__name__} has "
+                    f"{sorted(made.defaults)}{did_you_mean(name, made.defaults)} (errors.html#parameter-groups)"
+                )
+    return made
+
+
+def _made(opt_func: Callable[..., Any], groups: list[dict], lr: float, model: nn.Module) -> Any:
     kind, options = unbound(opt_func)
     is_torchs = isinstance(kind, type) and kind.__module__.startswith("torch.optim")
     is_sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
@@ -293,24 +362,29 @@ def whose_groups(opt: Optimizer) -> str:
 
 
 def keep_base_rates(opt: Optimizer) -> None:
-    """Note the rates that a new optimizer was made with.
+    """Note the groups of a new optimizer, and the rates that they were made with.
 
     If groups of the splitter have been parted into some with different rates, lists count the parts from now on.
     """
     found: dict[int, set[float]] = {}
     for i, group in enumerate(opt.param_groups):
         _key(opt, group, "lr")
-        group.setdefault(BASE, _base_rate(group))
-        found.setdefault(_group_of(i, group), set()).add(group[BASE])
+        group.setdefault(WHOLE, i)
+        group.setdefault(BASE, _unscaled(group))
+        found.setdefault(_group_of(i, group), set()).add(_base_rate(group))
     if any(len(rates) > 1 for rates in found.values()):
         for group in opt.param_groups:
             group.pop(GROUP, None)
             group.pop(COUNT, None)
 
 
+def _unscaled(group: dict) -> float:
+    return group[BASE] if BASE in group else float(group["lr"])
+
+
 def _base_rate(group: dict) -> float:
     # `lr_scale` is timm's, whose schedulers multiply rates by it.
-    return group[BASE] if BASE in group else float(group["lr"]) * group.get("lr_scale", 1.0)
+    return _unscaled(group) * group.get("lr_scale", 1.0)
 
 
 def base_rates(opt: Optimizer) -> list[float]:
@@ -320,9 +394,13 @@ def base_rates(opt: Optimizer) -> list[float]:
 
 
 def shares(opt: Optimizer) -> list[float]:
-    """Return the ratio of each group's base rate to the highest one."""
-    base = base_rates(opt)
-    return [rate / max(base) if max(base) else 1.0 for rate in base]
+    """Return the ratio of each group's base rate to the one that a single rate takes the place of.
+
+    That is the rate of the groups for which the splitter gives none; without such groups, the highest one.
+    """
+    free = [_unscaled(group) for group in opt.param_groups if "lr" not in group.get(OPTIONS, ())]
+    single = max(free or map(_unscaled, opt.param_groups))
+    return [rate / single if single else 1.0 for rate in base_rates(opt)]
 
 
 def set_rates(opt: Optimizer, values: Sequence[float]) -> None:
@@ -341,20 +419,26 @@ def rates_text(values: Sequence[float]) -> str:
     return ", ".join(f"{rate:g}" for rate in different)
 
 
+def decays_text(opts: Iterable[Optimizer]) -> str:
+    """Describe the weight decays of groups in a few words, after a comma; an empty string if there is none."""
+    decays = [float(group.get("weight_decay") or 0) for opt in opts for group in opt.param_groups]
+    return f", weight decay {rates_text(decays)}" if any(decays) else ""
+
+
 def set_hyper(opt: Optimizer, name: str, values: float | Sequence[float], exempt: Set[int] = frozenset()) -> None:
     """Set a hyper-parameter: one value for all of the splitter's groups, or one for each.
 
     Args:
         name: an entry of the optimizer's groups; 'momentum' also means the first of `betas`.
         values: the value, or one for each group.
-        exempt: the ids of parameters whose groups keep their value, if `split_decay` has put them into other groups.
+        exempt: the ids of parameters whose groups keep their value, as `keeping` returns them.
 
     Raises:
         ValueError: the optimizer has no such hyper-parameter.
     """
     for i, group in enumerate(opt.param_groups):
         key = _key(opt, group, name)
-        if exempt and PLACES in group and id(group["params"][0]) in exempt:
+        if exempt and any(id(p) in exempt for p in group["params"][:1]):
             continue
         value = values if isinstance(values, int | float) else values[_group_of(i, group)]
         if key != name:
@@ -365,13 +449,30 @@ def set_hyper(opt: Optimizer, name: str, values: float | Sequence[float], exempt
             group[key] = value
 
 
+def keeping(opt: Optimizer, name: str, bare: Set[int], one: bool) -> set[int]:
+    """Return the ids of parameters whose groups keep a hyper-parameter while a schedule changes that of others.
+
+    Args:
+        name: as in `set_hyper`. Rates are never kept: a schedule has a share of its value for each group.
+        bare: the ids of parameters without decay, as `without_decay` returns them.
+        one: it is one schedule for all groups. Then groups keep what the splitter gave for them.
+    """
+    groups = [] if name == "lr" else opt.param_groups
+    found = [group for group in groups if one and _key(opt, group, name) in group.get(OPTIONS, ())]
+    if name == "weight_decay":
+        parts = [group for group in groups if PLACES in group and not group[name]]
+        some = any(group[name] for group in groups)  # else 0 is the decay of weights as well
+        found += [group for group in parts if some or id(group["params"][0]) in bare]
+    return {id(p) for group in found for p in group["params"]}
+
+
 def _key(opt: Optimizer, group: dict, name: str) -> str:
     "Return the entry of a group that has a hyper-parameter."
     if name in group:
         return name
     if name == "momentum" and "betas" in group:
         return "betas"
-    known = sorted(k for k in group if k not in ("params", GROUP, COUNT, PLACES, BASE))
+    known = sorted(k for k in group if k not in ("params", *NOTES))
     near = did_you_mean(name, [*known, *(["momentum"] if "betas" in group else [])], cutoff=0.5)
     raise ValueError(f"{type(opt).__name__} has no hyper-parameter {name!r}; it has {known}{near}")
 
@@ -466,21 +567,21 @@ def group_rates(
 
     Args:
         lr: as in `rates`; for several optimizers maybe a mapping by name. A number, and `slice(hi)` if base rates
-            differ, is the rate of the group with the highest base rate.
-        default: the same, used if `lr` is `None`, or does not have the optimizer. Without one groups have their base
-            rates.
+            differ, is the rate of which the groups have their `shares`.
+        default: the same, used if `lr` is `None`, or does not have the optimizer. A number is not for groups with a
+            rate from the splitter. Without one groups have their base rates.
         settle: is given the rates of each optimizer, and returns them without any `Later`.
 
     Raises:
         ValueError: as in `rates`, and `slice(lo, hi)` for one group.
     """
     opts = made.values() if isinstance(made, dict) else [made]
-    pairs = zip(for_each(made, listed(lr)), for_each(made, listed(default)), strict=True)
+    pairs = list(zip(for_each(made, listed(lr)), for_each(made, listed(default)), strict=True))
     given = settle([default if lr is None else lr for lr, default in pairs])
-    return [_rates_of(opt, lr) for opt, lr in zip(opts, given, strict=True)]
+    return [_rates_of(opt, each, lr is None) for opt, each, (lr, _) in zip(opts, given, pairs, strict=True)]
 
 
-def _rates_of(opt: Optimizer, lr: Any) -> list[float]:
+def _rates_of(opt: Optimizer, lr: Any, is_default: bool) -> list[float]:
     base = base_rates(opt)
     if lr is None:
         return base
@@ -494,50 +595,92 @@ def _rates_of(opt: Optimizer, lr: Any) -> list[float]:
     if is_row(lr) or (is_slice and (lr.start is not None or len(set(base)) == 1)):
         return rates(lr, len(base), whose_groups(opt))
     (rate,) = rates(lr, 1)
-    return [rate * share for share in shares(opt)]
+    groups = opt.param_groups if is_default else []
+    own = {_group_of(i, group) for i, group in enumerate(groups) if "lr" in group.get(OPTIONS, ())}
+    return [base[i] if i in own else rate * share for i, share in enumerate(shares(opt))]
 
 
-def set_decay(opt: Optimizer, model: nn.Module, wd: float, wd_bn_bias: bool) -> None:
-    """Give weights the decay `wd`, and norms and biases 0 unless `wd_bn_bias`; optimizer state is kept.
+def set_decay(opt: Optimizer, model: nn.Module, wd: float | Mapping[str, float], wd_bn_bias: bool) -> None:
+    """Set the weight decay of each parameter, and split the groups accordingly; optimizer state is kept.
+
+    Args:
+        model: without wrappers, so that parameters have the user's names.
+        wd: the decay of weights, while norms and biases have 0, and groups keep what the splitter gave for them; or
+            decays by patterns of names, of which the first that matches counts, and which say all: parameters that
+            none of them matches stay as they are.
+        wd_bn_bias: a number is for norms and biases too.
 
     Raises:
-        ValueError: the optimizer has no weight decay.
+        ValueError: the optimizer has no weight decay, a decay that is no number from 0 on, or a pattern that
+            counts for no parameter.
     """
-    set_hyper(opt, "weight_decay", wd)
-    if not wd_bn_bias:
-        split_decay(opt, model)
-        bare = norms_and_biases(model)
-        for group in opt.param_groups:
-            if all(id(p) in bare for p in group["params"]):
-                group["weight_decay"] = 0.0
+    for group in opt.param_groups:
+        _key(opt, group, "weight_decay")
+    owners = {id(p): group for group in opt.param_groups for p in group["params"]}
+    bare = set[int]()
+    if isinstance(wd, Mapping):
+        named = decays_by_name(wd, model)
+        decays = {key: named.get(key, group["weight_decay"]) for key, group in owners.items()}
+    else:
+        _check_amount("got wd", wd)
+        bare = set() if wd_bn_bias else without_decay(model)
+        free = {key: 0.0 if key in bare else float(wd) for key in owners}
+        decays = {key: group.get(OPTIONS, {}).get("weight_decay", free[key]) for key, group in owners.items()}
+    parts = list[dict]()
+    for i, group in enumerate(_join_groups(opt.param_groups)):
+        places = defaultdict[Any, list[int]](list)
+        for place, p in enumerate(group["params"]):
+            places[id(p) in bare, -decays[id(p)]].append(place)
+        parts += [_part(i, group, places[key]) | {"weight_decay": -key[1]} for key in sorted(places)]
+    opt.param_groups[:] = parts
 
 
-def split_decay(opt: Optimizer, model: nn.Module) -> None:
-    """Split each group of `opt` into weights, and norms and biases, keeping its options and the optimizer's state."""
-    opt.param_groups[:] = _split_groups(opt.param_groups, model)
+def decays_by_name(wd: Mapping[str, float], model: nn.Module) -> dict[int, float]:
+    """Return decays by the ids of parameters, from a mapping of patterns of names, in the manner of `fnmatch`.
+
+    Raises:
+        ValueError: a decay that is no number from 0 on, or a pattern that is the first for no parameter.
+    """
+    names = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    found: dict[int, float] = {}
+    for pattern, value in wd.items():
+        _check_amount(f"got wd with {pattern!r}", value)
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            parts = dict.fromkeys(part for name in names for part in (name, *name.split(".")))
+            raise ValueError(
+                f"got wd with {pattern!r}, and {type(model).__name__} has no parameter of such a name; it has "
+                f"{first_few(names)}{did_you_mean(pattern.strip('*.'), parts)} (errors.html#decay-by-name)"
+            )
+        new = {names[name]: float(value) for name in matching if names[name] not in found}
+        if not new:
+            raise ValueError(
+                f"got wd with {pattern!r} after patterns that match the same parameters ({first_few(matching)}); the "
+                "first pattern that matches counts, so put it before them, or leave it out"
+                " (errors.html#decay-by-name)"
+            )
+        found |= new
+    return found
 
 
-def _split_groups(groups: list[dict], model: nn.Module) -> list[dict]:
-    bare = norms_and_biases(model)
-    result = []
-    for i, group in enumerate(groups):
-        places = group.get(PLACES) or range(len(group["params"]))
-        for is_bare in (False, True):
-            part = [(place, p) for place, p in zip(places, group["params"], strict=True) if (id(p) in bare) == is_bare]
-            if part:
-                own = {"params": [p for _, p in part], PLACES: [place for place, _ in part], GROUP: _group_of(i, group)}
-                result.append({**group, **own})
-    return result
+def _whole_of(i: int, group: dict) -> int:
+    return group.get(WHOLE, _group_of(i, group))
+
+
+def _part(i: int, group: dict, places: list[int]) -> dict:
+    "Return the part of the `i`-th whole group with the parameters at these places."
+    params = [group["params"][place] for place in places]
+    return {**group, "params": params, PLACES: places, GROUP: _group_of(i, group), WHOLE: _whole_of(i, group)}
 
 
 def _join_groups(groups: list[dict]) -> list[dict]:
-    "Undo `_split_groups`."
-    whole: dict[int, list[dict]] = {}
+    "Undo what `set_decay` has split; a whole group has the options of its first part."
+    wholes: dict[int, list[dict]] = {}
     for i, group in enumerate(groups):
-        whole.setdefault(_group_of(i, group), []).append(group)
+        wholes.setdefault(_whole_of(i, group), []).append(group)
     joined = []
-    for parts in whole.values():
-        if len(parts) == 1 or not all(PLACES in part for part in parts):
+    for parts in wholes.values():
+        if not all(PLACES in part for part in parts):
             joined += parts
             continue
         pairs = [pair for part in parts for pair in zip(part[PLACES], part["params"], strict=True)]
@@ -551,11 +694,18 @@ def norms(model: nn.Module) -> list[nn.Parameter]:
     return [p for module in model.modules() if isinstance(module, _NORMS) for p in module.parameters(recurse=False)]
 
 
-def norms_and_biases(model: nn.Module) -> set[int]:
-    """The ids of the parameters without weight decay: those of normalisation layers, and every bias."""
-    named = [(name.rpartition(".")[2], p) for name, p in model.named_parameters()]
-    biases = [p for name, p in named if name.startswith("bias") or name.endswith("bias")]
-    return {id(p) for p in (*norms(model), *biases)}
+def without_decay(model: nn.Module) -> set[int]:
+    """The ids of the parameters that get no weight decay: norms, every bias, and those that the model itself names.
+
+    Vision transformers, timm's and others, name their position embeddings and the like in a method `no_weight_decay`.
+    """
+    bare = list(norms(model))
+    for module in model.modules():
+        names = getattr(module, "no_weight_decay", None)
+        patterns = list(names()) if callable(names) else []
+        bare += [p for name, p in module.named_parameters() if any(fnmatchcase(name, each) for each in patterns)]
+    last = [(name.rpartition(".")[2], p) for name, p in model.named_parameters()]
+    return {id(p) for p in (*bare, *(p for name, p in last if name.startswith("bias") or name.endswith("bias")))}
 
 
 def state_to_params(opt: Optimizer) -> None:
@@ -581,7 +731,7 @@ def laid_out_as(p: Tensor, value: Tensor) -> Tensor:
     return value.to(p.device)
 
 
-def load_state(made: Optimizer | Optimizers, saved: dict, model: nn.Module) -> None:
+def load_state(made: Optimizer | Optimizers, saved: dict) -> None:
     """Load the state of one optimizer, or of several by name; either side may have groups split for weight decay.
 
     Raises:
@@ -593,18 +743,19 @@ def load_state(made: Optimizer | Optimizers, saved: dict, model: nn.Module) -> N
         states = {"": saved} if "param_groups" in saved else saved
         if opts.keys() != states.keys():
             raise ValueError(f"it has the optimizers {_names(states)}, the learner has {_names(opts)}")
-        groups = {name: _groups_like(states[name], opt, model) for name, opt in opts.items()}
+        groups = {name: _groups_like(states[name], opt) for name, opt in opts.items()}
         for name, opt in opts.items():
             _check_state(states[name], opt, groups[name])
-    except (TypeError, KeyError, AttributeError) as e:
+    except (TypeError, LookupError, AttributeError) as e:
         raise ValueError(f"its optimizer's state is damaged: {in_one_line(e)}") from e
     before = [(opt, opt.state, opt.param_groups) for opt in opts.values()]
     try:
         for name, opt in opts.items():
             opt.param_groups = groups[name]
-            # How a step is computed, and the base rates, are as the script has them, and not the file.
-            kept = [{k: v for k, v in own.items() if k in _PLAIN} | {BASE: _base_rate(own)} for own in groups[name]]
-            theirs = [group | own for group, own in zip(states[name]["param_groups"], kept, strict=True)]
+            # How a step is computed, and what rates are made of, are as the script has them, and not the file.
+            kept = [{k: v for k, v in own.items() if k in _SCRIPTS} | {BASE: _unscaled(own)} for own in groups[name]]
+            free = [{k: v for k, v in group.items() if k not in _SCRIPTS} for group in states[name]["param_groups"]]
+            theirs = [group | own for group, own in zip(free, kept, strict=True)]
             with torch.no_grad():
                 opt.load_state_dict(states[name] | {"param_groups": theirs})
             state_to_params(opt)
@@ -685,6 +836,7 @@ def _described(x: Any) -> str:
 # Options with which torch's optimizers keep all the state that they ever have, and take a step without values.
 _ALL_STATE = {"amsgrad": True, "centered": True, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
 _PLAIN = {"fused": False, "foreach": False, "capturable": False, "differentiable": False}
+_SCRIPTS = {*_PLAIN, WHOLE, OPTIONS, BASE, "lr_scale"}
 
 
 def _torchs_kind(opt: Optimizer) -> type | None:
@@ -720,7 +872,7 @@ def _names(opts: dict) -> str:
     return ", ".join(map(repr, opts)) if opts.keys() != {""} else "(a single one)"
 
 
-def _groups_like(state: dict, opt: Optimizer, model: nn.Module) -> list[dict]:
+def _groups_like(state: dict, opt: Optimizer) -> list[dict]:
     "Return the groups of `opt`, split or joined like those of a saved state."
     saved = state["param_groups"]
     numbers = [number for group in saved for number in group["params"]]
@@ -728,9 +880,23 @@ def _groups_like(state: dict, opt: Optimizer, model: nn.Module) -> list[dict]:
         raise ValueError("its optimizer's state does not number the parameters")
     groups = _join_groups(opt.param_groups)
     if any(PLACES in group for group in saved):
-        groups = _split_groups(groups, model)
+        groups = _split_like(saved, groups)
     sizes = [[(_group_of(i, g), len(g["params"])) for i, g in enumerate(each)] for each in (saved, groups)]
     if sizes[0] != sizes[1]:
         theirs, ours = ([size for _, size in each] for each in sizes)
         raise ValueError(f"its optimizer has groups of {theirs} parameters, the learner's of {ours}")
     return groups
+
+
+def _split_like(saved: list[dict], wholes: list[dict]) -> list[dict]:
+    "Split whole groups at the places that saved groups have; leave them as they are if these are places of others."
+    key = _whole_of if any(WHOLE in group for group in saved) else _group_of  # older files do not have `WHOLE`
+    own = {key(i, group): (i, group) for i, group in enumerate(wholes)}
+    parts = [(key(i, group), group.get(PLACES, [*range(len(group["params"]))])) for i, group in enumerate(saved)]
+    found = defaultdict[int, list[int]](list)
+    for whole, places in parts:
+        found[whole] += places
+    expected = {whole: [*range(len(group["params"]))] for whole, (_, group) in own.items()}
+    if expected != {whole: sorted(places) for whole, places in found.items()}:
+        return wholes
+    return [_part(*own[whole], places) for whole, places in parts]

@@ -71,6 +71,22 @@ def scale_together(tensors: list[Tensor], factor: float | Tensor) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def clip_elements(tensors: list[Tensor], most: float) -> None:
+    """Bring every element into the range from -most to most, in place, by few kernels."""
+    torch._foreach_clamp_min_(tensors, -most)
+    torch._foreach_clamp_max_(tensors, most)
+
+
+def clip_each(tensors: list[Tensor], max_norm: float, norm_type: float) -> None:
+    """Scale each tensor whose own norm is above `max_norm` down to it, in place, without a host-device sync."""
+    factors = torch._foreach_norm(tensors, norm_type)
+    torch._foreach_add_(factors, 1e-6)  # as in torch.nn.utils.clip_grad_norm_
+    torch._foreach_reciprocal_(factors)
+    torch._foreach_mul_(factors, max_norm)
+    torch._foreach_clamp_max_(factors, 1.0)
+    torch._foreach_mul_(tensors, factors)
+
+
 # DistributedDataParallel
 
 check_reduced = DistributedDataParallel._check_reducer_finalized

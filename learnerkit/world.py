@@ -393,7 +393,7 @@ def _let_threads_settle() -> None:
 
 
 group_is_dead = False
-"""Whether the connections of the process group, which is torch's global, are closed: the next `join` makes another."""
+"""Tells that the connections of torch's process group are closed: the next `join` makes another group."""
 
 
 def _join_again(timeout: timedelta | None) -> None:

@@ -541,6 +541,65 @@ def _():
     return learner(cls=Closure, opt_func=SAM)
 
 
+@job("LBFGS by itself")
+def _():
+    return learner(opt_func=partial(torch.optim.LBFGS, max_iter=4))
+
+
+@job("LBFGS by itself, with a line search")
+def _():
+    return learner(opt_func=partial(torch.optim.LBFGS, max_iter=4, line_search_fn="strong_wolfe"))
+
+
+@job("LBFGS by itself, with a penalty")
+def _():
+    def penalise(cb):
+        if cb.training:
+            cb.learn.loss_grad = cb.loss_grad + 0.1 * sum(p.square().sum() for p in cb.model.parameters())
+
+    return learner(opt_func=partial(torch.optim.LBFGS, max_iter=3), cbs=Callback(after_loss=penalise))
+
+
+class ClosureSAM(SGD):
+    "Sharpness-aware minimisation (Foret et al., arXiv:2010.01412), which needs a closure."
+
+    @torch.no_grad()
+    def step(self, closure):
+        closure()
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        before, norm = [p.clone() for p in params], torch.nn.utils.get_total_norm([p.grad for p in params])
+        for p in params:
+            p += 0.05 * p.grad / (norm + 1e-12)
+        closure()
+        for p, value in zip(params, before, strict=True):
+            p.copy_(value)
+        super().step()
+
+
+@job("SAM that needs a closure")
+def _():
+    return learner(opt_func=partial(ClosureSAM, momentum=0.9))
+
+
+class ByClosure(Learner):
+    def _step(self):
+        self.opt.step(self.closure())
+
+
+@job("a closure of the learner's")
+def _():
+    return learner(cls=ByClosure)
+
+
+@job("a closure of the learner's, with a _backward of its own")
+def _():
+    class Own(ByClosure):
+        def _backward(self):
+            self.loss_grad.backward()
+
+    return learner(cls=Own, opt_func=partial(torch.optim.LBFGS, max_iter=3))
+
+
 @job("SAM with unused parameters")
 def _():
     return learner(Parts(), cls=TwoSteps, opt_func=SAM)
@@ -1285,7 +1344,7 @@ def train(learn: Learner, options: dict) -> dict:
         state |= {f"loss.{k}": v for k, v in learn.loss_func.state_dict().items()}
     return {
         "weights": {k: v.clone() for k, v in state.items()},
-        "losses": learn.recorder.losses,
+        "losses": [learn.recorder.losses, learn.recorder.step_losses],
         "values": learn.recorder.values,
         "preds": None if isinstance(preds[0], list) and isinstance(preds[0][0], Output) else preds,
     }

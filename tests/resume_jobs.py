@@ -3,11 +3,12 @@
 import random
 import signal
 from collections import OrderedDict
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW
+from torch.optim import LBFGS, SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CyclicLR, MultiStepLR, OneCycleLR
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
@@ -31,6 +32,7 @@ from learnerkit import (
     Recorder,
     ReduceLROnPlateau,
     SaveModelCallback,
+    SchedCos,
     TorchScheduler,
     TrainEvalCallback,
     ValidateEvery,
@@ -140,6 +142,18 @@ class Average(Callback):
 
     def load_state_dict(self, state):
         self.mean = {name: value.clone() for name, value in state["mean"].items()}
+
+
+class Teacher(EMA):
+    """Pulls the predictions to those of an average of the weights, which is a module outside of the model."""
+
+    def __init__(self):
+        super().__init__(SchedCos(0.5, 1.0), every=2, start=3, module=make_model(norm=True))
+
+    def after_loss(self):
+        with torch.no_grad():
+            advice = self.module(self.x)  # its statistics move with it
+        self.learn.loss_grad = self.loss_grad + (self.pred - advice).square().mean()
 
 
 class Logs(Callback):
@@ -375,6 +389,8 @@ JOBS = {
     "plateau": job(cbs=lambda: [ReduceLROnPlateau(min_delta=0.5)]),
     "average": job(cbs=lambda: [Average(), SaveModelCallback()]),
     "EMA": job(cbs=lambda: [EMA(0.8), Logs(), SaveModelCallback()], model=lambda: make_model(norm=True)),
+    "a teacher": job(cbs=lambda: [Teacher(), EMA(0.8, every=2)], model=lambda: make_model(norm=True)),
+    "LBFGS": job(opt_func=partial(LBFGS, max_iter=3, line_search_fn="strong_wolfe")),
     "SWA": job(cbs=lambda: [SWA(1), ValidateEvery(3)], model=lambda: make_model(norm=True)),
     "SWA, budget": job(
         cbs=lambda: [SWA(0.4)], fit=lambda learn: learn.fit(n_steps=17), model=lambda: make_model(norm=True)
@@ -446,7 +462,7 @@ def outcome(learn, batches=None):
         "weights": learn.model.state_dict(),
         "optimizer": [opt.state_dict() for opt in learn.opts],
         "table": recorder.values,
-        "losses": recorder.losses,
+        "losses": [recorder.losses, recorder.step_losses],
         "rates": recorder.lrs,
         "schedules": recorder.hps,
         "rows": recorder.iters,

@@ -41,7 +41,8 @@ def make_learner(n=30, bs=4, model=None, **kwargs):
     with torch.no_grad():
         for p in model.double().parameters():
             p.normal_(0, 0.4)
-    return Learner(dls, model, nn.MSELoss(), metrics=mae, splitter=thirds, lr=0.01, **kwargs)
+    kwargs = {"splitter": thirds, "lr": 0.01} | kwargs
+    return Learner(dls, model, nn.MSELoss(), metrics=mae, **kwargs)
 
 
 def both(use, **kwargs):
@@ -112,6 +113,23 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules(name):
     equal_to_one_process(SCHEDULES[name])
+
+
+def with_options(model):
+    first = {"params": model[0].parameters(), "lr_scale": 0.3, "betas": (0.8, 0.9)}
+    return [first, {"params": model[2].parameters(), "lr": 0.02, "weight_decay": 0.3}, model[4].parameters()]
+
+
+def test_groups_with_options_and_decays_by_name():
+    def in_turn(learn):
+        learn.fit_one_cycle(1, wd={"*bias": 0, "0.*": 0.2})
+        learn.fit(1, 0.02, wd=0.1)
+
+    _, learn = equal_to_one_process(in_turn, splitter=with_options)
+    found = {id(p): (group["lr"], group["weight_decay"]) for group in learn.opt.param_groups for p in group["params"]}
+    expected = {"0.weight": (0.006, 0.1), "0.bias": (0.006, 0), "2.weight": (0.04, 0.3), "2.bias": (0.04, 0.3)}
+    for name, p in learn.model.named_parameters():
+        assert found[id(p)] == pytest.approx(expected.get(name, (0.02, 0.1 if name == "4.weight" else 0))), name
 
 
 def test_torch_schedulers_by_the_batch():

@@ -2,17 +2,19 @@
 
 import re
 import warnings
+from collections import namedtuple
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import make_learner, make_model, read_report
+from helpers import make_data, make_dls, make_learner, make_model, raises, read_report
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import Callback, DataLoaders, Learner, world
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, MixUp, world
+from learnerkit.callbacks.recorder import LossMeter
 from learnerkit.losses import (
     LossWeight,
     check_shapes,
@@ -22,6 +24,7 @@ from learnerkit.losses import (
     out_of_range,
     own_loss,
     own_loss_of,
+    pred_of,
     unwrap_partial,
 )
 
@@ -122,7 +125,7 @@ def test_whether_a_loss_sums(loss_func, loss_weight, sums):
     assert LossWeight(loss_func, loss_weight).sums is sums
 
 
-@pytest.mark.parametrize("wrong", ["mean", 3, True, ""])
+@pytest.mark.parametrize("wrong", ["mean", 3, True, "", {}])
 def test_another_loss_weight_is_refused(wrong):
     with pytest.raises(ValueError, match="it takes None, 'sum', or a function of the targets"):
         LossWeight(nn.MSELoss(), wrong)
@@ -419,10 +422,434 @@ def test_the_loss_of_a_model_is_its_loss_or_the_sum_of_a_dict_of_scalars():
     assert own_loss({"a": one, "b": two}) == 3
     assert own_loss({"loss": one, "b": two}) == 1
     assert own_loss(SimpleNamespace(loss=two)) == 2
-    for output in ({}, {"a": one, "rows": rows}, {"loss": None, "a": one}, [{"a": one}], rows, (one, two)):
+    for output in ({}, {"a": one, "rows": rows}, {"loss": None, "a": one}, [{"a": one}], rows, (rows, None)):
         assert own_loss(output) is None, output
+    assert own_loss({"a": one, "b": two, "n": 7}, but=["n"]) == 3
     assert loss_parts({"a": one, "b": two}) == {"a": one, "b": two}
+    assert loss_parts({"a": one, "b": two}, but={"b"}) == {"a": one}
+    assert loss_parts({"a": one, "n": torch.tensor(3)}) == {"a": one}  # a number of something is no loss
     assert loss_parts({"loss": one, "b": two}) == {}
+
+
+Named = namedtuple("Named", ["loss", "scores"])
+
+
+def test_what_a_model_returns_by_place_is_its_predictions_and_the_one_scalar():
+    loss, scores, hidden, n = torch.tensor(1.0), torch.ones(3), torch.zeros(2), torch.tensor(4)
+    for output, pred, found in (
+        ((scores, loss), scores, loss),
+        ([loss, scores, hidden], scores, loss),
+        ((scores, None, hidden), scores, None),
+        ((scores, loss, None), scores, loss),
+        ((n, loss), n, loss),  # a number of something is no loss
+        ((loss,), None, loss),
+        (loss, None, loss),
+        (n, n, None),
+        (scores, scores, None),
+    ):
+        assert pred_of(output, True) is pred, output
+        assert own_loss(output) is found, output
+        assert pred_of(output, False) is output
+    for output in ((scores, hidden), [{"boxes": scores}], [], {"a": loss}, Named(loss, scores)):
+        assert pred_of(output, True) is output  # as nothing of it has the place of a loss
+    assert own_loss(Named(loss, scores)) is loss
+    assert pred_of({"logits": scores, "loss": loss}, True) is scores
+    for find in (own_loss, partial(pred_of, is_own=True)):
+        with raises(ValueError, "scalars in the places 0, 2", "not known which", "return {'loss': ..., 'logits': ...}"):
+            find((loss, scores, loss))
+
+
+# The forms of a loss function
+
+
+class Margin(nn.Module):
+    """A loss that needs the inputs, and says so in `forward`."""
+
+    def __init__(self, reduction="mean"):
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, pred, target, *, x, scale=1.0):
+        losses = scale * (pred - target - x[:, :1]).square()
+        return losses.mean() if self.reduction == "mean" else losses
+
+
+def margin(pred, target, *, x, teacher, reduction="mean"):
+    losses = (pred - target - x[:, :1]).square() + 0 * teacher(x)
+    return losses.mean() if reduction == "mean" else losses
+
+
+@pytest.mark.parametrize(
+    ("loss", "asks", "alone"),
+    [
+        (nn.CrossEntropyLoss(), (), False),
+        (F.mse_loss, (), False),
+        (Margin(), ("x",), False),
+        (torch.compile(Margin(), backend="eager"), ("x",), False),
+        (partial(Margin(), scale=2.0), ("x",), False),
+        (partial(Margin(), x=torch.ones(1)), (), False),
+        (margin, ("x", "teacher"), False),
+        (partial(partial(margin, teacher=abs), reduction="none"), ("x",), False),
+        (lambda pred: pred.mean(), (), True),
+        (lambda pred, target=None, *, learn: pred.mean(), ("learn",), True),
+        (lambda pred, *targets: pred.mean(), (), True),
+        (partial(F.mse_loss, target=torch.ones(1)), (), True),
+        (lambda *args: F.mse_loss(*args), (), False),  # which does not say how many
+        (lambda: 1, (), False),
+        (torch.numel, (), False),  # which Python knows no signature of
+        (None, (), False),
+    ],
+)
+def test_what_a_loss_function_asks_for_and_if_predictions_are_enough(loss, asks, alone):
+    weight = LossWeight(loss, "samples")
+    assert (weight.asks, weight.alone) == (asks, alone)
+
+
+def pairs(n=8, **kwargs):
+    """Batches of two inputs without targets."""
+    data = TensorDataset(torch.randn(n, 4, generator=torch.Generator().manual_seed(2)), torch.ones(n, 4))
+    return DataLoaders(DataLoader(data, 4), DataLoader(data, 4), device="cpu", **{"n_inp": 2} | kwargs)
+
+
+class Pairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+
+    def forward(self, a, b):
+        return self.body(a), self.body(b)
+
+
+def apart(pred):
+    a, b = pred
+    return (a - b).square().mean()
+
+
+def test_a_loss_without_targets_is_computed_in_training_and_validation_and_not_in_prediction(capsys):
+    calls = []
+
+    def loss(pred, target=None):
+        calls.append(target)
+        return apart(pred)
+
+    learn = make_learner(pairs(), Pairs(), loss)
+    learn.fit(2)
+    assert calls == [None] * 8
+    (train, valid), (_, last) = (row[:2] for row in learn.recorder.values)
+    assert train > valid > last > 0
+    assert learn.validate() == [last]
+    calls.clear()
+    (a, _), targets = learn.get_preds()
+    learn.predict((torch.ones(4), torch.ones(4)))
+    assert (a.shape, targets, calls) == ((8, 3), None, [])
+    learn.check()
+    assert "all is well" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), lambda *args: F.mse_loss(*args)])
+def test_a_loss_that_needs_targets_is_not_called_without(loss):
+    learn = make_learner(pairs(), Pairs(), loss)
+    for run in (partial(learn.fit, 1), learn.validate):
+        with pytest.raises(ValueError, match="there is no loss: the batch .* has no targets"):
+            run()
+
+
+def test_a_loss_without_targets_for_each_sample():
+    def loss(pred, reduction="mean"):
+        losses = (pred[0] - pred[1]).square().mean(1)
+        return losses.mean() if reduction == "mean" else losses
+
+    learn = make_learner(pairs(), Pairs(), loss)
+    *_, losses = learn.get_preds(with_loss=True)
+    assert losses.mean().item() == pytest.approx(learn.validate()[0])
+
+
+def test_a_count_of_a_loss_without_targets_gets_the_predictions():
+    weight = LossWeight(apart, lambda pred: (pred > 0).sum())
+    assert weight.count((), 3, torch.tensor([1, -1, 2]), "output") == 2
+
+
+def test_a_loss_gets_the_attributes_of_the_learner_that_it_asks_for():
+    found = []
+
+    def loss(pred, target, *, learn, x, xb, batch, model, output, epoch, pct_train, training, mixed=None):
+        assert learn.xb is xb
+        assert (xb[0] is x, batch[0] is x, model is learn.model, output is learn.output, mixed) == (True,) * 4 + (None,)
+        found.append((epoch, pct_train, training))
+        return F.mse_loss(pred, target)
+
+    learn = make_learner(loss_func=loss)
+    learn.fit(2)
+    assert found == [(0, 0, True), (0, 0.25, True), (0, 0.5, False), (1, 0.5, True), (1, 0.75, True), (1, 1, False)]
+    plain = make_learner(loss_func=nn.MSELoss())
+    plain.fit(2)
+    assert plain.recorder.values == learn.recorder.values
+
+
+@pytest.mark.parametrize("loss", [Margin(), partial(margin, teacher=lambda x: x[:, :1])])
+def test_a_loss_that_needs_the_inputs_gives_the_loss_of_each_sample_too(loss, capsys):
+    learn = make_learner(loss_func=loss)
+    learn.fit(1)
+    *_, losses = learn.get_preds(with_loss=True)
+    assert losses.shape == (4,)
+    assert losses.mean().item() == pytest.approx(learn.validate()[0])
+    learn.check()
+    assert "all is well" in capsys.readouterr().out
+
+
+def test_mixed_inputs_are_what_the_loss_gets():
+    seen = []
+
+    def loss(pred, target, *, x):
+        seen.append(x)
+        return F.mse_loss(pred, target)
+
+    learn = make_learner(make_dls(valid=None), loss_func=loss, cbs=MixUp())
+    learn.fit(1, cbs=Callback(before_batch=lambda cb: seen.append(cb.x), order=-10))
+    plain, *mixed = seen[:3]
+    assert mixed[0] is mixed[1]
+    assert not torch.equal(plain, mixed[0])
+
+
+def test_a_loss_that_asks_for_what_is_not_there_is_refused():
+    def loss(pred, target, *, xs):
+        return 0
+
+    with raises(TypeError, "the loss loss asks for 'xs'", "did you mean 'x'", "partial(loss, xs=...)"):
+        make_learner(loss_func=loss)
+    for name in ("_loss_count", "fit"):
+        with raises(TypeError, f"asks for {name!r}"):
+            make_learner(loss_func=eval(f"lambda pred, target, *, {name}: 0"))
+    learn = make_learner()
+    learn.loss_func = loss
+    with raises(TypeError, "asks for 'xs'"):
+        learn.fit(1)
+    learn.loss_func = lambda pred, target, *, mix_up: F.mse_loss(pred, target)
+    learn.add_cb(MixUp())
+    learn.validate()  # callbacks are attributes, too
+
+
+# Models that return their loss by place
+
+
+class Language(nn.Module):
+    """Returns (logits, loss), in the manner of nanoGPT; `alone`: the loss alone, in the manner of diffusion models."""
+
+    def __init__(self, alone=False):
+        super().__init__()
+        self.body, self.alone = nn.Embedding(5, 5), alone
+
+    def forward(self, ids, targets=None):
+        logits = self.body(ids)
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss if self.alone else (logits, loss)
+
+
+def ids(n=8):
+    rows = torch.arange(n * 7).view(n, 7) % 5
+    data = TensorDataset(rows[:, :-1], rows[:, 1:])
+    return DataLoaders(DataLoader(data, 4), DataLoader(data, 4), device="cpu")
+
+
+def last_right(pred, target):
+    return (pred[:, -1].argmax(1) == target[:, -1]).float().mean()
+
+
+def everywhere(target):
+    return target.numel()
+
+
+def test_a_model_that_returns_predictions_and_loss(capsys):
+    outputs = []
+    model = Language()
+    learn = Learner(ids(), model, opt_func=torch.optim.SGD, lr=5.0, metrics=last_right, loss_weight=everywhere)
+    learn.fit(3, cbs=Callback(after_pred=lambda cb: outputs.append((cb.output, cb.pred))))
+    assert all(len(output) == 2 and output[0] is pred for output, pred in outputs)
+    (first, *_), *_, (last, valid, right) = learn.recorder.values
+    assert first > last
+    assert right == 1
+    with torch.no_grad():
+        x, y = learn.dls.valid.dataset.tensors
+        assert valid == pytest.approx(model(x, y)[1].item(), rel=1e-6)
+        preds, targets = learn.get_preds()
+        assert torch.equal(preds, model(x)[0])
+        assert torch.equal(targets, y)
+        assert torch.equal(learn.predict(x[0]).pred, model(x[:1])[0][0])
+    capsys.readouterr()
+    learn.check()
+    assert "!!" not in capsys.readouterr().out
+    with raises(ValueError, "there is no loss"):
+        learn.validate(dl=learn.dls.test_dl(list(x)))
+
+
+def test_a_model_that_returns_its_loss_alone(capsys):
+    learn = Learner(ids(), Language(alone=True), loss_weight=everywhere, lr=0.1)
+    learn.fit(2)
+    assert learn.recorder.values[1][1] < learn.recorder.values[0][1]
+    capsys.readouterr()
+    learn.check()
+    assert "all is well" in capsys.readouterr().out
+    learn.metrics = [last_right]
+    for run in (learn.get_preds, learn.validate, partial(learn.fit, 1)):
+        with raises(ValueError, "there are no predictions: the model returned float32 tensor of shape ()"):
+            run()
+    with raises(ValueError, "there are no predictions"):
+        Learner(ids(), LossOfInputs()).predict(torch.ones(4))
+
+
+class LossOfInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return (self.body(x) - x).square().mean()
+
+
+def test_what_a_learner_with_a_loss_of_its_own_gets_is_the_whole_output():
+    class Mine(Learner):
+        def _loss(self):
+            a, b, c = self.pred
+            self.loss_grad = a + b + c.sum()
+            self.loss = self.loss_grad.detach()
+
+    class Three(LossOfInputs):
+        def forward(self, x):
+            return super().forward(x), super().forward(x), self.body(x)
+
+    Mine(make_dls(valid=None), Three()).fit(1)
+
+
+# Counts that the model returns
+
+
+class Counts(nn.Module):
+    """Returns two losses as a dict, means over what each counts, and the counts; `whole`: their sum as `loss`."""
+
+    def __init__(self, whole=False):
+        super().__init__()
+        self.body, self.whole = nn.Linear(4, 2), whole
+
+    def forward(self, x, targets=None):
+        first, second = self.body(x).square().unbind(1)
+        kept = x[:, 0] > 0
+        losses = {"first": first[kept].mean(), "second": second.mean()}
+        losses = {"loss": sum(losses.values())} if self.whole else losses
+        return losses | {"n_kept": kept.sum(), "n": len(x)}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_count_that_the_model_returns_is_no_loss_and_has_no_column(whole):
+    class WithTwo(Counts):
+        def forward(self, x, targets=None):
+            return {k: v for k, v in super().forward(x).items() if k != "n"}
+
+    learn = Learner(make_dls(valid=None), WithTwo(whole), loss_weight="n_kept", lr=0.1)
+    counts, losses = [], []
+    learn.fit(1, cbs=Callback(after_batch=lambda cb: [counts.append(cb.learn._loss_count), losses.append(cb.loss)]))
+    x, _ = learn.dls.train.dataset.tensors
+    assert [int(count) for count in counts] == [(part[:, 0] > 0).sum() for part in x.split(4)]
+    names = learn.recorder.metric_names
+    assert names == ["epoch", "train_loss", *([] if whole else ["first", "second"]), "time"]
+    mean = sum(loss * n for loss, n in zip(losses, counts, strict=True)) / sum(counts)
+    assert learn.recorder.values[0][0] == pytest.approx(mean.item())
+
+
+def test_a_name_that_the_output_does_not_have_is_told_at_the_first_batch():
+    outputs = {"loss": 1, "positives": 3}, Named(1, 2), torch.ones(2)
+    for output, near in zip(outputs, ("did you mean 'positives'", "", "float32 tensor"), strict=True):
+        with raises(ValueError, "loss_weight='positive' is the name", near, "let it return the count under that name"):
+            LossWeight(None, "positive").count((), 3, output=output)
+    assert LossWeight(None, "scores").count((), 3, output=Named(1, 2)) == 2
+    assert LossWeight(None, "scores").count((), 0, output=Named(1, 2)) == 0  # of no samples
+    assert LossWeight(F.mse_loss, "n").count((1,), 3, torch.ones(3), {"logits": torch.ones(3), "n": 2}) == 2
+
+
+# A weight for each of several losses
+
+
+def test_a_weight_for_each_loss_counts_each_by_itself():
+    weight = LossWeight(None, {"a": "samples", "b": "n", "c": lambda out, y: out["n"] + len(y), "d": "sum"})
+    losses = {name: torch.tensor(2.0) for name in "abcd"}
+    output = losses | {"n": torch.tensor(5)}
+    assert (weight.entries, weight.sums, weight.own) == ({"n"}, False, None)
+    assert weight.count((torch.ones(3),), 3, output=output) == 3
+    found = weight.counts_of((torch.ones(3),), 3, output)
+    assert {name: int(count) for name, (_, count) in found.items()} == {"a": 3, "b": 5, "c": 8, "d": 3}
+    assert own_loss(output, weight.entries) == 8
+
+
+def test_weights_of_other_losses_than_there_are_are_refused():
+    with raises(ValueError, "a weight for each of several losses", "without a loss_func"):
+        LossWeight(F.mse_loss, {"a": "sum"})
+    for wrong in (None, {"b": "sum"}, ""):
+        with raises(ValueError, "each weight is a function, a name, 'samples' or 'sum'"):
+            LossWeight(None, {"a": wrong})
+    one, weight = torch.tensor(1.0), LossWeight(None, {"boxes": "samples", "classes": "samples"})
+    for output, words in (
+        ({"box": one, "classes": one}, "returned are box, classes; did you mean 'box'"),
+        ({"boxes": one}, "returned are boxes"),
+        ({"boxes": one, "classes": one, "more": one}, "returned are boxes, classes, more"),
+        ({"loss": one}, "returned are {'loss': float32 tensor"),
+    ):
+        with raises(ValueError, "loss_weight= has a weight for each of boxes, classes", words):
+            weight.counts_of((), 2, output)
+
+
+def test_weights_of_the_parts_of_a_loss_that_the_learner_makes_are_refused():
+    class Mine(Learner):
+        def _loss(self):
+            self.loss_grad = self.loss = self.output["first"]
+
+    with raises(ValueError, "Mine has a `_loss` of its own"):
+        Mine(make_dls(), Counts(), loss_weight=BY_PARTS)
+
+
+BY_PARTS = {"first": "n_kept", "second": "n"}
+
+
+def test_the_table_has_the_mean_of_each_loss_over_what_it_counts_and_their_sum():
+    dls = make_dls(data=lambda n, seed=0: make_data(n + 2, seed=seed))  # the last batches are smaller
+    learn = Learner(dls, Counts(), loss_weight=BY_PARTS, lr=0.0)
+    learn.fit(1)
+    train, valid, first, second = learn.recorder.values[0]
+    with torch.no_grad():
+        for loss, dl in ((train, learn.dls.train), (valid, learn.dls.valid)):
+            whole = learn.model(dl.dataset.tensors[0])
+            assert loss == pytest.approx(float(whole["first"] + whole["second"]), rel=1e-6)
+        whole = learn.model(learn.dls.train.dataset.tensors[0])
+    assert (first, second) == pytest.approx((float(whole["first"]), float(whole["second"])), rel=1e-6)
+    assert learn.recorder.metric_names == ["epoch", "train_loss", "valid_loss", "first", "second", "time"]
+    assert learn.validate() == [pytest.approx(valid)]
+
+
+def test_what_was_recorded_of_parts_goes_on_after_a_break_and_on_one_rank_after_two():
+    ranks = []
+    for values in ([1.0, 2.0], [3.0]):
+        meter = LossMeter(["a", "b"])
+        for value in values:
+            meter.parts["a"].losses.append(value)
+            meter.parts["a"].counts.append(2 * value)
+        ranks.append(meter.state_dict())
+    one = LossMeter.of_ranks(ranks[:1], sums=False)
+    assert one.state_dict() == ranks[0]
+    assert one.mean(False, False) == (1 * 2 + 2 * 4) / 6  # of `b` there is nothing
+    both = LossMeter.of_ranks(ranks, sums=False)
+    assert both.mean(False, False) == pytest.approx((1 * 2 + 2 * 4 + 3 * 6) / 12)
+
+
+def test_a_part_that_counts_nothing_is_left_out():
+    data = TensorDataset(-torch.rand(4, 4), torch.ones(4, 1))
+    learn = Learner(DataLoaders(DataLoader(data, 2), device="cpu"), Counts(), loss_weight=BY_PARTS, lr=0.1)
+    learn.fit(1)
+    assert all(p.isfinite().all() for p in learn.model.parameters())
+    assert all(loss > 0 for loss in learn.recorder.losses)
+
+
+def test_accumulation_of_parts_is_refused():
+    learn = Learner(make_dls(), Counts(), loss_weight=BY_PARTS, cbs=GradientAccumulation(n_batches=2))
+    with raises(ValueError, "GradientAccumulation cannot weigh the parts", "larger batches"):
+        learn.fit(1)
 
 
 # The first batch of a fit

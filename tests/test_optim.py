@@ -363,7 +363,7 @@ def test_rates_are_those_of_the_script_after_a_file_is_loaded():
     state = first.opt.state_dict()
     for group in state["param_groups"]:
         del group["base_lr"]  # as torch alone saves it
-    optim.load_state(second.opt, state, second.model)
+    optim.load_state(second.opt, state)
     second.fit(1)
     assert second.listens.rates[0] == OWN
 
@@ -420,6 +420,214 @@ def test_fine_tuning_keeps_the_ratio_of_rates_that_the_user_gave_to_groups():
     learn = own_learner()
     learn.fine_tune(1, 0.2, pct_start=0.0)
     assert learn.listens.rates[0] == pytest.approx(OWN)
+
+
+# Groups with options, from the splitter
+
+
+def with_options(model):
+    body = {"params": model[0].parameters(), "lr": 0.01, "momentum": 0.5, "weight_decay": 0.2, "nesterov": True}
+    return [body, list(model[3].parameters())]
+
+
+def groups_with(*options):
+    """A splitter that gives these options for the two layers."""
+    return lambda model: [
+        {"params": part.parameters(), **each} for part, each in zip((model[0], model[3]), options, strict=True)
+    ]
+
+
+def layer_values(learn, key="lr"):
+    """A hyper-parameter of each of the two layers."""
+    found = by_name(learn, key)
+    assert (found["0.weight"], found["3.weight"]) == (found["0.bias"], found["3.bias"])
+    return [found["0.weight"], found["3.weight"]]
+
+
+def test_options_of_a_splitters_groups_are_the_optimizers():
+    learn, model = make_learner(splitter=with_options), make_model()
+    learn.fit(2)
+    opt = SGD(with_options(model)[:1] + [{"params": model[3].parameters()}], lr=0.1, fused=True)
+    for _ in range(2):
+        for x, y in make_dls().train:
+            F.mse_loss(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    assert same_weights(learn.model, model)
+    assert layer_values(learn, "momentum") == [0.5, 0]
+    learn.fit(1, wd=0.05)
+    assert by_name(learn, "weight_decay") == {"0.weight": 0.2, "0.bias": 0.2, "3.weight": 0.05, "3.bias": 0.0}
+
+
+SCALES, OWN_RATE, OWN_RATES = [{"lr_scale": 0.1}, {}], [{"lr": 1.0}, {}], [{"lr": 1e-4}, {"lr": 1e-2}]
+
+
+@pytest.mark.parametrize(
+    ("options", "learners", "fits", "expected"),
+    [
+        (SCALES, None, None, [1e-4, 1e-3]),
+        (SCALES, 0.2, None, [0.02, 0.2]),
+        (SCALES, None, 0.5, [0.05, 0.5]),
+        (SCALES, 0.2, 0.5, [0.05, 0.5]),
+        (SCALES, None, slice(0.5), [0.05, 0.5]),
+        ([{}, {"lr_scale": 10}], None, 0.5, [0.5, 5]),
+        ([{"lr_scale": 0.5}, {"lr_scale": 0.25}], 0.2, None, [0.1, 0.05]),
+        ([{"lr_scale": 0}, {}], 0.2, None, [0, 0.2]),
+        (OWN_RATE, 0.1, None, [1.0, 0.1]),
+        (OWN_RATE, 0.1, 0.2, [2.0, 0.2]),
+        (OWN_RATES, None, None, [1e-4, 1e-2]),
+        (OWN_RATES, 0.5, None, [1e-4, 1e-2]),
+        (OWN_RATES, None, 0.1, [1e-3, 0.1]),
+        (OWN_RATES, None, [0.3, 0.4], [0.3, 0.4]),
+        (OWN_RATES, None, slice(0.3, 0.4), [0.3, 0.4]),
+        ([{"lr": 0.5, "lr_scale": 0.1}, {}], 0.2, None, [0.05, 0.2]),
+    ],
+)
+def test_rates_of_a_splitters_groups(options, learners, fits, expected):
+    learn = make_learner(splitter=groups_with(*options), lr=learners, cbs=Listens())
+    learn.fit(1, fits)
+    assert learn.listens.rates == [pytest.approx(expected)] * 2
+    learn.fit_one_cycle(1, fits, div=1.0)
+    assert learn.listens.rates[0] == pytest.approx(expected)
+    if not isinstance(fits, list | slice):
+        rate = fits or (max(expected) if options is OWN_RATES else learners or max(expected))
+        for schedule in (lambda at: rate, SchedNo(rate, rate)):
+            learn.fit(1, schedule)
+            assert learn.listens.rates[0] == pytest.approx(expected)
+    learn.fit(1)
+    plain = make_learner(splitter=groups_with(*options), lr=learners, cbs=Listens())
+    plain.fit(1)
+    assert learn.listens.rates == plain.listens.rates
+
+
+def test_the_finder_keeps_the_scales_of_a_splitters_groups():
+    learn = make_learner(splitter=groups_with(*SCALES), cbs=Listens())
+    learn.lr_find(1e-3, 1.0, num_it=10, stop_div=False, show_plot=False)
+    assert learn.listens.rates[0] == pytest.approx([1e-4, 1e-3])
+    assert all(low == pytest.approx(0.1 * high) for low, high in learn.listens.rates)
+
+
+@pytest.mark.parametrize(("options", "ratio"), [(SCALES, 0.1), (OWN_RATES, 0.01), ([{}, {}], 0.05)])
+def test_fine_tuning_keeps_the_ratio_of_rates_that_a_splitter_gives(options, ratio):
+    learn = make_learner(splitter=groups_with(*options), lr=None, train_bn=False, cbs=Listens())
+    before = weights(learn.model)
+    learn.freeze()
+    learn.fit(1)
+    assert torch.equal(learn.model[0].weight, before["0.weight"])
+    learn.fine_tune(1, 0.2, lr_mult=20.0, pct_start=0.0)
+    assert learn.listens.rates[0] == pytest.approx([0.1 * ratio, 0.1])
+    assert trained(learn.model) == {0, 3}
+
+
+def test_a_schedule_for_all_leaves_what_a_splitter_gives_and_a_list_does_not():
+    options = [{"betas": (0.5, 0.9), "weight_decay": 0.3, "eps": 1e-3}, {}]
+    learn = make_learner(splitter=groups_with(*options), opt_func=AdamW)
+    seen = []
+
+    def look(cb):
+        seen.append([layer_values(learn, key) for key in ("betas", "weight_decay")])
+
+    watch = Callback(before_batch=look, order=100)
+    learn.fit_one_cycle(1, 0.1, moms=(0.7, 0.7, 0.7), cbs=[watch, ParamScheduler({"weight_decay": SchedNo(0.1, 0.1)})])
+    assert seen[0] == [[(0.5, 0.9), (0.7, 0.999)], [0.3, 0.1]]
+    learn.fit(1, cbs=[watch, ParamScheduler({"weight_decay": [SchedNo(0.7, 0.7), SchedNo(0.8, 0.8)]})])
+    assert seen[-1][1] == [0.7, 0.8]
+    assert layer_values(learn, "eps") == [1e-3, 1e-8]
+    assert layer_values(learn, "weight_decay") == [0.3, 0.01]
+
+
+@pytest.mark.parametrize(
+    ("found", "error", "match"),
+    [
+        (lambda m: [{"params": m[0].parameters(), "weight_deacy": 0}, m[3].parameters()], ValueError,
+         "group 0 of the splitter has the option 'weight_deacy'; SGD has .*; did you mean 'weight_decay'"),
+        (lambda m: [{"params": m[3].parameters(), "wd": 0}], ValueError, "did you mean 'weight_decay'"),
+        (lambda m: [{"params": m[3].parameters(), "betas": (0.9, 0.99)}], ValueError, "option 'betas'; SGD has"),
+        (lambda m: [m[0].parameters(), {"lr": 0.1}], ValueError, "group 1 of the splitter is a dict of 'lr'; a group"),
+        (lambda m: {"body": m[0].parameters(), "head": []}, ValueError, "0 .* a dict of 'body', 'head'; .* list"),
+        (lambda m: [{"params": m[0].parameters(), "lr": "fast"}], ValueError, "has lr='fast'; it is a number, 0 or"),
+        (lambda m: [{"params": m[0].parameters(), "lr_scale": -1}], ValueError, "lr_scale=-1; it is a number, 0 or"),
+        (lambda m: [{"params": m[0].parameters(), "weight_decay": None}], ValueError, "weight_decay=None; it is a"),
+        (lambda m: [m[0].parameters(), {"params": [m[0].bias, m[3].bias]}], ValueError,
+         "the splitter gives 0.bias twice, in group 0 and in group 1; a parameter has one group"),
+        (lambda m: [[m[3].bias, m[3].bias]], ValueError, "gives 3.bias twice, in group 0 and in group 0"),
+        (lambda m: [m[0], m[3]], TypeError, "group 0 of the splitter has a Linear in it; a group is a list of"),
+        (lambda m: [{"params": m}], TypeError, "group 0 of the splitter has a Linear in it"),
+        (lambda m: [m[0].parameters(), m[3]], TypeError, "group 1 of the splitter has a Linear in it"),
+        (lambda m: None, TypeError, "group 0 of the splitter has a NoneType in it"),
+        (lambda m: [m.named_parameters()], TypeError, "group 0 of the splitter has a .*str.* in it"),
+    ],
+)  # fmt: skip
+def test_groups_that_cannot_be_are_refused(found, error, match):
+    with pytest.raises(error, match=match):
+        make_learner(splitter=found).fit(1)
+
+
+def test_a_group_may_have_a_name_and_an_optimizer_of_ones_own_any_option():
+    class Own(SGD):
+        def step(self, closure=None):
+            seen.append([group["kind"] for group in self.param_groups])
+
+    seen = []
+    make_learner(splitter=groups_with({"name": "body"}, {"name": "head"})).fit(1)
+    make_learner(splitter=groups_with({"kind": 1}, {"kind": 2}), opt_func=Own).fit(1)
+    assert seen == [[1, 2]] * 2
+
+
+def test_one_dict_is_one_group_and_the_users_dicts_stay_as_they_are():
+    model = make_model()
+    own = {"params": list(model[3].parameters()), "lr": 0.5}
+    learn = make_learner(model=model, splitter=lambda model: own, lr=None)
+    learn.fit(1)
+    assert own.keys() == {"params", "lr"}
+    assert group_values(learn) == [0.5]
+    assert optim.n_groups(learn.opt) == 1
+
+
+def test_options_are_those_of_the_script_after_a_file_is_loaded():
+    def make(*options):
+        return make_learner(splitter=groups_with(*options), opt_func=AdamW, lr=0.1)
+
+    first, second = make({"lr_scale": 0.5, "weight_decay": 0.3}, {}), make({}, {"lr_scale": 0.1, "weight_decay": 0.2})
+    first.fit(1, wd=0.1)
+    first.save("other")
+    second.load("other").fit(1, wd=0.05)
+    assert layer_values(second) == pytest.approx([0.1, 0.01])
+    assert by_name(second, "weight_decay") == {"0.weight": 0.05, "0.bias": 0.0, "3.weight": 0.2, "3.bias": 0.2}
+
+
+def test_a_resumed_run_with_options_ends_as_a_whole_one(tmp_path):
+    options = [{"lr_scale": 0.5, "weight_decay": 0.3}, {"lr": 0.02}]
+
+    def run(name, dies):
+        kills = Callback(before_step=lambda cb: cb.train_iter == 5 and dies and 1 / 0)
+        cbs = [CheckpointCallback(tmp_path / name, every=1, resume=True), kills]
+        learn = make_learner(make_dls(12), splitter=groups_with(*options), opt_func=AdamW, lr=0.01, cbs=cbs)
+        with suppress(ZeroDivisionError):
+            learn.fit_one_cycle(2, 0.05, wd={"*bias": 0.01, "*": 0.2})
+            learn.fit(1, wd=0.1)
+        return learn
+
+    run("died", True)
+    whole, resumed = run("whole", False), run("died", False)
+    assert same_weights(whole.model, resumed.model)
+    assert layer_values(whole) == layer_values(resumed) == [0.005, 0.02]
+
+
+def test_several_optimizers_take_decays_by_the_models_names():
+    learn = make_learner(cls=Two, wd={"3.bias": 0.4, "*.weight": 0.2})
+    learn.fit(1)
+    decays = {name: [group["weight_decay"] for group in opt.param_groups] for name, opt in learn.opt.items()}
+    assert decays == {"a": [0.2, 0], "b": [0.2, 0.4]}
+
+
+def test_options_of_groups_are_shown(capsys):
+    learn = make_learner(splitter=groups_with({"lr_scale": 0.5, "weight_decay": 0.3}, {}), wd=0.05)
+    assert "optimizer  SGD, lr 0.1, weight decay 0.05" in repr(learn)
+    learn.check()
+    assert "ok  optimizer   SGD, lr 0.05, 0.1, weight decay 0, 0.05, 0.3\n" in capsys.readouterr().out
+    learn.fit(0)
+    assert "optimizer  SGD, lr 0.05, 0.1, weight decay 0, 0.05, 0.3\n" in repr(learn)
 
 
 # The optimizer
@@ -525,22 +733,189 @@ def test_wd_of_a_later_fit_keeps_the_optimizers_state():
     assert {float(s["step"]) for s in opt.state.values()} == {4.0}
 
 
-def test_parting_the_groups_changes_no_number():
-    plain, parted = (make_learner(opt_func=AdamW, lr=0.01) for _ in range(2))
-    for learn in (plain, parted):
+def test_splitting_the_groups_changes_no_number():
+    plain, split = (make_learner(opt_func=partial(AdamW, weight_decay=0.0), lr=0.01) for _ in range(2))
+    for learn in (plain, split):
         learn.fit(1)
-    optim.split_decay(parted.opt, parted.model)
-    assert len(parted.opt.param_groups) == 2
-    for learn in (plain, parted):
+    optim.set_decay(split.opt, split.model, 0.0, wd_bn_bias=False)
+    assert len(split.opt.param_groups) == 2
+    for learn in (plain, split):
         learn.fit(2)
-    assert same_weights(plain.model, parted.model)
+    assert same_weights(plain.model, split.model)
+
+
+BY_NAME = {"*bias": 0, "2.*": 0.01, "*": 0.3}
+
+
+def test_wd_by_patterns_of_names():
+    learn = make_learner(model=norm_model(), opt_func=AdamW, lr=0.01, wd=BY_NAME)
+    learn.fit(1)
+    expected = {name: 0 if name.endswith("bias") else 0.3 for name, _ in learn.model.named_parameters()}
+    assert by_name(learn, "weight_decay") == expected | {"2.weight": 0.01}
+    assert len(learn.opt.param_groups) == 3
+    opt, state = learn.opt, {id(p): s for p, s in learn.opt.state.items()}
+    learn.fit(0, wd={"3.weight": 0.5})  # the others keep what they have
+    assert by_name(learn, "weight_decay") == expected | {"2.weight": 0.01, "3.weight": 0.5}
+    learn.fit(0, wd={"*": 0.1})
+    assert len(opt.param_groups) == 1
+    assert [id(p) for p in opt.param_groups[0]["params"]] == [id(p) for p in learn.model.parameters()]
+    learn.fit(1, wd=0.2)
+    assert {name for name, decay in by_name(learn, "weight_decay").items() if decay} == {"0.weight", "3.weight"}
+    assert learn.opt is opt
+    assert {id(p): s for p, s in opt.state.items()} == state
+    assert {float(s["step"]) for s in opt.state.values()} == {4.0}
+
+
+def test_wd_by_names_does_what_torch_does_with_such_groups():
+    learn, model = make_learner(opt_func=AdamW, lr=0.01, wd={"*bias": 0.2, "0.*": 0.5}), make_model()
+    learn.fit(2)
+    parts = [([model[0].weight], 0.5), ([model[0].bias, model[3].bias], 0.2), ([model[3].weight], 0.01)]
+    opt = AdamW([{"params": params, "weight_decay": decay} for params, decay in parts], lr=0.01, fused=True)
+    for _ in range(2):
+        for x, y in DataLoader(make_data(), 4):
+            F.mse_loss(model(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+    assert same_weights(learn.model, model)
+
+
+def test_names_win_over_what_a_splitter_gives_and_a_later_number_does_not():
+    learn = make_learner(splitter=groups_with({"weight_decay": 0.3}, {}))
+    learn.fit(1, wd={"0.weight": 0.1})
+    assert by_name(learn, "weight_decay") == {"0.weight": 0.1, "0.bias": 0.3, "3.weight": 0, "3.bias": 0}
+    learn.fit(1, wd=0.2)
+    assert by_name(learn, "weight_decay") == {"0.weight": 0.3, "0.bias": 0.3, "3.weight": 0.2, "3.bias": 0}
+
+
+@pytest.mark.parametrize(
+    ("wd", "error", "match"),
+    [
+        ({"*wieght": 0.1}, ValueError, "'\\*wieght', and Sequential has no parameter of such a name; it has 0.weight, "
+         ".*; did you mean 'weight'"),
+        ({"*": 0.1, "*bias": 0}, ValueError,
+         r"got wd with '\*bias' after patterns that match the same parameters \(0.bias"),
+        ({"*": -0.1}, ValueError, "got wd with '\\*'=-0.1; it is a number, 0 or more"),
+        ({"*": None}, ValueError, "got wd with '\\*'=None; it is a number"),
+        (-0.1, ValueError, "got wd=-0.1; it is a number, 0 or more"),
+        ("0.1", ValueError, "got wd='0.1'; it is a number, 0 or more"),
+    ],
+)  # fmt: skip
+def test_other_decays_are_refused(wd, error, match):
+    for learn, given in ((make_learner(), {"wd": wd}), (make_learner(wd=wd), {})):
+        with pytest.raises(error, match=match):
+            learn.fit(1, **given)
+
+
+def test_a_weight_that_two_modules_share_has_both_names():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    model[1].weight = model[0].weight
+    learn = make_learner(model=model, wd={"1.weight": 0, "*": 0.1})
+    learn.fit(1)
+    assert by_name(learn, "weight_decay")["0.weight"] == 0
+
+
+DECAYS = [None, 0.2, {"*bias": 0.1, "*": 0.3}, {"3.*": 0.0}]
+
+
+@pytest.mark.parametrize("before", DECAYS)
+@pytest.mark.parametrize("after", DECAYS)
+def test_state_goes_from_any_groups_of_decays_to_any_others(before, after, tmp_path):
+    def make():
+        return make_learner(opt_func=AdamW, lr=0.01, splitter=halves, path=tmp_path)
+
+    whole, first, second = make(), make(), make()
+    for learn in (whole, first):
+        learn.fit(1, wd=before)
+    first.save("model")
+    second.fit(1, wd=after)  # so that its groups are split otherwise
+    second.load("model")
+    for learn in (whole, second):
+        learn.fit(1, wd=after)
+    assert by_name(whole, "weight_decay") == by_name(second, "weight_decay")
+    assert same_weights(whole.model, second.model)
+
+
+@pytest.mark.parametrize("option", ["betas", "weight_decay"])
+def test_parts_that_the_user_made_of_a_group_stay_apart(option, tmp_path):
+    values = {"betas": [(0.5, 0.9), (0.6, 0.9)], "weight_decay": [0.1, 0.2]}[option]
+
+    def parted(groups, lr):
+        pairs = [(group, pair) for group in groups for pair in zip(group["params"], values, strict=True)]
+        return AdamW([{**group, "params": [p], option: value} for group, (p, value) in pairs])
+
+    learn, other = (make_learner(opt_func=parted, splitter=halves, path=tmp_path) for _ in range(2))
+    for wd in (0.4, {"*": 0.5}, {"0.*": 0.1}):
+        learn.fit(1, wd=wd)
+        assert len(learn.opt.param_groups) == 4
+        if option == "betas":
+            assert list(by_name(learn, "betas").values()) == values * 2
+    learn.save("model")
+    other.load("model")
+    for each in (learn, other):
+        each.fit(1)
+    assert same_weights(learn.model, other.model)
+
+
+def test_a_state_of_places_that_cannot_be_is_refused():
+    learn = make_learner(opt_func=AdamW, wd=0.1)
+    learn.fit(1)
+    for places in ([0, 1], [0, 7], "ab", 3):
+        state = copy.deepcopy(learn.opt.state_dict())
+        state["param_groups"][1]["splitter_places"] = places
+        with pytest.raises(ValueError, match="its optimizer has groups of|its optimizer's state is damaged"):
+            optim.load_state(learn.opt, state)
+
+
+def test_files_of_before_whole_groups_were_numbered_are_read():
+    def splitter(model):
+        return [[], *halves(model)]
+
+    first, second = (make_learner(opt_func=AdamW, lr=0.01, wd=0.1, splitter=splitter) for _ in range(2))
+    for learn in (first, second):
+        learn.fit(1)
+    state = copy.deepcopy(first.opt.state_dict())
+    for group in state["param_groups"]:
+        del group["whole_group"]
+    optim.load_state(second.opt, state)
+    for learn in (first, second):
+        learn.fit(1)
+    assert same_weights(first.model, second.model)
+
+
+def test_a_scheduled_decay_leaves_those_without():
+    learn, seen = make_learner(wd={"3.weight": 0.2, "*": 0}), []
+    watch = Callback(before_batch=lambda cb: seen.append(by_name(learn, "weight_decay")), order=100)
+    for wd, scheduled in ((None, {"3.weight"}), (0.0, {"0.weight", "3.weight"})):
+        learn.fit(1, wd=wd, cbs=[watch, ParamScheduler({"weight_decay": SchedNo(0.5, 0.5)})])
+        assert {name for name, decay in seen[-1].items() if decay == 0.5} == scheduled
+        assert set(seen[-1].values()) == {0.5, 0}
+    assert set(by_name(learn, "weight_decay").values()) == {0.0}
+
+
+def test_what_a_model_itself_names_gets_no_decay():
+    class Embedded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pos_embed, self.table = nn.Parameter(torch.zeros(4)), nn.Linear(4, 4, bias=False)
+            self.body = make_model()
+
+        def forward(self, x):
+            return self.body(self.table(x + self.pos_embed))
+
+        def no_weight_decay(self):
+            return {"pos_embed", "table.*"}
+
+    learn = make_learner(model=nn.Sequential(Embedded()), wd=0.1)
+    learn.fit(1)
+    decays = by_name(learn, "weight_decay")
+    assert {name for name, decay in decays.items() if decay} == {"0.body.0.weight", "0.body.3.weight"}
 
 
 def test_norms_and_biases_are_found_in_every_norm():
     norms = [nn.BatchNorm1d(3), nn.BatchNorm2d(3), nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.RMSNorm(3)]
     norms.append(nn.InstanceNorm1d(3, affine=True))
     model = nn.Sequential(*norms, nn.Linear(3, 3), nn.LSTM(3, 3), nn.Embedding(3, 3), nn.Conv1d(3, 3, 1))
-    found = optim.norms_and_biases(model)
+    found = optim.without_decay(model)
     for i, module in enumerate(model):
         for name, p in module.named_parameters():
             assert (id(p) in found) is (i < len(norms) or name.startswith("bias") or name.endswith("_bias")), (
@@ -880,14 +1255,14 @@ def test_a_state_is_compared_with_what_a_fresh_optimizer_keeps(kind, options):
     model, opt = stepped(kind, **options)
     saved = copy.deepcopy(opt.state_dict())
     other, fresh = stepped(kind, **options)
-    optim.load_state(fresh, saved, other)
+    optim.load_state(fresh, saved)
     assert [*map(dict.keys, fresh.state.values())] == [*map(dict.keys, opt.state.values())]
     before = copy.deepcopy(fresh.state_dict())
     for name, value in saved["state"].get(0, {}).items():
         for wrong in (torch.zeros(2), torch.zeros(value.shape, dtype=torch.int64), "text", [1.0]):
             state = saved["state"] | {0: saved["state"][0] | {name: wrong}}
             with pytest.raises(ValueError, match=f"its optimizer keeps as '{name}' for parameter 0"):
-                optim.load_state(fresh, saved | {"state": state}, other)
+                optim.load_state(fresh, saved | {"state": state})
     after = fresh.state_dict()
     assert after["param_groups"] == before["param_groups"]
     assert all(torch.equal(value, after["state"][0][name]) for name, value in before["state"].get(0, {}).items())
@@ -901,7 +1276,7 @@ def test_options_of_another_type_are_refused(name, wrong):
     model, opt = stepped(Adam)
     saved = opt.state_dict()
     with pytest.raises(ValueError, match=f"group 0 of its optimizer has {name}="):
-        optim.load_state(opt, saved | {"param_groups": [saved["param_groups"][0] | {name: wrong}]}, model)
+        optim.load_state(opt, saved | {"param_groups": [saved["param_groups"][0] | {name: wrong}]})
 
 
 def test_numbers_may_stand_for_tensors_of_one_and_flags_for_none():
@@ -909,7 +1284,7 @@ def test_numbers_may_stand_for_tensors_of_one_and_flags_for_none():
     saved = opt.state_dict()
     states = {i: state | {"step": 2} for i, state in saved["state"].items()}
     group = saved["param_groups"][0] | {"foreach": True, "lr": torch.tensor(0.01)}
-    optim.load_state(opt, {"state": states, "param_groups": [group]}, model)
+    optim.load_state(opt, {"state": states, "param_groups": [group]})
     assert [float(state["step"]) for state in opt.state.values()] == [2, 2]
 
 
@@ -921,7 +1296,7 @@ def test_numbers_may_stand_for_tensors_of_one_and_flags_for_none():
 def test_a_state_of_another_form_is_refused(damage):
     model, opt = stepped(Adam)
     with pytest.raises(ValueError, match="its optimizer"):
-        optim.load_state(opt, opt.state_dict() | damage, model)
+        optim.load_state(opt, opt.state_dict() | damage)
 
 
 def test_a_state_of_lists_within_lists_is_refused_in_time():
@@ -930,7 +1305,7 @@ def test_a_state_of_lists_within_lists_is_refused_in_time():
     for _ in range(40):
         lists = [lists, lists]
     with pytest.raises(ValueError, match="more than 1,000,000 values"):
-        optim.load_state(opt, opt.state_dict() | {"state": {0: {"own": lists}}}, model)
+        optim.load_state(opt, opt.state_dict() | {"state": {0: {"own": lists}}})
 
 
 def test_what_others_keep_is_not_known_and_an_error_of_theirs_leaves_the_optimizer_as_it_was():
@@ -948,7 +1323,7 @@ def test_what_others_keep_is_not_known_and_an_error_of_theirs_leaves_the_optimiz
     model, opt = stepped(Own)
     opt.state["all"]["n"] = 1
     saved = copy.deepcopy(opt.state_dict())
-    optim.load_state(opt, saved, model)
+    optim.load_state(opt, saved)
     with pytest.raises(ValueError, match="its optimizer's state is not taken: OSError: no"):
-        optim.load_state(opt, saved | {"state": {}, "stop": True}, model)
+        optim.load_state(opt, saved | {"state": {}, "stop": True})
     assert [state["factors"].shape for key, state in opt.state.items() if key != "all"] == [(3, 3), (2, 2)]

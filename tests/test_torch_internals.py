@@ -30,6 +30,8 @@ NAMES = {
     "the call of a module": lambda: nn.Module._call_impl,
     "the module that torch.compile wraps": lambda: torch._dynamo.eval_frame.OptimizedModule.__init__,
     "multiplying many tensors": lambda: torch._foreach_mul_,
+    "bounding many tensors": lambda: (torch._foreach_clamp_min_, torch._foreach_clamp_max_),
+    "the norms of many tensors": lambda: (torch._foreach_norm, torch._foreach_add_, torch._foreach_reciprocal_),
     "the engine's callbacks": lambda: torch.autograd.Variable._execution_engine.queue_callback,
     "DDP's reducer, rebuilding": lambda: dist.Reducer._rebuild_buckets,
     "DDP's reducer, another pass": lambda: dist.Reducer.prepare_for_backward,
@@ -90,6 +92,17 @@ def test_a_parameter_forgets_hooks_that_were_removed_and_no_others():
     p.register_post_accumulate_grad_hook(lambda t: setattr(t, "grad", None))
     (p * 3).backward()
     assert p.grad is None
+
+
+def test_many_tensors_are_clipped_each_by_itself():
+    tensors = [torch.tensor([3.0, -4.0]), torch.tensor([[0.1]], dtype=torch.float64), torch.zeros(2)]
+    clipped = [t.clone() for t in tensors]
+    torch_internals.clip_elements(clipped, 3.5)
+    assert [t.tolist() for t in clipped] == [[3.0, -3.5], [[0.1]], [0.0, 0.0]]
+    torch_internals.clip_each(tensors, 1.0, 2.0)
+    torch.testing.assert_close(tensors[0], torch.tensor([0.6, -0.8]))
+    assert tensors[1].item() == 0.1
+    assert not tensors[2].any()
 
 
 def test_batch_norms():

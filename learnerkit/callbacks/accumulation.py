@@ -23,7 +23,8 @@ class GradientAccumulation(Callback):
         n_samples: samples of a step over all ranks; the step is taken as soon as its batches have as many.
 
     Raises:
-        TypeError, ValueError: neither or both of them, or a number below 1.
+        TypeError, ValueError: neither or both of them, or a number below 1; when a fit begins, a `loss_weight` for each
+            of several losses.
     """
 
     order = 6
@@ -42,6 +43,12 @@ class GradientAccumulation(Callback):
 
     def before_train(self) -> None:
         learn = self.learn
+        if learn._loss_weighting.parts:
+            raise ValueError(
+                "GradientAccumulation cannot weigh the parts of a loss each by itself, as loss_weight= says: what a "
+                "step counts of each is known only after its last batch. Take larger batches or more processes, or one "
+                "loss_weight for the whole loss (errors.html#accumulation)"
+            )
         if not learn._sharded:
             self.attach()
         self._batches = self._samples = self._steps = 0

@@ -182,7 +182,6 @@ class _Mixing(_Drawing):
             learn.yb = targets
         learn.loss = share * loss + (1 - share) * learn.loss
         learn.loss_grad = share * loss_grad + (1 - share) * learn.loss_grad
-        self._mixed, self._others = None, ()
 
     def cleanup_train(self) -> None:
         self._mixed, self._others = None, ()  # of a batch that was cancelled

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from learnerkit import world
+from learnerkit import arguments, world
 from learnerkit.callback import Callback
 from learnerkit.data.position import source_of
 from learnerkit.events import CancelBatchException
+from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
-from learnerkit.utils import unwrap, warn
+from learnerkit.utils import spanned_devices, unwrap, warn
 
 
 class _Averaging(Callback):
@@ -24,10 +25,12 @@ class _Averaging(Callback):
 
     Attributes:
         n_averaged: how often the average of this or the last fit has been updated.
+        module: another module that has the average; `None`: the model has it while it is validated or saved.
     """
 
     order = 15  # after DistributedCallback, which says where the model is
     run_valid = False
+    module: nn.Module | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,9 +38,11 @@ class _Averaging(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        self._own: dict[str, Tensor] = {}  # the model's tensors: empty where there is nothing to average
+        self._own: dict[str, Tensor] = {}  # the tensors that are averaged: empty where there is nothing to average
+        self._homes: dict[str, Tensor] = {}  # those of `module`, which get the averages
         self._average: dict[str, Tensor] = {}  # once training has begun
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # averages and tensors of one device and type each
+        self._copies: list[tuple[Tensor, Tensor]] = []  # tensors and their averages, where these are not the same
         self._kept: list[tuple[Tensor, Tensor]] | None = None  # the weights, while the average is in the model
         self._users = 0  # validations and files, one inside the other, that have the average in the model
 
@@ -46,7 +51,7 @@ class _Averaging(Callback):
         self._forget()
         if learn.task != "fit":
             return
-        if any(isinstance(cb, _Averaging) and cb.run and cb is not self for cb in learn.cbs):
+        if any(isinstance(cb, _Averaging) and cb.run and cb.module is None and cb is not self for cb in learn.cbs):
             raise ValueError(
                 f"two callbacks average the weights, {self!r} among them, and the model can be validated with one "
                 "average: use one of them"
@@ -69,11 +74,14 @@ class _Averaging(Callback):
             return
         by_kind: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
         for name, t in self._own.items():
+            home = self._homes.get(name, t)
             # In half precision small changes of an average would be lost.
-            exact = torch.float32 if t.is_floating_point() and t.itemsize < 4 else t.dtype
-            average = self._average[name] = t.detach().to(exact, copy=True)
+            exact = torch.float32 if home.is_floating_point() and home.itemsize < 4 else home.dtype
+            average = self._average[name] = home.detach().to(exact, copy=home is t)
+            if average.data_ptr() != home.data_ptr():
+                self._copies.append((home, average))
             if t.is_floating_point() or t.is_complex():
-                averages, own = by_kind.setdefault((t.device, t.dtype), ([], []))
+                averages, own = by_kind.setdefault((average.device, average.dtype, t.dtype), ([], []))
                 averages.append(average)
                 own.append(t)
         self._groups = list(by_kind.values())
@@ -81,7 +89,7 @@ class _Averaging(Callback):
     def _update(self, average: Callable) -> None:
         "Take the present weights into the average. No host-device sync."
         for averages, own in self._groups:
-            average(averages, [t.detach().to(averages[0].dtype) for t in own], self.n_averaged)
+            average(averages, [t.detach().to(averages[0]) for t in own], self.n_averaged)
         self.n_averaged += 1
 
     # Where the average is used
@@ -104,8 +112,8 @@ class _Averaging(Callback):
     def _put(self) -> None:
         "Put the average into the model's tensors, in place: optimizers, DDP and compiled code refer to them."
         self._users += 1
-        if self._users == 1 and self.n_averaged:
-            self._kept = [(self._own[name], self._own[name].clone()) for name in self._average]
+        if self._users == 1 and self.n_averaged and self.module is None:
+            self._kept = [(t, t.clone()) for t, _ in self._copies]
             self._write()
 
     @torch.no_grad()
@@ -117,12 +125,12 @@ class _Averaging(Callback):
             self._kept = None
 
     def _write(self) -> None:
-        for name, average in self._average.items():
-            self._own[name].copy_(average)
+        for t, average in self._copies:
+            t.copy_(average)
 
     @torch.no_grad()
     def after_fit(self) -> None:
-        if self._own and self.n_averaged:
+        if self.n_averaged and self.module is None:
             self._write()
         self._forget()  # a file that is saved from now on has what the model has
 
@@ -142,51 +150,149 @@ class _Averaging(Callback):
 
 
 class EMA(_Averaging):
-    """Validates and saves an exponential moving average of the weights (Polyak and Juditsky 1992).
+    """Keeps an exponential moving average of the weights (Polyak and Juditsky 1992), to validate and save it.
 
     After each optimizer step average = d * average + (1 - d) * weights, also of the float buffers, such as BatchNorm's
-    statistics. With `warmup` d is min(decay, (1 + n) / (10 + n)) after n steps, as in TensorFlow's
+    statistics. With `warmup` d is min(decay, (1 + n) / (10 + n)) after n updates, as in TensorFlow's
     ExponentialMovingAverage, so that the first weights are soon forgotten. Training itself goes on with the weights.
 
     The average is in the model in each validation during the fit, in what `learn.save` and `SaveModelCallback` write,
     and at the end of a fit that ended well. After an error the weights are there. `CheckpointCallback` keeps both. On
     several ranks the buffers' average is rank 0's.
 
+    With `module` the average is that module's parameters: a teacher (Tarvainen and Valpola, arXiv:1703.01780; DINO), a
+    target network (DQN, BYOL) or a momentum encoder (MoCo). It goes on from the values that these have, so make the
+    module by `copy.deepcopy`, or call its `load_state_dict`. The module's buffers, such as BatchNorm's statistics, and
+    its mode are its own. Its parameters are frozen during a fit (`requires_grad` is False), as they would be trained
+    otherwise, and DDP would wait for their gradients. If the module is no part of `learn.model`, it moves to the
+    loaders' device, has rank 0's values when a fit begins, and is kept in checkpoints. Validation and saving then use
+    the model as it is. There may be several such callbacks, beside one that averages the weights; they are
+    `learn.ema_target` (the last one) and `learn.ema`.
+
     Args:
-        decay: the weight of the past in each step, from 0 to below 1: about 1 / (1 - decay) steps are averaged.
-        warmup: begin with a smaller decay.
+        decay: the weight of the past in each update, from 0 to below 1: about 1 / (1 - decay) updates are averaged. Or
+            a function that returns it, up to 1, for the share of training that is done, from 0 to 1, such as
+            `SchedCos(0.996, 1)`.
+        warmup: begin with a smaller decay; by default if there is no `module`.
+        every: update after every so many optimizer steps of this fit. Steps that accumulation or a gradient scaler
+            leaves out do not count; all steps in one batch count once.
+        start: so many optimizer steps the average is just the weights.
+        module: the module that has the average.
+        of: the module that is averaged; by default the model. If several optimizers train the model, the steps are
+            those of the optimizers that have its parameters.
 
     Raises:
-        ValueError: another decay; in `before_fit`, another callback that averages the weights.
+        TypeError: `module` or `of` is no module.
+        ValueError: another decay, `every` or `start`; in `before_fit`, another callback that averages the weights, or a
+            `module` whose parameters have other names or shapes than those that are averaged.
     """
 
-    def __init__(self, decay: float = 0.999, warmup: bool = True) -> None:
+    def __init__(
+        self,
+        decay: float | Callable[[float], float] = 0.999,
+        warmup: bool | None = None,
+        *,
+        every: int = 1,
+        start: int = 0,
+        module: nn.Module | None = None,
+        of: nn.Module | None = None,
+    ) -> None:
         super().__init__()
-        if not 0 <= decay < 1:
-            raise ValueError(f"got decay={decay!r}; it is the weight of the past, 0 or more and less than 1")
-        self.decay, self.warmup = decay, warmup
-        self._stepped = False
+        if not callable(decay):
+            _check_decay(decay)
+        arguments.check_count("every", every)
+        arguments.check_count("start", start, "a number of optimizer steps", least=0)
+        for name, value in (("module", module), ("of", of)):
+            if not (value is None or isinstance(value, nn.Module)):
+                raise TypeError(f"got {name}={value!r}; it is a module, such as learn.model or a part of it")
+        self.decay, self.every, self.start, self.module, self.of = decay, every, start, module, of
+        self.warmup = module is None if warmup is None else warmup
+        self._steps = 0  # of this fit
+        self._share: float | None = None  # of training, at a step that no update has followed as yet
         self._hooks: list[Any] = []
+        self._frozen: list[Tensor] = []
+
+    @property
+    def name(self) -> str:
+        """The attribute of the learner: `ema`, or with a `module` `ema_target`."""
+        return super().name + ("" if self.module is None else "_target")
+
+    def before_fit(self) -> None:
+        self._steps = 0
+        if self.module is None:
+            super().before_fit()
+            return
+        self._forget()
+        if self.learn.task in ("validate", "predict"):
+            return
+        self.n_averaged = 0
+        self._take_target(unwrap(self.learn.model if self.of is None else self.of), unwrap(self.module))
+
+    def _take_target(self, source: nn.Module, target: nn.Module) -> None:
+        own, homes = dict(source.named_parameters()), dict(target.named_parameters())
+        apart = [name for name in own | homes if _shape(own.get(name)) != _shape(homes.get(name))]
+        if apart or source is target:
+            how = f"differ in {first_few(apart)}" if apart else "are one module's"
+            raise ValueError(
+                "EMA(module=...) writes averages into parameters of the same names and shapes, and those of "
+                f"{type(source).__name__} and {type(target).__name__} {how}: of= says which module is averaged"
+                " (errors.html#weight-averaging)"
+            )
+        floats = {name: t for name, t in own.items() if t.is_floating_point() or t.is_complex()}
+        self._own = {name: t for name, t in floats.items() if homes[name] is not t}
+        self._homes = {name: homes[name] for name in self._own}
+        self._frozen = [t for t in self._homes.values() if t.requires_grad]
+        for t in self._frozen:
+            t.requires_grad_(False)
+        if beside := self._beside():
+            if not spanned_devices(target):
+                target.to(self.learn.dls.device)
+            if self.learn._sharded:
+                world.give_values([*beside.values()])  # every rank must reach this
+
+    def _beside(self) -> dict[str, Tensor]:
+        "What the module has beside the learner's model, which is saved with all that it has."
+        if self.module is None:
+            return {}
+        module, model = unwrap(self.module), unwrap(self.learn.model)
+        known = {id(t) for t in (*model.parameters(), *model.buffers())}
+        found = (*module.named_parameters(), *module.named_buffers())
+        return {name: t.detach() for name, t in found if id(t) not in known}
 
     def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
+        model = model if self.of is None else unwrap(self.of)
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         return {name: t for name, t in named.items() if t.is_floating_point() or t.is_complex()}
 
     def before_train(self) -> None:
         super().before_train()
         if self._own:
-            self._stepped = False
+            self._share, opts, mine = None, self.learn.opts, {id(t) for t in self._own.values()}
+            # All optimizers where none has these tensors: it may train copies in another precision.
+            theirs = [opt for opt in opts if any(id(p) in mine for g in opt.param_groups for p in g["params"])] or opts
             # By the optimizers themselves: a step may be skipped, cancelled, or taken for a batch that was cancelled.
-            self._hooks = [opt.register_step_post_hook(self._note_step) for opt in self.learn.opts]
+            self._hooks = [opt.register_step_post_hook(self._note_step) for opt in theirs]
 
     def _note_step(self, *_: Any) -> None:
-        self._stepped = True
+        self._share = self.learn.pct_train  # as the step's schedules see it: before it has been counted
 
+    @torch.no_grad()
     def after_batch(self) -> None:
-        if self._stepped:
-            self._stepped = False
-            n = self.n_averaged
-            self._update(get_ema_multi_avg_fn(min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay))
+        share, self._share = self._share, None
+        if share is None:
+            return
+        self._steps += 1
+        if self._steps <= self.start:
+            self._update(get_ema_multi_avg_fn(0.0))
+            self.n_averaged = 0
+        elif self._steps % self.every == 0:
+            n, decay = self.n_averaged, self.decay
+            if callable(decay):
+                decay = decay(share)
+                _check_decay(decay, at=f"({share})")
+            self._update(get_ema_multi_avg_fn(min(decay, (1 + n) / (10 + n)) if self.warmup else decay))
+        if self.module is not None:
+            self._write()
 
     def after_train(self) -> None:
         self.after_batch()  # a step that accumulation takes at the end of its data
@@ -198,18 +304,51 @@ class EMA(_Averaging):
         self.after_batch()  # a step after which the batch was left without `after_batch`
 
     def before_validate(self) -> None:
-        self._share()
+        self._give_buffers()
         super().before_validate()
 
     def after_fit(self) -> None:
-        self._share()
+        self._give_buffers()
         super().after_fit()
 
-    def _share(self) -> None:
+    def cleanup_fit(self) -> None:
+        super().cleanup_fit()
+        for t in self._frozen:
+            t.requires_grad_(True)
+        self._frozen = []
+
+    def _give_buffers(self) -> None:
         "Give every rank rank 0's average of buffers, which each makes of its own; every rank must reach this."
         if self.learn._sharded and not self._users:
             buffers = [self._average[name] for name, t in self._own.items() if not isinstance(t, nn.Parameter)]
             world.broadcast_into(buffers if self._average else [])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average, what the module has of its own, and how often it was updated, after how many steps."""
+        if self.module is None:
+            average = self._average if self._steps > self.start else {}
+        else:
+            copies = {id(average) for _, average in self._copies}
+            average = {name: t for name, t in self._average.items() if id(t) in copies}
+        return {"n": self.n_averaged, "steps": self._steps, "average": dict(average), "module": self._beside()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = self._beside()
+        for name, value in state["module"].items():
+            own[name].copy_(value.view_as(own[name]))
+        super().load_state_dict(state)
+        self._steps = state["steps"]
+
+
+def _check_decay(decay: Any, at: str = "") -> None:
+    """Refuse a weight of the past that is none; one that a function returns, `at` a share of training, may be 1."""
+    if not (0 <= decay < 1 or (at and decay == 1)):
+        most = "1 at most" if at else "less than 1"
+        raise ValueError(f"got decay{at}={decay!r}; it is the weight of the past, 0 or more and {most}")
+
+
+def _shape(t: Tensor | None) -> torch.Size | None:
+    return None if t is None else t.shape
 
 
 class SWA(_Averaging):

@@ -15,7 +15,7 @@ from learnerkit.callback import Callback
 from learnerkit.data.batches import in_float32, map_batch
 from learnerkit.events import CancelStepException
 from learnerkit.text import did_you_mean, first_few
-from learnerkit.torch_internals import compiled_call, plain_call, set_compiled_call
+from learnerkit.torch_internals import clip_each, clip_elements, compiled_call, plain_call, set_compiled_call
 from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
@@ -191,36 +191,66 @@ class MixedPrecision(Callback):
 class GradientClip(Callback):
     """Scales the gradient down if its norm is above a bound (Pascanu et al., arXiv:1211.5063).
 
-    It takes the norm over all parameters of all optimizers together, after unscaling and averaging over the ranks.
+    It takes the norm over all parameters of all optimizers together, after unscaling and averaging over the ranks. With
+    `each` the gradient of each parameter has a norm and a bound of its own, as Keras' `clipnorm` and DINO have it. With
+    `max_value` each element is bounded, and no norm.
 
     Args:
         max_norm: the bound; `float('inf')` does not clip.
         norm_type: the p of the p-norm; `float('inf')` for the largest absolute value.
-        log: add the norm before clipping to the table as the column `grad_norm`.
+        log: add the norm over all parameters before clipping to the table as the column `grad_norm`.
+        max_value: clip each element to the range from -max_value to max_value instead.
+        each: clip the gradient of each parameter by itself.
 
     Raises:
-        ValueError: `max_norm` or `norm_type` is not a number above 0.
+        ValueError: `max_norm`, `norm_type` or `max_value` is not a number above 0, or `max_value` is given with `each`
+            or with another `max_norm` than 1.
     """
 
     order = MixedPrecision.order + 1
     run_valid = False
 
-    def __init__(self, max_norm: float = 1.0, norm_type: float = 2.0, log: bool = False) -> None:
+    def __init__(
+        self,
+        max_norm: float = 1.0,
+        norm_type: float = 2.0,
+        log: bool = False,
+        *,
+        max_value: float | None = None,
+        each: bool = False,
+    ) -> None:
         super().__init__()
         arguments.check_positive("max_norm", max_norm)
         arguments.check_positive("norm_type", norm_type)
-        self.max_norm, self.norm_type = max_norm, norm_type
+        if max_value is not None:
+            arguments.check_positive("max_value", max_value)
+            if each or max_norm != 1:
+                raise ValueError(
+                    f"got max_value={max_value} with max_norm={max_norm} and each={each}; max_value clips elements and "
+                    "no norm: leave the others out, or take two callbacks GradientClip"
+                    " (errors.html#gradient-clip)"
+                )
+        self.max_norm, self.norm_type, self.max_value, self.each = max_norm, norm_type, max_value, each
         self.logs = ("grad_norm",) if log else ()
 
     def before_step(self) -> None:
         params = _parameters(self.learn)
-        if params:
-            # The norm stays on the device: no host-device sync.
-            norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], self.norm_type)
-            if self.max_norm < math.inf:  # otherwise an infinite norm would make all gradients NaN
-                torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
+        if not params:
+            return
+        # All of it stays on the device: no host-device sync.
+        grads = [_values(p) for p in params]
+        of_all = not self.each and self.max_value is None
+        if of_all or self.logs:
+            norm = torch.nn.utils.get_total_norm(grads, self.norm_type)
             if self.logs:
                 self.learn.log_metric("grad_norm", norm)
+        if self.max_value is not None:
+            clip_elements(grads, self.max_value)
+        elif self.max_norm < math.inf:  # otherwise an infinite norm would make all gradients NaN
+            if of_all:
+                torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
+            else:
+                clip_each(grads, self.max_norm, self.norm_type)
 
 
 class ChannelsLast(Callback):
@@ -315,6 +345,15 @@ def _parameters(learn: "Learner") -> list[Tensor]:
     """The parameters of all optimizers that have gradients, each once."""
     params = (p for opt in learn.opts for group in opt.param_groups for p in group["params"])
     return [p for p in dict.fromkeys(params) if p.grad is not None]
+
+
+def _values(p: Tensor) -> Tensor:
+    """The gradient of a parameter; of a sparse one the values, of which each place has one from here on."""
+    grad: Any = p.grad
+    if grad.layout is torch.strided:
+        return grad
+    p.grad = grad = grad.coalesce()
+    return grad.values()
 
 
 def _check_arguments(target: str, given: dict[str, Any], function: Callable, positional: str) -> None:

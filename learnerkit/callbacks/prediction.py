@@ -10,7 +10,7 @@ from torch import Tensor
 
 from learnerkit.callback import Callback
 from learnerkit.data.batches import Rows, concat, entries, gather_batches, map_batch, on_host, with_rows
-from learnerkit.losses import activation_of, decode_of, loss_name, unwrap_partial
+from learnerkit.losses import activation_of, check_predictions, decode_of, loss_arguments, loss_name, unwrap_partial
 from learnerkit.utils import describe
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class GatherPredictions(Callback):
         learn = self.learn
         if not learn.batch_size:
             return
+        check_predictions(learn)
         items = {"preds": with_rows(learn.pred, learn.batch_size)}
         if self.with_input:
             items["inputs"] = tuple(with_rows(x, learn.batch_size) for x in learn.xb)
@@ -67,9 +68,9 @@ class GatherPredictions(Callback):
 
     def _losses(self) -> Tensor:
         learn = self.learn
-        if not learn.yb:
+        if not learn.yb and not learn._loss_weighting.alone:
             raise ValueError("with_loss=True, but the batches have no targets")
-        loss = self._loss_func(learn.pred, *learn.yb)
+        loss = self._loss_func(learn.pred, *learn.yb, **loss_arguments(learn))
         # If there are several losses for each sample, the sample's loss is their mean.
         return loss if loss.ndim == 1 and len(loss) == learn.batch_size else loss.reshape(learn.batch_size, -1).mean(1)
 
@@ -159,12 +160,14 @@ class KeepPredictions(Callback):
         self.found: list[Prediction] | None = None
 
     def after_batch(self) -> None:
+        check_predictions(self.learn)
         if self.learn.pred is not None:  # else the batch was cancelled
             self.found = predicted(self.learn, self.n, self.act)
 
 
 def predicted(learn: "Learner", n: int, act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
     """Return the predictions that `learn.pred`, of a batch of `n` samples, is; `act`: as in `Learner.predict`."""
+    check_predictions(learn)
     names, rule, raw = learn.dls.target_names, _rule(learn), on_host(learn.pred)
     parts = (_decoded(learn.loss_func, raw, names), act(raw) if act else raw, raw)
     predictions = []
@@ -302,11 +305,11 @@ def per_sample(loss_func: Any) -> Callable[..., Tensor]:
     """
     if hasattr(unwrap_partial(loss_func), "reduction"):
 
-        def losses(*args: Any) -> Tensor:
+        def losses(*args: Any, **kwargs: Any) -> Tensor:
             module = unwrap_partial(loss_func)
             before, module.reduction = module.reduction, "none"
             try:
-                return loss_func(*args)
+                return loss_func(*args, **kwargs)
             finally:
                 module.reduction = before
 

@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import compress, zip_longest
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from learnerkit.data.batches import in_float32, map_batch
 from learnerkit.data.show import pyplot
 from learnerkit.explain import explain_metric
 from learnerkit.host_scalars import HostScalars
-from learnerkit.losses import loss_parts, rows_compared
+from learnerkit.losses import check_predictions, counted_parts, rows_compared
 from learnerkit.metrics import DEPENDS_ON_CUT, Meter, check_columns, make_meters, weighted_mean
 from learnerkit.text import columns, did_you_mean, escaped_line, format_time
 from learnerkit.utils import describe, listify
@@ -31,9 +31,14 @@ if TYPE_CHECKING:
 
 
 class LossMeter:
-    """The losses of batches and their counts; nothing waits for the device until they are read."""
+    """The losses of batches and their counts; nothing waits for the device until they are read.
 
-    def __init__(self) -> None:
+    Args:
+        parts: the names of the losses that have a count of their own.
+    """
+
+    def __init__(self, parts: Iterable[str] = ()) -> None:
+        self.parts = {name: LossMeter() for name in parts}
         self.losses, self.counts = HostScalars(), HostScalars()
         self.cancelled: list[bool] = []  # before there was a loss
         self.steps = 0  # without those at the end in which this rank had no samples
@@ -49,9 +54,14 @@ class LossMeter:
         self.counts.append(count)
         if learn.batch_size:
             self.steps = len(self.cancelled)
+        if self.parts:
+            for name, (value, n) in counted_parts(learn).items():
+                self.parts[name].losses.append(value)
+                self.parts[name].counts.append(n)
         if not learn.iter % 1024:  # so that they do not pile up on the device
-            self.losses.poll()
-            self.counts.poll()
+            for meter in (self, *self.parts.values()):
+                meter.losses.poll()
+                meter.counts.poll()
 
     def on_host(self) -> list[float | None]:
         """The losses that have arrived on the host, `None` where nothing was counted; never waits."""
@@ -77,13 +87,15 @@ class LossMeter:
         """The losses and counts of this rank. A host-device sync."""
         return {
             "losses": list(self.losses.all()), "counts": list(self.counts.all()), "cancelled": list(self.cancelled),
-            "steps": self.steps,
+            "steps": self.steps, "parts": {name: part.state_dict() for name, part in self.parts.items()},
         }  # fmt: skip
 
     @classmethod
     def of_ranks(cls, ranks: list[dict[str, Any]], sums: bool) -> "LossMeter":
         """A meter with what one rank had, or with the sums of what several had."""
         meter = cls()
+        for name in ranks[0].get("parts", ()):
+            meter.parts[name] = cls.of_ranks([rank["parts"][name] for rank in ranks], sums=False)
         meter.steps = max((rank["steps"] for rank in ranks), default=0)
         meter.cancelled = [all(each) for each in zip_longest(*(rank["cancelled"] for rank in ranks), fillvalue=True)]
         pairs = zip(ranks[0]["losses"], ranks[0]["counts"], strict=True) if len(ranks) == 1 else _summed(ranks, sums)
@@ -93,7 +105,13 @@ class LossMeter:
         return meter
 
     def mean(self, sums: bool, sharded: bool) -> float:
-        """The mean over everything counted, on all ranks if `sharded`."""
+        """The mean over everything counted, on all ranks if `sharded`; of several parts the sum of theirs."""
+        if self.parts:
+            found = [[*map(sum, part.totals(False, sharded=False)[:2])] for part in self.parts.values()]
+            rows = torch.tensor(found, dtype=torch.float64)
+            rows = world.reduce(rows) if sharded else rows
+            total, count = rows[rows[:, 1] != 0].T  # of nothing there is no mean
+            return (total / count).sum().item() if len(count) else math.nan
         totals, counts, _ = self.totals(sums, sharded=False)
         return weighted_mean(sum(totals), sum(counts), sharded)
 
@@ -111,12 +129,12 @@ class Evaluation:
 
     Args:
         meters: one for each metric.
-        sharded: whether the data are divided among the ranks.
+        learn: the learner, whose data may be divided among the ranks.
     """
 
-    def __init__(self, meters: list[Meter], sharded: bool) -> None:
-        self.meters, self.sharded = meters, sharded
-        self.loss, self.batches = LossMeter(), 0
+    def __init__(self, meters: list[Meter], learn: "Learner") -> None:
+        self.meters, self.sharded = meters, learn._sharded
+        self.loss, self.batches = LossMeter(learn._loss_weighting.parts), 0
         self._is_fresh = True
 
     def _begin(self) -> None:
@@ -131,7 +149,10 @@ class Evaluation:
         self._begin()
         self.batches += 1
         self.loss.update(learn)
-        if not self.meters or not learn.batch_size or learn.pred is None:
+        if not self.meters or not learn.batch_size:
+            return
+        check_predictions(learn)
+        if learn.pred is None:  # the batch was cancelled
             return
         pred = map_batch(in_float32, learn.pred) if learn.training else learn.pred  # see MixedPrecision
         for meter in self.meters:
@@ -207,7 +228,7 @@ class EvaluationCallback(Callback):
         others = [cb for cb in learn.cbs if isinstance(cb, EvaluationCallback) and cb is not self]
         # Copies where a fit or another validation is going on, which may be using the metrics themselves.
         metrics = copy.deepcopy(learn.metrics) if learn._in_fit or others else learn.metrics
-        self._evaluation = Evaluation(make_meters(metrics, *_facts(learn)), learn._sharded)
+        self._evaluation = Evaluation(make_meters(metrics, *_facts(learn)), learn)
 
     def after_batch(self) -> None:
         self._evaluation.update(self.learn)
@@ -232,6 +253,7 @@ class Smoother:
     def __init__(self, beta: float) -> None:
         self.beta = beta
         self.values: list[float] = []
+        self.given: list[float] = []  # what they are made of; NaN where nothing counted
         self._average, self._count = 0.0, 0
         self._seen = 0  # losses of the current epoch that are in `values`
         self._epoch_start = (0, 0.0, 0)
@@ -245,7 +267,7 @@ class Smoother:
     def close(self, losses: list[float | None]) -> None:
         """End the epoch with its final losses; `None` is a step in which nothing counted."""
         length, self._average, self._count = self._epoch_start
-        del self.values[length:]
+        del self.values[length:], self.given[length:]
         for loss in losses:
             self._add(loss)
         self._seen, self._epoch_start = 0, (len(self.values), self._average, self._count)
@@ -253,11 +275,11 @@ class Smoother:
     def state_dict(self) -> dict[str, Any]:
         """What is final: without the current epoch."""
         length, *average = self._epoch_start
-        return {"values": self.values[:length], "average": average}
+        return {"values": self.values[:length], "given": self.given[:length], "average": average}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the current epoch began."""
-        self.values, self._seen = list(state["values"]), 0
+        self.values, self.given, self._seen = list(state["values"]), list(state["given"]), 0
         self._average, self._count = state["average"]
         self._epoch_start = (len(self.values), self._average, self._count)
 
@@ -265,7 +287,8 @@ class Smoother:
         if loss is not None:
             self._average = self.beta * self._average + (1 - self.beta) * loss
             self._count += 1
-        self.values.append(self._average / (1 - self.beta**self._count) if self._count else float("nan"))
+        self.values.append(self._average / (1 - self.beta**self._count) if self._count else math.nan)
+        self.given.append(math.nan if loss is None else loss)
 
 
 class PastFit(SimpleNamespace):
@@ -300,6 +323,7 @@ class Recorder(Callback):
         values: a list for each row (one for each epoch, and those that `ValidateEvery` adds), without epoch and time.
         log: the last row; `final_record`: the last of `values`.
         losses: the smoothed training loss at every batch; of finished epochs over all ranks.
+        step_losses: the training loss at every batch as it was, with which `losses` are made.
         lrs: the last group's learning rate at every batch.
         iters: for each row, the number of training batches so far.
         hps: scheduled hyper-parameters at every batch, by name.
@@ -348,9 +372,17 @@ class Recorder(Callback):
     @property
     def losses(self) -> list[float]:
         """The smoothed training loss at every step. Reading it during an epoch is a host-device sync."""
+        return self._smoothed().values
+
+    @property
+    def step_losses(self) -> list[float]:
+        """The training loss at every step, not smoothed; NaN where nothing counted. A sync as in `losses`."""
+        return self._smoothed().given
+
+    def _smoothed(self) -> Smoother:
         if self._in_epoch:
             self._smooth.extend(self._train.loss.losses.all())
-        return self._smooth.values
+        return self._smooth
 
     @property
     def smooth_loss(self) -> float | None:
@@ -397,7 +429,7 @@ class Recorder(Callback):
 
     def before_fit(self) -> None:
         if self.values or self.lrs:
-            kept = ("metric_names", "values", "losses", "lrs", "iters", "hps", "final_record", "log")
+            kept = ("metric_names", "values", "losses", "step_losses", "lrs", "iters", "hps", "final_record", "log")
             self.history.append(PastFit(**{name: getattr(self, name) for name in kept}))
         self._start()
         metrics = self.learn.metrics
@@ -427,7 +459,7 @@ class Recorder(Callback):
     def _start_epoch(self) -> None:
         self._start_time = time.perf_counter()
         meters = self._train_meters, self._valid_meters
-        self._train, self._valid = (Evaluation(m, self.learn._sharded) for m in meters)
+        self._train, self._valid = (Evaluation(m, self.learn) for m in meters)
         self.logged = {}
         self._first_batch = len(self.lrs)
         self._last_opt = self.learn.opts[-1]
@@ -438,8 +470,8 @@ class Recorder(Callback):
             self._valid.update(learn)
         elif learn.loss is not None or learn._sharded:  # ranks must agree on the number of steps
             (self._train if self._train_meters else self._train.loss).update(learn)
-            for name, part in loss_parts(learn.output).items() if learn.loss_func is None else ():
-                self.log_metric(name, part, learn._loss_count)
+            for name, (part, n) in counted_parts(learn).items() if learn.loss_func is None else ():
+                self.log_metric(name, part, n)
             lr = self._last_opt.param_groups[-1]["lr"]
             # Of a tensor, which only the user can have put there, this is a host-device sync.
             self.lrs.append(lr if type(lr) is float else float(lr))
@@ -507,6 +539,8 @@ class Recorder(Callback):
         lrs += self.lrs[-1:] * (len(steps) - len(lrs))  # if this rank has left early; it may also have gone on
         self.lrs[self._first_batch :] = compress(lrs, recorded)
         self._in_epoch = False
+        if self._train.loss.parts:
+            return self._train.loss.mean(sums, self._train.sharded)
         return sum(totals) / sum(counts) if sum(counts) else float("nan")
 
     def _tell_not_finite(self, losses: Sequence[float | None]) -> None:

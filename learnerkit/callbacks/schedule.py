@@ -170,14 +170,15 @@ def _in_two_parts(pct: float, first: Schedule, second: Schedule) -> Schedule:
 class ParamScheduler(Callback):
     """Sets hyper-parameters before every training batch; at the end of the fit they get their old values back.
 
-    `recorder.hps` has the values at every batch; of several groups, the last one's. The weight decay of norms and
-    biases, which have none by default, is not scheduled.
+    `recorder.hps` has the values at every batch; of several groups, the last one's. Parameters without weight decay,
+    such as norms and biases, stay without. One schedule of the weight decay, or of the momentum, leaves the groups for
+    which the splitter gives a value.
 
     Args:
         scheds: for each hyper-parameter ('lr', 'momentum', 'weight_decay') a schedule, or a list with one for each of
-            the splitter's groups. If `opt_func` or `create_opt` makes groups with different rates, one schedule of 'lr'
-            is that of the group with the highest, to which the others keep their ratio. With several optimizers it may
-            be a dict of these by the optimizer's name; optimizers that are not in it keep their values.
+            the splitter's groups. If groups were made with different rates, they keep their ratio under one schedule of
+            'lr', which has the values that one rate of `Learner.fit` would have. With several optimizers it may be a
+            dict of these by the optimizer's name; optimizers that are not in it keep their values.
 
     Raises:
         ValueError: in `before_fit`, no such hyper-parameter, or a list of the wrong length.
@@ -193,7 +194,7 @@ class ParamScheduler(Callback):
         self.hps: dict[str, list[float]] = {}
         self._by_opt: list[dict[str, Any]] = []
         self._before: list[list[dict[str, Any]]] = []
-        self._bare: set[int] = set()
+        self._kept: list[dict[str, set[int]]] = []
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -205,24 +206,24 @@ class ParamScheduler(Callback):
             {name: scheds[i] for name, scheds in by_name.items() if scheds[i] is not None}
             for i in range(len(learn.opts))
         ]
+        bare, self._kept = set() if learn.wd_bn_bias else optim.without_decay(learn.model), []
         for opt, scheds in zip(learn.opts, self._by_opt, strict=True):
             for name, sched in scheds.items():
                 _check_schedule(name, sched, opt)
+            self._kept.append({name: optim.keeping(opt, name, bare, callable(sched)) for name, sched in scheds.items()})
             if callable(sched := scheds.get("lr")) and {*(shares := optim.shares(opt))} != {1.0}:
                 scheds["lr"] = [partial(_share_of, sched, share) for share in shares]
         self._before = [optim.get_hypers(opt, scheds) for opt, scheds in zip(learn.opts, self._by_opt, strict=True)]
-        self._bare = set() if learn.wd_bn_bias else optim.norms_and_biases(learn.model)
         self.hps = {name: [] for name in self.scheds}
         if hasattr(learn, "recorder"):
             learn.recorder.hps |= self.hps  # it may have those of another ParamScheduler already
 
     def before_batch(self) -> None:
         position, last = self.learn.pct_train, dict[str, float]()
-        for opt, scheds in zip(self.learn.opts, self._by_opt, strict=True):
+        for opt, scheds, kept in zip(self.learn.opts, self._by_opt, self._kept, strict=True):
             for name, sched in scheds.items():
                 values = [float(s(position)) for s in ([sched] if callable(sched) else sched)]
-                exempt = self._bare if name == "weight_decay" else set()
-                optim.set_hyper(opt, name, values[0] if callable(sched) else values, exempt)
+                optim.set_hyper(opt, name, values[0] if callable(sched) else values, kept[name])
                 last[name] = values[-1]
         for name, value in last.items():
             self.hps[name].append(value)

@@ -165,7 +165,7 @@ class Restorer:
         model, state = unwrap(learn.model), self.state
         saved = fitted(Saved(str(self.checkpoint.path), self.checkpoint.weights()), model, strict=True)
         if with_opt:
-            optim.load_state(learn.opt, state.pop("opt"), model)
+            optim.load_state(learn.opt, state.pop("opt"))
         model.load_state_dict(saved.weights)
         with torch.no_grad():
             for t, value in zip(_values_beside(learn), state["beside"], strict=True):

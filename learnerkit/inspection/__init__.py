@@ -1,1 +1,1 @@
-"""Looking inside: a summary of the model, hooks and statistics of activations, what a classifier gets wrong."""
+"""Looking inside: a summary of the model, its layers in order, hooks, statistics, what a classifier gets wrong."""

@@ -340,7 +340,7 @@ class RankDispatch(Dispatch):
         return True
 
     def _call(self, event: str, hooks: list) -> None:
-        if event in _PLACES:
+        if event in _PLACES and (self.last is None or _PLACES[event] > _PLACES[self.last]):  # not again in a closure
             self.last = event
         self.agreement.event = event
         learn, watch = self.agreement.learn, self.agreement.watch

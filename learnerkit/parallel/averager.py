@@ -134,7 +134,8 @@ class Averager:
                 " (errors.html#rank-statistics)"
             )
         if self._own:
-            self._say_deferred(f"{type(learn).__name__} has a {self._own} of its own")
+            several = f"{type(learn.opt).__name__} evaluates the loss several times in a step"
+            self._say_deferred(several if learn._by_closure else f"{type(learn).__name__} has a {self._own} of its own")
             return True
         reasons = list(dict.fromkeys(reason for found in firsts for reason in found.reasons))
         unused = dict.fromkeys(name for found in firsts for name in found.unused)

@@ -11,9 +11,19 @@ from torch import Tensor, nn
 
 from learnerkit import world
 from learnerkit.callback import Callback, is_ours
-from learnerkit.data.batches import get_field, in_float32, map_batch, rows_of, tensors_in
+from learnerkit.data.batches import in_float32, map_batch, rows_of, tensors_in
 from learnerkit.events import INNER_EVENTS, Event
-from learnerkit.losses import LossWeight, check_shapes, loss_option, no_scalar, own_loss, unwrap_partial
+from learnerkit.losses import (
+    LossWeight,
+    check_shapes,
+    is_scalar,
+    loss_option,
+    loss_parts,
+    no_scalar,
+    own_loss,
+    pred_of,
+    unwrap_partial,
+)
 from learnerkit.text import first_few
 from learnerkit.utils import add_note_once, describe, spanned_devices, unwrap
 
@@ -32,9 +42,9 @@ class ParallelCallback(Callback):
 
     The loss is computed from gathered predictions, on the first GPU, where it cannot be cut up: where a callback has a
     hook for `after_pred` and so may change predictions or targets, in a Learner with a `_forward` or `_loss` of its
-    own, with targets that are not tensors of one entry per sample, with class weights of zero, and where the loss uses
-    tensors that do not move with it (it is a bound method or an object, or it refers to a tensor or to a module with
-    weights).
+    own, with targets that are not tensors of one entry per sample, with class weights of zero, where the loss asks for
+    attributes of the learner, and where it uses tensors that do not move with it (it is a bound method or an object, or
+    it refers to a tensor or to a module with weights).
 
     Args:
         device_ids: the GPUs to use; by default all.
@@ -42,7 +52,8 @@ class ParallelCallback(Callback):
             of a batch with each other, say), or that keeps a state of its own.
 
     Raises:
-        ValueError: a GPU that is not there, or one twice; when a fit begins, a model that spans several devices.
+        ValueError: a GPU that is not there, or one twice; when a fit begins, a model that spans several devices, or a
+            `loss_weight` for each of several losses.
     """
 
     def __init__(self, device_ids: list[int] | None = None, loss_on_replicas: bool = True) -> None:
@@ -71,11 +82,18 @@ class ParallelCallback(Callback):
                 f"training on {learn.dls.device} alone"
             )
             return
+        weighting = learn._loss_weighting
+        if weighting.parts:
+            raise ValueError(
+                "ParallelCallback cannot weigh the parts of a loss each by itself, as loss_weight= says: give one "
+                "loss_weight for the whole loss, or use distrib_ctx (errors.html#data-parallel)"
+            )
         # The model's own device must come first: DataParallel gathers there.
         ids.sort(key=lambda i: i != (learn.dls.device.index or 0))
         self._whole, model = learn.model, unwrap(learn.model)
         own_seams = learn._overrides("_forward", "_loss")
         takes = self.loss_on_replicas and not own_seams and can_replicate(learn.loss_func)
+        takes = takes and not weighting.asks  # for what is there once, and not for each replica
         self._loss_func = learn.loss_func if takes else None
         replicas = nn.DataParallel(_Replica(model, self._loss_func), device_ids=ids)
         learn.model = look_through(model, partial(self._call, replicas), ids)
@@ -93,14 +111,16 @@ class ParallelCallback(Callback):
         learn, (targets, keep) = self.learn, self._asked
         kind = learn.dls.device.type
         autocast = kind, torch.get_autocast_dtype(kind)
-        losses, counts, output = replicas(args, kwargs, targets, keep, learn._loss_weighting, autocast)
+        weighting = learn._loss_weighting
+        losses, counts, output = replicas(args, kwargs, targets, keep, weighting, autocast)
         if losses is None:
             return output
         if counts is not None:
             shares = (counts / counts.sum()).to(losses.dtype)
             losses = torch.where(shares > 0, losses, 0.0) * shares  # what counts nothing may be a NaN
         if keep and learn.loss_func is None:
-            return _with_loss(output, losses.sum())  # where `_loss` finds it, and a callback may change it before
+            entries = dict.fromkeys(weighting.entries, None if counts is None else counts.sum())
+            return _with(output, losses.sum(), entries)  # where `_loss` finds it, and a callback may change it before
         self._taken: Tensor | None = losses.sum()
         return output
 
@@ -143,7 +163,9 @@ class ParallelCallback(Callback):
                 and all(isinstance(y, Tensor) and y.shape[:1] == (learn.batch_size,) for y in learn.yb)
             )
         )
-        keeps = not (takes and learn.training) or learn._loss_weighting.takes_output(learn.yb) or bool(read)
+        weighting = learn._loss_weighting
+        counted = weighting.takes_output(learn.yb) or weighting.entries
+        keeps = not (takes and learn.training) or bool(counted or read)
         self._asked = learn.yb if takes else None, keeps
 
     def _loss(self) -> None:
@@ -168,21 +190,23 @@ class _Replica(nn.Module):
         """(loss, what it counts, output): the first two of shape (1,), and `None` for what is not needed."""
         torch.set_autocast_dtype(*autocast)  # DataParallel's threads start with the default, not with the caller's
         output = self.model(*args, **weighting.passed(targets or ()) | kwargs)
-        pred, own = _pred(output), self.loss_func is None
         if targets is None:
             return None, None, output
-        loss = own_loss(output) if own else self._loss(pred, targets)
+        own, entries = self.loss_func is None, weighting.entries
+        pred = pred_of(output, own)
+        loss = own_loss(output, entries) if own else self._loss(pred, targets)
         if own and loss is None:
             return None, None, output
         if not isinstance(loss, Tensor) or loss.ndim:
             raise no_scalar(loss)
         counts = None
         if not weighting.sums:
-            count = weighting.count(targets, rows_of((args, kwargs)), pred, output if own else pred)
+            count = weighting.count(targets, rows_of((args, kwargs)), pred, output)
             # A product, because to copy a number to the device would make the host wait.
             counts = loss.new_ones(1, dtype=torch.float64) * count
         if own and keep:
-            output = _with_loss(output, None)  # the vector of the parts' losses is of no use
+            # Numbers of a part of the batch are of no use: DataParallel would make vectors of them.
+            output = _with({} if loss_parts(output, entries) else output, None, dict.fromkeys(entries))
         return loss.reshape(1), counts, output if keep else None
 
     def _loss(self, pred: Any, targets: tuple) -> Any:
@@ -255,15 +279,17 @@ def can_replicate(loss_func: Any) -> bool:
     return not stays and not (isinstance(weight, Tensor) and (weight == 0).any())
 
 
-def _pred(output: Any) -> Any:
-    return output if isinstance(output, Tensor) else get_field(output, "logits", output)
-
-
-def _with_loss(output: Any, loss: Tensor | None) -> Any:
-    """A model's output with another `loss`. Of an object without entries, which DataParallel cannot gather, a dict."""
+def _with(output: Any, loss: Tensor | None, entries: dict[str, Any]) -> Any:
+    """A model's output with another loss, and other entries by name, which an object gets as a dict."""
+    if output is None or isinstance(output, Tensor):
+        return loss
+    if isinstance(output, tuple | list) and not hasattr(output, "_replace"):
+        places = [i for i, x in enumerate(output) if is_scalar(x)] or [i for i, x in enumerate(output) if x is None]
+        return type(output)(loss if i == places[0] else x for i, x in enumerate(output))
+    named = {"loss": loss, **entries}
     if hasattr(output, "_replace"):
-        return output._replace(loss=loss)
+        return output._replace(**named)
     if isinstance(output, MutableMapping):
-        output["loss"] = loss
+        output.update(named)
         return output
-    return {**vars(output), "loss": loss}
+    return {**vars(output), **named}  # of an object without entries, which DataParallel cannot gather

@@ -41,6 +41,7 @@ class Deferred:
     def backward(self) -> None:
         """Compute the batch's gradients with their weight; a batch that counts nothing has none."""
         step, learn = self.step, self.step.learn
+        loss = learn.loss_grad
         if step.is_changed():
             step.take_parameters(step.named, step.passes.watches)
         if self.own:
@@ -58,6 +59,7 @@ class Deferred:
             remove_hooks(hooks, heard)
         if self._settle is not None and self._settle(self._first(pieces) if something else None):
             self._settle = None
+        learn.loss_grad = loss  # without its weight, as on one process: a closure gives it to the optimizer
         self._finish()
 
     def _first(self, pieces: list[Tensor]) -> First:

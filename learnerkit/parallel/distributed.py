@@ -165,7 +165,7 @@ class DistributedCallback(Callback):
         states = [opt.state_dict() for opt in learn.opts]
         if not world.same_everywhere((map_batch(describe, states), digests(tensors_in(states)))):
             for opt, state in zip(learn.opts, world.broadcast(on_host(states)), strict=True):
-                optim.load_state(opt, state, learn.model)
+                optim.load_state(opt, state)
         if learn._position is not None:
             order = learn._position.order.generator
             order.set_state(world.broadcast(order.get_state()))

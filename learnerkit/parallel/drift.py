@@ -104,7 +104,7 @@ def state_table(learn: "Learner") -> dict[str, str]:
     }
 
 
-_NO_OPTIONS = ("params", optim.GROUP, optim.COUNT, optim.PLACES)
+_NO_OPTIONS = ("params", optim.GROUP, optim.COUNT, optim.WHOLE, optim.PLACES, optim.OPTIONS)
 
 
 def _leaves(named: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

@@ -92,7 +92,7 @@ class LeftBatch(Callback):
                 if learn._overrides("_backward"):  # whose passes, and the steps in it, this rank must make, too
                     learn._forward()
                     learn._loss()
-                elif learn.pred is None and asks_ranks(learn.model):
+                elif learn._model_output is None and asks_ranks(learn.model):
                     learn.xb = emptied(learn.xb)
                     with suppress(CancelException):  # that of a hook of the model, again
                         learn._forward()

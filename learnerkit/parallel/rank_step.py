@@ -122,6 +122,8 @@ class RankStep:
                 expected = world.reduce(float(self.count), "mean", among="gradients")
             mean.begin(expected * learn._step_batches or 1.0)
         mean.counted = mean.counted + self.count
+        if learn._loss_weighting.parts:
+            learn._loss_weighting.share(learn)
         return counts_something(self.count)
 
     def weigh(self) -> bool:

@@ -326,7 +326,7 @@ def _judge_values(loss_func: Any, pred: Tensor, target: Tensor) -> Iterator[Find
 def judge_prediction(loss_func: Any, pred: Any) -> list[Finding]:
     """Judge the values of the predictions: whether they are what the loss expects."""
     if pred is None:
-        return [Finding(OK, "left on the GPUs where it was made")]
+        return [Finding(OK, "none: left on the GPUs where they were made, or the model returned its loss alone")]
     tensors = list(tensors_in(pred))
     if found := _not_finite(tensors, "the model"):
         return found
@@ -446,7 +446,8 @@ def judge_optimizer(named: list[tuple[str, nn.Parameter]], stuck: list[str], opt
     if stuck:
         text = f"{first_few(stuck)}: have gradients, and the step did not change them (lr {shown})"
         found.append(Finding(WRONG, text))
-    return found or [Finding(OK, f"{', '.join(type(opt).__name__ for opt in opts)}, lr {shown}")]
+    names = ", ".join(type(opt).__name__ for opt in opts)
+    return found or [Finding(OK, f"{names}, lr {shown}{optim.decays_text(opts)}")]
 
 
 def _rates(opts: list, name: str = "lr") -> dict[int, float]:
@@ -482,6 +483,7 @@ def judge_metrics(learn: "Learner") -> list[Finding]:
     values, found = [], []
     for meter in meters:
         try:
+            losses.check_predictions(learn)
             meter.reset()
             meter.update(0, losses.rows_compared(learn.pred, learn.yb, learn.batch_size), learn.pred, learn.yb)
             row = meter.row(sharded=False)

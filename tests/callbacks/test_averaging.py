@@ -23,8 +23,10 @@ from learnerkit import (
     DataLoaders,
     DriftCheck,
     GradientAccumulation,
+    Learner,
     MixedPrecision,
     SaveModelCallback,
+    SchedCos,
     ValidateEvery,
     minimum,
     set_seed,
@@ -110,6 +112,33 @@ def test_ema_is_the_mean_that_it_says(warmup):
     assert ema.n_averaged == len(raw.steps) == 12
 
 
+def of_parameters(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("to_module", [False, True])
+@pytest.mark.parametrize(
+    ("decay", "every", "start"),
+    [(0.6, 1, 0), (0.6, 2, 3), (lambda share: 0.9 * share, 1, 0), (0.0, 5, 0), (0.5, 3, 12)],
+)
+def test_steps_and_decays_are_those_that_it_was_given(decay, every, start, to_module):
+    raw, model = Raw(), norm_model()
+    target = deepcopy(model) if to_module else None
+    expected = of_parameters(model)
+    ema = EMA(decay, warmup=False, every=every, start=start, module=target)
+    learn = learner(ema, raw, model=model)
+    learn.fit(2)
+    assert len(raw.steps) == 12
+    for k, now in enumerate(raw.steps, 1):
+        d = 0.0 if k <= start else decay((k - 1) / 12) if callable(decay) else decay
+        if k <= start or k % every == 0:
+            expected = {name: d * value + (1 - d) * now[name] for name, value in expected.items()}
+    close(of_parameters(target if to_module else learn.model), expected)
+    assert ema.n_averaged == sum(k > start and k % every == 0 for k in range(1, 13))
+    if to_module:
+        assert same_weights(learn.model, raw.steps[-1])
+
+
 def test_the_mean_of_swa_and_its_statistics_are_torchs():
     raw = Raw()
     learn = learner(SWA(start=1), raw)
@@ -171,6 +200,7 @@ class Leaves(Callback):
             raise CancelFitException
 
 
+@pytest.mark.filterwarnings("ignore:mixed precision with float16")
 def test_an_update_for_each_step_that_is_taken():
     for cbs, epochs, n in (
         ([Leaves()], 3, 4),
@@ -180,8 +210,7 @@ def test_an_update_for_each_step_that_is_taken():
         ema, data = EMA(), make_dls(22, 8)
         data = DataLoaders(Unsized(list(data.train)), data.valid, device="cpu")
         learn = make_learner(data, norm_model().float(), cbs=[ema, *cbs])
-        with pytest.warns(UserWarning, match="float16") if not n else pytest.MonkeyPatch.context():
-            learn.fit(epochs)
+        learn.fit(epochs)
         assert ema.n_averaged == n
         assert all(not opt._optimizer_step_post_hooks for opt in learn.opts)
 
@@ -209,6 +238,103 @@ class Shift(torch.optim.SGD):
         for p in (p for group in self.param_groups for p in group["params"] if not self.state[p]):
             self.state[p]["done"] = True
             p.data += 1
+
+
+# Another module that has the average
+
+
+class Pair(nn.Module):
+    """Queries, and keys that follow them."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.head = make_model().double(), make_model().double(), make_model(1).double()
+
+    def forward(self, x):
+        return self.head(self.query(x)) + 0.1 * self.key(x)
+
+
+def test_a_module_that_follows_changes_nothing_else():
+    found = []
+    for cbs in ([], [EMA(0.7, module=norm_model())]):
+        learn = learner(*cbs, Saves(), data=dls(shuffle=True), dropout=0.5)
+        learn.fit(2)
+        found.append((learn.recorder.values, weights(learn.model), torch.load("models/epoch1.pth", weights_only=True)))
+    assert found[0][0] == found[1][0]
+    assert all(map(same_weights, found[0][1:], found[1][1:]))
+
+
+def test_several_modules_follow_beside_an_average_of_the_weights():
+    model, later = Pair(), make_model().double()
+    key, average = EMA(0.9, module=model.key, of=model.query), EMA(0.5, warmup=False)
+    other, raw = EMA(0.0, every=4, module=later, of=model.query), Raw()
+    seen = Callback(before_backward=lambda cb: frozen.append([p.requires_grad for p in model.key.parameters()]))
+    frozen, start = [], weights(model)
+    learn = learner(key, average, other, raw, seen, model=model)
+    assert (learn.ema, learn.ema_target) == (average, other)
+    learn.fit(2)
+    expected, mean = {k.removeprefix("key."): v for k, v in start.items() if k.startswith("key.")}, start
+    for now in raw.steps:  # noted before the averages, which are made after the batch
+        queries = {k.removeprefix("query."): v for k, v in now.items() if k.startswith("query.")}
+        expected = {k: 0.9 * v + 0.1 * queries[k] for k, v in expected.items()}
+        followed = now | {f"key.{k}": v for k, v in expected.items()}
+        mean = {k: 0.5 * v + 0.5 * followed[k] for k, v in mean.items()}
+    close(weights(learn.model), mean)
+    close(weights(later), {k.removeprefix("query."): v for k, v in raw.steps[-1].items() if k.startswith("query.")})
+    assert not any(map(any, frozen))
+    assert all(p.requires_grad for p in [*model.parameters(), *later.parameters()])
+    learn.remove_cb(other)
+    assert learn.ema_target is key
+
+
+def test_a_frozen_module_stays_frozen_and_its_buffers_are_its_own():
+    model, target = norm_model(), norm_model().requires_grad_(False)
+    target[1].running_mean.fill_(7.0)
+    learner(EMA(0.5, module=target), model=model).fit(1)
+    assert not any(p.requires_grad for p in target.parameters())
+    assert (target[1].running_mean == 7).all()
+
+
+def test_a_module_in_low_precision_gets_an_average_of_float32():
+    model, target = make_model(), make_model().bfloat16()
+    ema = EMA(0.999, module=target)
+    learn = make_learner(make_dls(400, None), model, cbs=ema)
+    learn.opt_func = Shift
+    start = weights(target)
+    learn.fit(1)
+    moved = target[0].weight.float() - start["0.weight"].float()
+    assert (moved > 0.05).all()
+
+
+class Ratio(Learner):
+    """Trains the last layer with every third batch."""
+
+    def create_opt(self):
+        return {n: torch.optim.SGD(self.model[i].parameters(), 0.1) for n, i in (("first", 0), ("last", -1))}
+
+    def _step(self):
+        self.opt["first"].step()
+        if self.iter % 3 == 2:
+            self.opt["last"].step()
+
+
+def test_the_steps_are_those_of_the_optimizer_that_trains_what_is_averaged():
+    model = make_model()
+    counts = [EMA(0.5, module=make_model()[0], of=model[0]), EMA(0.5, of=model[-1])]
+    make_learner(make_dls(24), model, cls=Ratio, cbs=counts).fit(2)
+    assert [ema.n_averaged for ema in counts] == [12, 4]
+
+
+def test_a_module_is_put_back_where_nothing_is_fitted():
+    target = norm_model()
+    ema = EMA(0.5, module=target)
+    learn = learner(ema, Callback(after_pred=lambda cb: target(cb.xb[0])))
+    before = weights(target)
+    learn.lr_find(num_it=10, show_plot=False, suggest_funcs=minimum)
+    assert ema.n_averaged == 0
+    assert same_weights(before, target)
+    learn.check()
+    assert same_weights(before, target)
 
 
 # Where the average is
@@ -281,6 +407,11 @@ def test_where_nothing_is_fitted_nothing_is_averaged(average):
     ("make", "said"),
     [
         (lambda: EMA(1.0), "decay=1.0"),
+        (lambda: EMA(every=0), "every=0"),
+        (lambda: EMA(start=-1), "start=-1"),
+        (lambda: learner(EMA(lambda share: 1.5)).fit(1), "got decay(0.0)=1.5; it is the weight of the past"),
+        (lambda: learner(EMA(module=make_model())).fit(1), "of Sequential and Sequential differ in 1.weight"),
+        (lambda: learner(EMA(module=(m := norm_model())), model=m).fit(1), "are one module's: of= says"),
         (lambda: SWA(-1), "start=-1"),
         (lambda: SWA(1.0), "start=1.0"),
         (lambda: learner(EMA(), SWA()).fit(2), "two callbacks average the weights"),
@@ -350,6 +481,26 @@ def statistics():
     return measure.found, "forward" in vars(model[1])
 
 
+class Teacher(EMA):
+    """Also pulls the predictions to those of the average."""
+
+    def __init__(self, model):
+        super().__init__(SchedCos(0.5, 1.0), every=2, start=3, module=model)
+
+    def after_loss(self):
+        with torch.no_grad():
+            advice = self.module(self.x)
+        self.learn.loss_grad = self.loss_grad + (self.pred - advice).square().mean()
+
+
+def taught():
+    """With a teacher that is another one on each rank, until they begin."""
+    torch.manual_seed(world.rank())
+    target = make_model(seed=world.rank()).double()
+    found = fit(Teacher(target), EMA(0.9, every=3), model=make_model().double())
+    return found | {"target": weights(target)}
+
+
 def at_9(cb):
     return cb.train_iter == 9
 
@@ -357,6 +508,8 @@ def at_9(cb):
 JOBS = {
     "EMA": lambda: fit(EMA(0.7), Leaves(), DriftCheck(every=1), model=make_model().double()),
     "EMA, accumulated": lambda: fit(EMA(0.7), GradientAccumulation(n_batches=4), model=make_model().double()),
+    "EMA, taught": taught,
+    "EMA, in the model": lambda: fit(EMA(0.7, module=(pair := Pair()).key, of=pair.query), Leaves(), model=pair),
     "SWA": lambda: fit(SWA(1), model=make_model().double()),
     "EMA, norms": lambda: fit(EMA(0.7), ValidateEvery(4), DriftCheck(every=2), epochs=2),
     "EMA, ended": lambda: fit(
@@ -377,13 +530,14 @@ def found(rank_pools):
     return Results(rank_pools, do)
 
 
-@pytest.mark.parametrize("job", ["EMA", "EMA, accumulated", "SWA"])
+@pytest.mark.parametrize("job", ["EMA", "EMA, accumulated", "EMA, taught", "EMA, in the model", "SWA"])
 def test_averages_on_ranks_are_those_of_one_process(found, job):
     (alone,) = found[1, job]
     for rank in found[2, job]:
         close(rank["end"], alone["end"])
         close(rank["seen"], alone["seen"])
         close(rank["values"], alone["values"])
+        close(rank.get("target", {}), alone.get("target", {}))
         assert rank["n"] == alone["n"] > 0
 
 

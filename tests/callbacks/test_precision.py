@@ -5,7 +5,18 @@ import shutil
 
 import pytest
 import torch
-from helpers import make_classes, make_data, make_dls, make_learner, make_model, raising, same_weights, spy, weights
+from helpers import (
+    make_classes,
+    make_data,
+    make_dls,
+    make_learner,
+    make_model,
+    raises,
+    raising,
+    same_weights,
+    spy,
+    weights,
+)
 from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
@@ -523,7 +534,56 @@ def test_the_norm_has_a_column_only_when_asked():
     assert watch.best > 0.05
 
 
+def clip_alone(max_norm, norm_type=2.0):
+    """Clip the gradient of each parameter by torch's function."""
+    return lambda params: [torch.nn.utils.clip_grad_norm_([p], max_norm, norm_type) for p in params]
+
+
+CLIPS = {
+    "elements": ({"max_value": 0.02}, lambda params: torch.nn.utils.clip_grad_value_(params, 0.02)),
+    "each": ({"max_norm": 0.03, "each": True}, clip_alone(0.03)),
+    "each, largest": ({"max_norm": 0.02, "norm_type": float("inf"), "each": True}, clip_alone(0.02, float("inf"))),
+    "each, no bound": ({"max_norm": float("inf"), "each": True}, lambda params: None),
+    "all": ({"max_norm": 0.03}, lambda params: torch.nn.utils.clip_grad_norm_(params, 0.03)),
+}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("name", CLIPS)
+def test_clipping_elements_or_each_parameter_is_as_by_torchs_functions(name, scaled):
+    kwargs, clip = CLIPS[name]
+    by_torch = Callback(order=11, before_step=lambda cb: clip(list(cb.model.parameters())))
+    models, norms = [], []
+    for cbs in ([GradientClip(**kwargs, log=True)], [by_torch], [GradientClip(float("inf"), log=True)]):
+        learn = make_learner(cbs=[*cbs, *([MixedPrecision("fp16", init_scale=2.0**8)] if scaled else [])])
+        learn.fit(1)
+        models.append(learn.model)
+        norms.append(learn.recorder.values[0])
+    assert close(models[0], models[1], 1e-6)
+    assert close(models[0], models[2], 1e-6) == (name == "each, no bound")
+    assert len(norms[0]) == len(norms[2]) == len(norms[1]) + 1
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_sparse_gradients_are_clipped_as_dense_ones(name):
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Flatten(), nn.Linear(12, 1)).double()
+        x = torch.tensor([[0, 1, 1, 2], [1, 1, 4, 4]])
+        dls = DataLoaders([(x, torch.ones(2, 1).double())] * 3, device="cpu")
+        learn = make_learner(dls, model, cbs=GradientClip(**CLIPS[name][0]))
+        learn.fit(1)
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
 def test_what_clipping_refuses():
+    for wrong in ({"max_norm": 2.0}, {"each": True}):
+        with raises(ValueError, "max_value clips elements and no norm"):
+            GradientClip(max_value=1.0, **wrong)
+    with raises(ValueError, "got max_value=-1.0; it is a number above 0"):
+        GradientClip(max_value=-1.0)
     for bad in (0, -1.0, float("nan"), "1", None):
         with pytest.raises(ValueError, match="got max_norm="):
             GradientClip(bad)

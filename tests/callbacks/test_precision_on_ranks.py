@@ -107,6 +107,14 @@ def test_clipping_is_that_of_one_process(n_batches):
     assert not torch.allclose(expected, trained(alone=True, kind=torch.float64)[1])
 
 
+@pytest.mark.parametrize("kwargs", [{"max_value": 0.02}, {"max_norm": 0.05, "each": True}])
+def test_clipping_elements_or_each_parameter_is_that_of_one_process(kwargs):
+    _, expected = trained([GradientClip(**kwargs)], alone=True, kind=torch.float64)
+    _, found = trained([GradientClip(**kwargs)], kind=torch.float64)
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(expected, trained(alone=True, kind=torch.float64)[1])
+
+
 @pytest.mark.parametrize("n", [30, 25])  # the last batch of 25 has a single sample: a rank without data
 @pytest.mark.parametrize("mode", ["fp16", "bf16"])
 def test_half_precision_trains_as_on_one_process(mode, n):

@@ -137,6 +137,7 @@ def test_train_loss_is_the_epochs_mean_and_losses_are_smoothed(bs, epochs):
         mean = sum(a * b for a, b in zip(raw[part], sizes[part], strict=True)) / 10
         assert learn.recorder.values[epoch][0] == pytest.approx(mean, rel=1e-6)
     assert learn.recorder.losses == pytest.approx(smoothed(raw, 0.98), rel=1e-6)
+    assert learn.recorder.step_losses == pytest.approx(raw, rel=1e-6)
     assert learn.recorder.smooth_loss == learn.recorder.losses[-1] == learn.smooth_loss
     assert learn.recorder.iters == [n * (e + 1) for e in range(epochs)]
     assert learn.recorder.lrs == [0.1] * n * epochs
@@ -170,10 +171,20 @@ def test_beta_is_less_than_1(beta):
 
 
 def test_the_losses_known_in_mid_epoch_are_those_of_the_end():
-    seen = []
-    learn = learner(cbs=Callback(after_batch=lambda cb: cb.training and seen.append(cb.smooth_loss), order=99))
+    seen, raw = [], []
+
+    def look(cb):
+        if cb.training:
+            raw.append(cb.recorder.step_losses[-1])
+            seen.append(cb.smooth_loss)
+            assert len(cb.recorder.step_losses) == len(cb.recorder.lrs)
+
+    learn = learner(cbs=Callback(after_batch=look, order=99))
     learn.fit(2)
     assert seen == learn.recorder.losses
+    assert raw == learn.recorder.step_losses
+    learn.fit(1)
+    assert learn.recorder.history[0].step_losses == raw[:4]
 
 
 def test_metrics_are_means_over_all_samples():

@@ -86,7 +86,7 @@ def whole():
     return of
 
 
-QUICK = ("one cycle", "accumulation", "EMA", "mixing", "carried")
+QUICK = ("one cycle", "accumulation", "EMA", "a teacher", "mixing", "carried")
 STEPS_OF = [
     *(pytest.param(name, (EPOCH, EPOCH + 5), id=name) for name in QUICK),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in ONE_FIT if name not in QUICK),

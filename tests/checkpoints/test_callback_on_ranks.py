@@ -4,10 +4,10 @@ import shutil
 import warnings
 
 import pytest
-from helpers import make_data, make_learner, weights
+from helpers import make_data, make_learner, make_model, weights
 from resume_jobs import Carries, different
 
-from learnerkit import CheckpointCallback, DataLoaders, set_seed, world
+from learnerkit import EMA, CheckpointCallback, DataLoaders, set_seed, world
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
@@ -38,3 +38,16 @@ def test_what_each_rank_has_of_its_own_comes_back(tmp_path):
     again = fit(only(tmp_path / "whole", "fit0-epoch1-step4", tmp_path / "again"), dls, Carries())
     assert again.train_iter == whole.train_iter
     assert different(weights(whole.model), weights(again.model)) == []
+
+
+def test_a_module_that_follows_the_model_comes_back(tmp_path):
+    dls = lambda: DataLoaders.from_datasets(make_data(24), bs=4, device="cpu")  # noqa: E731
+    found = []
+    for folder in (tmp_path / "whole", tmp_path / "again"):
+        follows = EMA(0.5, every=2, start=1, module=make_model(seed=10 * len(found) + world.rank()))
+        if found:
+            only(tmp_path / "whole", "fit0-epoch1-step4", folder)
+        fit(folder, dls, follows)
+        found.append(weights(follows.module))
+    assert different(*found) == []
+    assert all(different(found[0], other) == [] for other in world.all_gather(found[0]))

@@ -149,8 +149,8 @@ def make_fcos():
 
     class Head(FCOSHead):
         def compute_loss(self, targets, head_outputs, anchors, matched_idxs):
-            self.positives = (torch.stack(matched_idxs) >= 0).sum()
-            return super().compute_loss(targets, head_outputs, anchors, matched_idxs)
+            losses = super().compute_loss(targets, head_outputs, anchors, matched_idxs)
+            return {**losses, "positives": (torch.stack(matched_idxs) >= 0).sum()}
 
     anchors = AnchorGenerator(sizes=((8,),), aspect_ratios=((1.0,),))
     return FCOS(
@@ -158,31 +158,85 @@ def make_fcos():
     ).double()  # fmt: skip
 
 
-def train_fcos(name):
+def make_faster_rcnn():
+    """Faster R-CNN with samplers that keep all anchors and all proposals, so that nothing is drawn.
+
+    Two of its losses are means over the anchors, of which each image has as many, and two over the proposals.
+    """
+    from torchvision.models.detection import FasterRCNN
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
+    from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+    from torchvision.ops import MultiScaleRoIAlign
+
+    class Predictor(FastRCNNPredictor):
+        def forward(self, x):
+            self.proposals = len(x)
+            return super().forward(x)
+
+    return FasterRCNN(
+        make_backbone(8), None, SIZE, SIZE, [0.0], [1.0], AnchorGenerator(sizes=((8,),), aspect_ratios=((1.0,),)),
+        rpn_bg_iou_thresh=0.5, rpn_fg_iou_thresh=0.5, rpn_nms_thresh=1.0, rpn_batch_size_per_image=1000,
+        box_roi_pool=MultiScaleRoIAlign(["0"], 3, 2), box_head=TwoMLPHead(8 * 9, 16),
+        box_predictor=Predictor(16, CLASSES), box_batch_size_per_image=1000,
+    ).double()  # fmt: skip
+
+
+def train_detector(name):
     world._warned.clear()
     set_seed(1)
-    model = make_fcos()
-    weight = {"loss_weight": lambda targets: model.head.positives} if name == "positives" else {}
-    train = DataLoader(Squares(9, 9, more=1), 3, collate_fn=COLLATES["pairs"])
-    learn = Learner(DataLoaders(train, device="cpu"), model, lr=0.1, opt_func=torch.optim.SGD, **weight)
+    model = {"retinanet": make_model, "faster_rcnn": make_faster_rcnn}.get(name, make_fcos)()
+
+    def proposals(targets):
+        return model.roi_heads.box_predictor.proposals
+
+    weights = {
+        "retinanet": "samples",
+        "fcos": "positives",
+        "faster_rcnn": {
+            "loss_objectness": "samples", "loss_rpn_box_reg": "samples",
+            "loss_classifier": proposals, "loss_box_reg": proposals,
+        },
+    }  # fmt: skip
+    dls = DataLoaders(DataLoader(Squares(9, 9, more=1), 3, collate_fn=COLLATES["pairs"]), device="cpu")
+    learn = Learner(dls, model, lr=0.1, opt_func=torch.optim.SGD, loss_weight=weights.get(name))
     with warnings.catch_warnings(record=True) as caught, learn.no_logging(), learn.no_bar():
         warnings.simplefilter("always")
         with learn.distrib_ctx(split_batches=True):
             learn.fit(2)
-    return [p.detach().clone() for p in model.parameters()], [str(w.message) for w in caught]
+    found = [p.detach().clone() for p in model.parameters()], learn.recorder.values
+    return found, learn.recorder.metric_names, [str(w.message) for w in caught]
 
 
-def test_losses_that_are_means_over_positives_are_told_and_equal_one_process_by_their_count(rank_pools):
-    by_ranks = Results(rank_pools, train_fcos)
-    alone, _ = train_fcos("positives")
-    for weights, told in by_ranks[2, "positives"]:
+@pytest.fixture(scope="module")
+def trained(rank_pools):
+    return Results(rank_pools, train_detector)
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [
+        ("retinanet", 1e-9),
+        ("fcos", 1e-9),
+        ("faster_rcnn", 1e-7),  # torchvision makes its `loss_objectness` in float32, whatever the model has
+    ],
+)
+def test_detectors_on_ranks_equal_one_process_by_what_their_losses_average_over(trained, name, tolerance):
+    alone, columns, told = trained[1, name][0]
+    assert not told
+    for rank, names, told in trained[2, name]:
+        torch.testing.assert_close(rank, alone, rtol=tolerance, atol=tolerance)
+        assert names == columns
         assert not told
-        torch.testing.assert_close(weights, alone, rtol=1e-8, atol=1e-9)
-    guess, *others = by_ranks[2, "nothing"]
-    (told,) = guess[1]
-    assert "classification + bbox_regression + bbox_ctrness is taken for a mean over samples" in told
-    assert not any(told for _, told in others)
-    assert max((a - b).abs().max() for a, b in zip(alone, guess[0], strict=True)) > 1e-5
+    assert "positives" not in columns
+
+
+def test_losses_that_are_means_over_positives_are_told_where_nothing_is_said(trained):
+    (guess, *_, told), *others = trained[2, "nothing"]
+    assert "classification + bbox_regression + bbox_ctrness is taken for a mean over samples" in told[0]
+    assert len(told) == 1
+    assert not any(told for *_, told in others)
+    alone = trained[1, "fcos"][0][0]
+    assert max((a - b).abs().max() for a, b in zip(alone[0], guess[0], strict=True)) > 1e-5
 
 
 def test_a_column_that_detectors_do_not_have_is_not_monitored_in_silence():

@@ -378,6 +378,10 @@ CASES = {
     "own loss in an object": (
         lambda: None, mapping_loaders, partial(OwnLoss, SimpleNamespace), {"loss_weight": count_tokens},
     ),
+    "own loss by place": (
+        lambda: None, mapping_loaders, partial(OwnLoss, lambda loss, logits: (logits, loss)),
+        {"loss_weight": count_tokens},
+    ),
 }  # fmt: skip
 
 
@@ -602,6 +606,63 @@ def test_class_weights_of_zero(three_gpus):
     one.fit(2)
     several.fit(2)
     equal(several, one)
+
+
+def near_inputs(pred, target, *, x, model):
+    return (pred - target).square().mean() + (model(x) - x[:, :1]).square().mean()
+
+
+def test_a_loss_that_asks_the_learner_is_computed_on_one_device(three_gpus):
+    one, several = (make_learner(loaders(make_data(21)), make_model().double(), near_inputs) for _ in range(2))
+    several.add_cb(ParallelCallback())
+    for learn in (one, several):
+        learn.fit(2)
+    equal(several, one)
+    assert max(three_gpus) == 10
+
+
+class Kinds(Tokens):
+    """Makes the mean loss over its tokens; `kind` makes the output of it and their number."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x, labels=None):
+        return self.kind(F.cross_entropy(super().forward(x), labels), (labels != -100).sum())
+
+
+KINDS = {  # what the model returns, and the weight
+    "in a dict of losses": (lambda loss, n: {"tokens": loss, "n": n}, "n"),
+    "beside the loss": (lambda loss, n: {"loss": loss, "n": n}, "n"),
+    "not, of a loss alone": (lambda loss, n: loss, count_tokens),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_counts_that_the_model_returns(three_gpus, kind):
+    output, weight = KINDS[kind]
+
+    def train(*cbs):
+        torch.manual_seed(1)
+        dls = mapping_loaders()
+        learn = Learner(dls, Kinds(output).double(), opt_func=torch.optim.SGD, lr=0.1, loss_weight=weight, cbs=cbs)
+        with learn.no_logging():
+            learn.fit(2, cbs=Callback(after_pred=lambda cb: cb.learn.output))  # who may read it
+        return learn
+
+    one, several = train(), train(ParallelCallback())
+    close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+    close(several.recorder.values[-1][:2], one.recorder.values[-1][:2])
+    close(several.recorder.losses, one.recorder.losses)
+    close(several.model.state_dict(), one.model.state_dict())
+
+
+def test_a_weight_for_each_loss_is_refused(three_gpus):
+    model = Kinds(lambda loss, n: {"tokens": loss, "n": n}).double()
+    learn = Learner(mapping_loaders(), model, loss_weight={"tokens": "n"}, cbs=ParallelCallback())
+    with pytest.raises(ValueError, match="ParallelCallback cannot weigh the parts"):
+        learn.fit(1)
 
 
 def test_targets_that_are_not_one_per_sample_stay_whole(three_gpus):

@@ -18,7 +18,7 @@ REFUSED = {
 
 QUICK = [
     "loss with parameters, in the splitter", "callback's own backward pass before the loss's",
-    "LBFGS with a line search",
+    "LBFGS by itself, with a line search", "SAM that needs a closure",
     "a _backward of its own, of experts", "a mask of attention", "experts", "cancel in a forward hook, on one rank",
     "a buffer of features",
 ]  # fmt: skip
