@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.callbacks.augmentation import MixUp as MixUp
     from learnerkit.callbacks.averaging import EMA as EMA
     from learnerkit.callbacks.averaging import SWA as SWA
+    from learnerkit.callbacks.carried import CarriedState as CarriedState
     from learnerkit.callbacks.debugging import OverfitBatch as OverfitBatch
     from learnerkit.callbacks.debugging import ProfilerCallback as ProfilerCallback
     from learnerkit.callbacks.debugging import ShortEpochCallback as ShortEpochCallback
@@ -121,6 +122,7 @@ _HOMES = {
     "callbacks.accumulation": ["GradientAccumulation"],
     "callbacks.augmentation": ["BatchTransform", "CutMix", "MixUp"],
     "callbacks.averaging": ["EMA", "SWA"],
+    "callbacks.carried": ["CarriedState"],
     "callbacks.debugging": ["OverfitBatch", "ProfilerCallback", "ShortEpochCallback"],
     "callbacks.lr_find": ["SuggestionMethod", "minimum", "slide", "steep", "valley"],
     "callbacks.precision": ["ChannelsLast", "Compile", "GradientClip", "MixedPrecision"],

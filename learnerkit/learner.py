@@ -208,6 +208,7 @@ class Learner(RunState):
         activation_stats: lk.ActivationStats
         batch_transform: lk.BatchTransform
         bn_freeze: lk.BnFreeze
+        carried_state: lk.CarriedState
         channels_last: lk.ChannelsLast
         checkpoint: lk.CheckpointCallback
         comet: lk.CometCallback

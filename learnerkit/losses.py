@@ -344,7 +344,9 @@ class LossWeight:
             )
         return not least <= n <= most
 
-    def count(self, yb: tuple, batch_size: int, pred: Any = None, output: Any = None) -> int | Tensor:
+    def count(
+        self, yb: tuple, batch_size: int, pred: Any = None, output: Any = None, by_rows: bool = True
+    ) -> int | Tensor:
         """Return the number of items behind a batch's loss: a 0-dim tensor if they are counted, on every rank.
 
         Args:
@@ -352,6 +354,7 @@ class LossWeight:
             batch_size: the number of samples.
             pred: the predictions, if there are any.
             output: the whole output of the model.
+            by_rows: the rows of predictions are those of samples, rather than the steps of time-major batches.
 
         Raises:
             ValueError: a function takes other arguments, or it or the output's entry is no number.
@@ -365,7 +368,9 @@ class LossWeight:
             arguments = (made_of, *yb) if self.takes_output(yb) else yb
             return _checked_count(given(*arguments) if batch_size else 0)
         count = self._count(*yb) if yb and self._count is not None else None
-        return rows_compared(pred, yb, batch_size) if count is None else count
+        if count is None:
+            return rows_compared(pred, yb, batch_size) if by_rows else batch_size
+        return count
 
     # A loss of several parts, each with a count of its own
 
@@ -694,7 +699,8 @@ def evaluate_again(learn: "Learner") -> Tensor:
 
 def batch_count(learn: "Learner") -> int | Tensor:
     """Return what the loss of the present batch averages over."""
-    return learn._loss_weighting.count(learn.yb, learn.batch_size, learn.pred, learn._model_output)
+    by_rows = learn.dls.batch_dim == 0
+    return learn._loss_weighting.count(learn.yb, learn.batch_size, learn.pred, learn._model_output, by_rows)
 
 
 def loss_arguments(learn: "Learner") -> dict[str, Any]:

@@ -443,6 +443,7 @@ def test_the_table_of_callback_orders_is_right():
 
 EXAMPLES = {
     "train_images": 60,
+    "train_replay": 85,
     "train_text": 37,
     "train_tabular": 35,
     "train_transformer": 55,

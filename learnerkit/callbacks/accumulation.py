@@ -83,8 +83,9 @@ class GradientAccumulation(Callback):
         total = self.learn.dl.share.total
         if total is None and self.n_samples:
             raise ValueError(
-                "GradientAccumulation(n_samples=...) needs a loader whose sampler knows the sizes of the batches on "
-                "all ranks; if the dataset makes the batches, use n_batches"
+                "GradientAccumulation(n_samples=...) needs to know how many samples the batches of all ranks have, and "
+                "the dataset makes this rank's alone; use split_batches=True, a list of batches, or n_batches"
+                " (errors.html#accumulation)"
             )
         return total or 0
 

@@ -54,11 +54,14 @@ class GatherPredictions(Callback):
         if not learn.batch_size:
             return
         check_predictions(learn)
-        items = {"preds": with_rows(learn.pred, learn.batch_size)}
+        pred, xb, yb = learn.pred, learn.xb, learn.yb
+        if learn.dls.batch_dim != 0:
+            pred, xb, yb = learn.dls.samples_first(pred, xb, yb, learn.batch_size)
+        items = {"preds": with_rows(pred, learn.batch_size)}
         if self.with_input:
-            items["inputs"] = tuple(with_rows(x, learn.batch_size) for x in learn.xb)
-        if learn.yb:
-            items["targets"] = tuple(with_rows(y, learn.batch_size) for y in learn.yb)
+            items["inputs"] = tuple(with_rows(x, learn.batch_size) for x in xb)
+        if yb:
+            items["targets"] = tuple(with_rows(y, learn.batch_size) for y in yb)
         if self.with_loss:
             items["losses"] = self._losses()
         if learn._sharded:
@@ -71,6 +74,8 @@ class GatherPredictions(Callback):
         if not learn.yb and not learn._loss_weighting.alone:
             raise ValueError("with_loss=True, but the batches have no targets")
         loss = self._loss_func(learn.pred, *learn.yb, **loss_arguments(learn))
+        if learn.dls.batch_dim != 0 and loss.shape != (learn.batch_size,):
+            loss, _, _ = learn.dls.samples_first(loss, (), learn.yb, learn.batch_size)
         # If there are several losses for each sample, the sample's loss is their mean.
         return loss if loss.ndim == 1 and len(loss) == learn.batch_size else loss.reshape(learn.batch_size, -1).mean(1)
 

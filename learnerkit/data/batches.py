@@ -113,6 +113,15 @@ def entries(part: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(part) if isinstance(part, tuple | list) else ()
 
 
+def with_entries(part: Any, values: Mapping[Any, Any]) -> Any:
+    """Return what is like `part`, with other values for its `entries`."""
+    if isinstance(part, Mapping):
+        return dict(values)
+    if isinstance(part, tuple | list):
+        return type(part)(*values.values()) if hasattr(part, "_fields") else type(part)(values.values())
+    return _with_fields(part, values.__getitem__)
+
+
 def likely_sizes(batch: Any) -> set[int]:
     """The numbers of samples that all parts of a batch agree on; several, or none, if the parts do not tell."""
     readings = [{n for _, n in lengths_in(batch, within_lists=within)} for within in (False, True)]

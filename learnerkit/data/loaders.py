@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 from learnerkit import world
 from learnerkit.data.batches import lengths_in, likely_sizes, loader_len, to_device
+from learnerkit.data.cuts import Dims, check_dims, parted, row_counts, rows_first
 from learnerkit.data.order import first_batch, keep_seeds, samplers_of, with_batches
 from learnerkit.data.rows import IndexBatches, RowsLoader
 from learnerkit.data.samplers import SamplerStates
@@ -49,6 +50,10 @@ class DataLoaders:
             callbacks find them in `learn.batch`.
         batch_size: a function of a batch that returns its number of samples. By default a batch has as many as its
             loader has drawn, else as many as its parts have rows; the function is needed where neither is known.
+        batch_dim: the dimension of the samples in the tensors of a batch, 1 for those of time-major batches, (T, B).
+            Rows are counted there, and batches that are made already are cut there for several processes. Where it
+            differs, one for each entry of the batch: (1, 0), or {'tokens': 1, 'label': 0}; `None` is for an entry that
+            belongs to the whole batch.
         classes: the names of the classes, where plots and tables name them; by default the training set's `classes`.
         decode: a function of a sample's inputs that returns what `show_batch` shows: an image, a str, or a mapping.
 
@@ -63,7 +68,7 @@ class DataLoaders:
 
     Raises:
         TypeError: a loader that cannot be iterated over.
-        ValueError: `n_inp` below 1, or `batch_size` that is not a function.
+        ValueError: `n_inp` below 1, `batch_size` that is not a function, or `batch_dim` that is no dimension.
     """
 
     preprocessing: Mapping[str, Any] | None = None
@@ -83,6 +88,7 @@ class DataLoaders:
         target_keys: tuple[str, ...] = ("labels",),
         ignore_keys: tuple[str, ...] = (),
         batch_size: Callable[[Any], int] | None = None,
+        batch_dim: Dims = 0,
         classes: Iterable[str] | None = None,
         decode: Callable[..., Any] | None = None,
     ) -> None:
@@ -102,7 +108,8 @@ class DataLoaders:
                 "(from_datasets has bs)"
                 " (errors.html#batch-size-unknown)"
             )
-        self.batch_size = batch_size
+        check_dims(batch_dim)
+        self.batch_size, self.batch_dim = batch_size, batch_dim
         self.decode, self._classes = decode, None if classes is None else list(classes)
         self._device = torch.device(device) if device is not None else None
         self._pins = False  # whether to use pinned memory on a CUDA device
@@ -127,6 +134,7 @@ class DataLoaders:
         target_keys: tuple[str, ...] = ("labels",),
         ignore_keys: tuple[str, ...] = (),
         batch_size: Callable[[Any], int] | None = None,
+        batch_dim: Dims = 0,
         classes: Iterable[str] | None = None,
         decode: Callable[..., Any] | None = None,
         **loader_kwargs: Any,
@@ -142,7 +150,7 @@ class DataLoaders:
                 'balanced': each class equally often; a mapping from the name of each class to the weight of its
                 samples; or one weight for each sample.
             num_workers: worker processes of each loader; reading whole batches needs none and starts none.
-            device, n_inp, target_keys, ignore_keys, batch_size, classes, decode: as for `DataLoaders`.
+            device, n_inp, target_keys, ignore_keys, batch_size, batch_dim, classes, decode: as for `DataLoaders`.
             loader_kwargs: for `torch.utils.data.DataLoader`; `sampler`, `batch_sampler` and `drop_last` are for the
                 training loader only. Pinned memory is used by default if the device is a CUDA device.
 
@@ -178,8 +186,8 @@ class DataLoaders:
             for ds in (valid_ds, *more)
         ]
         options = {
-            "target_keys": target_keys, "ignore_keys": ignore_keys, "batch_size": batch_size, "classes": classes,
-            "decode": decode,
+            "target_keys": target_keys, "ignore_keys": ignore_keys, "batch_size": batch_size, "batch_dim": batch_dim,
+            "classes": classes, "decode": decode,
         }  # fmt: skip
         dls = cls(train, *others, device=device, n_inp=n_inp, **options)  # type: ignore[arg-type]  # mixed values
         dls._pins = "pin_memory" not in loader_kwargs
@@ -403,6 +411,33 @@ class DataLoaders:
         copies = [twin for original, twin in self._twins.values() if any(original is known for known in self.loaders)]
         return any(dl is known for known in (*self.loaders, *copies))
 
+    def row_sizes(self, batch: Any) -> set[int]:
+        """The numbers of rows that all parts of a batch agree on; several, or none, if the parts do not tell."""
+        return likely_sizes(batch) if self.batch_dim == 0 else set(row_counts(batch, self.batch_dim).values())
+
+    def count(self, batch: Any) -> int | None:
+        """The samples of a batch that no loader has drawn; `None` if it is not known."""
+        if self.batch_size is not None:
+            return _checked_count(self.batch_size(batch))
+        found = self.row_sizes(batch)
+        return found.pop() if len(found) == 1 else None
+
+    def samples_first(self, pred: Any, xb: tuple[Any, ...], yb: tuple[Any, ...], n: int) -> tuple[Any, Any, Any]:
+        """Return predictions, inputs and targets of a batch of `n` samples with these in the first dimension.
+
+        Raises:
+            ValueError: the predictions do not have their samples in the dimension where the last target has them.
+        """
+        inputs, targets, dim = parted(self.batch_dim, self.target_keys, len(xb), len(yb))
+        if {*row_counts(pred, dim).values()} != {n}:
+            raise ValueError(
+                f"the predictions of a batch of {n} samples are {describe(pred)}, and do not have these in dimension "
+                f"{dim}, as batch_dim={self.batch_dim!r} says of the targets: they cannot be joined with those of "
+                "other batches. Let the model return them so, or name the dimension for the last entry of a batch"
+                " (errors.html#batch-dim)"
+            )
+        return rows_first(pred, dim), rows_first(xb, inputs), rows_first(yb, targets)
+
     def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Split a batch into (xb, yb): inputs and targets.
 
@@ -468,7 +503,7 @@ class Unpacker:
         self._draws: Any = None if sharded else next(iter(samplers_of(dl)), None)
         self._sizes: deque[int] | None = None
         self._only_inputs = getattr(getattr(dl, "loader", dl), "only_inputs", False)
-        plain = not self._only_inputs and not dls.takes_targets(arguments, 1, 2)
+        plain = dls.batch_dim == 0 and not self._only_inputs and not dls.takes_targets(arguments, 1, 2)
         self._pairs = dls.n_inp in (None, 1) and dls.batch_size is None and plain
         self._pairs = self._pairs and type(dls).split is DataLoaders.split  # a subclass may change what it splits
         self._places: list[tuple[Any, ...]] = []  # where the lengths of a full batch are its number of samples
@@ -515,11 +550,12 @@ class Unpacker:
             return _checked_count(self.dls.batch_size(batch))
         if (
             drawn
+            and self.dls.batch_dim == 0
             and isinstance(batch, tuple | list)
             and all(type(t) is Tensor and t.shape[:1] == (drawn,) for t in batch)
         ):
             return drawn  # as below, in less time
-        likely = likely_sizes(batch)
+        likely = self.dls.row_sizes(batch)
         if drawn in likely or (drawn is not None and len(likely) != 1):
             return drawn
         if len(likely) != 1:
@@ -535,7 +571,8 @@ class Unpacker:
 
     def _infer(self, batch: Any) -> int:
         "The samples of a batch whose parts have several lengths, by those of a full one."
-        found = dict(lengths_in(batch))
+        dims = self.dls.batch_dim
+        found = dict(lengths_in(batch)) if dims == 0 else row_counts(batch, dims)
         if not self._places:
             size = getattr(getattr(self.dl, "batch_sampler", None), "batch_size", None)
             self._places = [place for place, length in found.items() if length == size]

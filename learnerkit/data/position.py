@@ -1,6 +1,6 @@
 """The place in the training data that a fit has come to, and reading on from it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from itertools import islice
@@ -183,7 +183,7 @@ class Position:
         self._begun, self.epoch, self._ranks = True, epoch, ranks
         drawn = isinstance(dl, DataLoader) and not isinstance(dl.dataset, IterableDataset)  # by an index stream
         self._length, self._batch_size = loader_len(dl), getattr(dl, "batch_size", None)
-        self._total = self._length if drawn else None
+        self._total = self._length if drawn or isinstance(dl, Sequence) else None
         self._samplers = dls.sampler_states(dl)  # before they are lent generators
         self._source, self._shared, self._draws, self._ahead = source_of(dl), None, None, None
         if state is not None and state["epoch"] == epoch:

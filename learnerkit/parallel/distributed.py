@@ -218,7 +218,8 @@ class DistributedCallback(Callback):
         if key in self._loaders:
             shared = self._loaders[key][1]
         else:
-            n = loader_len(dataset)
+            made = self.split_batches and getattr(dl, "batch_sampler", None) is None  # batches, which are cut
+            n = None if made else loader_len(dataset)
             if training and n is not None and n < world.world_size():
                 some = f"{n} sample{'s' if n > 1 else ''} for {world.world_size()} ranks"
                 self.tell_once(f"the training data has {some}: some of them have nothing to do")
@@ -226,7 +227,7 @@ class DistributedCallback(Callback):
             shared = rank_loader(
                 dl, "the training loader" if training else "the loader", training=training, split=self.split_batches,
                 least=2 if training and rank_norms(learn.model) else 1, seed=seed, sharded=self.dataset_is_sharded,
-                join=self.uneven == "join", rank_step=step,
+                join=self.uneven == "join", rank_step=step, dims=learn.dls.batch_dim, count=learn.dls.count,
             )  # fmt: skip
             if learn.dls.keeps(dl):  # else it is made for this reading alone
                 self._loaders[key] = dl, shared  # with the loader itself, so that its id stays its own

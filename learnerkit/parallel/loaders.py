@@ -3,9 +3,10 @@
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, chain, islice
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len, map_batch, tensors_in
+from learnerkit.data.cuts import Cutter, Dims, cut_rows, even_sizes, itself
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.order import draws_globally, samplers_of, with_batches
 from learnerkit.data.position import Resumed, has_state, say_read_forward, source_of
@@ -34,9 +36,7 @@ def split_evenly(batch: Any, parts: int, least: int) -> list:
         parts: how many pieces.
         least: samples below which no piece may fall while one piece can be given up for it.
     """
-    n = len(batch)
-    used = max(1, min(parts, n // least))
-    sizes = [n // used + (i < n % used) for i in range(used)] + [0] * (parts - used)
+    sizes = even_sizes(len(batch), parts, least)
     ends = list(accumulate(sizes))
     return [batch[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
@@ -48,8 +48,12 @@ def join_batches(batches: list) -> Any:
     return [i for b in batches for i in b]
 
 
-def distribute(batches: Iterable, ranks: int, split: bool, least: int, join: bool = True) -> Iterator[list]:
+def distribute(
+    batches: Iterable, ranks: int, split: bool, least: int, join: bool = True, n: int | None = None
+) -> Iterator[list]:
     """Distribute a stream of index batches over ranks: for each step a list with a piece for each rank.
+
+    Nothing is drawn ahead of its step, as a sampler may go by what the model has learned until then.
 
     Args:
         batches: the user's stream, the same on every rank.
@@ -58,25 +62,37 @@ def distribute(batches: Iterable, ranks: int, split: bool, least: int, join: boo
             uneven step is spread over all of them.
         least: the fewest samples a rank should get of what is cut or spread; whole batches stay as they are.
         join: whether the batches of an uneven step may be joined; otherwise each is cut by itself.
+        n: how many batches there are, where it is known: else a last step with a batch for each rank is not spread.
     """
     if split:
         for batch in batches:
             yield split_evenly(batch, ranks, least)
         return
     group: list = []
-    for batch in batches:
-        # One batch late, so that the last group is known to be the last.
-        if len(group) == ranks:
-            yield group
-            group = []
+    for number, batch in enumerate(batches, 1):
         group.append(batch)
-    if len(group) == ranks and (not join or len({len(b) for b in group}) == 1):
-        yield group
-    elif group and not join:
-        pieces = [ranks // len(group) + (i < ranks % len(group)) for i in range(len(group))]
-        yield [piece for batch, n in zip(group, pieces, strict=True) for piece in split_evenly(batch, n, least)]
-    elif group:
-        yield split_evenly(join_batches(group), ranks, least)
+        if number == n or len(group) == ranks:
+            yield _dealt(group, ranks, least, join, last=number == n)
+            group = []
+    if group:
+        yield _dealt(group, ranks, least, join, last=True)
+
+
+def _dealt(group: list, ranks: int, least: int, join: bool, last: bool) -> list:
+    """Give each rank its piece of the batches of a step; `last`: of the last one, which may be uneven."""
+    if len(group) == ranks and not (last and join and len({len(b) for b in group}) > 1):
+        return group
+    if join:
+        return split_evenly(join_batches(group), ranks, least)
+    pieces = [ranks // len(group) + (i < ranks % len(group)) for i in range(len(group))]
+    return [piece for batch, n in zip(group, pieces, strict=True) for piece in split_evenly(batch, n, least)]
+
+
+def _samples_in(batches: Iterable, count: Callable[[Any], int | None] | None) -> int | None:
+    """Return the samples of batches, where `count` knows those of each."""
+    counts = [None if count is None else count(batch) for batch in batches]
+    known = [n for n in counts if n is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 class RankBatches(Numbered):
@@ -90,18 +106,21 @@ class RankBatches(Numbered):
             without samples are left out, and batches are never spread.
         seed: makes all ranks draw alike from samplers that use the global generators (a seed, or states as those of
             `world.seed_states`); `None` leaves them as they are.
-        opaque: the items stand for whole batches, whose sizes only their data tell.
+        opaque: the items stand for whole batches, whose sizes only their data tell. If they are to be split, every
+            rank takes each of them whole.
+        count: the number of samples of such an item, where it is known.
     """
 
     def __init__(
         self, batches: Any, rank: int, ranks: int, *, split: bool = False, least: int = 1, training: bool = True,
-        seed: int | tuple | None = None, opaque: bool = False,
+        seed: int | tuple | None = None, opaque: bool = False, count: Callable[[Any], int | None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(batches)
         self.draws = Draws(_users(batches))
         self.draws.own, self.draws.states, self.draws.advance = seed is not None, seed, rank == 0
         self.rank, self.ranks, self.split, self.training, self.opaque = rank, ranks, split, training, opaque
         self.least = 1 if opaque else least  # one item is all that a rank can take of them
+        self.count = count
         self.shares: deque[Share] = deque()
 
     def __len__(self) -> int:
@@ -116,27 +135,35 @@ class RankBatches(Numbered):
 
     def _mine(self, shares: deque[Share]) -> Iterator:
         stream: Iterator = self.draws.drawn()
+        if self.opaque and self.split:
+            for step, item in enumerate(stream, self.first):
+                shares.append(Share(step * self.ranks + self.rank, None, None))
+                yield item
+            return
         if self.opaque:
             stream = ([item] for item in stream)
         for share, batch in self._spread(stream) if self.split or self.training else self._take_turns(stream):
-            shares.append(share._replace(size=None if share.size else 0, total=None) if self.opaque else share)
+            shares.append(share._replace(size=None if share.size else 0) if self.opaque else share)
             yield batch[0] if self.opaque else batch
 
     def _spread(self, stream: Iterable) -> Iterator[tuple[Share, Any]]:
         # Samples of other batches would be padded to the length of the longest, which may be more than fits.
-        join = not isinstance(self.draws.batches, LengthBatches)
-        for step, pieces in enumerate(distribute(stream, self.ranks, self.split, self.least, join), self.first):
+        join, n = not isinstance(self.draws.batches, LengthBatches), loader_len(self.draws.batches)
+        left = None if n is None or self.draws.skip == inf else n - int(self.draws.skip)
+        steps = distribute(stream, self.ranks, self.split, self.least, join, left)
+        for step, pieces in enumerate(steps, self.first):
             sizes = [len(piece) for piece in pieces]
             mine = sizes[self.rank]
             if mine or self.training:
-                share = Share(step * self.ranks + self.rank, mine, sum(sizes))
+                total = _samples_in(chain(*pieces), self.count) if self.opaque else sum(sizes)
+                share = Share(step * self.ranks + self.rank, mine, total)
                 # Real samples even where none counts: their empty slice has the right shapes and types.
                 yield share, pieces[self.rank] if mine else pieces[0][: self.least]
 
     def _take_turns(self, stream: Iterable) -> Iterator[tuple[Share, Any]]:
         for place, batch in enumerate(stream):
             if place % self.ranks == self.rank:
-                yield Share(place, len(batch), len(batch)), batch
+                yield Share(place, len(batch), None if self.opaque else len(batch)), batch
 
 
 def _users(batches: Any) -> Any:
@@ -150,12 +177,16 @@ class RankLoader:
     Args:
         loader: a copy of the user's, which draws from `batches`.
         batches: this rank's share.
+        dims: where the samples of a batch are, as `DataLoaders.batch_dim`.
+        cut: takes this rank's piece of batches that are made already; `None`: they are this rank's alone.
+        rank_step: the step that ranks take together in training; `None` in evaluation.
 
     Attributes:
         share: what the batch given out last is of the whole; without samples of its own, the batch is empty.
         sample: where the batch is empty, the samples it was made of, for models that cannot run on nothing.
         step_size: samples of all ranks in a full step; `None` where the loader does not know it.
-        is_last: the loader has no length, and this is the last batch, on all ranks alike.
+        is_last: the loader has no length, and this is the last batch, on all ranks alike: it is empty, and there only
+            if a step of several batches is still to be taken.
         usual_total: samples of all ranks in a step, roughly, where the shares do not tell.
         source: what has the state of data that every rank reads alike.
     """
@@ -165,8 +196,11 @@ class RankLoader:
     usual_total: int | None = None
     parts: tuple[int, int] | None = None  # of an iterable dataset: how many, and by how many workers each is read
 
-    def __init__(self, loader: DataLoader, batches: Any) -> None:
-        self.loader, self.batches = loader, batches
+    def __init__(
+        self, loader: DataLoader, batches: Any, dims: Dims = 0, cut: "Cut | None" = None,
+        rank_step: "RankStep | None" = None,
+    ) -> None:  # fmt: skip
+        self.loader, self.batches, self.dims, self.cut, self.rank_step = loader, batches, dims, cut, rank_step
         self.share: Share | None = None
         self.sample: Any = None
 
@@ -181,9 +215,23 @@ class RankLoader:
     def __iter__(self) -> Iterator:
         # A queue for each iteration: one may run inside another (validation called in the middle of validation).
         shares = self.batches.shares = deque()
-        for batch, self.is_last in _with_last(self.loader, known=loader_len(self) is not None):
-            self.share, self.sample = shares.popleft(), batch
-            yield emptied(batch) if self.share.size == 0 else batch
+        self.is_last = False
+        for batch in self.loader:
+            share = shares.popleft()
+            if self.cut is not None:
+                size, total, batch = self.cut(batch)
+                if not size and not self.batches.training:
+                    continue
+                share = share._replace(size=size, total=total)
+            self.share, self.sample = share, batch
+            yield emptied(batch, self.dims) if share.size == 0 else batch
+        if self.share is not None and self.rank_step is not None and self.rank_step.mean.begun and self._is_unsized:
+            self.is_last, self.share = True, Share(self.share.place + self.batches.ranks, 0, 0)
+            yield emptied(self.sample, self.dims)
+
+    @property
+    def _is_unsized(self) -> bool:
+        return loader_len(self) is None
 
     @property
     def per_step(self) -> int:
@@ -216,43 +264,66 @@ class RankLoader:
         return getattr(self.loader, name)
 
 
-def _with_last(batches: Iterable, known: bool) -> Iterator[tuple[Any, bool]]:
-    """Yield each batch and whether it is the last, one late; if the number of batches is `known`, at once and False."""
-    if known:
-        yield from ((batch, False) for batch in batches)
-        return
-    waiting: list = []
-    for batch in batches:
-        if waiting:
-            yield waiting.pop(), False
-        waiting.append(batch)
-    if waiting:
-        yield waiting.pop(), True
-
-
-def emptied(batch: Any) -> Any:
+def emptied(batch: Any, dims: Dims = 0) -> Any:
     """A batch of the same shapes and types without a sample."""
-    return map_batch(lambda t: t[:0] if t.ndim else t, batch)
+    return map_batch(lambda t: t[:0] if t.ndim else t, batch) if dims == 0 else cut_rows(batch, dims, 0, 0)
+
+
+class Piece(NamedTuple):
+    """What a rank has of the batches of a step.
+
+    Attributes:
+        size: samples of it; `None` where only the data tell.
+        total: those of all ranks, where they are known.
+        batch: the samples, joined or still to be joined, or a batch that is made already; `None`: there is nothing.
+    """
+
+    size: int | None
+    total: int | None
+    batch: Any
+
+
+class Cut:
+    """Takes this rank's piece of batches that are made already.
+
+    Args:
+        cutter: cuts them.
+        count: the number of samples of a batch, as `DataLoaders.count`; by default that of its rows.
+    """
+
+    def __init__(self, cutter: Cutter, count: Callable[[Any], int | None] | None) -> None:
+        self.cutter, self.count = cutter, count
+
+    def __call__(self, batch: Any) -> Piece:
+        """Return the piece; without samples of its own, one that is to be emptied."""
+        mine, size, total = self.cutter(batch, world.rank(), world.world_size())
+        counted = None if self.count is None else self.count(batch)
+        return Piece(size, total if counted is None else counted, mine)
 
 
 # Iterable datasets
 
 
 class RankStream(IterableDataset):
-    """One rank's part of an iterable dataset, batch by batch: (number of samples, samples) pairs.
+    """One rank's part of an iterable dataset, batch by batch, as `Piece`s.
 
     Every rank and every worker reads the whole, in the batches that the user's loader gives on one process.
 
     Args:
         loader: the user's.
         rank, ranks: whose part of how many.
-        split: each batch is cut into a piece for each rank; otherwise each takes its turn.
+        split: each batch is cut into a piece for each rank, one that is made already by the reader; otherwise each
+            takes its turn.
         seed: the stream is read with the host's generators seeded with it, or put into these states.
+        count: the number of samples of a batch that is made already, where it is known.
     """
 
-    def __init__(self, loader: DataLoader, rank: int, ranks: int, split: bool, seed: Any) -> None:
+    def __init__(
+        self, loader: DataLoader, rank: int, ranks: int, split: bool, seed: Any,
+        count: Callable[[Any], int | None] | None = None,
+    ) -> None:  # fmt: skip
         self.dataset, self.batches = loader.dataset, _BatchesAlone(loader)
-        self.rank, self.ranks, self.split, self.seed = rank, ranks, split, seed
+        self.rank, self.ranks, self.split, self.seed, self.count = rank, ranks, split, seed, count
         self.skip: float = 0  # batches to leave out, as they have been read before
         self.since: tuple | None = None  # as in `same_stream`
 
@@ -266,14 +337,17 @@ class RankStream(IterableDataset):
         # Every rank reads all batches of a step before it: the model may make them, and is another one after it.
         for step, found in enumerate(iter(lambda: list(islice(batches, per_step)), [])):
             # The loader takes its batches from the workers in turns.
-            if mine < len(found) and step % workers == number:
-                yield self._mine(found[mine])
+            if step % workers == number:
+                count = self.count if self.batches.size is None else len
+                yield self._mine(found[mine] if mine < len(found) else None, _samples_in(found, count))
 
-    def _mine(self, batch: Any) -> tuple[int | None, Any]:
+    def _mine(self, batch: Any, total: int | None) -> Piece:
+        if batch is None:
+            return Piece(0, total, None)
         if self.batches.size is None:
-            return None, batch
+            return Piece(None, total, batch)
         mine = split_evenly(batch, self.ranks, 1)[self.rank] if self.split else batch
-        return len(mine), mine or batch[:1]  # a real sample even where none counts, for its shapes
+        return Piece(len(mine), total, mine or batch[:1])  # a real sample even where none counts, for its shapes
 
 
 class _BatchesAlone:
@@ -327,7 +401,7 @@ class _BatchesAlone:
 
 
 _END = object()
-_NOTHING = 0, None  # in the place of a batch and its number of samples
+_NOTHING = Piece(0, None, None)
 
 
 def _those_needed(streams: list[Iterator]) -> list[Iterator]:
@@ -350,16 +424,15 @@ class _Counting:
     def __init__(self, collate: Callable[[list], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, samples: list) -> tuple[int | None, Any]:
-        return len(samples), self.collate(samples)
+    def __call__(self, samples: list) -> Piece:
+        return Piece(len(samples), None, self.collate(samples))
 
 
 class _Counted(_Counting):
     """The same for what a `RankStream` gives, which has counted them."""
 
-    def __call__(self, found: Any) -> tuple[int | None, Any]:
-        size, samples = found
-        return size, self.collate(samples)
+    def __call__(self, found: Any) -> Piece:
+        return found if found.batch is None else found._replace(batch=self.collate(found.batch))
 
 
 class RankStreamLoader(RankLoader):
@@ -371,7 +444,7 @@ class RankStreamLoader(RankLoader):
     Args:
         loader: a copy of the user's that reads this rank's part.
         steps: the number of steps, where it is known.
-        rank_step: the step that ranks take together in training; `None` in evaluation.
+        dims, cut, rank_step: as in `RankLoader`.
         join: go on, with empty batches, until the data of all ranks have ended, rather than of the first.
         usual_total: as in `RankLoader`.
         sharded: the dataset gives each rank its own part by itself.
@@ -379,11 +452,11 @@ class RankStreamLoader(RankLoader):
     """
 
     def __init__(
-        self, loader: DataLoader, steps: int | None, rank_step: "RankStep | None", join: bool, usual_total: int,
-        sharded: bool = False, split: bool = False,
+        self, loader: DataLoader, steps: int | None, rank_step: "RankStep | None", join: bool, usual_total: int | None,
+        sharded: bool = False, split: bool = False, dims: Dims = 0, cut: Cut | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(loader, None)
-        self.steps, self.rank_step, self.join, self.usual_total = steps, rank_step, join, usual_total
+        super().__init__(loader, None, dims, cut, rank_step)
+        self.steps, self.join, self.usual_total = steps, join, usual_total
         self.sharded, self.split = sharded, split
         self.parts = (world.world_size(), max(1, loader.num_workers)) if sharded else (1, 1)
         self._source = source_of(loader) if sharded and rank_step is not None else None
@@ -446,20 +519,19 @@ class RankStreamLoader(RankLoader):
         return self._alone() if self.rank_step is None else self._together(self.rank_step)
 
     def _alone(self) -> Iterator:
-        batches = self._counted()
-        first = next(batches, None)
+        pieces = self._pieces()
+        first = next(pieces, None)
         if self.sharded:
-            self._compare(None if first is None else first[1])
-        for step, (size, batch) in enumerate(batches if first is None else chain([first], batches)):
-            if size != 0:
-                yield self._given(batch, size, step)
+            self._compare(None if first is None else first.batch)
+        for step, piece in enumerate(pieces if first is None else chain([first], pieces)):
+            if piece.size != 0:
+                yield self._given(piece, step)
 
-    def _counted(self) -> Iterator[tuple[int | None, Any]]:
-        "The batches with their numbers of samples, if the loader collates them."
-        if isinstance(self.loader.collate_fn, _Counting):
-            yield from self._from
-        else:
-            yield from ((None, batch) for batch in self._from)
+    def _pieces(self) -> Iterator[Piece]:
+        "This rank's pieces, with their numbers of samples if the loader collates them."
+        for found in self._from:
+            piece = found if isinstance(self.loader.collate_fn, _Counting) else Piece(None, None, found)
+            yield piece if self.cut is None or piece.batch is None else self.cut(piece.batch)
 
     def _compare(self, first: Any) -> list[bool]:
         "Tell for each rank whether it has data, and warn if some have the same; every rank must reach this."
@@ -475,36 +547,42 @@ class RankStreamLoader(RankLoader):
             )
         return [found is not None for found in everyone]
 
-    def _given(self, batch: Any, size: int | None, step: int) -> Any:
-        self.share = Share(step * world.world_size() + world.rank(), size, None)
-        return emptied(self.sample) if batch is None or size == 0 else batch
+    def _given(self, piece: Piece, step: int) -> Any:
+        self.share = Share(step * world.world_size() + world.rank(), piece.size, piece.total)
+        return emptied(self.sample, self.dims) if piece.size == 0 else piece.batch
 
     def _together(self, rank_step: "RankStep") -> Iterator:
-        batches, step = self._counted(), self._first
-        size, batch = next(batches, _NOTHING)
-        self.sample, self.is_last, self._left = batch, False, False
-        having = sum(self._compare(batch))
+        pieces, step = self._pieces(), self._first
+        piece = next(pieces, _NOTHING)
+        self.sample, self.is_last, self._left = piece.batch, False, False
+        having = sum(self._compare(piece.batch))
         if not having:
             if self._first:
                 return  # the epoch had ended
             raise ValueError("the training loader gave no batches on any rank; its iterable dataset is empty")
         least = 1 if self.join else world.world_size()
         if least <= having < world.world_size():  # those without data need to know what a batch looks like
-            found = world.all_gather(None if batch is None else map_batch(lambda t: t[:1] if t.ndim else t, batch))
-            self.sample = next(b for b in (batch, *found) if b is not None)
+            found = world.all_gather(None if piece.batch is None else self._like(piece.batch))
+            self.sample = next(b for b in (piece.batch, *found) if b is not None)
         while having >= least:
-            self._ended = batch is None
-            self.sample = self.sample if batch is None else batch
-            yield self._given(batch, size, step)
-            size, batch = _NOTHING if self._ended else next(batches, _NOTHING)
-            having, step = rank_step.count_ranks(batch is not None), step + 1
+            self._ended = piece.batch is None
+            self.sample = self.sample if piece.batch is None else piece.batch
+            yield self._given(piece, step)
+            piece = _NOTHING if self._ended else next(pieces, _NOTHING)
+            having, step = rank_step.count_ranks(piece.batch is not None), step + 1
         if rank_step.mean.begun:  # a step of several batches is still to be taken
             self.is_last = True
-            yield self._given(None, 0, step)
-        self.share, self._ended, self._left = None, False, batch is not None
+            yield self._given(_NOTHING._replace(total=0), step)
+        self.share, self._ended, self._left = None, False, piece.batch is not None
         if self.source is not None:
-            deque(batches, 0)  # what is left of the last step, so that the next epoch begins alike on all ranks
-        self._tell(step, batch is not None)
+            deque(pieces, 0)  # what is left of the last step, so that the next epoch begins alike on all ranks
+        self._tell(step, piece.batch is not None)
+
+    def _like(self, batch: Any) -> Any:
+        "What shows ranks without data the shapes and types of a batch."
+        if self.dims == 0:
+            return map_batch(lambda t: t[:1] if t.ndim else t, batch)
+        return cut_rows(batch, self.dims, 0, 1)
 
     def _tell(self, step: int, has_more: bool) -> None:
         left = world.all_gather(has_more)
@@ -522,12 +600,13 @@ class RankStreamLoader(RankLoader):
 
 def rank_stream(
     dl: DataLoader, name: str, *, rank_step: "RankStep | None", split: bool, seed: int | tuple, sharded: bool,
-    join: bool,
+    join: bool, dims: Dims, cut: Cut, count: Callable[[Any], int | None] | None,
 ) -> RankStreamLoader:  # fmt: skip
     """`dl`, which reads an iterable dataset, reading this rank's part.
 
     Args:
-        dl, name, split, seed: as in `rank_loader`.
+        dl, name, split, seed, dims, count: as in `rank_loader`.
+        cut: takes a piece of batches that are made already.
         rank_step: as in `RankStreamLoader`.
         sharded: the dataset gives each rank and worker its own part by itself.
         join: as in `RankStreamLoader`.
@@ -542,54 +621,73 @@ def rank_stream(
         if not has_state(dl):
             name_of_batches = "sampler" if dl.batch_sampler is None else "batch_sampler"
             replaced[name_of_batches] = Draws(_users(getattr(dl, name_of_batches)))
-        return RankStreamLoader(with_batches(dl, **replaced), steps, rank_step, join, size * ranks, sharded=True)
+        twin = with_batches(dl, **replaced)
+        return RankStreamLoader(twin, steps, rank_step, join, size * ranks, sharded=True, dims=dims)
     if split:
-        if dl.batch_size is None or size < ranks:
+        if dl.batch_size is not None and size < ranks:
             raise ValueError(
-                f"{name} has batch_size={dl.batch_size}, which cannot be cut into a piece for each of {ranks} ranks; "
+                f"{name} has batch_size={size}, which cannot be cut into a piece for each of {ranks} ranks; "
                 "use split_batches=False or larger batches"
             )
     elif steps is not None:
         steps = -(-steps // ranks) if join or rank_step is None else steps // ranks
-    total = size if split else size * ranks
+    total = None if dl.batch_size is None else size if split else size * ranks
+    if dl.num_workers:
+        count = None  # which a worker may not know
     twin = with_batches(
-        dl, dataset=RankStream(dl, world.rank(), ranks, split, seed), collate_fn=_Counted(dl.collate_fn),
+        dl, dataset=RankStream(dl, world.rank(), ranks, split, seed, count), collate_fn=_Counted(dl.collate_fn),
         batch_sampler=None, sampler=Draws(dl.sampler), worker_init_fn=None,
         persistent_workers=False,  # they would not learn of the next epoch's seed
     )  # fmt: skip
-    return RankStreamLoader(twin, steps, rank_step, join, total, split=split)
+    needs_cut = cut if split and dl.batch_size is None else None
+    return RankStreamLoader(twin, steps, rank_step, join, total, split=split, dims=dims, cut=needs_cut)
 
 
 def rank_loader(
     dl: Any, name: str, *, training: bool, split: bool, least: int, seed: int | tuple, sharded: bool = False,
-    join: bool = False, rank_step: "RankStep | None" = None,
+    join: bool = False, rank_step: "RankStep | None" = None, dims: Dims = 0,
+    count: Callable[[Any], int | None] | None = None,
 ) -> RankLoader:  # fmt: skip
     """`dl` reading this rank's share: the user's samplers, collate, workers and pinning are kept.
 
     Args:
-        dl: the user's loader.
+        dl: the user's loader, or a list of batches.
         name: what to call it in errors.
         training, split, least: as in `RankBatches`.
         seed: the same on every rank.
-        sharded, join, rank_step: of iterable datasets, as in `rank_stream`.
+        sharded, join: of iterable datasets, as in `rank_stream`.
+        rank_step, dims: as in `RankLoader`.
+        count: the number of samples of a batch that is made already, where it is known.
 
     Raises:
         TypeError: a loader whose batches cannot be shared out.
         ValueError: one that shares them out itself, or gives them in no fixed order.
     """
+    sizes: Callable[[Any], int | None] | None = None
+    if isinstance(dl, Sequence) and not isinstance(dl, str):
+        if count is not None and isinstance(dl, list | tuple):  # others may read a file for each batch
+            sizes = partial(_count_item, count, dl)
+        # With a generator, as torch's loader would draw from the global one.
+        dl = DataLoader(dl, batch_size=None, collate_fn=itself, generator=torch.Generator())  # type: ignore[arg-type]
     if not isinstance(dl, DataLoader):
-        library = library_of(dl)
-        advice = "; put the batches into one: DataLoader(batches, batch_size=None)" if isinstance(dl, Sequence) else ""
-        if library == "fastai":
-            advice = "; its dataset may do in one: DataLoader(dls.train_ds, 64, shuffle=True)"
+        library = library_of(type(dl))
+        advice = "; its dataset may do in one: DataLoader(dls.train_ds, 64, shuffle=True)"
+        if library != "fastai":
+            advice = (
+                ", or a list of batches; of an IterableDataset that yields them make DataLoader(..., batch_size=None)"
+            )
         raise TypeError(
             f"{name} is a {type(dl).__name__}{f' of {library}' if library else ''}; under DDP it must be a torch "
             f"DataLoader, whose sampler tells what each rank reads{advice}"
         )
     if not dl.in_order and dl.num_workers:
         raise ValueError(f"{name} has in_order=False; sharing batches out among ranks needs their order")
+    cut = Cut(Cutter(dims, least, name), count)
     if isinstance(dl.dataset, IterableDataset):
-        return rank_stream(dl, name, rank_step=rank_step, split=split, seed=seed, sharded=sharded, join=join)
+        return rank_stream(
+            dl, name, rank_step=rank_step, split=split, seed=seed, sharded=sharded, join=join, dims=dims, cut=cut,
+            count=count,
+        )  # fmt: skip
     samplers = samplers_of(dl)
     if any(isinstance(s, DistributedSampler) for s in samplers):
         raise ValueError(
@@ -598,14 +696,14 @@ def rank_loader(
             " (errors.html#rank-loader)"
         )
     opaque = dl.batch_sampler is None and not isinstance(dl.sampler, BatchSampler)
-    if opaque and split:
-        raise ValueError(
-            f"{name} has batch_size=None, so its batches are made by the dataset and cannot be cut; use "
-            "split_batches=False, or let the loader make the batches"
-        )
     replaced = "sampler" if dl.batch_sampler is None else "batch_sampler"
     batches = RankBatches(
         getattr(dl, replaced), world.rank(), world.world_size(), split=split, least=least, training=training,
-        seed=seed if draws_globally(dl) else None, opaque=opaque,
+        seed=seed if draws_globally(dl) else None, opaque=opaque, count=sizes,
     )  # fmt: skip
-    return RankLoader(with_batches(dl, **{replaced: batches}), batches)
+    whole = cut if opaque and split else None
+    return RankLoader(with_batches(dl, **{replaced: batches}), batches, dims, whole, rank_step)
+
+
+def _count_item(count: Callable[[Any], int | None], batches: Sequence[Any], item: int) -> int | None:
+    return count(batches[item])

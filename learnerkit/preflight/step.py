@@ -485,7 +485,9 @@ def judge_metrics(learn: "Learner") -> list[Finding]:
         try:
             losses.check_predictions(learn)
             meter.reset()
-            meter.update(0, losses.rows_compared(learn.pred, learn.yb, learn.batch_size), learn.pred, learn.yb)
+            by_rows = learn.dls.batch_dim == 0
+            rows = losses.rows_compared(learn.pred, learn.yb, learn.batch_size) if by_rows else learn.batch_size
+            meter.update(0, rows, learn.pred, learn.yb)
             row = meter.row(sharded=False)
             values += [f"{name} {value:.4g}" for name, value in zip(meter.columns, row, strict=True)]
         except Exception as e:

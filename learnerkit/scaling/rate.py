@@ -9,7 +9,7 @@ from torch.utils.data import IterableDataset
 
 from learnerkit import arguments, optim, world
 from learnerkit.callbacks.accumulation import GradientAccumulation
-from learnerkit.data.batches import likely_sizes, loader_len
+from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import samplers_of
 from learnerkit.parallel.distributed import member_of
@@ -80,8 +80,7 @@ def batch_samples(dls: DataLoaders) -> int | None:
     """The samples in a full batch of the training loader; `None` if it does not tell without being read."""
     dl: Any = dls.train
     if isinstance(dl, list | tuple) and dl:  # of batches
-        sizes = {dls.batch_size(dl[0])} if dls.batch_size is not None else likely_sizes(dl[0])
-        return sizes.pop() if len(sizes) == 1 else None
+        return dls.count(dl[0])
     places = (dl, *samplers_of(dl)[:1])  # a loader without a size has a sampler that gives whole batches
     found = [getattr(place, "batch_size", None) for place in places]
     return next((size for size in found if isinstance(size, int) and size > 0), None)

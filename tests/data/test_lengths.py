@@ -79,8 +79,8 @@ def test_ranks_together_have_each_sample_once_and_no_rank_exceeds_the_budget(ran
 
 
 def test_batches_of_other_samplers_are_joined_in_an_uneven_step():
-    assert list(distribute([[0, 1, 2], [3]], 2, False, 1)) == [[[0, 1], [2, 3]]]
-    assert list(distribute([[0, 1, 2], [3]], 2, False, 1, join=False)) == [[[0, 1, 2], [3]]]
+    assert list(distribute([[0, 1, 2], [3]], 2, False, 1, n=2)) == [[[0, 1], [2, 3]]]
+    assert list(distribute([[0, 1, 2], [3]], 2, False, 1, join=False, n=2)) == [[[0, 1, 2], [3]]]
 
 
 def test_nothing_to_batch():

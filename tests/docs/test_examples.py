@@ -303,6 +303,19 @@ def test_train_images_reads_folders_and_exports(way, nproc):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_train_replay_finds_the_way_on_one_process_and_on_two(nproc, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_replay.py", "--epochs", "4"])
+    runpy.run_path(str(EXAMPLES / "train_replay.py"), run_name="__main__")
+    found = [list(map(float, row)) for row in rows(capsys.readouterr().out)]
+    assert found[0][2] < 0.7
+    assert found[-1][2] > 0.9
+    if nproc > 1:
+        together = rows(run_script(EXAMPLES / "train_replay.py", "--epochs", 4, nproc=nproc))
+        assert [list(map(float, row)) for row in together] == [pytest.approx(row, abs=1e-4) for row in found]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [[1], pytest.param([1, 2], marks=pytest.mark.soak)])
 def test_train_segmentation_comes_to_the_same_numbers_on_two_processes(processes, monkeypatch, capsys):
     found = {}

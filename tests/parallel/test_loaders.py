@@ -341,8 +341,17 @@ def test_a_last_group_of_equal_batches_is_not_spread():
     assert list(distribute([[1, 2], [3, 4], [5, 6]], 2, False, 1)) == [[[1, 2], [3, 4]], [[5], [6]]]
 
 
+def test_a_last_group_is_not_awaited_where_nobody_knows_how_many_batches_there_are():
+    stream = iter([[1, 2], [3, 4], [5, 6], [7]])
+    steps = distribute(stream, 2, False, 2)
+    assert next(steps) == [[1, 2], [3, 4]]
+    assert next(stream) == [5, 6]  # it has not been drawn
+    assert list(steps) == [[[7], []]]
+    assert list(distribute([[1], [2, 3]], 2, False, 2)) == [[[1], [2, 3]]]
+
+
 def test_no_rank_is_left_with_a_single_sample_of_what_is_spread():
-    assert list(distribute([[1, 2], [3, 4], [5, 6], [7]], 2, False, 2)) == [[[1, 2], [3, 4]], [[5, 6, 7], []]]
+    assert list(distribute([[1, 2], [3, 4], [5, 6], [7]], 2, False, 2, n=4)) == [[[1, 2], [3, 4]], [[5, 6, 7], []]]
     # A batch of one is the user's own wish: it is as large as a rank's memory may allow.
     assert list(distribute([[1], [2], [3], [4]], 2, False, 2)) == [[[1], [2]], [[3], [4]]]
 
@@ -387,18 +396,17 @@ def test_the_swap_keeps_what_the_user_set():
     assert type(dl.batch_sampler) is BatchSampler  # the user's own loader is as it was
 
 
-def test_what_cannot_be_shared_out_is_refused_with_the_reason():
+def test_what_cannot_be_shared_out_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     data = TensorDataset(torch.arange(10.0))
-    with pytest.raises(TypeError, match="must be a torch DataLoader"):
-        share_out([1, 2])
-    with pytest.raises(ValueError, match="cannot be cut into a piece for each of 1 ranks"):
-        share_out(DataLoader(Stream(), batch_size=None))
+    with pytest.raises(TypeError, match="must be a torch DataLoader.*, or a list of batches"):
+        share_out(iter([1, 2]))
+    with pytest.raises(ValueError, match="cannot be cut into a piece for each of 2 ranks"):
+        share_out(DataLoader(Stream(), batch_size=1))
     with pytest.raises(ValueError, match="in_order=False"):
         share_out(DataLoader(data, num_workers=1, in_order=False))
     with pytest.raises(ValueError, match="DistributedSampler"):
         share_out(DataLoader(data, sampler=DistributedSampler(data, 2, 0)))
-    with pytest.raises(ValueError, match="batch_size=None"):
-        share_out(DataLoader(data, batch_size=None))
 
 
 def test_batches_made_by_the_dataset_are_dealt_whole():
@@ -491,7 +499,7 @@ def pieces_of_ranks(loader, ranks, split, skip=0):
         for number in range(max(1, loader.num_workers)):
             info = worker_info(number, loader.num_workers, 0, stream) if loader.num_workers else None
             with as_worker(info):
-                given.append(list(stream))
+                given.append([(piece.size, [] if piece.batch is None else piece.batch) for piece in stream])
         # The loader takes a batch from each worker in turn.
         found.append([each[i] for i in range(max(map(len, given))) for each in given if i < len(each)])
     return list(zip_longest(*found, fillvalue=(0, [])))

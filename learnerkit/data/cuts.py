@@ -1,0 +1,187 @@
+"""Batches that are made already, cut along the dimension of their samples."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from learnerkit.data.batches import entries, with_entries
+from learnerkit.utils import describe
+
+Dims = int | None | Sequence[int | None] | Mapping[str, int | None]
+"""The dimension of the samples in the parts of a batch, as `DataLoaders(batch_dim=)` takes it."""
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)  # values of the whole batch
+_ADVICE = (
+    "say the dimension of the samples by DataLoaders(batch_dim=...), for each part where they differ: (1, 0), or None "
+    "for what belongs to the whole batch; give all parts an entry for each sample, by a collate_fn of your own; or use "
+    "split_batches=False"
+    " (errors.html#batch-dim)"
+)
+
+
+def even_sizes(n: int, parts: int, least: int) -> list[int]:
+    """Return the sizes of `parts` pieces of `n` samples, as even as can be; the last ones are 0 if there are too few.
+
+    Args:
+        n: samples.
+        parts: how many pieces.
+        least: samples below which no piece may fall while one piece can be given up for it.
+    """
+    used = max(1, min(parts, n // least))
+    return [n // used + (i < n % used) for i in range(used)] + [0] * (parts - used)
+
+
+def check_dims(dims: Any) -> None:
+    """Refuse a `batch_dim` that names no dimension.
+
+    Raises:
+        ValueError: neither a number from 0 on, nor a sequence or mapping of these and `None`.
+    """
+    several = dims.values() if isinstance(dims, Mapping) else dims if isinstance(dims, tuple | list) else None
+    if not (_is_dim(dims) if several is None else all(d is None or _is_dim(d) for d in several)):
+        raise ValueError(
+            f"got batch_dim={dims!r}; it is the dimension of the samples: 0, 1, ..., or such a number for each entry "
+            "of a batch, (1, 0) or {'tokens': 1}, with None for an entry that belongs to the whole batch"
+            " (errors.html#batch-dim)"
+        )
+
+
+def _is_dim(x: Any) -> bool:
+    return type(x) is int and x >= 0
+
+
+def parted(dims: Dims, target_keys: Sequence[str], n_inputs: int, n_targets: int) -> tuple[Any, Any, int | None]:
+    """Return the parts of a `batch_dim` that are for inputs, for targets, and for predictions, as the last target's."""
+    if isinstance(dims, Mapping):
+        targets = [dims.get(key, 0) for key in target_keys]
+        return [dims], targets, targets[-1] if targets else 0
+    if isinstance(dims, Sequence):
+        return dims[:n_inputs], dims[len(dims) - n_targets :], dims[-1]
+    return dims, dims, dims
+
+
+def map_rows(
+    f: Callable[[Any, int, tuple], Any], part: Any, dims: Dims, others: Callable[[Any], Any], place: tuple = ()
+) -> Any:
+    """Apply `f(rows, dim, place)` to what has an entry for each sample in a nested batch.
+
+    That are tensors and arrays, and lists inside of the batch that hold only texts or numbers. Single numbers, texts
+    and tensors without a dimension belong to the whole batch, and stay as they are.
+
+    Args:
+        f: the function.
+        part: the batch, or a part of it.
+        dims: where its samples are.
+        others: applied to all else that may have samples, in a way that is not known: other objects, sparse tensors,
+            and tensors without the dimension.
+        place: of the part in the batch.
+    """
+    if dims is None or isinstance(part, _PLAIN):
+        return part
+    if isinstance(part, Tensor) or (hasattr(part, "__array_interface__") and hasattr(part, "ndim")):
+        if not part.ndim:
+            return part
+        strided = getattr(part, "layout", torch.strided) is torch.strided
+        return f(part, dims, place) if strided and isinstance(dims, int) and dims < part.ndim else others(part)
+    if isinstance(part, PackedSequence):
+        return others(part)
+    if isinstance(part, tuple | list) and part and place and all(isinstance(x, _PLAIN) for x in part):
+        return f(part, 0, place)
+    if isinstance(part, tuple | list | Mapping) or (is_dataclass(part) and not isinstance(part, type)):
+        mapped = {key: map_rows(f, x, _dims_at(dims, key), others, (*place, key)) for key, x in entries(part)}
+        return with_entries(part, mapped)
+    return others(part)
+
+
+def _dims_at(dims: Dims, key: Any) -> Dims:
+    if isinstance(dims, Mapping):
+        return dims.get(key, 0)
+    if isinstance(dims, Sequence):
+        return dims[key] if isinstance(key, int) and key < len(dims) else 0
+    return dims
+
+
+def row_counts(batch: Any, dims: Dims, others: Callable[[Any], Any] | None = None) -> dict[tuple, int]:
+    """Return how many samples each part of a batch has, by its place; `others`: as in `map_rows`."""
+    found: dict[tuple, int] = {}
+
+    def note(rows: Any, dim: int, place: tuple) -> None:
+        found[place] = rows.shape[dim] if hasattr(rows, "shape") else len(rows)
+
+    map_rows(note, batch, dims, others or itself)
+    return found
+
+
+def cut_rows(batch: Any, dims: Dims, start: int, stop: int) -> Any:
+    """Return the samples from `start` to `stop` of a batch; of tensors these are views."""
+
+    def piece(rows: Any, dim: int, place: tuple) -> Any:
+        return rows[start:stop] if not dim else rows[(slice(None),) * dim + (slice(start, stop),)]
+
+    return map_rows(piece, batch, dims, itself)
+
+
+def rows_first(part: Any, dims: Dims) -> Any:
+    """Return part of a batch with the dimension of the samples in the first place."""
+    return map_rows(lambda rows, dim, place: rows.movedim(dim, 0) if dim else rows, part, dims, itself)
+
+
+def join_rows(pieces: Sequence[Any], dim: int) -> Any:
+    """Join nested tensors of one structure along a dimension; what does not have it is taken from the first."""
+    columns = zip(*(rows_in(piece, dim) for piece in pieces), strict=True)
+    return map_rows(lambda *_: torch.cat(next(columns), dim), pieces[0], dim, itself)
+
+
+def rows_in(part: Any, dims: Dims) -> list[Any]:
+    """Return what has an entry for each sample in a nested batch, in order."""
+    found: list[Any] = []
+    map_rows(lambda rows, *_: found.append(rows), part, dims, itself)
+    return found
+
+
+def itself(part: Any) -> Any:
+    """Return what it gets."""
+    return part
+
+
+class Cutter:
+    """Cuts batches that are made already into a piece for each of several ranks.
+
+    Args:
+        dims: where the samples of a batch are.
+        least: as in `even_sizes`.
+        name: what to call the loader in errors.
+    """
+
+    def __init__(self, dims: Dims, least: int, name: str) -> None:
+        self.dims, self.least, self.name = dims, least, name
+
+    def __call__(self, batch: Any, rank: int, ranks: int) -> tuple[Any, int, int]:
+        """Return (the piece of a rank, its samples, those of the whole batch); without any, a piece to be emptied.
+
+        Raises:
+            ValueError: the parts of the batch do not have the same samples, or no known ones.
+        """
+        counts = row_counts(batch, self.dims, self._refuse)
+        if len(set(counts.values())) != 1:
+            found = ", ".join(f"{'.'.join(map(str, place)) or 'it'}: {n}" for place, n in counts.items())
+            raise ValueError(
+                f"a batch of {self.name} cannot be cut for {ranks} ranks, as its parts have different lengths along "
+                f"the dimension of the samples, or none ({found or describe(batch)}); {_ADVICE}"
+            )
+        total = next(iter(counts.values()))
+        ends = [0, *accumulate(even_sizes(total, ranks, self.least))]
+        start, stop = ends[rank], ends[rank + 1]
+        piece = cut_rows(batch, self.dims, start, stop) if start < stop else cut_rows(batch, self.dims, 0, self.least)
+        return piece, stop - start, total
+
+    def _refuse(self, part: Any) -> None:
+        raise ValueError(
+            f"a batch of {self.name} cannot be cut: it is not known where the samples of {describe(part)} are with "
+            f"batch_dim={self.dims!r}; {_ADVICE}"
+        )

@@ -1,0 +1,148 @@
+"""State from batch to batch on several ranks: the rows of one process, resumed, and divided anew."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from learnerkit import Callback, CarriedState, CheckpointCallback, DataLoaders, GradientAccumulation, Learner, world
+from learnerkit.data.cuts import join_rows
+
+pytestmark = pytest.mark.ranks(2, soak=[3])
+
+RANK, N = world.rank(), world.world_size()
+ROWS, SIZE = 7, 5
+
+
+class Net(nn.Module):
+    """An LSTM over time-major batches that returns (predictions, state)."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(2, SIZE, num_layers=2)
+        self.head = nn.Linear(SIZE, 1)
+
+    def forward(self, x, state):
+        found, state = self.lstm(x, state)
+        return self.head(found), state
+
+
+class Hidden(CarriedState):
+    def start(self, n):
+        return tuple(torch.zeros(2, n, SIZE, dtype=torch.float64) for _ in range(2))
+
+
+def batches(n, rows=ROWS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [tuple(torch.randn(4, rows, k, generator=generator, dtype=torch.float64) for k in (2, 1)) for _ in range(n)]
+
+
+def learner(train=None, valid=None, cbs=()):
+    torch.manual_seed(1)
+    train = batches(5) if train is None else train
+    dls = DataLoaders(train, batches(3, 4, seed=1) if valid is None else valid, device="cpu", batch_dim=1)
+    cbs = [Hidden(dim=1), *cbs]
+    return Learner(dls, Net().double(), nn.MSELoss(), opt_func=torch.optim.SGD, lr=0.1, cbs=cbs)
+
+
+def fit(learn, epochs=2, **options):
+    with learn.no_logging(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* processes each train a whole copy")
+        warnings.filterwarnings("ignore", message="the data of rank")
+        if options:
+            with learn.distrib_ctx(**options):
+                learn.fit(epochs)
+        else:
+            learn.fit(epochs)
+    return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_two_processes_have_the_rows_of_one(accumulated):
+    cbs = [GradientAccumulation(n_batches=2)] if accumulated else []
+    alone, learn = (learner(cbs=cbs and [GradientAccumulation(n_batches=2)]) for _ in range(2))
+    torch.testing.assert_close(fit(alone), fit(learn, split_batches=True), rtol=1e-9, atol=1e-12)
+    one, several = (torch.tensor(each.recorder.values) for each in (alone, learn))
+    torch.testing.assert_close(one, several, rtol=1e-9, atol=1e-12)
+    with learn.no_logging(), learn.distrib_ctx(split_batches=True):
+        together = learn.get_preds()[0]
+    torch.testing.assert_close(alone.get_preds()[0], together, rtol=1e-9, atol=1e-12)
+
+
+class Stopped(Exception):
+    pass
+
+
+class _Stops(Callback):  # of which a checkpoint takes no notice
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def before_batch(self):
+        if self.train_iter == self.at:
+            raise Stopped
+
+
+@pytest.mark.parametrize("stop", [3, 6])
+def test_a_resumed_run_has_the_same_weights(stop, tmp_path):
+    def make(*cbs):
+        return learner(cbs=[CheckpointCallback(tmp_path, every=1, resume=True), *cbs])
+
+    whole = fit(learner(), split_batches=True)
+    with pytest.raises(Stopped):
+        fit(make(_Stops(stop)), split_batches=True)
+    assert torch.equal(whole, fit(make(), split_batches=True))
+
+
+@pytest.mark.parametrize("of_one", [True, False])
+def test_states_are_divided_anew(of_one):
+    """In the middle of an epoch each rank gets its rows again, of the states of one process or of as many."""
+    done = []
+
+    def divide(cb):
+        carried = cb.learn.hidden
+        if cb.training and cb.iter == 3:
+            before = carried.state_dict()["own"]["state"]
+            ranks = world.all_gather({"state": before})
+            if of_one:
+                ranks = [{"state": join_rows([rank["state"] for rank in ranks], 1)}]
+            carried.load_state_dict({"ranks": ranks})
+            done.append(all(map(torch.equal, before, carried.state_dict()["own"]["state"])))
+
+    plain = fit(learner(), split_batches=True)
+    assert torch.equal(plain, fit(learner(cbs=[Callback(before_batch=divide)]), split_batches=True))
+    assert done == [True, True]
+
+
+class Own(IterableDataset):
+    """Batches of this rank alone."""
+
+    def __iter__(self):
+        return iter(batches(5, seed=RANK))
+
+
+def test_each_rank_may_carry_the_state_of_its_own_data():
+    stream = DataLoader(Own(), batch_size=None)
+    learn = learner(stream, batches(3, 4, seed=1))
+    with pytest.raises(ValueError, match="the processes take the batches in turn"):
+        fit(learn, split_batches=False)
+    seen = []
+    learn = learner(stream, cbs=[Callback(before_step=lambda cb: seen.append(cb.learn.hidden._state[0].clone()))])
+    learn.dls.loaders[1] = None
+    fit(learn, 1, sharded=True)
+    everyone = world.all_gather(seen)
+    assert all(len(states) == 5 for states in everyone)
+    assert not everyone[0][-1].equal(everyone[1][-1])
+
+
+def test_a_rank_without_rows_takes_part():
+    train = batches(4, 1)  # one row, so rank 0 alone has it
+    alone, learn = learner(train, batches(2, 1)), learner(train, batches(2, 1))
+    torch.testing.assert_close(fit(alone), fit(learn, split_batches=True), rtol=1e-9, atol=1e-12)
+
+
+def test_rows_that_change_are_refused():
+    with pytest.raises(ValueError, match=r"the state that is carried has \d rows, and the batch"):
+        fit(learner([*batches(2), *batches(1, 2)]), split_batches=True)
