@@ -41,8 +41,8 @@ def collate(samples):
 
 
 def loaders():
-    train = DataLoader(utterances(60, 1), BATCH, shuffle=True, generator=torch.Generator().manual_seed(3),
-                       collate_fn=collate)  # fmt: skip
+    order = torch.Generator().manual_seed(3)
+    train = DataLoader(utterances(60, 1), BATCH, shuffle=True, generator=order, collate_fn=collate)
     return train, DataLoader(utterances(20, 2), BATCH, collate_fn=collate)
 
 

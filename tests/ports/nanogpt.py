@@ -164,7 +164,7 @@ def learner(*cbs):
         network(),
         opt_func=partial(AdamW, betas=BETAS),
         wd=DECAY,
-        loss_weight="samples",
+        loss_weight="samples",  # a mean over bytes, of which each sample has as many
         cbs=[*cbs, *step, ValidateEvery(EVERY), SaveModelCallback()],
     )
 
