@@ -197,7 +197,12 @@ def needs_closure(opts: list[Optimizer]) -> bool:
 
 
 def check_closure(learn: "Learner") -> None:
-    """Refuse callbacks with which the loss of the present batch is not what an optimizer with a closure minimises."""
+    """Refuse that with which the loss of the present batch is not what an optimizer with a closure minimises."""
+    if learn._loss_weighting.parts:  # on ranks each evaluation would need the counts of all
+        raise ValueError(
+            "a loss_weight= for each of several losses does not go with an optimizer that evaluates the loss several "
+            "times in a step: give one loss_weight for the whole loss (errors.html#optimizer-closure)"
+        )
     against = {
         "gradient_accumulation": "a step has several batches, and a closure has the last one alone",
         "gradient_clip": "the gradients of the first evaluation alone are clipped; clip in a `_step` of your own",

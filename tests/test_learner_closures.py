@@ -307,3 +307,23 @@ def test_ranks_with_a_closure_stay_equal_after_a_resume(tmp_path):
         found.append(weights(learn.model))
     close(found[1], weights(by_hand(searching)[0]))
     assert all(map(same_weights, [found[1]] * world.world_size(), world.all_gather(found[1])))
+
+
+class TwoLosses(nn.Module):
+    """A model that returns a dict of losses in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 1)
+
+    def forward(self, x, targets):
+        error = self.body(x) - targets
+        return {"square": error.square().mean(), "absolute": error.abs().mean()}
+
+
+def test_a_closure_is_refused_where_each_of_several_losses_has_a_count():
+    dls = DataLoaders(DataLoader(doubles(), 4), device="cpu")
+    counts = {"square": "samples", "absolute": "samples"}
+    learn = Learner(dls, TwoLosses().double(), opt_func=LBFGS, loss_weight=counts)
+    with raises(ValueError, "a loss_weight= for each of several losses", "give one loss_weight"):
+        learn.fit(1, 0.1)
