@@ -282,7 +282,8 @@ class Position:
             return Resumed(dl, 0, self._source, found, at_end=not self._resumed, quiet=self._quiet)
         if not self._read:
             return dl
-        say_read_forward(dl, self._read)
+        if not isinstance(dl, Sequence):  # whose batches are in memory: nothing is read
+            say_read_forward(dl, self._read)
         return Resumed(dl, self._read, self._source, begun, states=self.states)
 
     def _begin_source(self) -> Any:

@@ -456,9 +456,9 @@ def test_a_shuffled_stream_without_a_state_is_read_forward_in_the_same_order():
 
 def test_iterables_that_are_no_loaders_are_read_forward():
     batches = [(torch.arange(8.0).view(2, 4).double() + i, torch.zeros(2, 1).double()) for i in range(6)]
-    for make in (lambda: batches, Generator):
-        with pytest.warns(UserWarning, match="read again and dropped.*give the (list|Generator)"):
-            check_all_places(lambda make=make: DataLoaders(make(), device="cpu"))
+    with pytest.warns(UserWarning, match="read again and dropped.*give the Generator"):
+        check_all_places(lambda: DataLoaders(Generator(), device="cpu"))
+    check_all_places(lambda: DataLoaders(batches, device="cpu"))  # nothing is read, so nothing is said
 
 
 @pytest.mark.parametrize("empties", [False, True])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import mostly_slow
 from resume_jobs import Kill, Killed, different
 
 from learnerkit import CheckpointCallback
@@ -71,17 +72,16 @@ def test_a_loop_trains(name):
 
 
 @pytest.mark.ranks(2, soak=[3])
-@EACH_PORT
+@pytest.mark.parametrize("name", mostly_slow(PORTS, "lstm", "dqn", "moco", "wgan_gp", "nanogpt", "distillation"))
 def test_ranks_train_as_the_loop_does(name):
     assert_alike(by_learner(name), by_loop(name))
 
 
-@EACH_PORT
+@pytest.mark.parametrize("name", mostly_slow(PORTS, "lstm", "dqn", "moco"))
 def test_a_killed_run_goes_on_exactly(name, tmp_path):
     whole = by_learner(name)
-    steps = len(by_loop(name)[1])
     with pytest.raises(Killed):
-        by_learner(name, CheckpointCallback(tmp_path, every=1), Kill(at=steps * 2 // 3))
+        by_learner(name, CheckpointCallback(tmp_path, every=1), Kill(at=len(whole[1]) * 5 // 8))
     again = by_learner(name, CheckpointCallback(tmp_path, resume=True), Kill())
     assert different(again[0], whole[0]) == []
     assert again[1] == whole[1]
