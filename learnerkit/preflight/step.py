@@ -326,7 +326,7 @@ def _judge_values(loss_func: Any, pred: Tensor, target: Tensor) -> Iterator[Find
 def judge_prediction(loss_func: Any, pred: Any) -> list[Finding]:
     """Judge the values of the predictions: whether they are what the loss expects."""
     if pred is None:
-        return [Finding(OK, "none: left on the GPUs where they were made, or the model returned its loss alone")]
+        return [Finding(OK, "none: the model returned its loss alone, or they were left on the GPUs where they were made")]
     tensors = list(tensors_in(pred))
     if found := _not_finite(tensors, "the model"):
         return found
@@ -422,7 +422,8 @@ def judge_gradients(
         found.append(Finding(HINT, text))
     if none:
         text = f"{first_few(none)} got none: the loss does not depend on them"
-        found.append(Finding(HINT if own_loop else WRONG, text, "use them, or freeze them"))
+        advice = "right if a pass of your own trains them; else use them, or freeze them"
+        found.append(Finding(HINT, text, advice) if own_loop else Finding(WRONG, text, "use them, or freeze them"))
     if broken:
         text = f"{first_few(broken)}: NaN or infinite{', as the first steps of a gradient scaler may be' * scaled}"
         found.append(Finding(HINT if scaled else WRONG, text))
