@@ -77,14 +77,25 @@ def test_ranks_train_as_the_loop_does(name):
     assert_alike(by_learner(name), by_loop(name))
 
 
-@pytest.mark.parametrize("name", mostly_slow(PORTS, "lstm", "dqn", "moco"))
-def test_a_killed_run_goes_on_exactly(name, tmp_path):
+def check_resume(name, folder):
+    """A run that is killed in mid-epoch ends, once it is resumed, as one that is not."""
     whole = by_learner(name)
     with pytest.raises(Killed):
-        by_learner(name, CheckpointCallback(tmp_path, every=1), Kill(at=len(whole[1]) * 5 // 8))
-    again = by_learner(name, CheckpointCallback(tmp_path, resume=True), Kill())
+        by_learner(name, CheckpointCallback(folder, every=1), Kill(at=len(whole[1]) * 5 // 8))
+    again = by_learner(name, CheckpointCallback(folder, resume=True), Kill())
     assert different(again[0], whole[0]) == []
     assert again[1] == whole[1]
+
+
+@pytest.mark.parametrize("name", mostly_slow(PORTS, "lstm", "dqn", "moco"))
+def test_a_killed_run_goes_on_exactly(name, tmp_path):
+    check_resume(name, tmp_path)
+
+
+@pytest.mark.ranks(soak=[2])
+@pytest.mark.parametrize("name", [name for name in PORTS if name != "dqn"])  # one stream of which is read again
+def test_a_killed_run_goes_on_exactly_on_ranks(name, tmp_path):
+    check_resume(name, tmp_path)
 
 
 def code_lines(text):
