@@ -326,7 +326,7 @@ def _judge_values(loss_func: Any, pred: Tensor, target: Tensor) -> Iterator[Find
 def judge_prediction(loss_func: Any, pred: Any) -> list[Finding]:
     """Judge the values of the predictions: whether they are what the loss expects."""
     if pred is None:
-        return [Finding(OK, "none: the model returned its loss alone, or they were left on the GPUs where they were made")]
+        return [Finding(OK, "none: the model returned its loss alone, or they stay on the GPUs where they were made")]
     tensors = list(tensors_in(pred))
     if found := _not_finite(tensors, "the model"):
         return found
