@@ -441,7 +441,8 @@ class Learner(RunState):
 
     def _overrides(self, *seams: str) -> bool:
         "Tell whether a subclass, or this run, has its own version of one of these seams."
-        return any(seam in vars(self) or getattr(type(self), seam) is not getattr(Learner, seam) for seam in seams)
+        given = vars(self).keys() & {"_backward", "_step"}  # of the others `ParallelCallback` puts its own there
+        return any(seam in given or getattr(type(self), seam) is not getattr(Learner, seam) for seam in seams)
 
     def closure(self, reuse: bool = False) -> Callable[[], Tensor]:
         """A function for an optimizer that evaluates the loss several times in a step, such as LBFGS or SAM.

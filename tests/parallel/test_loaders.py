@@ -256,7 +256,8 @@ def check_step(case, step, group, last):
     sizes, total = [len(batch) for batch in mine], len(flat(group))
     assert [share.size for share, _ in step] == sizes, case
     assert {share.total for share, _ in step} == {total}, case
-    uneven = last and (len(group) < case.ranks or len({len(batch) for batch in group}) > 1)
+    unequal = case.kind != UNSIZED and len({len(batch) for batch in group}) > 1  # nobody knows that it is the last
+    uneven = last and (len(group) < case.ranks or unequal)
     if not case.split and not uneven:
         assert mine == group, case  # rank r takes the r-th batch as it is
     else:  # spread over as many ranks as can be, none of them left with a single sample if `least` is 2

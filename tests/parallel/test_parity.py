@@ -57,6 +57,8 @@ def same(found, expected, msg):
 def test_ranks_together_see_the_batches_of_one_process(found, n, job):
     steps = [rank["steps"] for rank in found[n, job]]
     together = [sum(step, []) for step in zip(*steps, strict=True)]
+    if job == "no_length":  # nobody knows the last batch: an empty one ends an open step of several batches
+        together = [step for step in together if step]
     assert together == found[1, job][0]["steps"]
 
 
