@@ -21,7 +21,7 @@ def layer_decay(model: nn.Module, decay: float = 0.75, blocks: str | None = None
     A model of timm says what its layers are, by `group_matcher`. In other models each block is a layer, and so are all
     parameters that are registered before the first block (embeddings), and all after the last one (the head). Blocks
     are the entries of the model's `nn.ModuleList`, as in transformers. Where there is none they are those of its
-    `nn.Sequential`s, also of one that is an entry of another; there a norm belongs to the layer before it.
+    `nn.Sequential` modules, also of one inside another; there a norm belongs to the layer before it.
 
     Args:
         model: any module. A part of a model has layers of its own, and lists of groups can be added: `lambda model:
