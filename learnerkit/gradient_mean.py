@@ -87,7 +87,7 @@ class GradientMean:
         return loss if weight == 1 else loss * weight
 
     def correction(self, counted: float | Tensor, tolerance: float = 0.0) -> float | Tensor:
-        """Return what the step's gradients are to be multiplied by: 1.0 where they are right.
+        """Return what the step's gradients are to be multiplied by: 1.0 where they are right, or nothing was counted.
 
         Args:
             counted: what the step has counted in all.
@@ -96,10 +96,10 @@ class GradientMean:
         if self.sums:
             return 1.0
         if isinstance(counted, Tensor):
-            return torch.where(counted > 0, self.expected / counted, 0.0)
+            return torch.where(counted > 0, self.expected / counted, 1.0)
         if abs(counted - self.expected) <= tolerance * self.expected:
             return 1.0
-        return self.expected / counted if counted else 0.0
+        return self.expected / counted if counted else 1.0  # a callback may have kept gradients of earlier steps
 
 
 def counts_something(count: float | Tensor) -> bool:

@@ -135,7 +135,7 @@ def test_a_loss_that_sums_is_left_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("counted", "tolerance", "factor"), [(4.0, 0.0, 1.0), (4.1, 0.1, 1.0), (8, 0.1, 0.5), (0, 0, 0)]
+    ("counted", "tolerance", "factor"), [(4.0, 0.0, 1.0), (4.1, 0.1, 1.0), (8, 0.1, 0.5), (0, 0, 1.0)]
 )
 def test_the_correction(counted, tolerance, factor):
     step = GradientMean(sums=False)
@@ -147,6 +147,7 @@ def test_a_loss_of_half_precision_keeps_its_type():
     step = GradientMean(sums=False)
     step.begin(2.0)
     loss = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
+    assert step.weigh(loss * torch.nan, torch.tensor(0), loss) == 0
     assert step.weigh(loss, 3, loss).dtype == step.weigh(loss, torch.tensor(3), loss).dtype == torch.bfloat16
 
 

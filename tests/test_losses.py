@@ -17,6 +17,7 @@ from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, Mix
 from learnerkit.callbacks.recorder import LossMeter
 from learnerkit.losses import (
     LossWeight,
+    OwnLoss,
     check_shapes,
     is_cross_entropy,
     loss_option,
@@ -99,6 +100,11 @@ def test_the_common_case_costs_no_tensor():
     for loss_func in (nn.CrossEntropyLoss(), nn.MSELoss(), lambda p, t: p.sum()):
         assert LossWeight(loss_func).count((torch.zeros(4).long(),), 4) == 4
         assert type(LossWeight(loss_func).count((torch.zeros(4).long(),), 4)) is int
+
+
+def test_rows_of_predictions_count_where_each_has_a_target():
+    weight, pred = LossWeight(lambda pred, y: pred.mean()), torch.zeros(10)
+    assert [weight.count((torch.zeros(n),), 4, pred) for n in (10, 4)] == [10, 4]
 
 
 def test_a_count_of_ones_own():
@@ -207,6 +213,10 @@ def test_targets_that_the_models_own_loss_does_not_ignore_are_counted(model, ign
     count = LossWeight(None, None, model).count((target,), 6)
     assert (count.ndim, int(count)) == (0, int((target != ignored).sum()))
     assert LossWeight(None, None, model).count((target[:, 0],), 6) == (target[:, 0] != ignored).sum()
+
+
+def test_a_loss_that_shifts_leaves_the_first_target_of_each_row_out():
+    assert OwnLoss(shifts=True).count(torch.tensor([[-100, 1, 2, 3], [4, 5, 6, 7]])) == 3 + 3
 
 
 def test_what_is_no_tensor_of_integers_counts_by_samples():

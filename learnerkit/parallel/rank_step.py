@@ -74,9 +74,16 @@ class RankStep:
             watches: something may make backward passes after that of the loss.
         """
         self.passes.remove()
-        self.named, self._witness = named, None
+        self.named, kept = named, self._are_kept()
         self.params = {name: p for name, p in named.items() if p.requires_grad}
+        self._witness = self._find_witness() if kept else None
         self.passes = Passes(self, watches)
+
+    def _find_witness(self) -> nn.Parameter | None:
+        return next((p for p in self.params.values() if p.grad is not None), None)
+
+    def _are_kept(self) -> bool:
+        return self._witness is not None and self._witness.grad is not None
 
     def is_changed(self) -> bool:
         """Tell whether parameters have been frozen or unfrozen since they were taken."""
@@ -100,8 +107,7 @@ class RankStep:
 
     def before_batch(self) -> None:
         """Prepare the batch, after the callbacks that may still change it: the hook of that event."""
-        learn, witness = self.learn, self._witness
-        self.kept = witness is not None and witness.grad is not None
+        learn, self.kept = self.learn, self._are_kept()
         if learn.dl.share.size == 0:
             self.agreement.left_batch.begin()
         if self.sends is not None and not self.mean.begun:
@@ -156,7 +162,7 @@ class RankStep:
         mean, message = self.mean, self.message
         mean.begun = False
         if self._witness is None:
-            self._witness = next((p for p in self.params.values() if p.grad is not None), None)
+            self._witness = self._find_witness()
         self.counted = vector[0] if message.reads_late else vector[0].item()
         rounding = 8 * torch.finfo(vector.dtype).eps
         scale_gradients(self.params.values(), mean.correction(self.counted, rounding))

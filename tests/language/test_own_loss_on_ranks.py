@@ -113,6 +113,16 @@ def test_what_is_known_of_other_models():
         num_feat_extract_layers=1,
         num_conv_pos_embedding_groups=2,
     )
+    speech = hf.MoonshineConfig(
+        vocab_size=20,
+        pad_token_id=0,
+        hidden_size=8,
+        intermediate_size=8,
+        encoder_num_hidden_layers=1,
+        decoder_num_hidden_layers=1,
+        encoder_num_attention_heads=2,
+        decoder_num_attention_heads=2,
+    )
     rows, numbers, maps = torch.ones(3, 4).long(), torch.rand(3, 4), torch.full((2, 4, 4), 255)
     for model, target, known in (
         (hf.BertForTokenClassification(bert), rows, True),
@@ -120,6 +130,7 @@ def test_what_is_known_of_other_models():
         (hf.BertForTokenClassification(bert), numbers, False),
         (hf.ElectraForPreTraining(hf.ElectraConfig(**SMALL)), rows, False),  # a binary cross-entropy, masked
         (hf.GPT2DoubleHeadsModel(gpt), rows, False),  # shifts by itself
+        (hf.MoonshineForConditionalGeneration(speech), rows, True),  # by a loss that shifts, which is told not to
         (hf.Wav2Vec2ForCTC(audio), rows, False),  # a sum over samples
         (hf.SegformerForSemanticSegmentation(hf.SegformerConfig()), maps, True),
         (nn.Sequential(hf.BertForTokenClassification(bert)), rows, False),  # in a model of one's own

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -127,7 +128,8 @@ def check_after(learn, alike=True, took=0.0):
     assert learn._agreement is None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if alike:
-        facts = (str(weights(learn)), learn.recorder.values, learn.recorder.losses, learn.recorder.iters)
+        recorder = learn.recorder
+        facts = (str(weights(learn)), recorder.values, recorder.losses, recorder.iters, learn.train_iter)
         assert world.same_everywhere(facts), facts
         assert all(p.grad is None for p in learn.model.parameters())
     learn.remove_cbs(Do)
@@ -199,6 +201,17 @@ def test_a_cancel_in_a_cleanup():
 
 
 @on_ranks
+def test_of_two_cancels_of_a_rank_the_stronger_one_counts():
+    epochs, cancels = [], [("before_step", CancelFitException()), ("after_batch", CancelEpochException())]
+    cbs = [Do(event, throw(error)) for event, error in cancels]
+    learn = make_learner([*cbs, Callback(before_epoch=lambda cb: epochs.append(cb.epoch))])
+    error, took = fit(learn)
+    assert error is None, error
+    assert epochs == [0]
+    check_after(learn, took=took)
+
+
+@on_ranks
 @pytest.mark.parametrize("event", ["before_batch", "after_pred", "after_backward", "after_batch"])
 def test_a_cancel_in_the_middle_of_a_group_of_batches(event):
     learn = make_learner([Do(event, throw(CancelTrainException())), GradientAccumulation(n_batches=4)])
@@ -229,9 +242,12 @@ def test_where_the_host_must_not_wait_for_the_device_all_leave_a_step_later(kind
 
 
 class Meets(Callback):
-    """Talks to the other ranks after each training batch, and validates in the middle of training."""
+    """Talks to the other ranks after each training step and batch, and validates in the middle of training."""
 
     order = 20
+
+    def after_step(self):
+        world.reduce(1)
 
     def after_batch(self):
         if self.training:
@@ -242,7 +258,9 @@ class Meets(Callback):
 
 @on_ranks
 @kinds(CancelFitException, slow=[CancelBatchException, CancelTrainException, KeyboardInterrupt])
-@pytest.mark.parametrize("event", mostly_slow(["after_batch", "after_step", "before_step"], "after_step"))
+@pytest.mark.parametrize(
+    "event", mostly_slow(["after_batch", "after_step", "before_step"], "after_step", "before_step")
+)
 @pytest.mark.parametrize("late", [False, True], ids=["read at once", "read late"])
 def test_a_cancel_before_a_collective_of_the_users_own(kind, event, late):
     learn = make_learner([Do(event, action_of(exception(kind)), order=5), Meets(), *([Late()] if late else [])])
@@ -251,13 +269,34 @@ def test_a_cancel_before_a_collective_of_the_users_own(kind, event, late):
     check_after(learn, took=took, alike=error is None)
 
 
+@on_ranks
+@pytest.mark.parametrize("training", [True, False], ids=["in a group of batches", "in validation"])
+def test_a_cancel_before_a_collective_after_a_batch_without_a_step(training):
+    error = CancelTrainException() if training else CancelValidException()
+    meet = Callback(after_batch=lambda cb: world.reduce(1), order=20)
+    learn = make_learner([Do("after_pred", throw(error), training=training), meet, GradientAccumulation(n_batches=4)])
+    error, took = fit(learn)
+    assert error is None, error
+    check_after(learn, took=took)
+
+
+@on_ranks
+def test_ranks_that_are_separated_train_by_themselves():
+    seen = []
+    separate = Callback(before_train=lambda cb: cb.learn._agreement.separate(after=2))
+    count = Callback(before_batch=lambda cb: cb.training and seen.append(world.world_size()))
+    error, _ = fit(make_learner([separate, count]), 1)
+    assert error is None, error
+    assert seen == [N, N, 1, 1, 1]
+
+
 # What is stepped
 
 
-def assert_equals_alone(make, epochs):
+def assert_equals_alone(make, epochs, **options):
     """The learner that `make` makes ends with the same weights and record on all ranks together and on one process."""
     found, records = [], []
-    for way in (fit, lambda learn, epochs: learn.fit(epochs)):
+    for way in (partial(fit, **options), lambda learn, epochs: learn.fit(epochs)):
         learn = make()
         with warnings.catch_warnings(), learn.no_logging():
             warnings.simplefilter("ignore")  # each process trains alone here, which is meant
@@ -364,6 +403,35 @@ def test_what_all_ranks_cancel_is_as_on_one_process(kind, event, order, batches)
 
 
 @on_ranks
+def test_a_group_in_which_all_ranks_leave_training_is_as_on_one_process():
+    everyone, leave = tuple(range(N)), throw(CancelTrainException())
+    cbs = GradientAccumulation(n_batches=4)
+    assert_equals_alone(lambda: make_learner([Do("after_batch", leave, everyone, order=70), cbs]), epochs=2)
+
+
+@on_ranks
+def test_a_fit_that_all_ranks_leave_after_a_batch_begins_no_other_one():
+    begun = []
+    leave = Do("after_batch", throw(CancelFitException()), tuple(range(N)))
+    learn = make_learner([leave, Callback(before_batch=lambda cb: begun.append(cb.iter))])
+    error, _ = fit(learn)
+    assert error is None, error
+    assert begun == [0, 1]
+
+
+def double(cb):
+    for p in cb.model.parameters():
+        p.grad.mul_(2)
+
+
+@on_ranks
+def test_the_last_batch_of_a_group_that_all_ranks_leave_ends_no_backward_pass():
+    everyone, leave = tuple(range(N)), throw(CancelBatchException())
+    cbs = [GradientAccumulation(n_batches=2), Callback(after_backward=double, order=5)]
+    assert_equals_alone(lambda: make_learner([Do("before_batch", leave, everyone), *cbs]), epochs=1)
+
+
+@on_ranks
 def test_a_step_that_all_ranks_cancel_is_as_on_one_process():
     everyone = tuple(range(N))
     assert_equals_alone(lambda: make_learner(Do("before_step", throw(CancelStepException()), everyone)), epochs=2)
@@ -376,6 +444,15 @@ def test_flags_that_are_read_late_change_no_number():
     assert error is None, error
     for a, b in zip(weights(learn), by_hand(seen_steps()), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks
+def test_flags_that_are_read_late_end_one_training_alone():
+    last = []
+    look = Callback(after_train=lambda cb: last.append(cb.iter))
+    error, _ = fit(make_learner([Do("before_step", throw(CancelTrainException())), Late(), look]), 3)
+    assert error is None, error
+    assert last == [3, 4, 4]
 
 
 class Accumulate(Callback):
@@ -392,12 +469,33 @@ class Accumulate(Callback):
     ids=["mean", "class weights", "sum"],
 )  # fmt: skip
 def test_accumulation_by_cancels_is_that_of_one_process(options):
+    """Also where parameters are frozen on the way, and where gradients are averaged after the pass."""
+
     def accumulating():
-        learn = make_learner(Accumulate())
+        freeze = Callback(before_epoch=lambda cb: cb.model[0].requires_grad_(cb.epoch == 0))
+        learn = make_learner([Accumulate(), freeze])
         learn.loss_func = nn.CrossEntropyLoss(**options)
         return learn
 
-    assert_equals_alone(accumulating, epochs=1)
+    for unused in (None, True):
+        assert_equals_alone(accumulating, epochs=2, find_unused_parameters=unused)
+
+
+class Keep(Callback):
+    """Keeps the gradients of the first batch, and leaves the second one."""
+
+    def before_batch(self):
+        if self.training and self.iter == 1:
+            raise CancelBatchException
+
+    def after_backward(self):
+        if self.iter == 0:
+            raise CancelBatchException
+
+
+@on_ranks
+def test_gradients_that_are_kept_outlast_a_batch_that_all_ranks_leave():
+    assert_equals_alone(lambda: make_learner(Keep()), epochs=1)
 
 
 class Clip(Callback):
@@ -421,6 +519,20 @@ def test_other_callbacks_go_on_with_what_a_cancel_has_stopped_on_one_rank(kind, 
     check_after(learn, took=took)
     everyone = tuple(range(N))
     assert_equals_alone(lambda: make_learner([Do(event, throw(kind()), ranks=everyone), Clip()]), epochs=2)
+
+
+@on_ranks
+def test_a_hook_that_has_cancelled_is_not_called_again():
+    calls = []
+
+    def leave(cb):
+        if RANK == LAST and cb.iter == 1:
+            calls.append(cb.epoch)
+            raise CancelBatchException
+
+    error, _ = fit(make_learner(Callback(after_backward=leave)))
+    assert error is None, error
+    assert calls == ([0, 1] if RANK == LAST else [])
 
 
 class Flat(nn.Module):

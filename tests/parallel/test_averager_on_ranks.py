@@ -10,7 +10,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from learnerkit import Callback, CancelBatchException, DataLoaders, GradientAccumulation, Learner, world
+from learnerkit import (
+    Callback,
+    CancelBatchException,
+    CancelStepException,
+    DataLoaders,
+    GradientAccumulation,
+    Learner,
+    world,
+)
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
@@ -128,6 +136,35 @@ def test_a_learner_with_passes_of_its_own_says_so_and_equals_one_process(cls, re
     check_equals_one("Deferred", f"{cls.__name__} has a {seam} of its own", cls=cls, reduction=reduction, lr=lr)
 
 
+class Zeros(Learner):
+    def _zero_grad(self):
+        self.opt.zero_grad(set_to_none=False)
+
+
+def test_gradients_that_are_set_to_zero_are_averaged_in_each_step():
+    check_equals_one("Overlapped", cls=Zeros)
+    check_equals_one("Deferred", cls=Zeros, find_unused_parameters=True)
+
+
+class Plain(Learner):
+    """Has a `_step` without the optimizer's."""
+
+    def _step(self):
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p -= 0.1 * p.grad
+
+
+def test_a_step_without_the_optimizers_is_taken_also_where_a_rank_leaves_the_batch():
+    def leave(cb):
+        if cb.training and cb.train_iter == 1 and world.is_main():
+            raise CancelBatchException
+
+    by_itself, _, _ = trained(Plain, Callback(before_batch=leave))
+    stepped, _, _ = trained(cbs=Callback(before_batch=leave))
+    torch.testing.assert_close(weights(by_itself), weights(stepped), rtol=1e-12, atol=1e-12)
+
+
 class Apart(nn.Module):
     """Rank 0 uses a part that no other rank uses."""
 
@@ -185,17 +222,88 @@ def test_a_pass_of_a_callback_after_the_losss_is_averaged_before_it_clips():
     check_equals_one("Overlapped", cbs=Callback(before_step=late))
 
 
-def test_layers_that_are_frozen_in_an_epoch_are_averaged_after_the_pass_from_then_on():
+@pytest.mark.parametrize("more", [{}, {"before_step": late}], ids=["plain", "with a callback's pass"])
+def test_layers_that_are_frozen_in_an_epoch_are_averaged_after_the_pass_from_then_on(more):
+    held = []
+
     def freeze(cb):
+        if cb.training and cb.train_iter == 2:
+            held.append(getattr(cb.learn._gradient, "ddp", None))
         if cb.training and cb.train_iter in (2, 4):
             cb.model.spare.requires_grad_(cb.train_iter == 4)
+            assert cb.train_iter == 2 or not hasattr(held[0], "reducer")  # whose buckets are as large as the gradients
 
-    job = {"cbs": Callback(before_batch=freeze), "n": 40, "epochs": 1}
+    job = {"cbs": Callback(before_batch=freeze, **more), "n": 40, "epochs": 1}
     learn, told, ways = trained(**job)
     assert ways == ["Deferred", "Overlapped", "Overlapped", "Deferred", "Deferred"]
     assert told == ([f"{SAID}parameters were frozen or unfrozen during an epoch"] if world.is_main() else [])
     alone, _, _ = trained(**job, alone=True)
     torch.testing.assert_close(weights(learn), weights(alone), rtol=1e-10, atol=1e-12)
+
+
+def test_layers_that_are_frozen_between_epochs_are_averaged_during_the_pass_again():
+    freeze = Callback(before_epoch=lambda cb: cb.model.spare.requires_grad_(cb.epoch == 0))
+    _, told, ways = trained(cbs=freeze)
+    assert ways == ["Deferred", "Overlapped", "Overlapped"] * 2
+    assert not told
+
+
+class Later(Callback):
+    """Trains a parameter beside the model from the second epoch on."""
+
+    def before_epoch(self):
+        if self.epoch == 1:
+            self.scale = nn.Parameter(torch.ones(2, dtype=torch.float64))
+            self.learn.opt.add_param_group({"params": [self.scale], "lr": 0.1})
+
+    def before_backward(self):
+        if self.epoch == 1:
+            self.learn.loss_grad = self.loss_grad + (self.pred * self.scale).sum(1).mean()
+
+
+def test_a_parameter_that_comes_beside_the_model_between_epochs_is_averaged():
+    found = []
+    for alone in (False, True):
+        learn, _, _ = trained(cbs=Later(), alone=alone)
+        scale = learn.opt.param_groups[-1]["params"][0].detach()
+        assert world.same_everywhere(scale.tolist())
+        found.append(torch.cat([weights(learn), scale]))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+def test_a_first_batch_that_all_ranks_leave_has_shown_nothing():
+    def leave(cb):
+        if cb.training and cb.train_iter == cb.iter == 0 and cb.epoch == 0:
+            raise CancelBatchException
+
+    _, _, ways = trained(cbs=Callback(before_batch=leave), n=40, epochs=1)
+    assert ways[0] == "Deferred"
+    assert set(ways[1:]) == {"Overlapped"}
+
+
+def test_a_static_graph_may_have_a_part_that_nothing_uses():
+    def spare(model):
+        model.unused = nn.Linear(2, 2).double()
+
+    check_equals_one("Overlapped", change=spare, n=24, static_graph=True)
+
+
+def test_an_optimizer_of_what_the_loss_does_not_depend_on_is_a_callbacks_own_affair():
+    cb = Callback()
+    cb.its_opt = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    check_equals_one("Overlapped", cbs=cb)
+
+
+def leave_out(cb):
+    """Leaves a part out of the first batch of each epoch."""
+    if cb.training:
+        vars(cb.model.spare).pop("forward", None)
+        if cb.iter == 0:
+            cb.model.spare.forward = lambda x: 0.0
+
+
+def test_what_the_first_batch_has_shown_counts_for_the_whole_fit():
+    check_equals_one("Deferred", cbs=Callback(before_batch=leave_out))
 
 
 def test_a_ddp_that_lives_on_after_an_error_in_its_pass_averages_nothing():
@@ -283,6 +391,41 @@ def test_a_rank_that_leaves_a_batch_before_its_forward_pass_makes_none():
     weights(learn)
 
 
+def test_a_rank_without_data_that_leaves_before_its_forward_pass_leaves_nothing_on_the_learner():
+    def leave(cb):
+        if cb.training and not cb.batch_size:
+            raise CancelBatchException
+
+    learn, _, _ = trained(cbs=Callback(before_batch=leave, order=50))
+    assert "_forward" not in vars(learn)
+    assert len(weights(learn))
+
+
+def test_a_step_that_all_ranks_leave_out_is_so_also_where_one_has_no_data():
+    def leave(cb):
+        if cb.iter == 2:
+            raise CancelStepException
+
+    check_equals_one("Overlapped", cbs=Callback(before_step=leave))
+
+
+def test_a_rank_that_leaves_a_batch_has_its_data_until_it_is_over():
+    seen = []
+
+    def leave(cb):
+        if cb.training and cb.train_iter == 1 and world.is_main():
+            seen.append((cb.pred, cb.loss, cb.batch_size))
+            raise CancelBatchException
+
+    def look(cb):
+        if len(seen) == 1:
+            seen.append((cb.pred, cb.loss, cb.batch_size))
+
+    trained(cbs=Callback(after_loss=leave, after_batch=look), epochs=1)
+    assert len(seen) == 2 * world.is_main()
+    assert all(a is b for a, b in zip(*seen, strict=True))
+
+
 @pytest.mark.parametrize(("cut", "rows"), [(Net.cut, 1), (whole, 0)], ids=["with a sample", "on nothing"])
 def test_a_rank_without_data_runs_an_empty_batch(cut, rows):
     """A model that cannot do that gets a sample, which callbacks may call it on until the batch is over."""
@@ -297,13 +440,18 @@ def test_a_rank_without_data_runs_an_empty_batch(cut, rows):
     assert seen == [[0, 0], [rows, rows], [0, 0]] * 2 * (not world.is_main())
 
 
-def test_buffers_come_from_rank_0_before_each_step():
+def differ(model):
+    model.body[1].running_mean += world.rank()
+
+
+def test_buffers_come_from_rank_0_at_the_start_and_before_each_step():
     found = []
     for options, alike in (({}, True), ({"broadcast_buffers": False}, False)):
         found.clear()
         before = Callback(
             before_batch=lambda cb: cb.training and found.append(cb.model.body[1].running_mean.clone()), order=12
         )
-        trained(cbs=before, n=24, norm=True, sync_bn=False, **options)
+        trained(cbs=before, n=24, norm=True, sync_bn=False, change=differ, **options)
         same = [all(torch.equal(each, other) for other in world.all_gather(each)) for each in found]
+        assert same[0]
         assert all(same) == alike

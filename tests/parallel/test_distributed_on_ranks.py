@@ -19,6 +19,7 @@ from learnerkit import (
     EMA,
     Callback,
     CheckpointCallback,
+    CSVLogger,
     DataLoaders,
     DistributedCallback,
     GradientClip,
@@ -190,6 +191,8 @@ def test_what_differs_between_ranks_is_rank_0s_after_the_start_of_a_fit():
     assert all(same(t) for s in learn.opt.state.values() for t in s.values())
     with learn.distrib_ctx(), raises(ValueError, "differs between ranks in its epochs (rank 0: 1, rank 1: 2"):
         learn.fit(1 + world.rank())
+    with learn.distrib_ctx(), raises(ValueError, "differs between ranks in its learning rates (rank 0: [0.1], rank 1"):
+        learn.fit(1, 0.1 + world.rank())
     with learn.distrib_ctx(), learn.no_logging():
         learn.fit(1)
 
@@ -214,7 +217,7 @@ def test_a_callback_that_was_made_otherwise_on_another_rank_is_named_at_once():
         with learn.distrib_ctx(), raises(ValueError, f"fit differs between ranks in its {words}"):
             learn.fit(1, cbs=cbs)
     with learn.distrib_ctx(), learn.no_logging():
-        learn.fit(1, cbs=[GradientClip(), ValidateEvery(3)])
+        learn.fit(1, cbs=[GradientClip(), ValidateEvery(3), CSVLogger(f"rank {world.rank()}.csv")])
     assert learn.ema if world.is_main() else True
 
 
@@ -234,6 +237,16 @@ def test_batch_norm_is_put_back_ends_alike_and_warns_once():
             assert weights_agree(learn)
     told = [str(w.message) for w in caught if "sync_bn" in str(w.message)]
     assert len(told) == (1 if world.is_main() else 0), told  # once a process
+
+
+def test_validation_in_mid_epoch_has_the_statistics_of_rank_0():
+    found = []
+    look = Callback(before_validate=lambda cb: found.append(same(cb.model[1].running_mean)), order=12)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    learn = make_learner(model, n=16 * N, cbs=[look, ValidateEvery(2)])
+    with learn.distrib_ctx(sync_bn=False), learn.no_logging():
+        learn.fit(1)
+    assert found == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -369,6 +382,23 @@ def test_predictions_are_those_of_one_process_on_every_rank():
     assert torch.allclose(losses, nn.functional.cross_entropy(preds, y, reduction="none"), atol=1e-6)
     assert torch.allclose(soft.sum(1), torch.ones(11))
     assert (part[0] is None) == (not world.is_main())
+
+
+def test_statistics_that_differ_between_ranks_are_rank_0s_in_an_evaluation():
+    learn = make_learner(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
+    learn.model[1].running_mean += world.rank()
+    with learn.distrib_ctx():
+        learn.get_preds()
+    assert weights_agree(learn)
+
+
+def test_one_loader_may_be_for_training_and_validation():
+    learn = make_learner(n=8 * N + 1, metrics=accuracy)
+    learn.dls = DataLoaders(learn.dls.valid, learn.dls.valid, device="cpu")
+    with learn.distrib_ctx(), learn.no_logging():
+        learn.fit(1)
+    with world.alone(), learn.no_logging():
+        assert learn.recorder.values[-1][1:] == pytest.approx(learn.validate(), rel=1e-5)
 
 
 class Pair(nn.Module):

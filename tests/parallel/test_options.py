@@ -141,9 +141,15 @@ def test_a_step_costs_one_reduction_of_each_bucket(accumulated, options):
     assert (buckets > 2) == bool(options), buckets
 
 
-def test_micro_batches_cost_no_collectives():
+def with_buffer(model, **sizes):
+    model.register_buffer("sent", torch.zeros(1))
+    return make_learner(model, **sizes)
+
+
+@pytest.mark.parametrize("learner", [make_learner, with_buffer])
+def test_micro_batches_cost_no_collectives(learner):
     """Three times as many micro-batches for as many steps take as many collectives."""
-    assert collectives(4, 2, 2)[0] == collectives(4, 2, 6)[0]
+    assert collectives(4, 2, 2, learner)[0] == collectives(4, 2, 6, learner)[0]
 
 
 def test_accumulation_outside_the_context_takes_means_too():

@@ -262,6 +262,17 @@ def test_evaluation_takes_each_sample_once_in_order():
     assert targets.tolist() == [i % 2 for i in range(11)]
 
 
+def test_validation_by_the_loader_of_training_is_not_cut_short_as_that_is():
+    learn = make_learner(OwnPart([12, 4, 4]))
+    learn.dls = DataLoaders(learn.dls.train, learn.dls.train, device="cpu")
+    fit(learn, 1, sharded=True)
+    with torch.no_grad():
+        x, y = map(torch.stack, zip(*learn.dls.train.dataset, strict=True))
+        total = nn.functional.cross_entropy(learn.model(x), y, reduction="sum")
+    found = world.reduce(torch.stack([total, torch.tensor(len(y), dtype=total.dtype)]))
+    assert learn.recorder.values[-1][1] == pytest.approx((found[0] / found[1]).item(), rel=1e-9)
+
+
 def test_a_dataset_with_a_length_lets_schedules_run():
     learn = make_learner(Sized(23), Stream(11), metrics=accuracy)
     with learn.distrib_ctx(uneven="join"), learn.no_logging():
