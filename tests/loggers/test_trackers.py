@@ -221,7 +221,7 @@ def wanted(found):
     return {name: [*pairs, *second[name]] for name, pairs in found["first"].items()}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_wandb_has_all_of_a_run_that_was_killed_and_uses_the_users_run(tracked):
     found, folder = tracked
     (died, _, before, _), (ended, config, after, axis), (users, _, logged, _) = found["wandb"]
@@ -237,7 +237,7 @@ def test_wandb_has_all_of_a_run_that_was_killed_and_uses_the_users_run(tracked):
     assert config["seed"] == found["seed"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_comet_goes_on_in_the_same_experiment_and_uses_the_users(tracked):
     found, _ = tracked
     (ended, _, after, figures), (users, params, logged, _) = found["comet"]
@@ -249,7 +249,7 @@ def test_comet_goes_on_in_the_same_experiment_and_uses_the_users(tracked):
     assert [step for step, _ in logged["step/lr"]] == [1, 2, 3] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_mlflow_goes_on_without_doubles_and_uses_the_active_run(tracked):
     found, _ = tracked
     (status, name, params, metrics, figures), (_, _, theirs, logged, _) = found["mlflow"]
@@ -266,7 +266,7 @@ def test_mlflow_goes_on_without_doubles_and_uses_the_active_run(tracked):
     assert [step for step, _ in logged["step/lr"]] == [1, 2, 3] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_trackio_goes_on_in_the_same_run_without_doubles_and_uses_the_users_run(tracked):
     found, _ = tracked
     (run, name, config, metrics, figures, artifacts, same), *others = found["trackio"]
@@ -277,7 +277,7 @@ def test_trackio_goes_on_in_the_same_run_without_doubles_and_uses_the_users_run(
     assert others == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_nothing_is_left_in_the_home_directory(tracked):
     home = tracked[1] / "home"
     found = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}

@@ -715,7 +715,7 @@ def test_a_standstill_is_explained_and_ends_the_run(how):
     assert error in text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_standstill_of_the_rank_that_hosts_the_store():
     text = standstill("stop", 0)
     assert re.search(r"rank 0 silent +\d+ s since before_batch of Standstill \(epoch 0, step 5\)", text), text
