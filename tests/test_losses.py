@@ -238,6 +238,8 @@ def test_the_count_is_passed_to_models_that_take_it():
         weight = LossWeight(None, None, nn.DataParallel(model))
         assert weight.passed((target,)) == ({"num_items_in_batch": (target != -100).sum()} if takes else {})
         assert weight.passed(()) == weight.passed((target, target)) == weight.passed((target.float(),)) == {}
+    nothing = torch.full_like(target, -100)  # of which the mean would be a NaN
+    assert LossWeight(None, None, TakesCount()).passed((nothing,)) == {"num_items_in_batch": 1}
     assert LossWeight(None, "samples", TakesCount()).passed((target,)) == {}
     assert LossWeight(F.mse_loss, None, TakesCount()).passed((target,)) == {}
 
