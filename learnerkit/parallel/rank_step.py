@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from learnerkit import world
 from learnerkit.gradient_mean import GradientMean, StepGradient, counts_something, host_count, scale_gradients
 from learnerkit.host_scalars import HostCopy
-from learnerkit.parallel.agreement import LEAVING, TOLD, Agreement
+from learnerkit.parallel.agreement import TOLD, Agreement
 from learnerkit.parallel.passes import Passes
 from learnerkit.text import first_few
 from learnerkit.torch_internals import check_reduced
@@ -169,11 +169,7 @@ class RankStep:
         flags = message.exchange_flags(vector)
         if any(flags):
             self.agreement.watch.check()  # of a reduction that was broken off they would mean nothing
-            try:
-                self.agreement.obey(flags)
-            except LEAVING:
-                self.learn._zero_grad()
-                raise
+            self.agreement.obey(flags)
         if self.passes.watches:
             self.passes.open_now()
 

@@ -85,7 +85,7 @@ class _Stops(Callback):  # of which a checkpoint takes no notice
             raise Stopped
 
 
-@pytest.mark.parametrize("stop", [3, 6])
+@pytest.mark.parametrize("stop", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_same_weights(stop, tmp_path):
     def make(*cbs):
         return learner(cbs=[CheckpointCallback(tmp_path, every=1, resume=True), *cbs])

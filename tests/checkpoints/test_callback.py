@@ -86,7 +86,7 @@ def whole():
     return of
 
 
-QUICK = ("one cycle", "accumulation", "EMA", "a teacher", "mixing", "carried")
+QUICK = ("one cycle", "accumulation", "a teacher", "carried")
 STEPS_OF = [
     *(pytest.param(name, (EPOCH, EPOCH + 5), id=name) for name in QUICK),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in ONE_FIT if name not in QUICK),
@@ -226,7 +226,7 @@ def test_outside_the_main_thread_it_says_that_signals_are_not_seen(tmp_path):
 # Several fits
 
 
-@pytest.mark.parametrize("at", [3, 9, 16, 23])
+@pytest.mark.parametrize("at", mostly_slow([3, 9, 16, 23], 9))
 def test_the_fits_before_return_at_once_with_what_they_were(at, tmp_path, whole, capsys):
     died = finished(make("fine-tuned", tmp_path, Kill(at)), "fine-tuned")
     ended = finished(make("fine-tuned", tmp_path, resume=True), "fine-tuned")
@@ -237,7 +237,7 @@ def test_the_fits_before_return_at_once_with_what_they_were(at, tmp_path, whole,
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if "workers" in name else ()) for name in CARRIED]
+    "name", [pytest.param(name, marks=() if name == "counting sampler" else pytest.mark.slow) for name in CARRIED]
 )
 @pytest.mark.parametrize("at", mostly_slow([0, 2 * EPOCH, EPOCH + 2, 2 * EPOCH + 1, STEPS - 1], 2 * EPOCH))
 def test_a_second_fit_finds_the_loader_as_the_first_one_has_left_it(name, at, tmp_path, whole):

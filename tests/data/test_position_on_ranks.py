@@ -185,7 +185,8 @@ class Numbered(Stream):
         self.n = 20 + world.rank()
 
 
-@pytest.mark.parametrize("uneven", ["stop", pytest.param("join", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("uneven", ["stop", pytest.param("join", marks=pytest.mark.soak)])
 @pytest.mark.filterwarnings("ignore:the data of rank", "ignore:.*batches of this epoch are read again")
 def test_parts_of_ranks_go_on_each_by_its_own_state(uneven):
     how = {"sharded": True, "uneven": uneven}

@@ -58,7 +58,7 @@ def test_what_arrives_is_a_plain_item_and_seeds_all_three_generators():
     assert torch.equal(torch.get_rng_state(), states[0])
 
 
-@pytest.mark.parametrize("batch_size", [4, None])
+@pytest.mark.parametrize("batch_size", [4, pytest.param(None, marks=pytest.mark.slow)])
 def test_workers_streams_do_not_depend_on_their_number(batch_size):
     kwargs = {"batch_size": batch_size} | ({"collate_fn": lambda x: [t[None] for t in x]} if batch_size is None else {})
     one = read(Noisy(), num_workers=1, **kwargs).train

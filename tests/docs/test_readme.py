@@ -162,6 +162,7 @@ def test_the_callback_has_five_lines_and_runs(capsys):
     assert tables(capsys.readouterr().out)[-1][0] == [*HEADER[:-1], "grad_norm", "time"]
 
 
+@pytest.mark.slow
 def test_the_diff_turns_the_example_into_one_for_several_processes(tmp_path):
     before, after = diff_sides()
     example = code_blocks("python")[0]

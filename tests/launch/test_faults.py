@@ -313,6 +313,7 @@ def test_r36_loader(faulty, kind, message):
 # Signals
 
 
+@pytest.mark.slow
 def test_r13_term_launcher(faulty):
     run = faulty("--", "--handle", fault="wait:1:37")
     run.wait_for("fault")

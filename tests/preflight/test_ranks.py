@@ -470,7 +470,9 @@ def state_of(learn):
     }
 
 
-@pytest.mark.parametrize("model", [batch_norm_and_dropout, Single])  # in float64, and as it is
+@pytest.mark.parametrize(
+    "model", [batch_norm_and_dropout, pytest.param(Single, marks=pytest.mark.slow)]
+)  # in float64, and as it is
 def test_the_learner_is_untouched(model, capsys, tmp_path):
     class Saves(Callback):
         def after_fit(self):
@@ -498,6 +500,7 @@ def test_the_learner_is_untouched(model, capsys, tmp_path):
     assert not (tmp_path / "learner").exists()
 
 
+@pytest.mark.slow
 def test_the_learners_loader_workers_live_on(capsys):
     others = set(psutil.Process().children())  # a pool of ranks, for one
     learn = make(dls=make_dls(num_workers=1, persistent_workers=True))

@@ -99,6 +99,7 @@ class Turns(nn.Module):
         return self.layer(x)
 
 
+@pytest.mark.slow
 def test_two_processes_are_started_to_measure_what_they_share(tmp_path):
     learn = make_learner()
     learn.model = Turns(tmp_path / "lock")
@@ -169,7 +170,7 @@ def test_the_step_of_two_ranks_is_forecast_from_one(rank_pools, name):
     assert median(ratios) == pytest.approx(1, abs=0.15)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(slow=[2])
 def test_ranks_measure_it_themselves():
     with contextlib.redirect_stdout(io.StringIO()), (learn := make_learner()).distrib_ctx():
         report = learn.scaling_report(5, advice=False)

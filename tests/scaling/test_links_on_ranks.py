@@ -37,7 +37,7 @@ def test_a_known_link_is_found(monkeypatch):
     assert asked == [*sizes] * (links.WARM + links.LEAST)
 
 
-@pytest.mark.ranks(2, soak=[4])
+@pytest.mark.ranks(slow=[2], soak=[4])
 def test_the_real_link_is_measured_in_a_second_or_two():
     start = time.monotonic()
     found = measure_link(CPU)

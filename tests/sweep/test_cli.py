@@ -176,6 +176,7 @@ with open("log.jsonl", "w") as file:
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_knows_nothing_of_it(search):
     parameters = {"x": {"type": "float", "min": 0, "max": 1}, "n-layers": {"type": "int", "min": 1, "max": 3}}
     write_config(maxCombo=3, metric="score", objective="maximize", parameters=parameters)

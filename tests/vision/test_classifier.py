@@ -542,7 +542,7 @@ def test_pretrained_features_are_worth_something():
 NETWORKS = {"ResNet": small_resnet, "ViT": small_vit}
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(slow=[2])
 @pytest.mark.filterwarnings("ignore:.*[Bb]atch ?[Nn]orm.*")
 @pytest.mark.parametrize("network", [pytest.param("ResNet", marks=pytest.mark.soak), "ViT"])
 def test_two_ranks_fine_tune_alike(network):
