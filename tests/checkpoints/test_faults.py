@@ -194,14 +194,14 @@ def test_where_flags_are_read_late_it_is_one_step_later_on_all_ranks(fault, step
     assert run.ends() == whole().ends()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r19_a_peer_that_dies_makes_nobody_save(tmp_path):
     run = Run(tmp_path, "--every=1000", fault="kill:1:17").finish(137)
     assert run.saved() == []
     assert "rank 0 was stopped by the launcher" in run.read("err")  # at once, not after its time of grace
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r12_a_loss_that_is_not_finite_on_one_rank_leaves_good_checkpoints_alone(tmp_path):
     run = Run(tmp_path, "--every=1", fault="nan:1:17").finish()
     assert "epoch 1: the training loss of step 7 on rank 1 is nan: stopping" in run.read("out")

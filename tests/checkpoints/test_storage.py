@@ -636,7 +636,7 @@ def test_r05_r06_often(monkeypatch, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["launch", "torchrun"])
+@pytest.mark.parametrize("way", ["launch", pytest.param("torchrun", marks=pytest.mark.soak)])
 def test_the_end_of_all_ranks_waits_for_what_is_written(tmp_path, way):
     assert run_script("checkpoint_end.py", tmp_path, nproc=2, way=way) == ""
     checkpoint = Storage(tmp_path).newest()

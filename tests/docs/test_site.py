@@ -27,8 +27,10 @@ MODULES = ("datasets", "sweep", "world")
 NAMES = [name for name in learnerkit.__all__ if name not in MODULES]
 WORLD = ("all_gather", "barrier", "broadcast", "is_main", "local_rank", "rank", "reduce", "world_size")
 INTERNAL = {  # methods without an underscore that are for other parts of the package
-    "DataLoaders": {"keeps", "prefer", "sampler_states", "split", "takes_targets", "twin"}
-}
+    "DataLoaders": {
+        "count", "keeps", "prefer", "row_sizes", "sampler_states", "samples_first", "split", "takes_targets", "twin",
+    }
+}  # fmt: skip
 
 
 # The pages as they are written

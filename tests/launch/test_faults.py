@@ -286,7 +286,7 @@ def test_r10_hang(hanging_and_slow):
     assert run.says[1].startswith("learnerkit.launch: rank 1 "), run
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r11_straggler(hanging_and_slow, uninterrupted):
     run = hanging_and_slow[1]
     assert (run.code, run.err) == (0, ""), run
@@ -296,8 +296,10 @@ def test_r11_straggler(hanging_and_slow, uninterrupted):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("raise", r"ValueError: a bad sample"), ("kill", r"(?i)loader worker\b.* signal 9")],
-    ids=["raise", "kill"],
+    [
+        pytest.param("raise", r"ValueError: a bad sample", id="raise", marks=pytest.mark.soak),
+        pytest.param("kill", r"(?i)loader worker\b.* signal 9", id="kill"),
+    ],
 )
 def test_r36_loader(faulty, kind, message):
     run = faulty("--", "--workers", 1, fault=f"loader-{kind}:1:37")
@@ -345,7 +347,7 @@ def test_r16_int(faulty):
     assert "Traceback" not in run.err
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("ctrl_c")
 def test_r16_int_twice(faulty):
     run = faulty(fault="sleep:1:37")  # which does not let the others leave together

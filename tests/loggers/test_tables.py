@@ -226,7 +226,7 @@ def content(folder):
 
 @pytest.mark.filterwarnings("ignore:not as in the checkpoint")
 @pytest.mark.parametrize(
-    "steps", [pytest.param((5, 12), id="few"), pytest.param(range(1, 21, 2), id="many", marks=pytest.mark.slow)]
+    "steps", [pytest.param((5, 12), id="few"), pytest.param(range(1, 21, 2), id="many", marks=pytest.mark.soak)]
 )
 def test_a_run_that_was_killed_goes_on_without_doubles(steps, tmp_path):
     run(tmp_path / "whole")

@@ -321,7 +321,7 @@ with learn.distrib_ctx(nproc=2):
     assert "Warning" not in shown.text, shown.text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_changes_in_place_comes_back(kernel):
     "Into the same objects; what is not pickled stays as it is, and so does a dataset."
     shown = kernel.run("""
@@ -499,7 +499,7 @@ assert found == [(torch.float64, True, "yes")], found
     assert shown.error == "", shown.traceback
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_is_changed_between_two_calls_counts(kernel):
     shown = kernel.run("""
 learn = make_learner()
@@ -775,7 +775,7 @@ with learn.distrib_ctx(nproc=2):
     assert shown.error == "", shown.traceback
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_with_the_kernel_its_workers_go(tmp_path):
     kernel = Kernel(tmp_path)
     try:

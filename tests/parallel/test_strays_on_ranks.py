@@ -239,9 +239,7 @@ ENDINGS = {
 
 
 @on_ranks
-@pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=SLOW if how in ("well", "in validation") else SOAK) for how in ENDINGS]
-)
+@pytest.mark.parametrize("how", [pytest.param(how, marks=SLOW if how == "well" else SOAK) for how in ENDINGS])
 def test_nothing_of_a_run_is_left_to_the_garbage_collector(how):
     check_nothing_is_left(how)
 

@@ -522,8 +522,8 @@ def test_in_a_script_that_has_trained():
     assert len(out.splitlines()) == 8, out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
 def test_however_the_parent_ends_its_processes_do(signum, script_env, short_path):
     env = script_env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(short_path)}
     command = [python(), str(SCRIPTS / "check_distributed.py"), "stuck"]

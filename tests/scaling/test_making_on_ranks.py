@@ -67,7 +67,7 @@ def test_a_rank_twice_as_slow_is_named():
     assert 0.8 < found.seconds / SECONDS < 2
 
 
-@SLOW
+@pytest.mark.soak
 def test_slow_links_are_no_slow_rank_and_what_helps_is_found():
     learn = make_learner("links")
     report = report_of(learn)
