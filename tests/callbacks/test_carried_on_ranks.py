@@ -93,7 +93,8 @@ def test_a_resumed_run_has_the_same_weights(stop, tmp_path):
     whole = fit(learner(), split_batches=True)
     with pytest.raises(Stopped):
         fit(make(_Stops(stop)), split_batches=True)
-    assert torch.equal(whole, fit(make(), split_batches=True))
+    again = fit(make(), split_batches=True)
+    assert torch.equal(whole, again), (whole - again).abs().max()
 
 
 @pytest.mark.parametrize("of_one", [True, False])
@@ -144,5 +145,6 @@ def test_a_rank_without_rows_takes_part():
 
 
 def test_rows_that_change_are_refused():
-    with pytest.raises(ValueError, match=r"the state that is carried has \d rows, and the batch"):
+    refused = ValueError, world.PeerError  # a rank whose rows are none, before and after, is told of it
+    with pytest.raises(refused, match=r"the state that is carried has \d rows, and the batch"):
         fit(learner([*batches(2), *batches(1, 2)]), split_batches=True)
