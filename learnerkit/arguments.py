@@ -16,6 +16,7 @@ from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import why_empty
 from learnerkit.explain.mends import NOT_ALONE
 from learnerkit.losses import loss_name, unwrap_partial
+from learnerkit.optim import parameters_of
 from learnerkit.snapshot import restorer
 from learnerkit.text import did_you_mean
 from learnerkit.torch_internals import BatchNorm
@@ -220,8 +221,7 @@ def check_closure(learn: "Learner") -> None:
 
 def check_in_step(learn: "Learner") -> None:
     """Refuse a closure where no step is taken: outside of it the gradients would be those of the next one."""
-    params = (p for opt in learn.opts for group in opt.param_groups for p in group["params"])
-    if not (learn.training and any(p.grad is not None for p in params)):
+    if not (learn.training and any(p.grad is not None for p in parameters_of(learn.opts))):
         raise RuntimeError(
             "closure() was called outside of a step; call it in `_step`, after the backward pass of a training batch"
         )

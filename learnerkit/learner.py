@@ -480,7 +480,7 @@ class Learner(RunState):
 
     @property
     def _by_closure(self) -> bool:
-        "Tell whether it does."
+        "Tell whether `_step_by_closure` takes the place of `_step`."
         return vars(self).get("_step") == self._step_by_closure
 
     # Runs
@@ -1025,7 +1025,8 @@ class Learner(RunState):
         self._device = self.dls.device
         fitting, nested = task == "fit", self._dispatch is not None
         if not nested:
-            self._loss_weighting = LossWeight(self.loss_func, self.loss_weight, self.model, self.dls.aligned)
+            by_rows = self.dls.batch_dim == 0
+            self._loss_weighting = LossWeight(self.loss_func, self.loss_weight, self.model, self.dls.aligned, by_rows)
             arguments.check_loss(self)
             self._note_modes()
         self._loss_without_targets = self.loss_func is None or self._overrides("_loss") or self._loss_weighting.alone

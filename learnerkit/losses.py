@@ -22,7 +22,7 @@ from learnerkit.data.loaders import unknown_keys
 from learnerkit.events import CancelBackwardException
 from learnerkit.gradient_mean import counts_something, host_count, zero_loss
 from learnerkit.text import did_you_mean
-from learnerkit.utils import describe, library_of, unbound, unwrap, warn
+from learnerkit.utils import describe, itself, library_of, unbound, unwrap, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -59,11 +59,6 @@ def is_cross_entropy(loss_func: Any) -> bool:
 _OF_NUMBERS = (
     nn.MSELoss, F.mse_loss, nn.L1Loss, F.l1_loss, nn.SmoothL1Loss, F.smooth_l1_loss, nn.HuberLoss, F.huber_loss,
 )  # fmt: skip
-
-
-def itself(pred: Any) -> Any:
-    """Return a prediction as it is, which decodes one of numbers."""
-    return pred
 
 
 BINARY_LOGITS = (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits)
@@ -256,6 +251,7 @@ class LossWeight:
             output. For a model that returns a dict of losses, a mapping with one of these for each.
         model: which may make its own loss.
         aligned: targets are in the places of their predictions.
+        by_rows: the rows of predictions are those of samples, rather than the steps of time-major batches.
 
     Attributes:
         sums: the loss is a sum.
@@ -273,8 +269,9 @@ class LossWeight:
     """
 
     def __init__(
-        self, loss_func: Any, loss_weight: "Weight | None" = None, model: nn.Module | None = None, aligned: bool = False
-    ) -> None:
+        self, loss_func: Any, loss_weight: "Weight | None" = None, model: nn.Module | None = None,
+        aligned: bool = False, by_rows: bool = True,
+    ) -> None:  # fmt: skip
         is_named = isinstance(loss_weight, str | Mapping) and loss_weight not in ("", "mean", {})  # a count is no mean
         if loss_weight is not None and not callable(loss_weight) and not is_named:
             raise ValueError(
@@ -299,7 +296,7 @@ class LossWeight:
         if loss_weight is None and loss_option(loss_func, "reduction") == "none":
             raise ValueError(f"{loss_func} has reduction='none', so the loss is not a scalar; use 'mean' or 'sum'")
         self.sums: bool = loss_weight == "sum" or (loss_weight is None and loss_option(loss_func, "reduction") == "sum")
-        self._given, self._is_own = loss_weight, loss_func is None
+        self._given, self._is_own, self.by_rows = loss_weight, loss_func is None, by_rows
         parameters = list(_parameters(loss_func).values())
         self.asks = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty)
         by_position = [p for p in parameters if p.kind in _BY_POSITION]
@@ -344,9 +341,7 @@ class LossWeight:
             )
         return not least <= n <= most
 
-    def count(
-        self, yb: tuple, batch_size: int, pred: Any = None, output: Any = None, by_rows: bool = True
-    ) -> int | Tensor:
+    def count(self, yb: tuple, batch_size: int, pred: Any = None, output: Any = None) -> int | Tensor:
         """Return the number of items behind a batch's loss: a 0-dim tensor if they are counted, on every rank.
 
         Args:
@@ -354,7 +349,6 @@ class LossWeight:
             batch_size: the number of samples.
             pred: the predictions, if there are any.
             output: the whole output of the model.
-            by_rows: the rows of predictions are those of samples, rather than the steps of time-major batches.
 
         Raises:
             ValueError: a function takes other arguments, or it or the output's entry is no number.
@@ -368,9 +362,11 @@ class LossWeight:
             arguments = (made_of, *yb) if self.takes_output(yb) else yb
             return _checked_count(given(*arguments) if batch_size else 0)
         count = self._count(*yb) if yb and self._count is not None else None
-        if count is None:
-            return rows_compared(pred, yb, batch_size) if by_rows else batch_size
-        return count
+        return self.rows(pred, yb, batch_size) if count is None else count
+
+    def rows(self, pred: Any, yb: tuple, batch_size: int) -> int:
+        """Return how many rows of predictions are compared with targets, each with a value of its own."""
+        return rows_compared(pred, yb, batch_size) if self.by_rows else batch_size
 
     # A loss of several parts, each with a count of its own
 
@@ -699,8 +695,7 @@ def evaluate_again(learn: "Learner") -> Tensor:
 
 def batch_count(learn: "Learner") -> int | Tensor:
     """Return what the loss of the present batch averages over."""
-    by_rows = learn.dls.batch_dim == 0
-    return learn._loss_weighting.count(learn.yb, learn.batch_size, learn.pred, learn._model_output, by_rows)
+    return learn._loss_weighting.count(learn.yb, learn.batch_size, learn.pred, learn._model_output)
 
 
 def loss_arguments(learn: "Learner") -> dict[str, Any]:

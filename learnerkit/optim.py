@@ -94,13 +94,15 @@ def _check_amount(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r}; it is a number, 0 or more")
 
 
+def parameters_of(opts: Iterable[Optimizer]) -> Iterator[Any]:
+    """Return the parameters that optimizers hold."""
+    return (p for opt in opts for group in opt.param_groups for p in group["params"])
+
+
 def parameters_beside(model: nn.Module, loss_func: Any, opts: Iterable[Optimizer]) -> list[nn.Parameter]:
     """Return the trainable parameters that are not the model's: those of the loss, and what else an optimizer has."""
     loss, known = unbound(loss_func)[0], {id(p) for p in model.parameters()}
-    held = chain(
-        loss.parameters() if isinstance(loss, nn.Module) else (),
-        *(group["params"] for opt in opts for group in opt.param_groups),
-    )
+    held = chain(loss.parameters() if isinstance(loss, nn.Module) else (), parameters_of(opts))
     return list({id(p): p for p in held if p.requires_grad and id(p) not in known}.values())
 
 

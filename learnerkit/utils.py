@@ -18,6 +18,11 @@ from learnerkit.text import did_you_mean, escaped, first_few
 from learnerkit.torch_internals import caller, own_tensors, without_compiler
 
 
+def itself(x: Any) -> Any:
+    """Return what it gets."""
+    return x
+
+
 def listify(x: Any) -> list:
     """Return a list: empty for `None`, of the items of a collection or a generator, or of anything else as one item.
 

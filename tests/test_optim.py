@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fastcore.foundation import L
-from helpers import make_data, make_dls, make_learner, make_model, raises, same_weights, weights
+from helpers import by_hand, make_data, make_dls, make_learner, make_model, raises, same_weights, weights
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Rprop
@@ -152,11 +152,7 @@ def test_a_rate_that_is_bound_in_the_optimizer_is_the_learners_default(opt_func,
     opt = opt_func(model.parameters(), lr=expected)
     learn.fit(2)
     assert {g["lr"] for g in learn.opt.param_groups} == {expected}
-    for _ in range(2):
-        for x, y in make_dls().train:
-            F.mse_loss(model(x), y).backward()
-            opt.step()
-            opt.zero_grad()
+    by_hand(model, make_dls().train, 2, opt)
     for found, p in zip(learn.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found, p)
     learn.fit(1, 0.5)
@@ -243,11 +239,7 @@ def test_rates_that_the_user_gave_to_groups_stay(way):
     learn, model = own_learner(way), make_model()
     learn.fit(2)
     opt = own_groups([{"params": list(model.parameters())}], None)
-    for _ in range(2):
-        for x, y in make_dls().train:
-            F.mse_loss(model(x), y).backward()
-            opt.step()
-            opt.zero_grad()
+    by_hand(model, make_dls().train, 2, opt)
     for found, p in zip(learn.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found, p)
     assert group_values(learn) == group_values(learn, "weight_decay") == OWN
@@ -448,11 +440,7 @@ def test_options_of_a_splitters_groups_are_the_optimizers():
     learn, model = make_learner(splitter=with_options), make_model()
     learn.fit(2)
     opt = SGD(with_options(model)[:1] + [{"params": model[3].parameters()}], lr=0.1, fused=True)
-    for _ in range(2):
-        for x, y in make_dls().train:
-            F.mse_loss(model(x), y).backward()
-            opt.step()
-            opt.zero_grad()
+    by_hand(model, make_dls().train, 2, opt)
     assert same_weights(learn.model, model)
     assert layer_values(learn, "momentum") == [0.5, 0]
     learn.fit(1, wd=0.05)
@@ -711,11 +699,7 @@ def test_decay_does_what_torch_does_with_two_groups():
     bare, others = [model[0].bias, model[3].bias], [model[0].weight, model[3].weight]
     groups = [{"params": others}, {"params": bare, "weight_decay": 0.0}]
     opt = AdamW(groups, lr=0.01, weight_decay=0.5, fused=True)  # as the learner's: others round differently
-    for _ in range(2):
-        for x, y in DataLoader(make_data(), 4):
-            F.mse_loss(model(x), y).backward()
-            opt.step()
-            opt.zero_grad()
+    by_hand(model, DataLoader(make_data(), 4), 2, opt)
     assert same_weights(learn.model, model)
 
 
@@ -771,11 +755,7 @@ def test_wd_by_names_does_what_torch_does_with_such_groups():
     learn.fit(2)
     parts = [([model[0].weight], 0.5), ([model[0].bias, model[3].bias], 0.2), ([model[3].weight], 0.01)]
     opt = AdamW([{"params": params, "weight_decay": decay} for params, decay in parts], lr=0.01, fused=True)
-    for _ in range(2):
-        for x, y in DataLoader(make_data(), 4):
-            F.mse_loss(model(x), y).backward()
-            opt.step()
-            opt.zero_grad()
+    by_hand(model, DataLoader(make_data(), 4), 2, opt)
     assert same_weights(learn.model, model)
 
 

@@ -230,7 +230,8 @@ class EMA(_Averaging):
 
     def _take_target(self, source: nn.Module, target: nn.Module) -> None:
         own, homes = dict(source.named_parameters()), dict(target.named_parameters())
-        apart = [name for name in own | homes if _shape(own.get(name)) != _shape(homes.get(name))]
+        ours, theirs = ({name: t.shape for name, t in named.items()} for named in (own, homes))
+        apart = [name for name in own | homes if ours.get(name) != theirs.get(name)]
         if apart or source is target:
             how = f"differ in {first_few(apart)}" if apart else "are one module's"
             raise ValueError(
@@ -345,10 +346,6 @@ def _check_decay(decay: Any, at: str = "") -> None:
     if not (0 <= decay < 1 or (at and decay == 1)):
         most = "1 at most" if at else "less than 1"
         raise ValueError(f"got decay{at}={decay!r}; it is the weight of the past, 0 or more and {most}")
-
-
-def _shape(t: Tensor | None) -> torch.Size | None:
-    return None if t is None else t.shape
 
 
 class SWA(_Averaging):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.data.batches import map_batch, to_device
-from learnerkit.data.cuts import cut_rows, even_sizes, itself, join_rows, map_rows, parted, row_counts, rows_in
-from learnerkit.utils import describe, unwrap
+from learnerkit.data.cuts import cut_rows, even_sizes, join_rows, map_rows, parted, row_counts, rows_in
+from learnerkit.utils import describe, itself, unwrap
 
 
 class CarriedState(Callback):

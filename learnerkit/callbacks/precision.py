@@ -343,8 +343,7 @@ class _StepGate:
 
 def _parameters(learn: "Learner") -> list[Tensor]:
     """The parameters of all optimizers that have gradients, each once."""
-    params = (p for opt in learn.opts for group in opt.param_groups for p in group["params"])
-    return [p for p in dict.fromkeys(params) if p.grad is not None]
+    return [p for p in dict.fromkeys(optim.parameters_of(learn.opts)) if p.grad is not None]
 
 
 def _values(p: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from learnerkit.data.batches import in_float32, map_batch
 from learnerkit.data.show import pyplot
 from learnerkit.explain import explain_metric
 from learnerkit.host_scalars import HostScalars
-from learnerkit.losses import check_predictions, counted_parts, rows_compared
+from learnerkit.losses import check_predictions, counted_parts
 from learnerkit.metrics import DEPENDS_ON_CUT, AccumMetric, Meter, check_columns, make_meters, weighted_mean
 from learnerkit.text import columns, did_you_mean, escaped_line, format_time
 from learnerkit.utils import describe, listify
@@ -155,16 +155,16 @@ class Evaluation:
         if learn.pred is None:  # the batch was cancelled
             return
         pred = map_batch(in_float32, learn.pred) if learn.training else learn.pred  # see MixedPrecision
-        by_rows = learn.dls.batch_dim == 0
+        weighting = learn._loss_weighting
         for meter in self.meters:
             try:
                 given, yb = pred, learn.yb
-                if not by_rows and isinstance(meter.metric, AccumMetric):  # it joins batches
+                if not weighting.by_rows and isinstance(meter.metric, AccumMetric):  # it joins batches
                     given, _, yb = learn.dls.samples_first(pred, (), yb, learn.batch_size)
-                rows = rows_compared(given, yb, learn.batch_size) if by_rows else learn.batch_size
+                rows = weighting.rows(given, yb, learn.batch_size)
                 with self._refusing_collectives(meter):
                     meter.update(learn._batch_index, rows, given, yb)
-                    if by_rows:
+                    if weighting.by_rows:
                         self._check_cut(meter, rows, given, yb)
             except Exception as e:
                 explain_metric(e, meter.name, pred, learn.yb)

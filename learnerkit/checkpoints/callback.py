@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from learnerkit import arguments, world
+from learnerkit import arguments, optim, world
 from learnerkit.callbacks.training import StepCounter
 from learnerkit.checkpoints import state
 from learnerkit.checkpoints.state import Restorer, RunImage, check_types
@@ -372,9 +372,8 @@ class CheckpointCallback(StepCounter):
 
     def _save_after_step(self, asked: int) -> None:
         learn = self.learn
-        groups = (group for opt in learn.opts for group in opt.param_groups)
         # Gradients may also be kept as zeros, and those of parameters beside the optimizer are never cleared.
-        kept = any(p.grad is not None and bool(p.grad.to_dense().any()) for group in groups for p in group["params"])
+        kept = any(p.grad is not None and bool(p.grad.to_dense().any()) for p in optim.parameters_of(learn.opts))
         if world.reduce(int(kept), "max") if learn._sharded else kept:
             return  # a callback accumulates gradients over several batches: at the end of that step
         if self._saved_at < self._steps - (asked == SAVE and not self._alone and not self._is_due):

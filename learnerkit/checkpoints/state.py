@@ -20,7 +20,7 @@ from learnerkit.files import CheckpointError, Saved, fitted
 from learnerkit.losses import loss_name
 from learnerkit.metrics import metric_names
 from learnerkit.text import first_few, in_one_line, printable
-from learnerkit.utils import unbound, unwrap
+from learnerkit.utils import itself, unbound, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -214,7 +214,7 @@ class Restorer:
                 state = self.state["callbacks"].get(key, {}) | self._own_of(key)
             if state and cb.run:
                 try:
-                    cb.load_state_dict(map_batch(_itself, state))  # a copy, as torch's own methods take things out
+                    cb.load_state_dict(map_batch(itself, state))  # a copy, as torch's own methods take things out
                 except Exception as e:
                     raise CheckpointError(
                         f"{cb!r}.load_state_dict() did not take what its state_dict() had returned, from "
@@ -238,10 +238,6 @@ class Restorer:
         else:  # a rank that there was not
             seed = world.stream_seed((self.checkpoint.own(0) or {})["seed"], world.rank())
             world.set_seed(world.stream_seed(seed, self.checkpoint.info["train_iter"]))
-
-
-def _itself(t: Tensor) -> Tensor:
-    return t
 
 
 # What was configured

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from learnerkit.data.batches import entries, with_entries
-from learnerkit.utils import describe
+from learnerkit.utils import describe, itself
 
 Dims = int | None | Sequence[int | None] | Mapping[str, int | None]
 """The dimension of the samples in the parts of a batch, as `DataLoaders(batch_dim=)` takes it."""
@@ -70,7 +70,7 @@ def map_rows(
 ) -> Any:
     """Apply `f(rows, dim, place)` to what has an entry for each sample in a nested batch.
 
-    That are tensors and arrays, and lists inside of the batch that hold only texts or numbers. Single numbers, texts
+    These are tensors and arrays, and lists inside of the batch that hold only texts or numbers. Single numbers, texts
     and tensors without a dimension belong to the whole batch, and stay as they are.
 
     Args:
@@ -142,11 +142,6 @@ def rows_in(part: Any, dims: Dims) -> list[Any]:
     found: list[Any] = []
     map_rows(lambda rows, *_: found.append(rows), part, dims, itself)
     return found
-
-
-def itself(part: Any) -> Any:
-    """Return what it gets."""
-    return part
 
 
 class Cutter:

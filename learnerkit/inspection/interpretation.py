@@ -13,8 +13,7 @@ from learnerkit.callbacks.prediction import decoder, per_sample
 from learnerkit.data.batches import loader_len, with_rows
 from learnerkit.data.order import first_batch, in_order, keep_seeds
 from learnerkit.data.show import DRAWN, WRONG, Table, label, note, nth, pyplot, samples_of, show
-from learnerkit.losses import itself
-from learnerkit.utils import describe
+from learnerkit.utils import describe, itself
 
 if TYPE_CHECKING:
     from learnerkit.data.loaders import DataLoaders

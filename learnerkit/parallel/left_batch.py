@@ -10,7 +10,7 @@ from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.events import CancelException
 from learnerkit.gradient_mean import StepGradient, counts_something
-from learnerkit.parallel.loaders import emptied
+from learnerkit.parallel.loaders import first_rows
 from learnerkit.parallel.rank_step import RankStep
 
 _OF_BATCH = ("xb", "pred", "output", "loss", "loss_grad", "batch_size", "_loss_count")
@@ -93,7 +93,7 @@ class LeftBatch(Callback):
                     learn._forward()
                     learn._loss()
                 elif learn._model_output is None and asks_ranks(learn.model):
-                    learn.xb = emptied(learn.xb)
+                    learn.xb = first_rows(learn.xb, 0, 0)
                     with suppress(CancelException):  # that of a hook of the model, again
                         learn._forward()
                 cast(StepGradient, learn._gradient).backward()
@@ -133,7 +133,7 @@ class StandIn(Callback):
         learn = self.learn
         if not learn.batch_size:
             for name in ("batch", "xb", "yb", "pred", "output"):
-                setattr(learn, name, emptied(getattr(learn, name)))
+                setattr(learn, name, first_rows(getattr(learn, name), 0, 0))
 
 
 def asks_ranks(model: nn.Module) -> bool:

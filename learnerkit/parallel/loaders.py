@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len, map_batch, tensors_in
-from learnerkit.data.cuts import Cutter, Dims, cut_rows, even_sizes, itself
+from learnerkit.data.cuts import Cutter, Dims, cut_rows, even_sizes
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.order import draws_globally, samplers_of, with_batches
 from learnerkit.data.position import Resumed, has_state, say_read_forward, source_of
@@ -22,7 +22,7 @@ from learnerkit.data.streams import Draws, Numbered, Share, same_stream
 from learnerkit.metrics.combining import same
 from learnerkit.text import first_few
 from learnerkit.torch_internals import as_worker, worker_info
-from learnerkit.utils import digests, library_of, warn
+from learnerkit.utils import digests, itself, library_of, warn
 
 if TYPE_CHECKING:
     from learnerkit.parallel.rank_step import RankStep
@@ -224,10 +224,10 @@ class RankLoader:
                     continue
                 share = share._replace(size=size, total=total)
             self.share, self.sample = share, batch
-            yield emptied(batch, self.dims) if share.size == 0 else batch
+            yield first_rows(batch, self.dims, 0) if share.size == 0 else batch
         if self.share is not None and self.rank_step is not None and self.rank_step.mean.begun and self._is_unsized:
             self.is_last, self.share = True, Share(self.share.place + self.batches.ranks, 0, 0)
-            yield emptied(self.sample, self.dims)
+            yield first_rows(self.sample, self.dims, 0)
 
     @property
     def _is_unsized(self) -> bool:
@@ -264,9 +264,9 @@ class RankLoader:
         return getattr(self.loader, name)
 
 
-def emptied(batch: Any, dims: Dims = 0) -> Any:
-    """A batch of the same shapes and types without a sample."""
-    return map_batch(lambda t: t[:0] if t.ndim else t, batch) if dims == 0 else cut_rows(batch, dims, 0, 0)
+def first_rows(batch: Any, dims: Dims, n: int) -> Any:
+    """Return the first `n` samples of a batch: with 0 one of the same shapes and types without a sample."""
+    return map_batch(lambda t: t[:n] if t.ndim else t, batch) if dims == 0 else cut_rows(batch, dims, 0, n)
 
 
 class Piece(NamedTuple):
@@ -549,7 +549,7 @@ class RankStreamLoader(RankLoader):
 
     def _given(self, piece: Piece, step: int) -> Any:
         self.share = Share(step * world.world_size() + world.rank(), piece.size, piece.total)
-        return emptied(self.sample, self.dims) if piece.size == 0 else piece.batch
+        return first_rows(self.sample, self.dims, 0) if piece.size == 0 else piece.batch
 
     def _together(self, rank_step: "RankStep") -> Iterator:
         pieces, step = self._pieces(), self._first
@@ -562,7 +562,7 @@ class RankStreamLoader(RankLoader):
             raise ValueError("the training loader gave no batches on any rank; its iterable dataset is empty")
         least = 1 if self.join else world.world_size()
         if least <= having < world.world_size():  # those without data need to know what a batch looks like
-            found = world.all_gather(None if piece.batch is None else self._like(piece.batch))
+            found = world.all_gather(None if piece.batch is None else first_rows(piece.batch, self.dims, 1))
             self.sample = next(b for b in (piece.batch, *found) if b is not None)
         while having >= least:
             self._ended = piece.batch is None
@@ -577,12 +577,6 @@ class RankStreamLoader(RankLoader):
         if self.source is not None:
             deque(pieces, 0)  # what is left of the last step, so that the next epoch begins alike on all ranks
         self._tell(step, piece.batch is not None)
-
-    def _like(self, batch: Any) -> Any:
-        "What shows ranks without data the shapes and types of a batch."
-        if self.dims == 0:
-            return map_batch(lambda t: t[:1] if t.ndim else t, batch)
-        return cut_rows(batch, self.dims, 0, 1)
 
     def _tell(self, step: int, has_more: bool) -> None:
         left = world.all_gather(has_more)

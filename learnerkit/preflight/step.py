@@ -486,8 +486,7 @@ def judge_metrics(learn: "Learner") -> list[Finding]:
         try:
             losses.check_predictions(learn)
             meter.reset()
-            by_rows = learn.dls.batch_dim == 0
-            rows = losses.rows_compared(learn.pred, learn.yb, learn.batch_size) if by_rows else learn.batch_size
+            rows = learn._loss_weighting.rows(learn.pred, learn.yb, learn.batch_size)
             meter.update(0, rows, learn.pred, learn.yb)
             row = meter.row(sharded=False)
             values += [f"{name} {value:.4g}" for name, value in zip(meter.columns, row, strict=True)]

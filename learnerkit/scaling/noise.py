@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from learnerkit import arguments, world
+from learnerkit import arguments, optim, world
 from learnerkit.callback import Callback
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
@@ -335,8 +335,7 @@ class GradientNoiseScale(Callback):
 
     def _params(self) -> list[nn.Parameter]:
         """The parameters that are trained."""
-        held = (p for opt in self.learn.opts for group in opt.param_groups for p in group["params"])
-        return [p for p in dict.fromkeys(held) if p.requires_grad]
+        return [p for p in dict.fromkeys(optim.parameters_of(self.learn.opts)) if p.requires_grad]
 
     def _scale(self) -> float | Tensor:
         """What the loss is multiplied by in mixed precision; it stays on the device."""

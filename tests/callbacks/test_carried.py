@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import same_weights
+from resume_jobs import Killed, _KillBefore
 from torch import nn
 from torch.nn import functional as F
 
@@ -197,20 +198,6 @@ def test_a_callback_may_call_the_model_with_a_state_of_its_own():
     assert same_weights(fit(learner()).model, fit(learner(cbs=[Hidden(dim=1), Callback(after_step=look)])).model)
 
 
-class Stopped(Exception):
-    pass
-
-
-class _Stops(Callback):  # of which a checkpoint takes no notice
-    def __init__(self, at):
-        super().__init__()
-        self.at = at
-
-    def before_batch(self):
-        if self.train_iter == self.at:
-            raise Stopped
-
-
 @pytest.mark.parametrize("stop", [1, 3, 5, 7])
 @pytest.mark.filterwarnings("ignore:.*read again and dropped")  # as a list of batches on one process is
 def test_a_resumed_run_goes_on_with_it(stop, tmp_path):
@@ -219,8 +206,8 @@ def test_a_resumed_run_goes_on_with_it(stop, tmp_path):
         return learner(train, valid, [Hidden(dim=1), CheckpointCallback(tmp_path, every=1, resume=True), *cbs])
 
     whole = fit(learner(batches(5), batches(3, 4, seed=1)))
-    with pytest.raises(Stopped):
-        fit(make(_Stops(stop)))
+    with pytest.raises(Killed):
+        fit(make(_KillBefore(stop)))
     assert same_weights(whole.model, fit(make()).model)
 
 

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from resume_jobs import Killed, _KillBefore
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -71,28 +72,14 @@ def test_two_processes_have_the_rows_of_one(accumulated):
     torch.testing.assert_close(alone.get_preds()[0], together, rtol=1e-9, atol=1e-12)
 
 
-class Stopped(Exception):
-    pass
-
-
-class _Stops(Callback):  # of which a checkpoint takes no notice
-    def __init__(self, at):
-        super().__init__()
-        self.at = at
-
-    def before_batch(self):
-        if self.train_iter == self.at:
-            raise Stopped
-
-
 @pytest.mark.parametrize("stop", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_same_weights(stop, tmp_path):
     def make(*cbs):
         return learner(cbs=[CheckpointCallback(tmp_path, every=1, resume=True), *cbs])
 
     whole = fit(learner(), split_batches=True)
-    with pytest.raises(Stopped):
-        fit(make(_Stops(stop)), split_batches=True)
+    with pytest.raises(Killed):
+        fit(make(_KillBefore(stop)), split_batches=True)
     again = fit(make(), split_batches=True)
     assert torch.equal(whole, again), (whole - again).abs().max()
 

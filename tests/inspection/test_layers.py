@@ -4,9 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import make_dls, make_learner, make_model, same_weights
+from helpers import by_hand, make_dls, make_learner, make_model, same_weights
 from torch import nn
-from torch.nn import functional as F
 from torch.optim import AdamW
 
 from learnerkit import Learner, layer_decay
@@ -158,11 +157,7 @@ def test_a_fit_with_layer_decay_is_that_of_a_loop_with_such_groups():
     learn.fit(2)
     first, last = [*model[0].parameters()], [*model[3].parameters()]
     opt = AdamW([{"params": first, "lr": 0.01 * 0.75}, {"params": last}], lr=0.01, fused=True)
-    for _ in range(2):
-        for x, y in make_dls().train:
-            F.mse_loss(model(x), y).backward()
-            opt.step()
-            opt.zero_grad()
+    by_hand(model, make_dls().train, 2, opt)
     assert same_weights(learn.model, model)
     learn.freeze()
     assert [p.requires_grad for p in learn.model.parameters()] == [False, False, True, True]
