@@ -246,7 +246,7 @@ def check_not_empty(dl: Iterable, name: str) -> None:
 def last_batch_checked(learn: "Learner") -> Iterator[None]:
     """Refuse training at its first batch if its last one is a single sample, too few for the model's BatchNorm."""
     text = lone_last_batch(learn.dl, learn.model) if learn.training and not learn.train_iter else None
-    if text is None or (learn.n_steps is not None and learn.n_steps * learn._step_batches < (learn.n_iter or 0)):
+    if text is None or (learn.n_steps is not None and learn.n_steps * learn.step_batches < (learn.n_iter or 0)):
         yield
         return
     restore_statistics = restorer(list(learn.model.buffers()))
@@ -303,7 +303,7 @@ def watched_norms(learn: "Learner", note: Callable[[], None]) -> Iterator[None]:
 
 def check_read(learn: "Learner") -> None:
     """Refuse a loader that gave no batches."""
-    if learn.iter < 0 and not learn._sharded:
+    if learn.iter < 0 and learn.n_ranks == 1:
         name = "training" if learn.training else "validation"
         once = "; an iterator can be read only once: pass a list, a DataLoader or a class with __iter__"
         is_iterator = hasattr(learn.dl, "__next__")

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         opt: Any
         opts: Any
         cbs: Any
+        n_ranks: int
         loss_func: Any
         loss_weight: Any
         metrics: Any

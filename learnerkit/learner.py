@@ -287,7 +287,7 @@ class Learner(RunState):
         self._told_outside = False
         self._said_step = ""  # what a step sees, as it was said last
         self._number = next(_made)
-        self._fits, self._lr_finds = 0, list[dict[str, float]]()  # those that have ended: how many; the suggestions
+        self._lr_finds: list[dict[str, float]] = []  # what each call of `lr_find` suggested
         self._agreement: parallel.Agreement | None = None
         self._workers: Workers | None = None
         self._lock = PlainLock()  # held while a run begins, and during a prediction
@@ -323,9 +323,9 @@ class Learner(RunState):
 
     def _fit(self) -> None:
         if self.n_steps is None:
-            epochs: Iterable[int] = range(self._start_epoch, self.n_epoch or 0)
+            epochs: Iterable[int] = range(self.start_epoch, self.n_epoch or 0)
         else:
-            epochs = takewhile(lambda _: self.pct_train < 1, count(self._start_epoch))
+            epochs = takewhile(lambda _: self.pct_train < 1, count(self.start_epoch))
         for self.epoch in epochs:
             self._level("epoch", self._one_epoch, CancelEpochException)
 
@@ -533,10 +533,10 @@ class Learner(RunState):
         with self._running("fit", [*budget, *cbs]):
             self._say_step()
             self._prepare_opt(lr, wd, reset_opt)
-            self.n_epoch, self.n_steps, self._start_epoch = n_epoch, n_steps, start_epoch
+            self.n_epoch, self.n_steps, self.start_epoch = n_epoch, n_steps, start_epoch
             with suppress(FitDone):
                 self._level("fit", self._fit, CancelFitException)
-        self._fits += 1
+        self.n_fits += 1
 
     @public
     def fit_one_cycle(
@@ -762,7 +762,7 @@ class Learner(RunState):
             return recorded
         with self._running("lr_find", finder), unchanged(self, finder):
             self._prepare_opt()
-            self.n_epoch, self.n_steps, self._start_epoch = None, num_it, 0
+            self.n_epoch, self.n_steps, self.start_epoch = None, num_it, 0
             self._level("fit", self._fit, CancelFitException)
         suggested: Any = finder.suggest(show_plot)
         if hasattr(self, "recorder"):
@@ -1102,7 +1102,7 @@ class Learner(RunState):
 
     def _say_step(self) -> None:
         "Say once what a step of several batches sees."
-        if self._sharded or any(isinstance(cb, GradientAccumulation) for cb in self.cbs):
+        if self.n_ranks > 1 or any(isinstance(cb, GradientAccumulation) for cb in self.cbs):
             scaling_rate().say_step(self)
 
     @property
@@ -1132,9 +1132,9 @@ class Learner(RunState):
         return list(self.opt.values()) if self.opt else []
 
     @property
-    def _sharded(self) -> bool:
-        """Tell whether several ranks share the data of this run."""
-        return self._agreement is not None
+    def n_ranks(self) -> int:
+        """The processes that share the data of the present run; 1 where this one has all of them."""
+        return 1 if self._agreement is None else world.world_size()
 
     @property
     def _model_output(self) -> Any:

@@ -396,7 +396,7 @@ class LossWeight:
                 continue  # it may be the mean of nothing, a NaN
             if isinstance(count, Tensor):
                 part = torch.where(count > 0, part, 0.0)
-            if part.requires_grad and learn._sharded:
+            if part.requires_grad and learn.n_ranks > 1:
                 part = part.view_as(part)  # what hears of this gradient alone
                 part.register_hook(partial(self._weigh, name))
             total = total + part
@@ -614,7 +614,7 @@ def fire_after_loss(learn: "Learner") -> None:
     """
     loss, graph = learn.loss, getattr(learn.loss_grad, "grad_fn", None)
     learn._dispatch.fire("after_loss")
-    if learn.iter or not learn.training or learn.task != "fit" or learn.epoch != learn._start_epoch:
+    if learn.iter or not learn.training or learn.task != "fit" or learn.epoch != learn.start_epoch:
         return
     is_changed = learn.loss is not loss and getattr(learn.loss, "requires_grad", False)
     if is_changed and graph is not None and getattr(learn.loss_grad, "grad_fn", None) is graph:
@@ -638,7 +638,7 @@ def take_loss(learn: "Learner") -> None:
     else:
         if not learn.iter:
             check_shapes(learn.loss_func, learn.pred, learn.yb)
-            if learn.training and learn.task == "fit" and learn.epoch == learn._start_epoch:
+            if learn.training and learn.task == "fit" and learn.epoch == learn.start_epoch:
                 look_at_first_batch(learn)
         learn._loss()
     if learn.loss_grad is None:
@@ -646,7 +646,7 @@ def take_loss(learn: "Learner") -> None:
     if not isinstance(learn.loss_grad, Tensor) or learn.loss_grad.ndim:
         raise no_scalar(learn.loss_grad)
     weighting, table = learn._loss_weighting, learn._dispatch.table
-    learn._loss_count = count = batch_count(learn)
+    learn.loss_count = count = batch_count(learn)
     if weighting.parts and learn.batch_size:
         weighting.take_parts(learn)
     if (table["after_loss"] or table["before_backward"]) and isinstance(learn.loss, Tensor):
@@ -655,7 +655,7 @@ def take_loss(learn: "Learner") -> None:
         weighting.told = True
         if why := doubtful_count(learn):
             world.warn_once(f"{why}. {_UNTIL_THEN} (errors.html#loss-weight)")
-    several = learn.task == "fit" and (learn._sharded or learn._gradient is not None)
+    several = learn.task == "fit" and (learn.n_ranks > 1 or learn._gradient is not None)
     if several and isinstance(count, int) and count != learn.batch_size and not _is_known(learn.loss_func):
         world.warn_once(
             f"the loss compares {count} rows of a batch of {learn.batch_size} samples, and is taken for their mean; if "
@@ -665,7 +665,7 @@ def take_loss(learn: "Learner") -> None:
 
 _UNTIL_THEN = "Until then it may be that steps of several batches or ranks are not exactly those of one batch"
 
-_OF_PASS = ("xb", "yb", "pred", "output", "loss", "loss_grad", "_loss_count")
+_OF_PASS = ("xb", "yb", "pred", "output", "loss", "loss_grad", "loss_count")
 
 
 def evaluate_again(learn: "Learner") -> Tensor:
@@ -750,7 +750,7 @@ def counted_parts(learn: "Learner") -> dict[str, tuple[Tensor, float | Tensor]]:
         return {}
     if weighting.parts:
         return weighting.counted
-    return {name: (part, learn._loss_count) for name, part in loss_parts(learn.output, weighting.entries).items()}
+    return {name: (part, learn.loss_count) for name, part in loss_parts(learn.output, weighting.entries).items()}
 
 
 def pred_of(output: Any, is_own: bool) -> Any:

@@ -24,10 +24,14 @@ class PublicState:
 
     # How far the last fit has come
 
+    n_fits: int = 0
+    """The fits that have ended."""
     n_epoch: int | None = 0
     """The epoch before which the fit ends; `None` where `n_steps` says how long it is."""
     n_steps: int | None = None
     """The optimizer steps of the fit, if it was given them."""
+    start_epoch: int = 0
+    """The first epoch of the fit, or of its part in this process."""
     epoch: int = 0
     """The present epoch, from 0."""
     train_iter: int = 0
@@ -59,22 +63,27 @@ class PublicState:
     """The loss that is recorded, detached: a tensor, or `None` without targets. Training does not see it changed."""
     loss_grad: Tensor | Any = None
     """The loss that is differentiated."""
+    loss_count: float | Tensor = 0
+    """What the batch's loss averages over: a number of samples, tokens, or the like."""
+
+    # The optimizer step
+
+    step_batches: int = 1
+    """The batches of a step on this process, more than one with `GradientAccumulation`."""
+    step_due: bool = True
+    """Whether an optimizer step follows this batch."""
 
 
 class RunState(PublicState):
     """The attributes that a run sets, with those of this package, whose names begin with an underscore."""
 
-    _start_epoch: int = 0  # the first epoch of the fit, or of its part in this process
     _dispatch: "Dispatch" = None  # type: ignore[assignment]  # who is called at which event; None: nothing runs
     _in_fit: bool = False  # whether a fit is going on, whose random streams evaluation leaves alone
     _unpack: Any = None  # the `Unpacker` of the loader that is read
     _position: "Position" = None  # type: ignore[assignment]  # the place in the training data of a fit
     _first_batch: int = 0  # where reading begins: not at 0 if a run goes on in mid-epoch
     _batch_index: int = 0  # the place of the batch among those of all ranks
-    _loss_count: float | Tensor = 0  # what the batch's loss averages over: a number of samples, tokens, or the like
     _gradient: "StepGradient | None" = None  # what makes a step's gradient; None: that of its only batch is
-    _step_batches: int = 1  # the batches of an optimizer step on this process
-    _step_due: bool = True  # whether an optimizer step follows this batch
     _as_validated: Any = nullcontext  # a context in which the model has the weights that are validated, as an average
 
     def __init__(self) -> None:
@@ -84,7 +93,7 @@ class RunState(PublicState):
 
 _NAMES = (*PublicState.__annotations__, *RunState.__annotations__)
 
-COUNTERS = ("n_epoch", "n_steps", "epoch", "train_iter", "pct_train", "_start_epoch")
+COUNTERS = ("n_fits", "n_epoch", "n_steps", "epoch", "train_iter", "pct_train", "start_epoch")
 """The attributes that stay after a fit, and that evaluation puts back."""
 
 TRANSIENT = tuple(name for name in _NAMES if name not in COUNTERS)

@@ -97,7 +97,7 @@ class Batches(Callback):
             self.steps.append([])
         if self.batch_size:
             self.steps[-1].append((self.xb[0].clone(), self.yb[0].clone()))
-        self.open = not self.learn._step_due
+        self.open = not self.learn.step_due
 
 
 def recomputed(model, loss, batches):

@@ -629,7 +629,7 @@ def test_a_loss_that_asks_for_what_is_not_there_is_refused():
 
     with raises(TypeError, "the loss loss asks for 'xs'", "did you mean 'x'", "partial(loss, xs=...)"):
         make_learner(loss_func=loss)
-    for name in ("_loss_count", "fit"):
+    for name in ("_in_fit", "fit"):
         with raises(TypeError, f"asks for {name!r}"):
             make_learner(loss_func=eval(f"lambda pred, target, *, {name}: 0"))
     learn = make_learner()
@@ -758,7 +758,7 @@ def test_a_count_that_the_model_returns_is_no_loss_and_has_no_column(whole):
 
     learn = Learner(make_dls(valid=None), WithTwo(whole), loss_weight="n_kept", lr=0.1)
     counts, losses = [], []
-    learn.fit(1, cbs=Callback(after_batch=lambda cb: [counts.append(cb.learn._loss_count), losses.append(cb.loss)]))
+    learn.fit(1, cbs=Callback(after_batch=lambda cb: [counts.append(cb.learn.loss_count), losses.append(cb.loss)]))
     x, _ = learn.dls.train.dataset.tensors
     assert [int(count) for count in counts] == [(part[:, 0] > 0).sum() for part in x.split(4)]
     names = learn.recorder.metric_names

@@ -49,10 +49,10 @@ class GradientAccumulation(Callback):
                 "step counts of each is known only after its last batch. Take larger batches or more processes, or one "
                 "loss_weight for the whole loss (errors.html#accumulation)"
             )
-        if not learn._sharded:
+        if learn.n_ranks == 1:
             self.attach()
         self._batches = self._samples = self._steps = 0
-        learn._step_batches = self.n_batches or 1
+        learn.step_batches = self.n_batches or 1
         self._counted = False  # whether the current batch is in `_batches`
 
     def before_batch(self) -> None:
@@ -72,13 +72,13 @@ class GradientAccumulation(Callback):
         last = learn.iter + 1 == learn.n_iter or getattr(learn.dl, "is_last", False)
         full = self._batches == self.n_batches or (self.n_samples and self._samples >= self.n_samples)
         if self._batches == 1 and self.n_samples:
-            learn._step_batches = -(-self.n_samples // max(1, self._samples))
-        learn._step_due = bool(full or last)
-        if learn._step_due:
+            learn.step_batches = -(-self.n_samples // max(1, self._samples))
+        learn.step_due = bool(full or last)
+        if learn.step_due:
             self._batches = self._samples = 0
 
     def _global_size(self) -> int:
-        if not self.learn._sharded:
+        if self.learn.n_ranks == 1:
             return self.learn.batch_size
         total = self.learn.dl.share.total
         if total is None and self.n_samples:
@@ -92,9 +92,9 @@ class GradientAccumulation(Callback):
     def backward(self) -> None:
         """Compute the weighted gradients of the batch, and after the step's last batch correct them."""
         learn, mean = self.learn, self.mean
-        count = host_count(learn._loss_count)
+        count = host_count(learn.loss_count)
         if not mean.begun:  # a count on the device is not read, to avoid a host-device sync
-            mean.begin((learn.batch_size if isinstance(count, Tensor) else count) * learn._step_batches or 1.0)
+            mean.begin((learn.batch_size if isinstance(count, Tensor) else count) * learn.step_batches or 1.0)
         mean.counted = mean.counted + count
         learn.loss_grad = mean.weigh(learn.loss_grad, count, learn._model_output)
         learn._backward()
@@ -103,7 +103,7 @@ class GradientAccumulation(Callback):
     def finish(self) -> None:
         """Correct the gradients after the step's last backward pass, or after its cancel."""
         learn, mean = self.learn, self._mean
-        if mean is None or not (learn._step_due and mean.begun):
+        if mean is None or not (learn.step_due and mean.begun):
             return
         mean.begun = False
         factor = mean.correction(mean.counted)
@@ -124,7 +124,7 @@ class GradientAccumulation(Callback):
     after_cancel_backward, after_cancel_train = finish, detach
 
     def after_backward(self) -> None:
-        if not self.learn._step_due:
+        if not self.learn.step_due:
             raise CancelBatchException
 
     def after_cancel_batch(self) -> None:
@@ -137,28 +137,28 @@ class GradientAccumulation(Callback):
     def after_batch(self) -> None:
         learn = self.learn
         self._counted = False
-        self._steps += learn._step_due
+        self._steps += learn.step_due
         if learn.n_iter and learn.n_epoch:  # progress counts steps that have been taken
-            steps = -(-learn.n_iter // learn._step_batches)
+            steps = -(-learn.n_iter // learn.step_batches)
             learn.pct_train = (learn.epoch + min(1.0, self._steps / steps)) / learn.n_epoch
 
     def after_train(self) -> None:
         if self._mean is not None:
-            self.learn._step_due = True  # a loader without length has ended: the batch before was the last
+            self.learn.step_due = True  # a loader without length has ended: the batch before was the last
             self._step_if_due(self._mean)
 
     def state_dict(self) -> dict[str, Any]:
         """The steps of the epoch so far: a checkpoint is taken between two steps, never inside one."""
-        return {"steps": self._steps, "step_batches": self.learn._step_batches}
+        return {"steps": self._steps, "step_batches": self.learn.step_batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting; `before_train` begins with none."""
-        self._steps, self.learn._step_batches = state["steps"], state["step_batches"]
+        self._steps, self.learn.step_batches = state["steps"], state["step_batches"]
 
     def _step_if_due(self, mean: GradientMean) -> None:
         "Take the step if the step's last batch has not taken it."
         learn = self.learn
-        if learn._step_due and mean.begun:
+        if learn.step_due and mean.begun:
             self.finish()
             learn._events("step", learn._step, CancelStepException)
             learn._zero_grad()
@@ -166,5 +166,5 @@ class GradientAccumulation(Callback):
     def cleanup_train(self) -> None:
         learn = self.learn
         learn._zero_grad()
-        learn._step_batches, learn._step_due = 1, True
+        learn.step_batches, learn.step_due = 1, True
         self.detach()

@@ -28,7 +28,7 @@ class _Drawing(Callback):
     def before_train(self) -> None:
         learn = self.learn
         seed = torch.initial_seed() if learn._position is None else learn._position.order.seed(learn.epoch)
-        self._seeds[True] = world.mixed_seed(seed, learn._fits, learn.epoch)
+        self._seeds[True] = world.mixed_seed(seed, learn.n_fits, learn.epoch)
 
     def before_validate(self) -> None:
         if self.run_valid:
@@ -37,7 +37,7 @@ class _Drawing(Callback):
     def _seed(self, *more: Any) -> int:
         "The seed of this batch on this rank."
         learn = self.learn
-        rank = world.rank() if learn._sharded else 0
+        rank = world.rank() if learn.n_ranks > 1 else 0
         return world.mixed_seed(self._seeds.get(learn.training, 0), learn.iter, rank, *more)
 
     def _stream(self) -> AbstractContextManager:

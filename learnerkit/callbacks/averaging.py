@@ -11,7 +11,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from learnerkit import arguments, world
 from learnerkit.callback import Callback
-from learnerkit.data.position import source_of
+from learnerkit.data.iterable import source_of
 from learnerkit.events import CancelBatchException
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
@@ -248,7 +248,7 @@ class EMA(_Averaging):
         if beside := self._beside():
             if not spanned_devices(target):
                 target.to(self.learn.dls.device)
-            if self.learn._sharded:
+            if self.learn.n_ranks > 1:
                 world.give_values([*beside.values()])  # every rank must reach this
 
     def _beside(self) -> dict[str, Tensor]:
@@ -320,7 +320,7 @@ class EMA(_Averaging):
 
     def _give_buffers(self) -> None:
         "Give every rank rank 0's average of buffers, which each makes of its own; every rank must reach this."
-        if self.learn._sharded and not self._users:
+        if self.learn.n_ranks > 1 and not self._users:
             buffers = [self._average[name] for name, t in self._own.items() if not isinstance(t, nn.Parameter)]
             world.broadcast_into(buffers if self._average else [])
 
@@ -481,7 +481,7 @@ class _Statistics(Callback):
 
     def after_validate(self) -> None:
         counts = [norm.num_batches_tracked for norm in self.norms]
-        if self.learn._sharded:
+        if self.learn.n_ranks > 1:
             sums = [torch.stack((n.running_mean, n.running_var)).double() * n.num_batches_tracked for n in self.norms]
             sizes = [t.numel() for t in sums]
             total = world.reduce(torch.cat([*(t.flatten() for t in sums), torch.stack(counts).double()]))

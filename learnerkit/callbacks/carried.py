@@ -124,7 +124,7 @@ class CarriedState(Callback):
 
     def _check_ranks(self) -> None:
         dl: Any = self.learn.dl
-        if self.learn._sharded and dl.per_step > 1 and not getattr(dl, "sharded", False):
+        if self.learn.n_ranks > 1 and dl.per_step > 1 and not getattr(dl, "sharded", False):
             raise ValueError(
                 f"{self!r} carries a state from batch to batch, but the processes take the batches in turn, so that "
                 "none of them has two in a row: use distrib_ctx(split_batches=True), or sharded=True if each process "
@@ -202,7 +202,7 @@ class CarriedState(Callback):
 
     def _recut(self, whole: Any) -> Any:
         "This rank's rows of all."
-        if not self.learn._sharded:
+        if self.learn.n_ranks == 1:
             return whole
         total = next((t.shape[self.dim] for t in rows_in(whole, self.dim)), 0)
         sizes = even_sizes(total, world.world_size(), 1)

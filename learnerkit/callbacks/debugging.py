@@ -228,7 +228,7 @@ class ProfilerCallback(Callback):
 
     def _write(self, profiler: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"fit{self.learn._fits}-rank{world.rank()}.pt.trace.json"
+        path = self.folder / f"fit{self.learn.n_fits}-rank{world.rank()}.pt.trace.json"
         profiler.export_chrome_trace(str(path))
         self.path = path
         first, last = self.steps

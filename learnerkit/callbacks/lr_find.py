@@ -85,11 +85,11 @@ class LRFinder(StepBudget):
 
     def after_batch(self) -> None:
         learn = self.learn
-        if learn.loss is not None and learn._loss_count:
+        if learn.loss is not None and learn.loss_count:
             # Host-device syncs: to stop in time, the host must know the loss of every step.
-            count = float(learn._loss_count)
+            count = float(learn.loss_count)
             self._sums += torch.tensor([float(learn.loss) * (1.0 if learn._loss_weighting.sums else count), count])
-        if learn._step_due:
+        if learn.step_due:
             self._close_step()
         super().after_batch()
 
@@ -103,7 +103,7 @@ class LRFinder(StepBudget):
         "Record the step's loss, and end the run if it diverges."
         learn = self.learn
         # Every rank must reach this, and does: all ranks take the same steps. So all see the same loss.
-        total, count = (world.reduce(self._sums) if learn._sharded else self._sums).tolist()
+        total, count = (world.reduce(self._sums) if learn.n_ranks > 1 else self._sums).tolist()
         self._sums = torch.zeros(2, dtype=torch.float64)
         if not count:
             return

@@ -95,7 +95,7 @@ class MixedPrecision(Callback):
                 "(learn.to_bf16(), or MixedPrecision('bf16'))"
             )
         self.scaler = torch.amp.GradScaler(kind, **self.scaler_kwargs)
-        if learn._sharded:
+        if learn.n_ranks > 1:
             learn._scaler_state = world.broadcast(learn._scaler_state)  # every rank must reach this
         self.take_scale()
         self.scaler.scale(torch.zeros((), device=learn.dls.device))  # a rank may take a step before it has a loss
@@ -127,7 +127,7 @@ class MixedPrecision(Callback):
         "Update the scale after a step, taken or skipped."
         if self.scaler is None:
             return
-        if self._gate is None and self.learn._sharded and self._overflows():
+        if self._gate is None and self.learn.n_ranks > 1 and self._overflows():
             # This rank left the step before unscaling, and the others skip it: all ranks must keep the same scale.
             self.skipped += 1
             self._unscale(self.scaler)
@@ -137,7 +137,7 @@ class MixedPrecision(Callback):
             self._gate = None
 
     def after_batch(self) -> None:
-        if self.learn.training and self.learn._step_due:
+        if self.learn.training and self.learn.step_due:
             self.after_step()  # for a batch that was cancelled before after_step; otherwise this does nothing
 
     def _unscale(self, scaler: torch.amp.GradScaler) -> bool:

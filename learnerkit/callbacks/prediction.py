@@ -64,7 +64,7 @@ class GatherPredictions(Callback):
             items["targets"] = tuple(with_rows(y, learn.batch_size) for y in yb)
         if self.with_loss:
             items["losses"] = self._losses()
-        if learn._sharded:
+        if learn.n_ranks > 1:
             for name, item in items.items():
                 _check_rows(name, item, learn.batch_size)
         self._batches.append((learn._batch_index, on_host(items)))
@@ -80,7 +80,7 @@ class GatherPredictions(Callback):
         return loss if loss.ndim == 1 and len(loss) == learn.batch_size else loss.reshape(learn.batch_size, -1).mean(1)
 
     def after_validate(self) -> None:
-        batches = gather_batches(self._batches, self.learn._sharded, self._on)
+        batches = gather_batches(self._batches, self.learn.n_ranks > 1, self._on)
         self._batches = []
         if batches is not None and not batches:
             raise ValueError("there is nothing to predict: the loader gave no batches")

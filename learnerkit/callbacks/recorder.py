@@ -45,7 +45,7 @@ class LossMeter:
 
     def update(self, learn: "Learner") -> None:
         """Add a batch's loss; a batch without one (cancelled before it) counts nothing."""
-        loss, count = learn.loss, learn._loss_count
+        loss, count = learn.loss, learn.loss_count
         if cancelled := loss is None:
             loss, count = 0.0, 0
         self.cancelled.append(cancelled)
@@ -133,7 +133,7 @@ class Evaluation:
     """
 
     def __init__(self, meters: list[Meter], learn: "Learner") -> None:
-        self.meters, self.sharded = meters, learn._sharded
+        self.meters, self.sharded = meters, learn.n_ranks > 1
         self.loss, self.batches = LossMeter(learn._loss_weighting.parts), 0
         self._is_fresh = True
 
@@ -473,7 +473,7 @@ class Recorder(Callback):
         learn = self.learn
         if not learn.training:
             self._valid.update(learn)
-        elif learn.loss is not None or learn._sharded:  # ranks must agree on the number of steps
+        elif learn.loss is not None or learn.n_ranks > 1:  # ranks must agree on the number of steps
             (self._train if self._train_meters else self._train.loss).update(learn)
             for name, (part, n) in counted_parts(learn).items() if learn.loss_func is None else ():
                 self.log_metric(name, part, n)
@@ -511,7 +511,7 @@ class Recorder(Callback):
         if not math.isnan(validation[0]):  # equal on all ranks
             return validation
         absent = int(self.learn._loss_weighting.absent)
-        self._has_valid_loss = not (world.reduce(absent, "max") if self.learn._sharded else absent)
+        self._has_valid_loss = not (world.reduce(absent, "max") if self.learn.n_ranks > 1 else absent)
         return validation if self._has_valid_loss else validation[1:]
 
     def _write(self, epoch: int | str, values: list[float], logged: dict[str, float]) -> None:
@@ -529,7 +529,7 @@ class Recorder(Callback):
 
     def after_fit(self) -> None:
         # A fit cancelled during an epoch; the cancel may have reached the ranks at different events.
-        if world.reduce(int(self._in_epoch), "max") if self.learn._sharded else self._in_epoch:
+        if world.reduce(int(self._in_epoch), "max") if self.learn.n_ranks > 1 else self._in_epoch:
             self._train_loss()
 
     def _train_loss(self) -> float:

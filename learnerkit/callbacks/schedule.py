@@ -333,7 +333,7 @@ class TorchScheduler(Callback):
                 "torch's ReduceLROnPlateau steps by a value: TorchScheduler(..., step='epoch', monitor='valid_loss')"
             )
         if self.step == "epoch" and self.monitor is None:
-            for _ in range(learn._start_epoch):
+            for _ in range(learn.start_epoch):
                 self._advance()
 
     def after_step(self) -> None:

@@ -217,7 +217,7 @@ class SaveModelCallback(TrackerCallback):
 
     def _load_best(self, path: Path) -> None:
         "Load a file that rank 0 has written; every rank must reach this."
-        versions = world.all_gather(_version(path)) if self.learn._sharded else []
+        versions = world.all_gather(_version(path)) if self.learn.n_ranks > 1 else []
         with ExitStack() as stack:
             if len(set(versions)) > 1:  # a machine does not have this file, or has an older one
                 content = world.broadcast(path.read_bytes() if world.is_main() else b"")
@@ -382,7 +382,7 @@ class ValidateEvery(StepCounter):
         super().after_batch()
         learn = self.learn
         at_end = learn.iter + 1 == learn.n_iter  # the epoch's validation follows
-        if not learn._step_due or self._steps % self.n or at_end:
+        if not learn.step_due or self._steps % self.n or at_end:
             return
         values = learn.validate()  # every rank must reach this, and does: all ranks count the same steps
         if hasattr(learn, "recorder"):
@@ -425,7 +425,7 @@ class TerminateOnNaNCallback(Callback):
         self._steps: list[tuple[int, int]] = []  # epoch and step of each loss
 
     def before_backward(self) -> None:
-        learn, count = self.learn, self.learn._loss_count
+        learn, count = self.learn, self.learn.loss_count
         weighed, on_host = learn._gradient is not None, _is_on_host(count)
         if weighed and on_host and not count:
             return  # the mean of nothing may be NaN; its weight in the step is 0
@@ -451,10 +451,10 @@ class TerminateOnNaNCallback(Callback):
     def after_cancel_fit(self) -> None:
         learn = self.learn
         # Every rank must reach this, and does: a cancel of the fit is agreed between them.
-        bad = world.all_gather(self._bad) if learn._sharded else [self._bad]
+        bad = world.all_gather(self._bad) if learn.n_ranks > 1 else [self._bad]
         epoch, step, rank, loss = min(filter(None, bad), default=(None,) * 4)
         if loss is not None:
-            where = f" on rank {rank}" if learn._sharded else ""
+            where = f" on rank {rank}" if learn.n_ranks > 1 else ""
             learn.say(f"epoch {epoch}: the training loss of step {step}{where} is {loss}: stopping")
 
     def cleanup_fit(self) -> None:

@@ -51,7 +51,7 @@ class TrainEvalCallback(Callback):
         if learn.n_epoch:
             learn.pct_train = learn.epoch / learn.n_epoch
         position, samplers = learn._position, learn.dl
-        learn.dl = position.begin(learn.dl, learn.epoch, learn.dls, world.world_size() if learn._sharded else 1)
+        learn.dl = position.begin(learn.dl, learn.epoch, learn.dls, learn.n_ranks)
         learn._first_batch = position.first_step
         self._seeded = ExitStack()  # a new one: a copy of this callback may be in the middle of an epoch
         self._seeded.enter_context(seeded_samplers(samplers, position.order.seed(learn.epoch)))
@@ -114,8 +114,8 @@ class StepCounter(Callback):
         self._step_open = False
 
     def after_batch(self) -> None:
-        self._steps += self.learn._step_due
-        self._step_open = not self.learn._step_due
+        self._steps += self.learn.step_due
+        self._step_open = not self.learn.step_due
 
     def after_cancel_train(self) -> None:
         self._step_open = False  # gradient accumulation drops an incomplete step here

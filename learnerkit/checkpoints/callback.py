@@ -140,8 +140,8 @@ class CheckpointCallback(StepCounter):
             raise ValueError("two callbacks CheckpointCallback: a run is saved in one directory, by one of them")
         self._done = False
         self._enter()
-        self._looked = self._looked and learn._fits > self._fit  # else this is another learner
-        follows, self._fit = learn._fits == self._fit + 1, learn._fits
+        self._looked = self._looked and learn.n_fits > self._fit  # else this is another learner
+        follows, self._fit = learn.n_fits == self._fit + 1, learn.n_fits
         self._alone = learn._agreement is None
         if learn._agreement is not None:
             self._request = learn._agreement.request
@@ -171,7 +171,7 @@ class CheckpointCallback(StepCounter):
 
     def _look(self) -> Checkpoint | None:
         """What this fit goes on from; every rank must reach this."""
-        fit = self.learn._fits
+        fit = self.learn.n_fits
         found = self._newest()
         if found is None or found.info["fit"] < fit:
             self._found = None
@@ -195,7 +195,7 @@ class CheckpointCallback(StepCounter):
             return self._found
         used, launchers = world.broadcast(_is_used(self.path)), world.all_gather(_launcher())
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-        goes_on = (self.path / _ENDS / str(self.learn._fits - 1)).resolve() in _ends_here  # after a fit of this script
+        goes_on = (self.path / _ENDS / str(self.learn.n_fits - 1)).resolve() in _ends_here  # after a fit of this script
         if not used or (goes_on and not self.resume):
             self._looked = True
             return None
@@ -286,7 +286,7 @@ class CheckpointCallback(StepCounter):
             return False
         if info["place"] != EPOCH and learn._position is None:
             warn(f"without TrainEvalCallback the place in the data is not known: epoch {info['epoch']} is read anew")
-        learn._start_epoch = info["epoch"] + (info["place"] == EPOCH)
+        learn.start_epoch = info["epoch"] + (info["place"] == EPOCH)
         if info["place"] == EPOCH:
             self._restorer = None
         elif learn.n_steps is not None:
@@ -355,7 +355,7 @@ class CheckpointCallback(StepCounter):
             if self._request.mine > SAVE and self._trained is not None:
                 raise CancelFitException  # `after_cancel_fit` saves what was before the validation
             return
-        if not learn._step_due:
+        if not learn.step_due:
             self._step_open = True
             return
         if self._step_open:
@@ -374,7 +374,7 @@ class CheckpointCallback(StepCounter):
         learn = self.learn
         # Gradients may also be kept as zeros, and those of parameters beside the optimizer are never cleared.
         kept = any(p.grad is not None and bool(p.grad.to_dense().any()) for p in optim.parameters_of(learn.opts))
-        if world.reduce(int(kept), "max") if learn._sharded else kept:
+        if world.reduce(int(kept), "max") if learn.n_ranks > 1 else kept:
             return  # a callback accumulates gradients over several batches: at the end of that step
         if self._saved_at < self._steps - (asked == SAVE and not self._alone and not self._is_due):
             self._save(TRAIN)
@@ -423,7 +423,7 @@ class CheckpointCallback(StepCounter):
         self._save(FIT)
         if position is not None and position.is_unread:
             self._carried = position.state_dict(), position.own_state_dict()
-        gone = [n for n in _numbers(self.path / _ENDS) if n <= learn._fits - _FITS] if world.is_main() else []
+        gone = [n for n in _numbers(self.path / _ENDS) if n <= learn.n_fits - _FITS] if world.is_main() else []
         for number in gone:
             remove(self.path / _ENDS / str(number))
         self._serve(self._request.mine if self._alone else int(world.reduce(self._request.mine, "max")))
@@ -434,7 +434,7 @@ class CheckpointCallback(StepCounter):
     def _info(self, place: str) -> dict[str, Any]:
         learn = self.learn
         return {
-            "fit": learn._fits, "place": place, "step": self._steps, "time": time.time(),
+            "fit": learn.n_fits, "place": place, "step": self._steps, "time": time.time(),
             "epoch": learn.epoch, "train_iter": learn.train_iter, "pct_train": learn.pct_train,
             "n_epoch": learn.n_epoch, "n_steps": learn.n_steps, "lr_finds": list(learn._lr_finds),
             "runs": [run for cb in learn.cbs if isinstance(run := getattr(cb, "run_id", None), str)],
@@ -444,11 +444,11 @@ class CheckpointCallback(StepCounter):
         """Write a checkpoint unless values became NaN or infinite in this fit; every rank must reach this."""
         learn, found = self.learn, _not_finite(self._values(image))
         bad = [name for name, where in found.items() if bool((where & ~self._infinite.get(name, _NOWHERE)).any())]
-        if world.reduce(int(bool(bad)), "max") if learn._sharded else bad:
+        if world.reduce(int(bool(bad)), "max") if learn.n_ranks > 1 else bad:
             if world.is_main():
                 warn(f"no checkpoint is written: {first_few(bad)} are not finite; the last one stays")
             return
-        info |= {"launchers": sorted({*(world.all_gather(_launcher()) if learn._sharded else [_launcher()])})}
+        info |= {"launchers": sorted({*(world.all_gather(_launcher()) if learn.n_ranks > 1 else [_launcher()])})}
         image.state["config"] = self._config
         name = f"fit{info['fit']}-epoch{info['epoch']}-step{info['step']}"
         name += _SUFFIXES[info["place"]]

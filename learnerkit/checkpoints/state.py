@@ -255,7 +255,7 @@ def configuration(learn: "Learner") -> dict[str, Any]:
         "metrics": metric_names(learn.metrics),
         "train": _loader(train),
         "valid": _loader(valid),
-        "fit": {"n_epoch": learn.n_epoch, "n_steps": learn.n_steps, "start_epoch": learn._start_epoch},
+        "fit": {"n_epoch": learn.n_epoch, "n_steps": learn.n_steps, "start_epoch": learn.start_epoch},
         "callbacks": {key: _arguments(cb) for key, cb in keys(learn.cbs)},
         "device": learn.dls.device.type,
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},

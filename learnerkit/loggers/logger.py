@@ -429,7 +429,7 @@ def _hyper_parameters(learn: "Learner") -> dict[str, Any]:
             found[name]["data"] = fingerprint(getattr(dl, "dataset", dl))
     return found | {
         "parameters": sum(p.numel() for p in unwrap(learn.model).parameters()),
-        "ranks": world.world_size() if learn._sharded else 1,
+        "ranks": learn.n_ranks,
         "effective_batch_size": learn.effective_batch_size,
         "versions": found["versions"] | {"learnerkit": __version__},
         "seed": torch.initial_seed(),

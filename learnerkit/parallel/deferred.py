@@ -74,7 +74,7 @@ class Deferred:
         """Average the gradients of a step that is due, but for those that are averaged already."""
         step = self.step
         step.reduced = True
-        if not step.learn._step_due:
+        if not step.learn.step_due:
             return
         vector, factor = world.reduce(step.vector(), "mean", among="gradients"), 1.0
         if self.own:

@@ -146,7 +146,7 @@ class DistributedCallback(Callback):
         facts = {
             "epochs": learn.n_epoch,
             "steps": learn.n_steps,
-            "first epoch": learn._start_epoch,
+            "first epoch": learn.start_epoch,
             "batches of training": None if self.dataset_is_sharded else loader_len(learn.dls.train),
             "batches of validation": None if self.dataset_is_sharded else loader_len(learn.dls.valid),
             "learning rates": [float(g["lr"]) for opt in learn.opts for g in opt.param_groups],

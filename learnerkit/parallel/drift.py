@@ -56,7 +56,7 @@ class DriftCheck(Callback):
 
     def _check(self) -> None:
         learn = self.learn
-        if not learn._sharded:
+        if learn.n_ranks == 1:
             return
         table = state_table(learn)
         # Without an order, which a dict of optimizer state may owe to where it was loaded from.

@@ -15,9 +15,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from learnerkit import world
 from learnerkit.data.batches import loader_len, map_batch, tensors_in
 from learnerkit.data.cuts import Cutter, Dims, cut_rows, even_sizes
+from learnerkit.data.iterable import Resumed, has_state, say_read_forward, source_of
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.order import draws_globally, samplers_of, with_batches
-from learnerkit.data.position import Resumed, has_state, say_read_forward, source_of
 from learnerkit.data.streams import Draws, Numbered, Share, same_stream
 from learnerkit.metrics.combining import same
 from learnerkit.text import first_few

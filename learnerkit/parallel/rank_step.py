@@ -117,8 +117,8 @@ class RankStep:
         """Take what the batch counts into its step, and tell whether that may be anything."""
         learn, mean = self.learn, self.mean
         if not learn.batch_size:
-            learn._loss_count = 0  # that of a sample which stands for shapes and types only
-        self.count = host_count(learn._loss_count)
+            learn.loss_count = 0  # that of a sample which stands for shapes and types only
+        self.count = host_count(learn.loss_count)
         if not mean.begun:
             total = learn.dl.share.total or learn.dl.usual_total or mean.ranks  # the same on every rank
             expected = total / mean.ranks
@@ -126,7 +126,7 @@ class RankStep:
                 # A callback accumulates gradients by leaving steps out: those that are there have their scale already,
                 # so this batch's must be right before it joins them. A collective and a host-device sync of its own.
                 expected = world.reduce(float(self.count), "mean", among="gradients")
-            mean.begin(expected * learn._step_batches or 1.0)
+            mean.begin(expected * learn.step_batches or 1.0)
         mean.counted = mean.counted + self.count
         if learn._loss_weighting.parts:
             learn._loss_weighting.share(learn)
@@ -136,7 +136,7 @@ class RankStep:
         """Take the batch's count, weigh its loss by it, and tell whether it may count anything."""
         learn, mean, something = self.learn, self.mean, self.take_count()
         learn.loss_grad = mean.weigh(learn.loss_grad, self.count, learn._model_output)
-        if learn._step_due and learn._step_batches == 1 and not self.kept:
+        if learn.step_due and learn.step_batches == 1 and not self.kept:
             # There may be gradients of a callback's own backward pass, which has the weight of the loss.
             if something:
                 scale_gradients(self.params.values(), mean.weight(self.count, mean.expected))
@@ -177,7 +177,7 @@ class RankStep:
 
     def is_open(self) -> bool:
         """Tell whether this rank has left out something of the batch that other ranks may wait for."""
-        left = not self.reduced or (self.learn._step_due and self.stepped is None)
+        left = not self.reduced or (self.learn.step_due and self.stepped is None)
         return left or self.dispatch.stopped[0] == "after_step"
 
     def note_optimizer_step(self, *_: Any) -> None:
@@ -209,7 +209,7 @@ class RankStep:
         """The number of the last point that this rank has come to; the watch reads it in a thread of its own."""
         begin = self._number_of("begin")  # first: what follows may soon be of the next batch
         point = "step" if self.stepped else "begin"
-        if self.dispatch.last == "after_batch" and (self.stepped is not None or not self.learn._step_due):
+        if self.dispatch.last == "after_batch" and (self.stepped is not None or not self.learn.step_due):
             point = "after_batch"
         return begin + _POINTS.index(point)
 
@@ -312,7 +312,7 @@ class Overlapped:
             self._give_up().backward()
             return
         something = step.weigh()
-        if not learn._step_due:
+        if not learn.step_due:
             if something:
                 learn._backward()
             step.reduced = True

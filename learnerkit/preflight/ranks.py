@@ -292,7 +292,7 @@ class _Notes(Callback):
             "shapes": [list(t.shape[1:]) for t in columns],
             "data": data if len(data) == len(samples) else [[]] * len(samples),  # a collate_fn may pack samples
             "loss": 0.0 if loss is None else float(loss),
-            "count": 0.0 if loss is None else float(learn._loss_count),
+            "count": 0.0 if loss is None else float(learn.loss_count),
             "state": state_table(learn),
         }
         self.steps.append(step)

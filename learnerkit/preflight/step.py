@@ -44,12 +44,12 @@ def check(learn: "Learner") -> bool:
         arguments.check_fit(learn, n_epoch=1)
         step.check_loaders(learn)
         with learn.no_bar(), learn._running("check", [step, step.first]), unchanged(learn):
-            sharded = learn._sharded
+            sharded = learn.n_ranks > 1
             step.stage = "optimizer"
             learn._prepare_opt()
             step.rates = _rates(learn.opts, "initial_lr")
             step.stage = "inputs"
-            learn.n_epoch, learn.n_steps, learn._start_epoch = 1, None, 0
+            learn.n_epoch, learn.n_steps, learn.start_epoch = 1, None, 0
             learn._level("fit", learn._fit, CancelFitException)
     except Exception as e:
         step.failed(e, unwrap(learn.model))

@@ -43,7 +43,7 @@ class ScalingMonitor(Callback):
     def before_train(self) -> None:
         learn = self.learn
         learn.dl = WatchedLoader(learn.dl, self._ask, self._get)
-        self._busy = torch.zeros(world.world_size() if learn._sharded else 1, dtype=torch.float64)
+        self._busy = torch.zeros(learn.n_ranks, dtype=torch.float64)
         self._clear()
 
     def before_backward(self) -> None:
@@ -71,7 +71,7 @@ class ScalingMonitor(Callback):
     def after_batch(self) -> None:
         learn = self.learn
         self._samples += learn.batch_size
-        self._steps += learn._step_due
+        self._steps += learn.step_due
         if self._steps >= self.every:
             self._exchange()
 
@@ -86,11 +86,11 @@ class ScalingMonitor(Callback):
         for start, end in self._pairs:
             if end.query():  # else the device has not come there, and the host does not wait for it
                 self._exposed += start.elapsed_time(end) / 1e3
-        rank = world.rank() if self.learn._sharded else 0
+        rank = world.rank() if self.learn.n_ranks > 1 else 0
         found = torch.zeros(len(self._busy) + 3, dtype=torch.float64)
         found[rank] = seconds - self._exposed
         found[-3:] = torch.tensor([self._samples, seconds, self._input + self._exposed])
-        if self.learn._sharded:
+        if self.learn.n_ranks > 1:
             found = world.reduce(found, among="votes")
         self._busy += found[:-3]
         samples, total, waited = found[-3:].tolist()

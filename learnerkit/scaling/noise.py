@@ -167,14 +167,14 @@ class GradientNoiseScale(Callback):
         self._forget()
         self.value = self.error = math.nan
         accumulation = [cb for cb in learn.cbs if isinstance(cb, GradientAccumulation) and cb.n_batches != 1]
-        self._cuts = not (learn._sharded or accumulation)
+        self._cuts = not (learn.n_ranks > 1 or accumulation)
         self._period = self.every or (200 if self._cuts else 20)
         self._watch = _Watch(self)
         learn.add_cb(self._watch)
 
     def _check(self) -> None:
         learn = self.learn
-        ranks = member_of(learn.cbs) if learn._sharded else None
+        ranks = member_of(learn.cbs) if learn.n_ranks > 1 else None
         several = "a _backward of its own" if learn._overrides("_backward") else ""
         if ranks is not None and ranks.wrap_names:
             several = f"wrap={ranks.wrap_names}"
@@ -227,7 +227,7 @@ class GradientNoiseScale(Callback):
         if self._row is None:
             return
         self._take_part()
-        if self.learn._step_due:
+        if self.learn.step_due:
             self._take_whole()
 
     def _take_part(self) -> None:
@@ -237,7 +237,7 @@ class GradientNoiseScale(Callback):
         if row is None or not ran:
             return
         row["samples"] += learn.batch_size
-        count = host_count(learn._loss_count)
+        count = host_count(learn.loss_count)
         if learn._gradient is None or not norms or (not isinstance(count, Tensor) and not count):
             return
         first = norms[0].device
@@ -259,7 +259,7 @@ class GradientNoiseScale(Callback):
             return
         whole = _square(grads) / self._scale() ** 2
         if self._cuts:
-            count = host_count(learn._loss_count)
+            count = host_count(learn.loss_count)
             row |= {"counted": count, "samples": learn.batch_size}
         row["whole"] = torch.where(row["left"] > 0, math.nan, whole) if "left" in row else whole
         self._close()
@@ -354,7 +354,7 @@ class GradientNoiseScale(Callback):
         """Estimate from what all ranks have measured; every rank must reach this. A host-device sync."""
         self._close()
         own = [Measured(*row) for row in _rows_of(self._own)]
-        ranks = world.all_gather(own) if self.learn._sharded else [own]
+        ranks = world.all_gather(own) if self.learn.n_ranks > 1 else [own]
         self._own = HostScalars()
         found = together(row for rank in ranks for row in rank)
         if self.learn._loss_weighting.sums:  # the step's gradient is a sum, too

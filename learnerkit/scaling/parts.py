@@ -81,7 +81,7 @@ class Clock:
         """End a step, if the backward pass that is over was its last."""
         learn = self.learn
         self._samples += learn.batch_size
-        if not learn._step_due:
+        if not learn.step_due:
             return
         self._count += 1
         if self._since is None or self._count in (SKIPPED + 1, self.due) or learn.iter + 1 == learn.n_iter:
@@ -238,7 +238,7 @@ def call_when_ready(learn: "Learner", ready: Callable[[], Any], begins: Callable
         call_after_backward(ready)  # what is called at the end, in the order of asking: first this, then DDP's waiting
 
     loss = learn.loss_grad
-    if not learn._sharded or not learn._step_due:
+    if learn.n_ranks == 1 or not learn.step_due:
         return
     if not learn.batch_size:  # it has nothing to compute, only to wait for
         ready()

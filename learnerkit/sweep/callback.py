@@ -51,7 +51,7 @@ class Report(Callback):
         self.reported.append(value)
         self._tell()
         ends = self._trial is not None and self._trial.is_pruned()
-        if world.broadcast(ends) if self.learn._sharded else ends:  # every rank must reach this
+        if world.broadcast(ends) if self.learn.n_ranks > 1 else ends:  # every rank must reach this
             raise mark(Pruned(), agreed=True)
 
     def _tell(self) -> None:

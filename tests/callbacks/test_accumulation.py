@@ -274,9 +274,9 @@ def test_a_penalty_counts_once():
 def test_validation_in_the_middle_of_a_group():
     def validate(cb):
         if cb.training and cb.train_iter == 2:
-            before = cb.learn._gradient, cb.learn._step_batches, cb.learn._step_due
+            before = cb.learn._gradient, cb.learn.step_batches, cb.learn.step_due
             cb.learn.validate()
-            assert before == (cb.learn._gradient, cb.learn._step_batches, cb.learn._step_due)
+            assert before == (cb.learn._gradient, cb.learn.step_batches, cb.learn.step_due)
 
     whole, learn = learner(), learner(bs=4)
     fit(whole)
@@ -365,7 +365,7 @@ def test_an_error_leaves_no_gradients_and_no_weights():
         learn.fit(1, cbs=[raising("after_pred", ZeroDivisionError(), lambda cb: cb.iter == 4),
                           GradientAccumulation(n_batches=3)])  # fmt: skip
     assert all(p.grad is None for p in learn.model.parameters())
-    assert (learn._gradient, learn._step_batches, learn._step_due) == (None, 1, True)
+    assert (learn._gradient, learn.step_batches, learn.step_due) == (None, 1, True)
 
 
 # Arguments

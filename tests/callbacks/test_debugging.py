@@ -240,7 +240,7 @@ def test_a_trace_has_the_chosen_steps_and_an_error_leaves_what_was_recorded(tmp_
     assert "the trace of the steps from 2 to the end of the fit is in " in capsys.readouterr().out
     learn.remove_cb(tracing)
     learn.fit(1, cbs=ProfilerCallback(tmp_path, steps=(1, 1)))  # another one can start
-    assert steps_of(tmp_path / f"fit{learn._fits - 1}-rank0.pt.trace.json") == ["ProfilerStep#1"]
+    assert steps_of(tmp_path / f"fit{learn.n_fits - 1}-rank0.pt.trace.json") == ["ProfilerStep#1"]
     with pytest.warns(match="no step was recorded: the fit has read fewer than 21 training batches"):
         learn.fit(1, cbs=ProfilerCallback(tmp_path, steps=(20, 30)))
     learn.validate(cbs=tracing)

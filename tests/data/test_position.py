@@ -180,7 +180,7 @@ class Resume(Callback):
         learn = self.learn
         learn._position.load_state_dict(self.state)
         learn._position.load_own_state_dict(self.own)
-        learn._start_epoch = self.state["epoch"]
+        learn.start_epoch = self.state["epoch"]
         self._restore()
 
     def before_train(self):

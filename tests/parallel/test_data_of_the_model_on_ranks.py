@@ -161,7 +161,7 @@ class NoteLosses(Callback):
     def after_batch(self):
         losses = (self.pred - self.y).square().mean(1).detach()
         mine = self.xb[0][:, 0].long(), losses
-        for places, found in world.all_gather(mine) if self._sharded else [mine]:
+        for places, found in world.all_gather(mine) if self.n_ranks > 1 else [mine]:
             self.sampler.losses[places] = found
             self.drawn.append(places.tolist())
 

@@ -292,7 +292,7 @@ def test_a_models_own_loss_is_counted_by_one_rule_whatever_a_rank_has(at, counts
     words, found = torch.randint(1, 9, (8 * N + 1, 5)), []
     words[4 * N * (at + 1) - 4 : 4 * N * (at + 1), 2:] = -100  # in one batch of the last rank
     dls = DataLoaders(DataLoader([{"ids": row.clamp(min=0), "labels": row} for row in words], 4), device="cpu")
-    count = Callback(after_loss=lambda cb: found.append(int(cb._loss_count)))
+    count = Callback(after_loss=lambda cb: found.append(int(cb.loss_count)))
     # The last batch has a sample for rank 0 alone.
     learn = Learner(dls, OwnTokens(counts), cbs=[count])
     with warnings.catch_warnings(record=True) as caught, learn.distrib_ctx(timeout=60), learn.no_logging():
@@ -349,9 +349,9 @@ def test_validate_and_get_preds_in_the_middle_of_training_leave_no_trace():
     class Inner(Callback):
         def after_pred(self):
             if self.training and self.train_iter == 1:
-                before = (self.dl, self.batch, self.iter, self.training, self._sharded, self.model)
+                before = (self.dl, self.batch, self.iter, self.training, self.n_ranks > 1, self.model)
                 found.append((self.learn.validate(), self.learn.get_preds()[0].sum().item()))
-                after = (self.dl, self.batch, self.iter, self.training, self._sharded, self.model)
+                after = (self.dl, self.batch, self.iter, self.training, self.n_ranks > 1, self.model)
                 assert all(a is b for a, b in zip(before, after, strict=True))
 
     runs = []

@@ -125,7 +125,7 @@ def checks(monkeypatch):
 class Sharded(Learner):
     """Takes one process for one of several."""
 
-    _sharded = property(lambda self: True, lambda self, value: None)
+    n_ranks = property(lambda self: 2, lambda self, value: None)
 
 
 @pytest.mark.parametrize(("every", "counts"), [(1, [0, 1, 2, 2, 2, 3, 4, 4]), (3, [2, 2, 2, 4, 4])])

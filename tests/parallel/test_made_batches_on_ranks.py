@@ -129,7 +129,7 @@ class Steps(Callback):
 
     def before_batch(self):
         if self.training:
-            total = self.dl.share.total if self._sharded else self.batch_size
+            total = self.dl.share.total if self.n_ranks > 1 else self.batch_size
             self.open += total
 
     def before_step(self):
