@@ -600,7 +600,8 @@ class Recorder(Callback):
         ranks = [state["own"]] if "own" in state else state["ranks"]
         if "own" not in state and not world.is_main():
             ranks = [_nothing_of(rank) for rank in ranks]
-        self._train.load_state_dict([rank["train"] for rank in ranks], self.learn._loss_weighting.sums)
+        if "_train" in vars(self):  # else nothing has run here yet, so that no epoch goes on
+            self._train.load_state_dict([rank["train"] for rank in ranks], self.learn._loss_weighting.sums)
         self.logged, self._weights = {}, {}
         for name, pairs in (item for rank in ranks for item in rank["logged"].items()):
             values, weights = (all_.setdefault(name, HostScalars()) for all_ in (self.logged, self._weights))
