@@ -1543,20 +1543,22 @@ class Learner(RunState):
             - 'beside': parameters that are trained beside the model's, and buffers of the loss;
             - 'eval', 'frozen': the names of modules in eval mode, and of parameters that are not trained;
             - 'callbacks': by class name, what each callback's `state_dict` returns, schedules and the recorder's
-              history among them; of a callback of yours without `state_dict`, its attributes that can be saved, but for
-              those that have the name of an argument of its class;
+              history among them;
             - 'order': the names of the callbacks, in order;
             - 'counters': how far the last fit has come;
             - 'place': where in a fit it was taken: 'train', 'trained', 'epoch', or `None` between fits;
             - 'position': in a fit, the place in the training data;
             - 'loaders': between fits, what each loader, its samplers and its dataset have as state;
             - 'rank': this rank's own: random states ('random'), the state of its part of the data ('position'), and
-              what its callbacks have for themselves ('callbacks', and 'alone' of those that run on rank 0 alone).
+              what its callbacks have for themselves ('callbacks', and 'alone' of those that run on rank 0 alone). Of a
+              callback of yours without `state_dict` these are its attributes that can be saved, but for those that have
+              the name of an argument of its class.
 
         Raises:
             RuntimeError: called during a validation, in the middle of a batch, or of a step of several batches.
             CheckpointError: a callback's `state_dict` does not return a dict.
         """
+        run_state.check_moment(self)
         return run_state.state_dict(self)
 
     @public

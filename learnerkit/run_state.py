@@ -5,7 +5,11 @@ and put it back, `DriftCheck` compares it between ranks, and `check_distributed`
 """
 
 import copy
+import inspect
+import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,19 +18,21 @@ from torch import Tensor, nn
 
 from learnerkit import optim, world
 from learnerkit.callback import Callback, is_ours
-from learnerkit.data.batches import map_batch
+from learnerkit.data.batches import map_batch, tensors_in, to_device
 from learnerkit.data.iterable import source_of
+from learnerkit.data.samplers import GENERATORS, generator_state, set_generator_state
+from learnerkit.events import CancelTrainException
 from learnerkit.files import CheckpointError, Saved, fitted
 from learnerkit.state import COUNTERS
 from learnerkit.tensor_files import why_not
 from learnerkit.text import in_one_line
-from learnerkit.utils import itself, unbound, unwrap
+from learnerkit.utils import unbound, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
-TRAIN, TRAINED, EPOCH = "train", "trained", "epoch"
-"""Where in a fit a state was taken: in an epoch's training, after it, or between two epochs."""
+TRAIN, TRAINED, EPOCH, FIT = "train", "trained", "epoch", "fit"
+"""Where in a fit a state was taken: in an epoch's training, after it, between two epochs, or at its end."""
 
 _APART = ("CheckpointCallback", "DistributedCallback", "ParallelCallback", "ProgressCallback")
 """Callbacks with which, and without which, the same run goes on."""
@@ -37,7 +43,6 @@ _APART = ("CheckpointCallback", "DistributedCallback", "ParallelCallback", "Prog
 
 def state_dict(learn: "Learner") -> dict[str, Any]:
     """Return the state of a learner; see `Learner.state_dict`. A host-device sync."""
-    _check_moment(learn)
     model, opt, position = unwrap(learn.model), learn.opt, learn._position
     states = {key: state_of(cb) for key, cb in keys(learn.cbs) if cb.run and not cb.rank0_only}
     own = {key: state.pop("own") for key, state in states.items() if "own" in state}
@@ -66,10 +71,16 @@ def state_dict(learn: "Learner") -> dict[str, Any]:
     }
 
 
-def _check_moment(learn: "Learner") -> None:
-    """Refuse a moment at which the state is not that between two steps, so that nothing could go on from it."""
+def check_moment(learn: "Learner") -> None:
+    """Refuse a moment at which the state is not that between two steps, so that nothing could go on from it.
+
+    Raises:
+        RuntimeError: a validation, the middle of a batch, or of a step of several batches.
+    """
     position, where = learn._position, ""
-    if learn.task in ("validate", "predict") or (position is not None and position.over and not learn.training):
+    if learn.task in ("validate", "predict") or (
+        learn.dl is not None and position is not None and position.over and not learn.training
+    ):
         where = "during a validation, which gives weights and random states back at its end"
     elif position is not None and position.stage == TRAIN:
         if learn.iter < position.first_step:
@@ -98,9 +109,13 @@ def keys(cbs: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
 
 
 def state_of(cb: Callback) -> dict[str, Any]:
-    """Return the state of a callback: what its `state_dict` returns, or the attributes of a user's that has none."""
+    """Return the state of a callback: what its `state_dict` returns, or the attributes of a user's that has none.
+
+    Attributes may differ by rank, so they are under the key 'own'.
+    """
     if type(cb).state_dict is Callback.state_dict:
-        return {} if is_ours(type(cb)) else own_attributes(cb)
+        own = {} if is_ours(type(cb)) else own_attributes(cb)
+        return {"own": own} if own else {}
     try:
         state = cb.state_dict()
     except Exception:
@@ -113,34 +128,51 @@ def state_of(cb: Callback) -> dict[str, Any]:
 
 
 def own_attributes(cb: Callback) -> dict[str, Any]:
-    """Return the attributes of a callback that can be saved: what a run has counted and collected.
+    """Return copies of the attributes that can be saved: what a callback has counted and collected in a run.
 
-    Those with the name of an argument of its class are left out, as they are the script's, and so are tensors of the
-    model, which are in the state already.
+    Those with the name of an argument of its class, also behind underscores, are left out, as they are the script's.
+    So are tensors of the model, which are in the state already, attributes of more than 256 MB, and the private ones
+    of a class of this library from which the callback's is derived.
+
+    Returns:
+        The attributes as 'values', the names of those with tensors on an accelerator as 'on_device', and the states of
+        random generators as 'generators'; an empty dict if there is nothing.
     """
-    arguments = type(cb).__init__.__code__.co_varnames if hasattr(type(cb).__init__, "__code__") else ()
+    arguments = inspect.signature(type(cb).__init__).parameters
+    is_derived = any(is_ours(kind) for kind in type(cb).__mro__ if issubclass(kind, Callback) and kind is not Callback)
     modules = unwrap(cb.learn.model).modules() if cb.learn is not None else ()
     apart = {id(t) for m in modules for t in (*m.parameters(False), *m.buffers(False))}
-    return {
-        name: value
-        for name, value in vars(cb).items()
-        if name not in _NOT_STATE and name not in arguments and _can_be_saved(value, apart)
-    }
+    values, generators = dict[str, Any](), dict[str, Any]()
+    for name, value in vars(cb).items():
+        if name in _NOT_STATE or name.lstrip("_") in arguments or (is_derived and name.startswith("_")):
+            continue
+        if isinstance(value, GENERATORS):
+            generators[name] = _without_arrays(generator_state(value))
+        elif _bytes_of(value, apart) <= _LARGEST:
+            values[name] = map_batch(torch.clone, value, copy.copy)
+    on_device = [name for name, value in values.items() if any(t.device.type != "cpu" for t in tensors_in(value))]
+    found = {"values": values, "on_device": on_device, "generators": generators}
+    return {part: content for part, content in found.items() if content}
 
 
 _NOT_STATE = ("learn", "order", "run", "run_train", "run_valid")
+_LARGEST = 2**28  # bytes of an attribute
 
 
-def _can_be_saved(x: Any, apart: set[int]) -> bool:
+def _bytes_of(x: Any, apart: set[int]) -> float:
+    """About how many bytes a value takes in a file; infinite if it cannot be saved."""
     if isinstance(x, Tensor):
-        return not why_not(x) and not x.requires_grad and id(x) not in apart
+        return math.inf if why_not(x) or x.requires_grad or id(x) in apart else x.nbytes
     if isinstance(x, np.ndarray | np.generic):
-        return x.dtype.kind in "biufc"
+        return x.nbytes if x.dtype.kind in "biufc" else math.inf
     if type(x) in (list, tuple):
-        return all(_can_be_saved(item, apart) for item in x)
+        return sum(_bytes_of(item, apart) for item in x)
     if type(x) is dict:
-        return all(type(key) in (str, int, float, bool) and _can_be_saved(value, apart) for key, value in x.items())
-    return type(x) in (type(None), bool, int, float, str)
+        plain = all(type(key) in (str, int, float, bool) for key in x)
+        return sum(_bytes_of(value, apart) for value in x.values()) if plain else math.inf
+    if type(x) is str:
+        return len(x)
+    return 8 if type(x) in (type(None), bool, int, float) else math.inf
 
 
 def values_beside(learn: "Learner") -> list[Tensor]:
@@ -171,6 +203,7 @@ def _without_arrays(x: Any) -> Any:
 def load_state_dict(learn: "Learner", state: Mapping[str, Any]) -> None:
     """Put a state back into a learner; see `Learner.load_state_dict`."""
     check_parts(state)
+    state = {**state, "opt": copy.deepcopy(state["opt"])}  # optimizers go on to use the tensors that they are given
     put_model(learn, state)
     if learn.task is None:
         learn._resumes = state if state["place"] else None
@@ -233,11 +266,20 @@ def put_model(learn: "Learner", state: Mapping[str, Any], with_opt: bool = True,
     learn._scaler_state = dict(state["scaler"])
 
 
-def put_rest(learn: "Learner", state: Mapping[str, Any]) -> None:
-    """Give modules their modes, and callbacks and random generators what they had."""
+def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state") -> None:
+    """Give modules their modes, and callbacks and random generators what they had.
+
+    Args:
+        learn: the learner.
+        state: as `state_dict` returns it; its callbacks may have a list of what all ranks had as 'ranks'.
+        name: of the state, for errors.
+
+    Raises:
+        CheckpointError: a callback does not take its state.
+    """
     evaluating, rank = set(state["eval"]), state["rank"]
-    for name, module in unwrap(learn.model).named_modules():
-        module.training = name not in evaluating
+    for key, module in unwrap(learn.model).named_modules():
+        module.training = key not in evaluating
     for key, cb in keys(learn.cbs):
         if cb.rank0_only:
             found = rank.get("alone", {}).get(key)
@@ -246,7 +288,13 @@ def put_rest(learn: "Learner", state: Mapping[str, Any]) -> None:
             if key in rank.get("callbacks", {}):
                 found["own"] = rank["callbacks"][key]
         if found and cb.run:
-            _put_callback(cb, map_batch(itself, found))  # a copy, as torch's own methods take things out
+            try:
+                _put_callback(cb, copy.deepcopy(found))  # as torch's own methods take things out
+            except Exception as e:
+                raise CheckpointError(
+                    f"{cb!r}.load_state_dict() did not take what its state_dict() had returned, from {name}: "
+                    f"{in_one_line(e)}"
+                ) from e
     if "random" in rank:
         *states, devices = rank["random"]
         world.set_seed_states(tuple(states))
@@ -257,16 +305,18 @@ def put_rest(learn: "Learner", state: Mapping[str, Any]) -> None:
 
 
 def _put_callback(cb: Callback, state: dict[str, Any]) -> None:
-    try:
-        if type(cb).load_state_dict is not Callback.load_state_dict:
-            cb.load_state_dict(state)
-            return
-        for name, value in state.items():
-            _put_attribute(cb, name, value)
-    except Exception as e:
-        raise CheckpointError(
-            f"{cb!r}.load_state_dict() did not take what its state_dict() had returned: {in_one_line(e)}"
-        ) from e
+    if type(cb).state_dict is not Callback.state_dict:
+        cb.load_state_dict(state)
+        return
+    ranks = [state["own"]] if "own" in state else state["ranks"]
+    own = ranks[world.rank() if world.rank() < len(ranks) else 0]
+    for name, value in own.get("values", {}).items():
+        if name not in _NOT_STATE and not callable(getattr(type(cb), name, None)):  # as in a file of somebody else
+            on_device = name in own.get("on_device", ())
+            _put_attribute(cb, name, to_device(value, cb.learn.dls.device) if on_device else value)
+    for name, value in own.get("generators", {}).items():
+        if isinstance(vars(cb).get(name), GENERATORS):
+            set_generator_state(vars(cb)[name], value)
 
 
 def _put_attribute(owner: Any, name: str, value: Any) -> None:
@@ -292,8 +342,10 @@ def _put_loader(learn: "Learner", dl: Any, state: Mapping[str, Any]) -> None:
 class Resumption:
     """Has a fit go on from a state that was taken inside of another one; each part of it is put back once.
 
-    Model, optimizers and the place in the data are put back in `before_fit`. What callbacks and random generators had
-    is put back at the place in the loop where the state was taken, when the hooks before it have run again.
+    Model, optimizers, the count of batches and the place in the data are put back in `before_fit`. What callbacks and
+    random generators had is put back at its end, or, if the state was taken in an epoch, in the `before_train` of that
+    epoch: when the hooks that came before have run again. If the training of the epoch was over then, its `after_train`
+    has run, and is left out.
 
     Args:
         state: as `state_dict` returns it.
@@ -303,27 +355,67 @@ class Resumption:
 
     def __init__(self, state: Mapping[str, Any], with_opt: bool = True, name: str = "the state") -> None:
         self.state, self.with_opt, self.name = state, with_opt, name
-        self.place: str | None = state["place"]  # where the rest is to be put back; `None`: it is
 
-    def begin(self, learn: "Learner") -> None:
-        """Put back what is needed from the start on; to be called in `before_fit`, after other callbacks."""
-        put_model(learn, self.state, self.with_opt, self.name)
-        if self.state["position"] is not None and learn._position is not None:
-            learn._position.load_state_dict(self.state["position"])
-            learn._position.load_own_state_dict(self.state["rank"].get("position"))
-            learn.start_epoch = self.state["position"]["epoch"]
-        self.reach(learn, EPOCH)
+    def begin(self, learn: "Learner") -> tuple[dict, dict] | None:
+        """Put back what is needed from the start on; to be called in `before_fit`, after other callbacks.
 
-    def reach(self, learn: "Learner", place: str) -> None:
-        """Put back the rest, if the state was taken at this place; to be called when the loop comes there."""
-        if self.place != place:
-            return
-        self.place, counters = None, self.state["counters"]
-        learn.train_iter = counters["train_iter"]
-        if learn.n_epoch and counters["n_epoch"]:  # a budget of steps counts for itself
-            same = learn.n_epoch == counters["n_epoch"]  # then exactly what it was, without a rounding
-            learn.pct_train = counters["pct_train"] * (1 if same else counters["n_epoch"] / learn.n_epoch)
-        put_rest(learn, self.state)
+        Returns:
+            Of a state from the end of a fit what the next fit's `Position.follow` takes.
+
+        Raises:
+            CheckpointError: something does not fit.
+        """
+        counters, data, place = self.state["counters"], self.state["position"], self.state["place"]
+        own, ended = self.state["rank"].get("position") or {}, None
+        with fitting(self.name):
+            put_model(learn, self.state, self.with_opt, self.name)
+            learn.train_iter = counters["train_iter"]
+            if place == FIT:
+                learn.epoch = counters["epoch"]
+                if data is not None and data["samplers"] is not None:
+                    learn.dls.sampler_states(learn.dls.train).load(data["samplers"])
+                    ended = data, own
+            elif data is None or learn._position is None:
+                learn.start_epoch = counters["epoch"] + (place == EPOCH)
+            else:
+                learn.start_epoch = data["epoch"]
+                learn._position.load_state_dict(data)
+                learn._position.load_own_state_dict(own)
+        if place in (EPOCH, FIT):
+            self._put_rest(learn)
+        return ended
+
+    def enter(self, learn: "Learner") -> None:
+        """Put back the rest if the state was taken in an epoch; to be called once, in `before_train`, after others.
+
+        Raises:
+            CheckpointError: something does not fit.
+        """
+        if self.state["place"] in (TRAIN, TRAINED):
+            self._put_rest(learn)
+        if self.state["place"] == TRAINED and learn._position is not None:
+            learn.add_cb(_Trained())
+
+    def _put_rest(self, learn: "Learner") -> None:
+        counters = self.state["counters"]
+        with fitting(self.name):
+            if learn.n_epoch and counters["n_epoch"]:  # a budget of steps counts for itself
+                same = learn.n_epoch == counters["n_epoch"]  # then exactly what it was, without a rounding
+                learn.pct_train = counters["pct_train"] * (1 if same else counters["n_epoch"] / learn.n_epoch)
+            put_rest(learn, self.state, self.name)
+
+
+@contextmanager
+def fitting(name: str) -> Iterator[None]:
+    """Make errors in here, which are of many types where values are not what was written, a `CheckpointError`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as e:
+        raise CheckpointError(
+            f"{name} does not fit this learner: {e if isinstance(e, ValueError) else in_one_line(e)}"
+        ) from e
 
 
 class _GoOn(Callback):
@@ -334,16 +426,26 @@ class _GoOn(Callback):
 
     def __init__(self, resumption: Resumption) -> None:
         super().__init__()
-        self.resumption = resumption
+        self.resumption: Resumption | None = resumption
 
     def before_fit(self) -> None:
-        self.resumption.begin(self.learn)
+        if self.resumption is not None:
+            self.resumption.begin(self.learn)
 
     def before_train(self) -> None:
-        self.resumption.reach(self.learn, TRAIN)
+        if self.resumption is not None:
+            self.resumption.enter(self.learn)
+            self.resumption = None
+
+
+class _Trained(Callback):
+    """Leaves out, once, the `after_train` of all callbacks: of an epoch for which it has run in another process."""
+
+    order = -sys.maxsize  # the first of all
 
     def after_train(self) -> None:
-        self.resumption.reach(self.learn, TRAINED)
+        self.learn.remove_cb(self)
+        raise CancelTrainException(agreed=True)
 
 
 def going_on(learn: "Learner") -> list[Callback]:

@@ -138,8 +138,9 @@ def test_a_state_with_missing_parts_is_refused():
 def test_an_argument_of_a_callback_is_the_scripts():
     learn = make()
     state = learn.state_dict()
-    assert state["callbacks"]["Counting"].keys() == {"steps", "seen", "mean"}
-    assert "share" not in state["callbacks"]["Counting"]
+    own = state["rank"]["callbacks"]["Counting"]
+    assert own["values"].keys() == {"steps", "seen", "mean"}
+    assert "share" not in own["values"]
 
 
 def test_a_list_that_the_user_holds_stays_the_callbacks():

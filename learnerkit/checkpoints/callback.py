@@ -18,13 +18,14 @@ from torch import Tensor
 from learnerkit import arguments, optim, world
 from learnerkit.callbacks.training import StepCounter
 from learnerkit.checkpoints import state
-from learnerkit.checkpoints.state import Restorer, RunImage, check_types
+from learnerkit.checkpoints.state import check_types
 from learnerkit.checkpoints.storage import Checkpoint, Lock, Storage, candidates, info_of
 from learnerkit.endings import mark
 from learnerkit.events import CancelFitException, FitDone
 from learnerkit.files import CheckpointError, remove
 from learnerkit.parallel.agreement import END, SAVE, Request, end_at_once
-from learnerkit.text import first_few, format_time, in_one_line, printable
+from learnerkit.run_state import EPOCH, FIT, TRAIN, TRAINED, Resumption, state_dict
+from learnerkit.text import first_few, format_time, printable
 from learnerkit.utils import unwrap, warn
 
 _ENDS = "ends"  # the directory of the states at the end of each fit
@@ -34,12 +35,8 @@ _AGAIN = 1.0  # seconds: a scheduler may send a signal to the launcher, which pa
 _ends_here: set[Path] = set()
 """The directories of the ends of fits that this process has saved."""
 
-TRAIN, TRAINED, EPOCH, FIT = "train", "trained", "epoch", "fit"
-"""Where in a fit a checkpoint was taken: after a step, after an epoch's training, after an epoch, at the end."""
-
-
 _SUFFIXES = {TRAIN: "", TRAINED: "-trained", EPOCH: "-done", FIT: "-end"}  # of the names of checkpoints
-_INFO = {"place": "", "time": 0.0, "pct_train": 0.0, "lr_finds": [{}], "launchers": [""]}
+_INFO = {"place": "", "time": 0.0, "lr_finds": [{}], "launchers": [""]}
 
 
 class Stopped(SystemExit):
@@ -123,8 +120,8 @@ class CheckpointCallback(StepCounter):
         self._request = Request()
         self._alone = True  # on one process nobody needs to agree
         self._handlers: dict[int, Any] = {}
-        self._restorer: Restorer | None = None
-        self._trained: tuple[dict, RunImage] | None = None  # the state before validation
+        self._resumption: Resumption | None = None  # until all of it is put back
+        self._trained: tuple[dict, dict] | None = None  # the state before validation
         self._is_due = False  # a checkpoint, at the next step's end
         self._deadline = float("inf")
         self._saved_at = -1  # the step after which the last one was taken
@@ -153,13 +150,13 @@ class CheckpointCallback(StepCounter):
             carried, self._carried = self._carried, None
             if found is None and follows and carried is not None and learn._position is not None:
                 learn._position.follow(*carried)
-            if found is not None and not self._take_up(found):
+            now, storage = state_dict(learn), self._main()
+            storage.check_values(*_parts(now))
+            if found is not None and not self._take_up(found, now):
                 self._end()
-            image, storage = state.image(learn), self._main()
-            storage.check_values(state.weights(learn), image.state, image.own)
             storage.check_writable()
         trained = {name for name, p in unwrap(learn.model).named_parameters() if p.requires_grad}
-        self._infinite = {k: where for k, where in _not_finite(self._values(image)).items() if k not in trained}
+        self._infinite = {k: where for k, where in _not_finite(_values(now)).items() if k not in trained}
         self._start_clock()
         self._listen()
 
@@ -257,28 +254,13 @@ class CheckpointCallback(StepCounter):
         last = _newest_of(self._main())
         return found if last is None or last.info["fit"] != found.info["fit"] else last
 
-    def _take_up(self, found: Checkpoint) -> bool:
+    def _take_up(self, found: Checkpoint, now: dict[str, Any]) -> bool:
         """Put the state of a checkpoint into the learner; tell whether there is something to do."""
-        learn, info = self.learn, found.info
-        self._restorer = restorer = Restorer(found)
-        restorer.check(learn)
-        same_opt = self._compare(restorer.state)
-        try:
-            restorer.put_model(learn, with_opt=same_opt)
-            restorer.put_rest(learn)
-            if info["place"] == FIT:
-                self._carried = restorer.put_samplers(learn)
-            else:
-                restorer.put_position(learn)
-        except CheckpointError:
-            raise
-        except Exception as e:  # of many types, where values are not what was written
-            raise CheckpointError(
-                f"{found.path} does not fit this learner: {e if isinstance(e, ValueError) else in_one_line(e)}"
-            ) from e
+        learn, info, path = self.learn, found.info, str(found.path)
+        then = state.read(found, learn, now)
+        self._resumption = resumption = Resumption(then, self._compare(then), path)
+        self._carried = resumption.begin(learn)
         if info["place"] == FIT:
-            learn.epoch = info["epoch"]
-            self._restorer = None
             by = ""
             if found.path.parent.resolve() in _ends_here:
                 by = ", by another Learner of this process (each may have its own directory: per_learner=True)"
@@ -286,11 +268,6 @@ class CheckpointCallback(StepCounter):
             return False
         if info["place"] != EPOCH and learn._position is None:
             warn(f"without TrainEvalCallback the place in the data is not known: epoch {info['epoch']} is read anew")
-        learn.start_epoch = info["epoch"] + (info["place"] == EPOCH)
-        if info["place"] == EPOCH:
-            self._restorer = None
-        elif learn.n_steps is not None:
-            learn.pct_train = 0.0  # else a budget that is used up would leave the validation out
         self._steps = self._saved_at = info["step"]
         self._tell(found)
         return True
@@ -333,19 +310,13 @@ class CheckpointCallback(StepCounter):
         where = f"{place}, step {info['step']}, from {_shown(found.path)}"
         self.learn.say(f"resumed fit {info['fit']} {where} ({ago} old{other})")
 
-    # The hooks in which the state is loaded again: other callbacks have begun an epoch
-
     def before_train(self) -> None:
         super().before_train()
-        if self._restorer is not None:
-            self._put_again(self._restorer)
-            if self._restorer.checkpoint.info["place"] == TRAIN:
-                self._restorer = None
-
-    def _put_again(self, restorer: Restorer) -> None:
-        restorer.put_rest(self.learn)
-        restorer.put_modes(self.learn)
-        self._steps, self._step_open = restorer.checkpoint.info["step"], False
+        if self._resumption is not None:
+            self._resumption.enter(self.learn)
+            if self._resumption.state["place"] == TRAINED:
+                self._trained = self._info(TRAINED), self._resumption.state
+            self._resumption = None
 
     # Saving
 
@@ -395,11 +366,8 @@ class CheckpointCallback(StepCounter):
         learn = self.learn
         if learn.n_steps:  # a budget has ended the last batch before this callback
             self._steps = round(learn.pct_train * learn.n_steps)
-        if self._restorer is not None:  # the training of the epoch was over
-            self._put_again(self._restorer)
-            self._restorer = None
         if self._request.heard and learn.dls.valid is not None:
-            self._trained = self._info(TRAINED), state.image(learn)  # model and optimizer stay until `after_epoch`
+            self._trained = self._info(TRAINED), state_dict(learn)  # model and optimizer stay until `after_epoch`
 
     def after_cancel_fit(self) -> None:
         """Save what was the state before a validation that a signal has cut short."""
@@ -429,27 +397,26 @@ class CheckpointCallback(StepCounter):
         self._serve(self._request.mine if self._alone else int(world.reduce(self._request.mine, "max")))
 
     def _save(self, place: str) -> None:
-        self._write(self._info(place), state.image(self.learn))
+        self._write(self._info(place), state_dict(self.learn))
 
     def _info(self, place: str) -> dict[str, Any]:
         learn = self.learn
         return {
             "fit": learn.n_fits, "place": place, "step": self._steps, "time": time.time(),
-            "epoch": learn.epoch, "train_iter": learn.train_iter, "pct_train": learn.pct_train,
-            "n_epoch": learn.n_epoch, "n_steps": learn.n_steps, "lr_finds": list(learn._lr_finds),
+            "epoch": learn.epoch, "n_epoch": learn.n_epoch, "n_steps": learn.n_steps,
+            "lr_finds": list(learn._lr_finds),
             "runs": [run for cb in learn.cbs if isinstance(run := getattr(cb, "run_id", None), str)],
         }  # fmt: skip
 
-    def _write(self, info: dict[str, Any], image: RunImage) -> None:
+    def _write(self, info: dict[str, Any], now: dict[str, Any]) -> None:
         """Write a checkpoint unless values became NaN or infinite in this fit; every rank must reach this."""
-        learn, found = self.learn, _not_finite(self._values(image))
+        learn, found = self.learn, _not_finite(_values(now))
         bad = [name for name, where in found.items() if bool((where & ~self._infinite.get(name, _NOWHERE)).any())]
         if world.reduce(int(bool(bad)), "max") if learn.n_ranks > 1 else bad:
             if world.is_main():
                 warn(f"no checkpoint is written: {first_few(bad)} are not finite; the last one stays")
             return
         info |= {"launchers": sorted({*(world.all_gather(_launcher()) if learn.n_ranks > 1 else [_launcher()])})}
-        image.state["config"] = self._config
         name = f"fit{info['fit']}-epoch{info['epoch']}-step{info['step']}"
         name += _SUFFIXES[info["place"]]
         storage = self._main()
@@ -457,14 +424,9 @@ class CheckpointCallback(StepCounter):
             storage.wait()
             storage = self._storage = Storage(self.path / _ENDS / str(info["fit"]), 1, self.async_save)
             _ends_here.add(storage.path.resolve())
-        storage.save(name, state.weights(learn), image.state, image.own, info)
+        storage.save(name, *_parts(now | {"config": self._config}), info)
         self._saved_at = self._steps
         self._start_clock()
-
-    def _values(self, image: RunImage) -> dict[str, Any]:
-        """The weights and buffers of the model, and what is trained beside it, by names."""
-        beside = {f"value {i} beside the model": t for i, t in enumerate(image.state["beside"])}
-        return state.weights(self.learn) | beside
 
     def _wait(self) -> None:
         if self._storage is not None:
@@ -518,6 +480,16 @@ class CheckpointCallback(StepCounter):
         return recorded[number] if number < len(recorded) else None
 
 
+def _parts(now: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
+    """The weights of a state, what else is alike on all ranks, and what is this rank's."""
+    return now["model"], {name: part for name, part in now.items() if name not in ("model", "rank")}, now["rank"]
+
+
+def _values(now: dict[str, Any]) -> dict[str, Any]:
+    """The weights and buffers of the model, and what is trained beside it, by names."""
+    return now["model"] | {f"value {i} beside the model": t for i, t in enumerate(now["beside"])}
+
+
 def _note(request: Request, asked: int, signum: int, frame: object) -> None:
     """The handler of a signal, which only notes it; a second SIGTERM ends the process."""
     now = time.monotonic()
@@ -550,10 +522,10 @@ def _newest_of(storage: Storage) -> Checkpoint | None:
     if found is not None:
         info, name = found.info, f"{found.path}/manifest.json: info"
         check_types(info, _INFO, name)
-        counts = [info.get(key) for key in ("fit", "step", "epoch", "train_iter")]
+        counts = [info.get(key) for key in ("fit", "step", "epoch")]
         length = [info.get(key) for key in ("n_epoch", "n_steps")]
         counts += [n for n in length if n is not None]
-        if len(counts) != 5 or any(type(n) is not int for n in counts) or info.get("place") not in _SUFFIXES:
+        if len(counts) != 4 or any(type(n) is not int for n in counts) or info.get("place") not in _SUFFIXES:
             raise CheckpointError(f"{name} is damaged: it does not say where in the run the checkpoint was taken")
     return found
 

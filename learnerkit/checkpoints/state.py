@@ -1,243 +1,77 @@
-"""The state of a run: taken from a learner between two steps, and put back into one in another process."""
+"""The state of a run as it is read from a checkpoint, and what is compared with the present run before it is used."""
 
 import inspect
 import platform
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from learnerkit import optim, world
-from learnerkit.callback import Callback
-from learnerkit.callbacks.training import StepBudget
+from learnerkit import world
+from learnerkit.callback import Callback, is_ours
 from learnerkit.checkpoints.storage import Checkpoint
-from learnerkit.data.batches import entries, loader_len, map_batch
+from learnerkit.data.batches import entries, loader_len
 from learnerkit.data.order import samplers_of
-from learnerkit.files import CheckpointError, Saved, fitted
+from learnerkit.files import CheckpointError
 from learnerkit.losses import loss_name
 from learnerkit.metrics import metric_names
-from learnerkit.text import first_few, in_one_line, printable
-from learnerkit.utils import itself, unbound, unwrap
+from learnerkit.run_state import fitting, keys, own_attributes
+from learnerkit.text import first_few, printable
+from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 
-class RunImage(NamedTuple):
-    """What a checkpoint has of a run, apart from the weights; its tensors are those of the run, not copies.
+def read(found: Checkpoint, learn: "Learner", now: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a state as `run_state.state_dict` returned it; every rank reads what is alike, and what is its own.
 
-    Attributes:
-        state: alike on all ranks.
-        own: this rank's.
-    """
-
-    state: dict[str, Any]
-    own: dict[str, Any]
-
-
-# Taking it
-
-
-def image(learn: "Learner") -> RunImage:
-    """The state of a run between two steps, but for its weights. A host-device sync.
+    With another number of ranks callbacks get what all of them had, under 'ranks'.
 
     Args:
-        learn: in a fit.
+        found: where to read it.
+        learn: the learner.
+        now: its present state, whose types the values must have. What callbacks of others have is theirs: their
+            `load_state_dict` may take anything.
+
+    Raises:
+        CheckpointError: a value is of another type.
     """
-    model = unwrap(learn.model)
-    states = {key: _state_of(cb) for key, cb in keys(learn.cbs) if cb.run and not cb.rank0_only}
-    own = {key: state.pop("own") for key, state in states.items() if "own" in state}
-    alone = {key: _state_of(cb) for key, cb in keys(learn.cbs) if cb.run and cb.rank0_only and world.is_main()}
-    opt, position = learn.opt, learn._position
-    state = {
-        "opt": opt.state_dict() if isinstance(opt, Optimizer) else {k: o.state_dict() for k, o in opt.items()},
-        "scaler": learn._scaler_state,
-        "beside": _values_beside(learn),
-        "eval": [name for name, module in model.named_modules() if not module.training],
-        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
-        "callbacks": {key: state for key, state in states.items() if state},
-        "order": [key for key, _ in keys(learn.cbs)],
-        "position": None if position is None else position.state_dict(),
-    }
-    mine = {
-        "random": [*world.seed_states(), world.device_states(learn.dls.device)],
-        "seed": torch.initial_seed(),
-        "position": {} if position is None else position.own_state_dict(),
-        "callbacks": own,
-        "alone": alone,
-    }
-    return RunImage(state, mine)
+    state, rank = found.state(), world.rank()
+    mine, first = found.own(rank), found.own(0) or {}
+    theirs = ("TorchScheduler",)  # has the state of a scheduler, which may be anybody's
+    ours = {key for key, cb in keys(learn.cbs) if is_ours(type(cb)) and type(cb).__name__ not in theirs}
+    expected = {
+        "opt": {}, "scaler": {}, "beside": now["beside"], "eval": [""], "frozen": [""], "order": [""], "counters": {},
+        "callbacks": {key: value for key, value in now["callbacks"].items() if key in ours},
+        "config": {"fit": {}, "optimizer": [""]},
+    }  # fmt: skip
+    check_types(state, expected, f"{found.path}/state.json: state")
+    if now["position"] is not None and "TrainEvalCallback" in state["order"]:
+        place = {key: now["position"][key] for key in ("epoch", "batches", "samples", "over", "order")}
+        place["samplers"] = {"generators": [], "attributes": []}
+        check_types(state["position"], place, f"{found.path}/state.json: state.position")
+    if mine is not None:
+        own = {
+            part: {key: value for key, value in now["rank"][part].items() if key in ours}
+            for part in ("callbacks", "alone")
+        }
+        check_types(mine, {"random": [], "position": {}} | own, f"{found.path}/rank{rank}.json: own")
+    if found.n_ranks != world.world_size():
+        with fitting(str(found.path)):
+            ranks = [(found.own(each) or {})["callbacks"] for each in range(found.n_ranks)]
+            for key in {key: None for each in ranks for key in each}:
+                state["callbacks"].setdefault(key, {})["ranks"] = [each[key] for each in ranks if key in each]
+            mine = (mine or {"seed": first["seed"]}) | {"callbacks": {}}
+    # A budget counts what the checkpoint counts, also where there was none.
+    state["callbacks"][BUDGET] = {"steps": found.info["step"], "open": False}
+    return state | {"model": found.weights(), "rank": mine, "place": found.info["place"]}
 
 
-def _state_of(cb: Callback) -> dict[str, Any]:
-    state = cb.state_dict()
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{cb!r}.state_dict() returned a {type(state).__name__}; it returns a dict")
-    return dict(state)
-
-
-def weights(learn: "Learner") -> dict[str, Any]:
-    """The model's state dict, with the names that it has without wrappers."""
-    return unwrap(learn.model).state_dict()
-
-
-def _values_beside(learn: "Learner") -> list[Tensor]:
-    """Parameters that are trained beside the model, and the buffers of the loss: the same on every rank."""
-    loss = unbound(learn.loss_func)[0]
-    buffers = list(loss.buffers()) if isinstance(loss, nn.Module) else []
-    return [t.detach() for t in (*optim.parameters_beside(unwrap(learn.model), learn.loss_func, learn.opts), *buffers)]
-
-
-def keys(cbs: list[Callback]) -> Iterator[tuple[str, Callback]]:
-    """The names of callbacks in a checkpoint: those of their classes, with a number from the second of a name on."""
-    seen: dict[str, int] = {}
-    for cb in cbs:
-        name = type(cb).__name__
-        if name.startswith("_") or name in _APART:
-            continue
-        seen[name] = seen.get(name, 0) + 1
-        yield name if seen[name] == 1 else f"{name}_{seen[name]}", cb
-
-
-_APART = ("CheckpointCallback", "DistributedCallback", "ParallelCallback", "ProgressCallback", "StepBudget")
-"""Callbacks with which, and without which, the same run goes on; `StepBudget` counts what the checkpoint counts."""
-
-
-# Putting it back
-
-
-class Restorer:
-    """Puts the state of a checkpoint into a learner, in pieces.
-
-    Args:
-        checkpoint: what to read; every rank reads all that is alike.
-    """
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint, self.state = checkpoint, checkpoint.state()
-        self.same_ranks = checkpoint.n_ranks == world.world_size()
-        self.own = checkpoint.own(world.rank()) or {}
-
-    def check(self, learn: "Learner") -> None:
-        """Compare the types of all values with those of the present run, before anything is put back.
-
-        What callbacks of others have is theirs: their `load_state_dict` may take anything.
-
-        Raises:
-            CheckpointError: a value is of another type.
-        """
-        now, path = image(learn), self.checkpoint.path
-        theirs = ("TorchScheduler",)  # has the state of a scheduler, which may be anybody's
-        ours = {
-            key for key, cb in keys(learn.cbs)
-            if type(cb).__module__.startswith("learnerkit.") and type(cb).__name__ not in theirs
-        }  # fmt: skip
-        expected = {
-            "opt": {}, "scaler": {}, "beside": now.state["beside"], "eval": [""], "frozen": [""], "order": [""],
-            "callbacks": {key: state for key, state in now.state["callbacks"].items() if key in ours},
-            "config": {"fit": {}, "optimizer": [""]},
-        }  # fmt: skip
-        check_types(self.state, expected, f"{path}/state.json: state")
-        if now.state["position"] is not None and "TrainEvalCallback" in self.state["order"]:
-            place = {key: now.state["position"][key] for key in ("epoch", "batches", "samples", "over", "order")}
-            place["samplers"] = {"generators": [], "attributes": []}
-            check_types(self.state["position"], place, f"{path}/state.json: state.position")
-        if self.own:
-            mine = {
-                part: {key: state for key, state in now.own[part].items() if key in ours}
-                for part in ("callbacks", "alone")
-            }
-            check_types(self.own, {"random": [], "position": {}} | mine, f"{path}/rank{world.rank()}.json: own")
-
-    def put_model(self, learn: "Learner", with_opt: bool) -> None:
-        """Load the weights and the optimizer's state; nothing is changed if something does not fit.
-
-        Args:
-            learn: in a fit.
-            with_opt: also the optimizer's state; not if it is of another optimizer.
-
-        Raises:
-            CheckpointError, ValueError: weights or parameter groups are others.
-        """
-        model, state = unwrap(learn.model), self.state
-        saved = fitted(Saved(str(self.checkpoint.path), self.checkpoint.weights()), model, strict=True)
-        if with_opt:
-            optim.load_state(learn.opt, state.pop("opt"))
-        model.load_state_dict(saved.weights)
-        with torch.no_grad():
-            for t, value in zip(_values_beside(learn), state["beside"], strict=True):
-                t.copy_(value)
-        frozen = set(state["frozen"])
-        for name, p in model.named_parameters():
-            if p.is_floating_point() or p.is_complex():
-                p.requires_grad_(name not in frozen)
-        learn._scaler_state = dict(state["scaler"])
-        self.put_modes(learn)
-
-    def put_position(self, learn: "Learner") -> None:
-        """Have the data be read on from where they were."""
-        if learn._position is not None and self.state["position"] is not None:
-            learn._position.load_state_dict(self.state["position"])
-            learn._position.load_own_state_dict(self.own.get("position"))
-
-    def put_samplers(self, learn: "Learner") -> tuple[dict, dict] | None:
-        """Leave the training loader's samplers as they were; return what the next fit's `Position.follow` takes."""
-        position = self.state["position"]
-        if position is None or position["samplers"] is None:
-            return None
-        learn.dls.sampler_states(learn.dls.train).load(position["samplers"])
-        return position, self.own.get("position") or {}
-
-    def put_modes(self, learn: "Learner") -> None:
-        """Put the modules into the modes that they had."""
-        evaluating = set(self.state["eval"])
-        for name, module in unwrap(learn.model).named_modules():
-            module.training = name not in evaluating
-
-    def put_rest(self, learn: "Learner") -> None:
-        """Give callbacks and random generators what they had."""
-        info = self.checkpoint.info
-        learn.train_iter = info["train_iter"]
-        if learn.n_epoch and info["n_epoch"]:  # a budget of steps counts for itself
-            same = learn.n_epoch == info["n_epoch"]  # then exactly what it was, without a rounding
-            learn.pct_train = info["pct_train"] * (1 if same else info["n_epoch"] / learn.n_epoch)
-        for cb in learn.cbs:
-            if isinstance(cb, StepBudget):
-                cb.load_state_dict({"steps": info["step"], "open": False})
-        for key, cb in keys(learn.cbs):
-            if cb.rank0_only:
-                state = self.own.get("alone", {}).get(key)
-            else:
-                state = self.state["callbacks"].get(key, {}) | self._own_of(key)
-            if state and cb.run:
-                try:
-                    cb.load_state_dict(map_batch(itself, state))  # a copy, as torch's own methods take things out
-                except Exception as e:
-                    raise CheckpointError(
-                        f"{cb!r}.load_state_dict() did not take what its state_dict() had returned, from "
-                        f"{self.checkpoint.path}: {in_one_line(e)}"
-                    ) from e
-        self._put_random(learn)
-
-    def _own_of(self, key: str) -> dict[str, Any]:
-        if self.same_ranks:
-            owns = self.own["callbacks"]
-            return {"own": owns[key]} if key in owns else {}
-        ranks = [(self.checkpoint.own(rank) or {})["callbacks"] for rank in range(self.checkpoint.n_ranks)]
-        found = [own[key] for own in ranks if key in own]
-        return {"ranks": found} if found else {}
-
-    def _put_random(self, learn: "Learner") -> None:
-        if self.own:
-            *states, devices = self.own["random"]
-            world.set_seed_states(tuple(states))
-            world.set_device_states(learn.dls.device, devices)
-        else:  # a rank that there was not
-            seed = world.stream_seed((self.checkpoint.own(0) or {})["seed"], world.rank())
-            world.set_seed(world.stream_seed(seed, self.checkpoint.info["train_iter"]))
+BUDGET = "StepBudget"
+"""The callback with which, and without which, a fit may go on."""
 
 
 # What was configured
@@ -256,7 +90,7 @@ def configuration(learn: "Learner") -> dict[str, Any]:
         "train": _loader(train),
         "valid": _loader(valid),
         "fit": {"n_epoch": learn.n_epoch, "n_steps": learn.n_steps, "start_epoch": learn.start_epoch},
-        "callbacks": {key: _arguments(cb) for key, cb in keys(learn.cbs)},
+        "callbacks": {key: _arguments(cb) for key, cb in keys(learn.cbs) if key != BUDGET},
         "device": learn.dls.device.type,
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
     }
@@ -317,16 +151,17 @@ def differences(then: Any, now: Any, name: str = "") -> list[str]:
 
 
 def forgetful(learn: "Learner") -> list[str]:
-    """The callbacks of users that hold tensors or modules of their own, and have no `state_dict`."""
+    """The callbacks of users without `state_dict` that hold modules, or tensors which cannot be saved."""
     parts = {id(t) for m in unwrap(learn.model).modules() for t in (m, *m.parameters(False), *m.buffers(False))}
     return [
         key
         for key, cb in keys(learn.cbs)
         if type(cb).state_dict is Callback.state_dict
-        and type(cb).__module__.partition(".")[0] != __name__.partition(".")[0]
+        and not is_ours(type(cb))
         and any(
             isinstance(held, Tensor | nn.Module) and id(held) not in parts
-            for value in vars(cb).values()
+            for name, value in vars(cb).items()
+            if name not in own_attributes(cb).get("values", {})
             for held in (value, *(part for _, part in entries(value)))
         )
     ]
@@ -334,6 +169,7 @@ def forgetful(learn: "Learner") -> list[str]:
 
 def callback_changes(then: list[str], now: list[str]) -> list[str]:
     """What differs between the callbacks of a checkpoint and those of now."""
+    then, now = ([key for key in each if key != BUDGET] for each in (then, now))
     gone, new = [key for key in then if key not in now], [key for key in now if key not in then]
     kept, here = [key for key in then if key in now], [key for key in now if key in then]
     moved = [key for key, other in zip(here, kept, strict=True) if key != other]

@@ -130,7 +130,10 @@ class Logger(Callback):
     def before_epoch(self) -> None:
         recorder = self.learn.recorder
         self._rows, self._noted = len(recorder.values), len(recorder.lrs)
-        self._use()  # not in `before_fit`, where it is not known yet which run a checkpoint goes on with
+        self._next = 0.0
+        learn = self.learn
+        if learn.train_iter == 0 or learn.epoch > learn.start_epoch:
+            self._use()  # else the first batch does: before it a checkpoint says which run goes on
 
     def before_train(self) -> None:
         self._seen = {}
@@ -198,6 +201,7 @@ class Logger(Callback):
     def _write_notes(self, wait: bool = False) -> None:
         """Write the notes whose values are on the host; `wait`: all of them, which is a host-device sync."""
         self._next = monotonic() + _SECONDS
+        self._use()
         if not self._pending:
             return
         recorder = self.learn.recorder
@@ -215,7 +219,6 @@ class Logger(Callback):
         del self._pending[: len(records)]
         new = [record for record in records if record.step > self._there[record.is_row]]
         if new:
-            self._use()
             self._write(new)
             self._newest = new[-1].step
 
@@ -249,7 +252,7 @@ class Logger(Callback):
             self._write_notes(wait=True)
         return {
             "id": self._id, "before": self._before, "newest": self._newest, "written": self._written,
-            "seen": dict(self._seen), "noted": self._noted,
+            "seen": dict(self._seen), "rows": self._rows, "noted": self._noted,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -261,7 +264,7 @@ class Logger(Callback):
             self._goes_back = True
         self._id, self._before, self._newest = state["id"], state["before"], state["newest"]
         self._written, self._seen = state["written"], dict(state["seen"])
-        self._noted = state.get("noted", self._noted)  # earlier versions have not saved it
+        self._rows, self._noted = state["rows"], state["noted"]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_handle"}

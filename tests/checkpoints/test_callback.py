@@ -298,6 +298,9 @@ class Steps(Callback):
     def after_step(self):
         self.taken += 1
 
+    def state_dict(self):
+        return {}
+
 
 def test_a_longer_schedule_has_its_own_rates_from_the_first_batch_on(tmp_path):
     for n, resume in ((2, False), (4, True)):
