@@ -4,6 +4,7 @@ import errno
 import fcntl
 import itertools
 import os
+import random
 import signal
 import socket
 import stat
@@ -143,6 +144,73 @@ def test_t10_inside_an_accumulated_step_nothing_is_saved(name, tmp_path, whole):
         died = finished(make(name, folder, Kill(at)), name)
         ended = finished(make(name, folder, resume=True), name, died["order"])
         assert different(whole(name), ended) == []
+
+
+class Means(Callback):
+    """Divides by its counts at the ends of epochs, keeps what it has by itself, and notes who gives it back."""
+
+    run_valid = False
+
+    def __init__(self):
+        super().__init__()
+        self.epochs, self.total, self.n, self.means = 0, 0.0, 0, []
+        self.random = random.Random(1)
+
+    def before_train(self):
+        self.total, self.n = 0.0, 0
+
+    def after_step(self):
+        self.total += float(self.loss) + self.random.random()
+        self.n += 1
+
+    def after_train(self):
+        self.means.append(self.total / self.n)
+        self.epochs += 1
+
+    def after_epoch(self):
+        self.means.append(-self.total / self.n)
+
+
+class Told(Means):
+    """The same, with methods for its state."""
+
+    loaded = 0
+
+    def state_dict(self):
+        return {"state": [self.epochs, self.total, self.n, list(self.means), self.random.getstate()]}
+
+    def load_state_dict(self, state):
+        self.epochs, self.total, self.n, self.means, generator = state["state"]
+        self.random.setstate(generator)
+        self.loaded += 1
+
+
+PLACES = {
+    "": lambda: Kill(EPOCH + 3), "-done": lambda: Kill(EPOCH + 1), "-end": lambda: Callback(),
+    "-trained": lambda: Send(3, signal.SIGTERM, valid=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_a_callback_has_comes_back_once_and_exactly_at_every_place(place, tmp_path):
+    every = {"": 1, "-done": "epoch"}.get(place, 1000)
+
+    def train(ends, folder=None, resume=False):
+        learn = make("plain", folder, Means(), Told(), ends, resume=resume, every=every)
+        with suppress(Killed, SystemExit):
+            run("plain", learn)
+        return learn
+
+    whole = train(Kill())
+    train(PLACES[place](), tmp_path)
+    assert any(p.name.partition("step")[2].lstrip("0123456789") == place for p in tmp_path.rglob("fit*"))
+    again = train({"-end": Callback, "-trained": partial(Send, 0, 15)}.get(place, Kill)(), tmp_path, resume=True)
+    assert again.told.loaded == 1
+    for cb in ("means", "told"):
+        then, now = vars(getattr(whole, cb)), vars(getattr(again, cb))
+        assert [then[name] for name in ("epochs", "n", "means")] == [now[name] for name in ("epochs", "n", "means")]
+        assert then["random"].getstate() == now["random"].getstate()
+    assert again.means.epochs == EPOCHS
 
 
 # Signals
