@@ -7,7 +7,6 @@ and put it back, `DriftCheck` compares it between ranks, and `check_distributed`
 import copy
 import inspect
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,9 +21,8 @@ from learnerkit.data.batches import map_batch, tensors_in, to_device
 from learnerkit.data.iterable import source_of
 from learnerkit.data.samplers import GENERATORS, generator_state, set_generator_state
 from learnerkit.events import CancelTrainException
-from learnerkit.files import CheckpointError, Saved, fitted
+from learnerkit.files import CheckpointError, Saved, fitted, why_not
 from learnerkit.state import COUNTERS
-from learnerkit.tensor_files import why_not
 from learnerkit.text import in_one_line
 from learnerkit.utils import unbound, unwrap
 
@@ -441,7 +439,7 @@ class _GoOn(Callback):
 class _Trained(Callback):
     """Leaves out, once, the `after_train` of all callbacks: of an epoch for which it has run in another process."""
 
-    order = -sys.maxsize  # the first of all
+    order = -20_000  # the first of all
 
     def after_train(self) -> None:
         self.learn.remove_cb(self)

@@ -25,7 +25,7 @@ PACKAGE = ROOT / "learnerkit"
 # A part is a folder of the package, or a file at its top. It imports parts of lower layers only: two parts of one layer
 # know nothing of each other.
 LAYERS = [
-    ["text", "endings", "state", "torch_internals", "host_scalars", "tensor_files"],
+    ["text", "endings", "state", "torch_internals", "host_scalars"],
     ["launch", "utils", "files", "events"],
     ["world", "optim", "processes"],
     ["callback", "data", "datasets"],
@@ -185,8 +185,7 @@ def test_what_is_written_nowhere(name):
 
 # They read what somebody else may have written.
 READERS = [
-    "files", "tensor_files", "checkpoints.encoding", "checkpoints.storage", "export.facts", "export.programs",
-    "export.reading",
+    "files", "checkpoints.storage", "export.facts", "export.programs", "export.reading",
 ]  # fmt: skip
 
 

@@ -836,3 +836,53 @@ def test_what_killed_saves_have_left_is_removed(tmp_path):
 def test_damage_has_one_type():
     assert issubclass(CheckpointError, ValueError)  # as it was
     assert issubclass(CheckpointError, RuntimeError)
+
+
+# Files of tensors
+
+
+def test_a_file_is_as_the_library_writes_it(tmp_path):
+    tensors = {"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.tensor(True), "d": torch.zeros(0, 2).half()}
+    safetensors.torch.save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    files.write_new(tmp_path / "ours", files.tensor_file(tensors, {"format": "pt"}))
+    theirs, ours = (safetensors.torch.load_file(tmp_path / name) for name in ("theirs", "ours"))
+    assert all(torch.equal(theirs[name], ours[name]) for name in tensors)
+    assert (tmp_path / "ours").stat().st_size <= (tmp_path / "theirs").stat().st_size + 16
+
+
+def test_nothing_is_copied_that_is_in_a_row_on_the_host():
+    tensor = torch.randn(8)
+    assert files.on_host(tensor).data_ptr() == tensor.data_ptr()
+    piece = files.tensor_file({"a": files.on_host(tensor)})[1]
+    tensor[0] = 7.0
+    assert bytes(piece[:4]) == torch.tensor(7.0).numpy().tobytes()
+
+
+def test_memory_is_used_again_and_copies_have_the_values():
+    memory, places = files.HostMemory(), set()
+    for factor in (1, 2, 1):
+        tensors = {
+            "a": factor * torch.ones(3, dtype=torch.int8), "b": factor * torch.randn(4, 5).t(), "c": torch.zeros(0),
+            "d": torch.tensor(factor), "e": torch.randn(2, dtype=torch.complex128).conj(),
+        }  # fmt: skip
+        found = memory.copies(tensors)
+        assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+        assert all(tensor.is_contiguous() for tensor in found.values())
+        places.add(found["a"].data_ptr())
+    assert len(places) == 1
+
+
+def test_all_the_types_of_torch_are_kept(tmp_path):
+    types = [t for t in vars(torch).values() if isinstance(t, torch.dtype) and t.itemsize and "bits" not in str(t)]
+    tensors = {}
+    for dtype in dict.fromkeys(types):
+        try:
+            tensors[str(dtype)] = torch.randint(0, 2, (16,), dtype=torch.uint8).view(dtype)
+        except (RuntimeError, TypeError, ValueError):  # a type that has no values
+            continue
+    assert {"torch.complex32", "torch.float8_e4m3fnuz", "torch.uint64", "torch.bfloat16"} <= tensors.keys()
+    files.write_new(tmp_path / "all", files.tensor_file(tensors))
+    found = files.read_tensors(tmp_path / "all")
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))

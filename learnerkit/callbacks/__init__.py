@@ -3,6 +3,7 @@
 At every event callbacks run in ascending `order`, and at cleanups in descending order; those with the same order run as
 they were added. The orders of all callbacks of the package, with those of the other folders:
 
+  -20000  _Trained: leaves out the end of a training that was over in an earlier process
      -20  StandIn: takes a sample that counts nothing away, before others look at the batch that is over
      -10  TrainEvalCallback: sets modes, counters and the sample order, which all others need
       -9  TerminateOnNaNCallback: checks the loss before it is scaled

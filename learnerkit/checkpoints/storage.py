@@ -12,33 +12,56 @@
 A checkpoint is written under a temporary name beside its place, synced and renamed; then `latest` is replaced, and only
 then old ones are removed. So a crash at any moment leaves the one before. Which is the newest is said by a number in
 the manifests. All ranks write into one directory, so all machines must see it.
+
+`torch.save` would not do for the state: its files hold a pickle, its safe way to read them refuses numpy's arrays and
+numbers, and ranks could not share the tensors of one file.
 """
 
 import hashlib
 import json
+import math
 import os
 import socket
 import stat
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from learnerkit import tensor_files, world
-from learnerkit.checkpoints.encoding import decode, encode
-from learnerkit.files import CheckpointError, plain_name, remove, remove_left_over, sync_directory, temporary_name
-from learnerkit.tensor_files import Buffer
+from learnerkit import world
+from learnerkit.files import (
+    Buffer,
+    CheckpointError,
+    HostMemory,
+    in_thread,
+    in_threads,
+    on_host,
+    plain_name,
+    read_tensors,
+    remove,
+    remove_left_over,
+    replacing,
+    sync_directory,
+    temporary_name,
+    tensor_file,
+    why_not,
+    without_tied,
+    write_new,
+)
 from learnerkit.text import first_few, in_one_line, printable
 from learnerkit.utils import warn
 
 T = TypeVar("T")
 
-_FORMAT = 1
+_FORMAT = 2
 _MODEL, _STATE, _MANIFEST, _LATEST = "model.safetensors", "state.json", "manifest.json", "latest"
 _LOCK = ".learnerkit.lock"
 _DYING = 5.0  # seconds that the memory of a killed process may take to be freed, and its lock with it
@@ -68,7 +91,7 @@ class Checkpoint:
         Raises:
             CheckpointError: the file is not what `Storage.save` writes.
         """
-        found: Any = self._read(_MODEL, tensor_files.read)
+        found: Any = self._read(_MODEL, read_tensors)
         found.update(self._decoded(_STATE, "extra", [0]))
         return found
 
@@ -89,12 +112,12 @@ class Checkpoint:
         return self._decoded(f"rank{rank}.json", "own", [rank]) if rank < self.n_ranks else None
 
     def _decoded(self, file: str, part: str, ranks: Iterable[int]) -> dict[str, Any]:
-        tensors: dict[int, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for rank in ranks:
-            wanted = partial(tensor_files.read, wanted=lambda name: name.startswith(f"{part}."))
-            found = self._read(f"rank{rank}.safetensors", wanted)
-            tensors.update((int(name.partition(".")[2]), tensor) for name, tensor in found.items())
-        value = self._read(file, lambda path: decode(json.loads(path.read_bytes())[part], tensors))
+            wanted = partial(read_tensors, wanted=lambda name: name.startswith(f"{part}."))
+            tensors |= self._read(f"rank{rank}.safetensors", wanted)
+        numbered = {int(name.partition(".")[2]): tensor for name, tensor in tensors.items()}
+        value = self._read(file, lambda path: decode(json.loads(path.read_bytes())[part], numbered))
         if not isinstance(value, dict):
             raise CheckpointError(f"{self.path / file} is damaged: it has a {type(value).__name__}")
         return value
@@ -116,13 +139,10 @@ class Checkpoint:
         """
         names = list(self._files if names is None else names)
         self.check_sizes(names)
-        shares = [names[i::4] for i in range(4)]
-        tensor_files.in_threads([partial(self._check_hashes, share) for share in shares if share])
-
-    def _check_hashes(self, names: Iterable[str]) -> None:
-        for name in names:
-            if _sha256(self.path / name) != self._files[name]["sha256"]:
-                raise CheckpointError(f"{self.path / name} is damaged: its content is not what was written")
+        with ThreadPoolExecutor(4) as threads:
+            for name, found in zip(names, threads.map(lambda name: _sha256(self.path / name), names), strict=True):
+                if found != self._files[name]["sha256"]:
+                    raise CheckpointError(f"{self.path / name} is damaged: its content is not what was written")
 
     def check_sizes(self, names: Iterable[str] | None = None) -> None:
         """Compare sizes with the manifest's.
@@ -137,8 +157,7 @@ class Checkpoint:
 
     def share(self, rank: int, n: int) -> list[str]:
         """The files that a rank of n verifies, so that all have about as much to do."""
-        shares = _shared_out({name: found["size"] for name, found in self._files.items()}, [0] * n)
-        return [name for name, owner in shares.items() if owner == rank]
+        return sorted(self._files, key=lambda name: (self._files[name]["size"], name))[rank::n]
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -183,7 +202,7 @@ class Storage:
     def __init__(self, path: Path, keep: int = 3, background: bool = False) -> None:
         self.path, self.keep, self.background = Path(path), keep, background
         self._since = time.time()
-        self._memory = tensor_files.HostMemory()
+        self._memory = HostMemory()
         self._writing: Future | None = None
         self._removing: Future | None = None
         self._damaged: set[str] = set()
@@ -213,7 +232,7 @@ class Storage:
                     f"{self.path} on {socket.gethostname()} is not the directory that rank 0 sees under this name; "
                     "all ranks write their part of a checkpoint, so it must be on a file system that all machines share"
                 )
-            tensor_files.write(folder / f"rank{world.rank()}", [b"probe"])
+            write_new(folder / f"rank{world.rank()}", [b"probe"])
 
         try:
             _agree(probe)
@@ -247,7 +266,8 @@ class Storage:
 
         def encode_all() -> str:
             nonlocal content
-            _check_name(name)
+            if plain_name(name).startswith(".") or name == _LATEST:
+                raise CheckpointError(f"a checkpoint cannot have the name {name!r}")
             content = _Content(weights, state, own, info)
             return content.plan
 
@@ -268,7 +288,7 @@ class Storage:
             raise
         finish = partial(self._commit, part.folder, name, content.info)
         if self.background:
-            self._writing = tensor_files.in_thread(partial(part.write, files, finish))
+            self._writing = in_thread(partial(part.write, files, finish))
         else:
             part.write(files, finish)
 
@@ -358,18 +378,12 @@ class Storage:
             "info": info,
             "files": files,
         }
-        pointer = temporary_name(self.path / _LATEST)
-        try:
-            last: dict[Path, bytes] = {folder / _MANIFEST: _signed(manifest), pointer: f"{path.name}\n".encode()}
-            tensor_files.in_threads([partial(tensor_files.write, file, [text]) for file, text in last.items()])
-            sync_directory(folder)
-            os.rename(folder, path)
-            sync_directory(self.path)
-            os.replace(pointer, self.path / _LATEST)
-            sync_directory(self.path)
-        finally:
-            with suppress(OSError):
-                pointer.unlink(missing_ok=True)
+        write_new(folder / _MANIFEST, [_signed(manifest)])
+        sync_directory(folder)
+        os.rename(folder, path)
+        sync_directory(self.path)
+        with replacing(self.path / _LATEST) as pointer:
+            write_new(pointer, [f"{path.name}\n".encode()])
         self._damaged.discard(path.name)
         try:
             self._remove_old()
@@ -385,7 +399,7 @@ class Storage:
             old.append(temporary_name(self.path / name))  # so that a crash does not leave half a checkpoint
             os.rename(self.path / name, old[-1])
         # The kernel needs about a third of the time that writing takes: training need not wait for it.
-        self._removing = tensor_files.in_thread(partial(_remove_all, old))
+        self._removing = in_thread(lambda: [remove(path) for path in old])
 
 
 class Lock:
@@ -472,50 +486,45 @@ class _Content:
             self.info = json.loads(json.dumps(info))
         except (TypeError, ValueError) as e:
             raise CheckpointError(f"the info of a checkpoint is plain JSON: {e}") from e
-        self._model, self._notes = tensor_files.without_tied(
-            {name: value for name, value in weights.items() if isinstance(value, Tensor)},
-            getattr(weights, "_metadata", None) or {},
-        )
-        for key, value in self._model.items():
-            if why := tensor_files.why_not(value):
+        tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+        model, self._notes = without_tied(tensors, getattr(weights, "_metadata", None) or {})
+        for key, value in model.items():
+            if why := why_not(value):
                 raise CheckpointError(f"the weight {key} is {why}; a checkpoint keeps plain tensors")
-        self._tensors: list[Tensor] = []
-        self._extra_tensors: list[Tensor] = []
-        self._own_tensors: list[Tensor] = []
-        extra = {key: value for key, value in weights.items() if not isinstance(value, Tensor)}
-        self._state = {"state": encode(state, self._tensors), "extra": encode(extra, self._extra_tensors, "the model")}
-        self._own = {"own": encode(own, self._own_tensors, "own")}
-        plan = repr([(tensor.dtype, tensor.shape) for tensor in self._tensors])
+        self._tensors = {f"model.{name}": tensor for name, tensor in model.items()}
+        extra = {name: value for name, value in weights.items() if name not in tensors}
+        self._json = {}
+        for part, values, place in (("state", state, ""), ("extra", extra, "the model"), ("own", own, "own")):
+            found: list[Tensor] = []
+            self._json[part] = encode(values, found, place)
+            self._tensors |= {f"{part}.{i}": tensor for i, tensor in enumerate(found)}
+        plan = repr([(name, t.dtype, t.shape) for name, t in self._tensors.items() if name.startswith("state.")])
         self.plan = hashlib.sha256(plan.encode()).hexdigest()
 
-    def files(self, rank: int, n: int, memory: tensor_files.HostMemory | None) -> dict[str, list[Buffer]]:
+    def files(self, rank: int, n: int, memory: HostMemory | None) -> dict[str, list[Buffer]]:
         """The files that a rank of n writes, by their names.
 
         Args:
             rank: this one; from n on it writes only what is its own.
-            n: how many ranks share the large tensors; the weights are rank 0's.
+            n: how many ranks share the large tensors; the others, and the weights, are rank 0's.
             memory: to copy the values to; without it they must not change before they are written.
         """
-        shared = {f"state.{i}": tensor for i, tensor in enumerate(self._tensors)}
-        large = {name: tensor.nbytes for name, tensor in shared.items() if tensor.nbytes >= _SHARED_BYTES}
-        owners = _shared_out(large, [sum(tensor.nbytes for tensor in self._model.values())] + [0] * (n - 1))
-        mine = {name: tensor for name, tensor in shared.items() if owners.get(name, 0) == rank}
-        mine |= {f"own.{i}": tensor for i, tensor in enumerate(self._own_tensors)}
-        if rank == 0:
-            mine |= {f"extra.{i}": tensor for i, tensor in enumerate(self._extra_tensors)}
-        model = {f"model.{name}": tensor for name, tensor in self._model.items()} if rank == 0 else {}
-        if memory is None:
-            taken = {name: tensor_files.on_host(tensor) for name, tensor in (mine | model).items()}
-        else:
-            taken = memory.copies(mine | model)
+        owners = {name: rank if name.startswith("own.") else 0 for name in self._tensors}
+        loads = [sum(t.nbytes for name, t in self._tensors.items() if name.startswith("model."))] + [0] * (n - 1)
+        large = [name for name, t in self._tensors.items() if name.startswith("state.") and t.nbytes >= _SHARED_BYTES]
+        for name in sorted(large, key=lambda name: (-self._tensors[name].nbytes, name)):  # to who has least
+            owners[name] = loads.index(min(loads))
+            loads[owners[name]] += self._tensors[name].nbytes
+        mine = {name: tensor for name, tensor in self._tensors.items() if owners[name] == rank}
+        taken = {name: on_host(t) for name, t in mine.items()} if memory is None else memory.copies(mine)
+        model = {name.removeprefix("model."): taken.pop(name) for name in mine if name.startswith("model.")}
         found: dict[str, list[Buffer]] = {
-            f"rank{rank}.safetensors": tensor_files.content({name: taken[name] for name in mine}),
-            f"rank{rank}.json": [json.dumps(self._own).encode()],
+            f"rank{rank}.safetensors": tensor_file(taken),
+            f"rank{rank}.json": [json.dumps({"own": self._json["own"]}).encode()],
         }
         if rank == 0:
-            weights = {name.removeprefix("model."): taken[name] for name in model}
-            found[_MODEL] = tensor_files.content(weights, self._notes)
-            found[_STATE] = [json.dumps(self._state).encode()]
+            alike = {part: self._json[part] for part in ("state", "extra")}
+            found |= {_MODEL: tensor_file(model, self._notes), _STATE: [json.dumps(alike).encode()]}
         return found
 
 
@@ -543,8 +552,8 @@ class _Part:
         error: BaseException | None = None
         written: dict[str, dict] = {}
         try:
-            calls = [partial(tensor_files.write, self.folder / name, content) for name, content in files.items()]
-            written = dict(zip(files, tensor_files.in_threads(calls), strict=True))
+            calls = [partial(write_new, self.folder / name, content) for name, content in files.items()]
+            written = dict(zip(files, in_threads(calls), strict=True))
         except BaseException as e:
             error = e
         if self.rank == 0:
@@ -623,30 +632,6 @@ def _joined(texts: Sequence[str]) -> str:
     return "; ".join(f"rank {first_few(found)}: {text}" for text, found in ranks.items())
 
 
-def _remove_all(paths: Iterable[Path]) -> None:
-    for path in paths:
-        remove(path)
-
-
-def _check_name(name: str) -> None:
-    if plain_name(name).startswith(".") or name == _LATEST:
-        raise CheckpointError(f"a checkpoint cannot have the name {name!r}")
-
-
-def _shared_out(sizes: Mapping[str, int], loads: list[int]) -> dict[str, int]:
-    """Who of several takes what, so that all have about as much: the largest first, each to who has least.
-
-    Args:
-        sizes: of what is shared out, by name.
-        loads: what each has anyway.
-    """
-    owners = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owners[name] = loads.index(min(loads))
-        loads[owners[name]] += sizes[name]
-    return owners
-
-
 # Reading
 
 
@@ -720,3 +705,121 @@ def _sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as e:
         raise CheckpointError(f"{path} cannot be read: {e}") from e
+
+
+# Values as JSON and a list of tensors: nothing that is read names code, so none can run. What JSON has no word for is
+# an object with one of these marks among its keys:
+#   {"!tensor": number}, with "order": its dimensions as they lie in memory, if not the usual way
+#   {"!array": number, "type": ..., "shape": [...]}, {"!scalar": bytes in hex, "type": ...}: numpy's
+#   {"!float": "nan"}, {"!list": number}: a long one of floats
+#   {"!tuple": [...]}, {"!dict": [[key, value], ...], "kind": ...}
+
+_DICTS = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_ARRAYS = {np.dtype(code).str: np.dtype(code) for code in np.typecodes["All"] if np.dtype(code).kind in "biufc"}
+_LONG = 1000
+
+
+def encode(value: Any, tensors: list[Tensor], place: str = "") -> Any:
+    """Return a value as JSON, with the numbers of tensors, which are appended to a list.
+
+    They are those of the value, without a copy; one that comes twice is there once, and comes twice again when it is
+    decoded. A long list of floats becomes a tensor, too.
+
+    Args:
+        value: of None, bool, int, float, str, lists, tuples, dicts, tensors, numpy arrays and scalars.
+        tensors: the list.
+        place: where the value stands, for the error.
+
+    Raises:
+        CheckpointError: there is something else in it; the text names its place.
+    """
+    numbers: dict[tuple, int] = {}
+
+    def number(tensor: Tensor) -> int:
+        tensors.append(tensor)
+        return len(tensors) - 1
+
+    def of_tensor(x: Tensor) -> dict[str, Any]:
+        # The order in memory is kept: some kernels expect the same of a parameter and of its optimizer's state.
+        strides = x.stride()
+        order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
+        turned = x.permute(order)
+        usual = x.is_contiguous() or not turned.is_contiguous()
+        row = x if usual else turned
+        key = (row.device, row.data_ptr(), row.dtype, row.shape, row.stride(), row.is_conj(), row.is_neg())
+        if key not in numbers or not row.numel():
+            numbers[key] = number(row)
+        return {"!tensor": numbers[key]} | ({} if usual else {"order": order})
+
+    def of(x: Any, place: str) -> Any:
+        kind = type(x)
+        if x is None or kind in (bool, int, str) or (kind is float and math.isfinite(x)):
+            return x
+        if kind is float:
+            return {"!float": str(x)}
+        if not (why := why_not(x)):
+            return of_tensor(x.detach())
+        if kind is list and len(x) >= _LONG and {*map(type, x)} == {float}:
+            return {"!list": number(torch.tensor(x, dtype=torch.float64))}
+        if kind in (list, tuple, torch.Size):
+            items = [of(item, f"{place}.{i}") for i, item in enumerate(x)]
+            return items if kind is list else {"!tuple": items}
+        if kind is dict and all(type(key) is str and not key.startswith("!") for key in x):
+            return {key: of(value, f"{place}.{key}") for key, value in x.items()}
+        if kind in _DICTS.values():
+            pairs = [[of(key, f"{place}.key {key!r}"), of(value, f"{place}.{key}")] for key, value in x.items()]
+            return {"!dict": pairs, "kind": kind.__name__}
+        if isinstance(x, np.ndarray | np.generic):
+            if x.dtype.str not in _ARRAYS:
+                why += f" of type {x.dtype}"
+            elif kind is not np.ndarray:
+                return {"!scalar": x.tobytes().hex(), "type": x.dtype.str}
+            else:
+                row = torch.from_numpy(np.array(x, order="C").reshape(-1).view(np.uint8))
+                return {"!array": number(row), "type": x.dtype.str, "shape": list(x.shape)}
+        raise CheckpointError(
+            f"{place.removeprefix('.') or 'the state'} is {why}; a checkpoint keeps None, bool, int, float, str, "
+            "lists, tuples, dicts, tensors and numpy arrays: turn it into those"
+        )
+
+    try:
+        return of(value, place)
+    except RecursionError:
+        raise CheckpointError(f"{place or 'the state'} is nested too deeply, or contains itself") from None
+
+
+def decode(found: Any, tensors: Mapping[int, Tensor] | Sequence[Tensor]) -> Any:
+    """Return the value of which `encode` made this.
+
+    Raises:
+        Exception: of several types, if `encode` has not made it.
+    """
+    if isinstance(found, list):
+        return [decode(item, tensors) for item in found]
+    if not isinstance(found, dict):
+        return found
+    mark = next((key for key in found if key.startswith("!")), None)
+    if mark is None:
+        return {key: decode(value, tensors) for key, value in found.items()}
+    value: Any = found[mark]
+    kinds: dict[str, type] = {"!tuple": list, "!dict": list, "!scalar": str, "!float": str}
+    kind = type(value)
+    if kind is not kinds.get(mark, int):
+        raise ValueError(f"it has the mark {mark!r} with a {kind.__name__}")
+    match mark:
+        case "!tensor":
+            order = found.get("order")
+            return tensors[value] if order is None else tensors[value].permute([order.index(d) for d in sorted(order)])
+        case "!array":
+            return tensors[value].numpy().view(_ARRAYS[found["type"]]).reshape(found["shape"]).copy()
+        case "!scalar":
+            return np.frombuffer(bytes.fromhex(value), _ARRAYS[found["type"]])[0]
+        case "!float":
+            return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[value]
+        case "!list":
+            return tensors[value].tolist()
+        case "!tuple":
+            return tuple(decode(value, tensors))
+        case "!dict":
+            return _DICTS[found["kind"]](dict(decode(value, tensors)))
+    raise ValueError(f"it has the unknown mark {mark!r}")

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from learnerkit import tensor_files, world
+from learnerkit import world
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.export import programs
 from learnerkit.export.facts import KEY, NotExported, read_facts
 from learnerkit.export.writing import ONNX, PROGRAM, SUFFIXES, exported_path
-from learnerkit.files import CheckpointError
+from learnerkit.files import CheckpointError, notes_of
 from learnerkit.text import first_few, in_one_line, printable
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _prepared(data: Any, preprocessing: Any, file: Path, device: Any) -> DataLoa
 
 def _record(file: Path) -> str | None:
     try:
-        return tensor_files.notes_of(file).get(KEY)
+        return notes_of(file).get(KEY)
     except Exception as e:  # random bytes cause several types of errors
         raise CheckpointError(f"{file} is damaged, or not a safetensors file: {in_one_line(e)}") from e
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from learnerkit import CheckpointError
-from learnerkit.checkpoints.encoding import decode, encode
+from learnerkit.checkpoints.storage import decode, encode
 
 
 def round_trip(value):
@@ -114,8 +114,8 @@ OTHERS = [
     ({"x": torch.empty(2, device="meta")}, "x is a tensor without memory"),
     ({"x": np.array(["a"])}, "x is a ndarray of type <U1"),
     ({"x": np.array([None])}, "x is a ndarray of type object"),
-    ({"x": {b"key": 1}}, "x has the key b'key', a bytes"),
-    ({"x": {(1, b"key"): 1}}, "x.1 is a bytes"),
+    ({"x": {b"key": 1}}, "x.key b'key' is a bytes"),
+    ({"x": {(1, b"key"): 1}}, "x.key .*1 is a bytes"),
     ({"x": torch.float32}, "x is a dtype"),
     ({"x": type("Sub", (dict,), {})()}, "x is a Sub"),
 ]

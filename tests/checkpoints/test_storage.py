@@ -21,10 +21,10 @@ from helpers import make_learner, make_model, same_weights, weights
 from launching import run_script
 from torch import nn
 
-from learnerkit import CheckpointError, tensor_files
+from learnerkit import CheckpointError
 from learnerkit.checkpoints import storage
 from learnerkit.checkpoints.storage import Storage, read_checkpoint
-from learnerkit.files import remove
+from learnerkit.files import remove, tensor_file
 
 FILES = ["model.safetensors", "state.json", "rank0.json", "rank0.safetensors", "manifest.json"]
 
@@ -140,10 +140,10 @@ def test_other_tools_read_the_weights(tmp_path):
 
 
 def test_the_hash_is_of_the_bytes_that_were_written(tmp_path):
-    found = tensor_files.write(tmp_path / "a", tensor_files.content(state_of(1)[0]))
+    found = storage.write_new(tmp_path / "a", tensor_file(state_of(1)[0]))
     assert found == {"size": (tmp_path / "a").stat().st_size, "sha256": storage._sha256(tmp_path / "a")}
     with pytest.raises(FileExistsError):
-        tensor_files.write(tmp_path / "a", [b""])
+        storage.write_new(tmp_path / "a", [b""])
 
 
 def test_what_was_read_is_no_part_of_the_files(tmp_path):
@@ -193,10 +193,9 @@ def test_all_is_synced_before_it_is_renamed_and_old_ones_go_last(tmp_path, monke
     save(found, 2)
     files = [("fsync", f".step2.tmp/{name}") for name in FILES]
     assert sorted(log[:4]) == sorted(files[:4])
-    assert sorted(log[4:6]) == [("fsync", ".latest.tmp"), files[4]]
-    assert log[6:] == [
-        ("fsync", ".step2.tmp"), ("rename", "step2"), ("fsync", "."),
-        ("replace", "latest"), ("fsync", "."), ("rename", ".step1.tmp"),
+    assert log[4:] == [
+        files[4], ("fsync", ".step2.tmp"), ("rename", "step2"), ("fsync", "."),
+        ("fsync", ".latest.tmp"), ("replace", "latest"), ("fsync", "."), ("rename", ".step1.tmp"),
     ]  # fmt: skip
 
 
@@ -206,13 +205,13 @@ def test_all_is_synced_before_it_is_renamed_and_old_ones_go_last(tmp_path, monke
 @pytest.fixture
 def held(monkeypatch):
     """Hold all writing until the event is set."""
-    event, write = threading.Event(), tensor_files.write
+    event, write = threading.Event(), storage.write_new
 
     def wait(path, pieces):
         assert event.wait(60)
         return write(path, pieces)
 
-    monkeypatch.setattr(tensor_files, "write", wait)
+    monkeypatch.setattr(storage, "write_new", wait)
     yield event
     event.set()
 
@@ -377,10 +376,10 @@ def test_what_is_no_checkpoint_says_so(tmp_path):
 def test_another_format_says_so(tmp_path):
     three(tmp_path)
     path = tmp_path / "step3" / "manifest.json"
-    manifest = json.loads(path.read_text()) | {"format": 2}
+    manifest = json.loads(path.read_text()) | {"format": 1}
     del manifest["sha256"]
     path.write_bytes(storage._signed(manifest))
-    with pytest.raises(CheckpointError, match="is of format 2; this version reads 1"):
+    with pytest.raises(CheckpointError, match="is of format 1; this version reads 2"):
         read_checkpoint(path.parent)
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from checkpoint_files import largest_file, state_of
 
-from learnerkit import CheckpointError, tensor_files, world
+from learnerkit import CheckpointError, world
+from learnerkit.checkpoints import storage
 from learnerkit.checkpoints.storage import Storage, read_checkpoint
 
 pytestmark = pytest.mark.ranks(2, slow=[3, "torchrun"])
@@ -114,7 +115,7 @@ def test_a_rank_without_memory_for_its_copies_is_an_error_on_all():
 
     with pytest.MonkeyPatch.context() as patch:
         if world.rank() == 1:
-            patch.setattr(tensor_files.HostMemory, "copies", fail)
+            patch.setattr(storage.HostMemory, "copies", fail)
         raises_alike(lambda: save(found, 1), "rank 1: MemoryError: no more")
     assert names("run") == []
 
@@ -171,14 +172,14 @@ def test_states_that_differ_are_rank_0s():
 
 
 def test_training_communicates_while_the_ranks_write():
-    held, write = threading.Event(), tensor_files.write
+    held, write = threading.Event(), storage.write_new
 
     def wait(path, pieces):
         assert held.wait(60)
         return write(path, pieces)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_files, "write", wait)
+        patch.setattr(storage, "write_new", wait)
         found = Storage(Path("run"), background=True)
         save(found, 1)
         for i in range(50):
@@ -196,7 +197,7 @@ def test_training_communicates_while_the_ranks_write():
 
 
 def test_a_rank_that_does_not_come_is_an_error_in_time():
-    write = tensor_files.write
+    write = storage.write_new
 
     def late(path, pieces):
         time.sleep(1.0 if world.rank() == 1 else 0)
@@ -205,7 +206,7 @@ def test_a_rank_that_does_not_come_is_an_error_in_time():
     found = Storage(Path("run"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("learnerkit.checkpoints.storage._PATIENCE", 0.2)
-        patch.setattr(tensor_files, "write", late)
+        patch.setattr(storage, "write_new", late)
         with pytest.raises(
             (CheckpointError, world.PeerError), match="rank 0 waited 0 s for another rank's message on checkpoint"
         ):
