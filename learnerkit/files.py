@@ -158,12 +158,7 @@ def save_weights(weights: Mapping[str, Any], file: Path, notes: Mapping[str, str
     Raises:
         CheckpointError: the file cannot be written, or there is more than tensors.
     """
-    for name, value in weights.items():
-        if why := why_not(value):
-            raise CheckpointError(
-                f"{name} is {why}, and a .safetensors file has plain tensors alone: save to a name that ends in .pth"
-            )
-    kept, own_notes = without_tied(weights, getattr(weights, "_metadata", None) or {})
+    kept, own_notes = without_tied(weights)
     tensors = {name: on_host(value) for name, value in kept.items()}
     pieces = tensor_file(tensors, own_notes | dict(notes or {}))
     with replacing(file) as temporary:
@@ -293,20 +288,27 @@ class HostMemory:
         return found
 
 
-def without_tied(weights: Mapping[str, Tensor], modules: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The weights without those that are others by a second name, and notes for the file.
+def without_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the weights without those that are others by a second name, and notes for the file.
 
     The notes are those of `safetensors.torch.save_model`, whose `load_model` reads such a file: of tied weights the
     first name in the alphabet is in the file, and the notes say for each other name which that is.
 
     Args:
-        weights: by their names.
-        modules: the `_metadata` of a state dict, which has the versions of the modules.
+        weights: a state dict, whose `_metadata` has the versions of the modules.
+
+    Raises:
+        CheckpointError: there is more than tensors.
     """
     first: dict[tuple, str] = {}
-    kept, notes = {}, {"format": "pt"}
+    kept, notes, modules = {}, {"format": "pt"}, getattr(weights, "_metadata", None) or {}
     for name in sorted(weights):
         tensor = weights[name]
+        if why := why_not(tensor):
+            raise CheckpointError(
+                f"the weight {name} is {why}, and a .safetensors file has plain tensors alone, in checkpoints too: save "
+                "to a name that ends in .pth"
+            )
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and name not in _NOTES and first.setdefault(place, name) != name:
             notes[name] = first[place]
@@ -442,8 +444,8 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
     """
     name = str(file) if isinstance(file, Path) else getattr(file, "name", None) or f"the {type(file).__name__}"
     if isinstance(file, Path) and not file.is_file():
-        found = (p for p in file.parent.iterdir() if p.suffix in (".pth", SAFETENSORS)) if file.parent.is_dir() else ()
-        there, name = sorted(p.name for p in found), printable(str(file), 1000)
+        there = sorted(p.name for p in file.parent.glob("*") if p.suffix in (".pth", SAFETENSORS))
+        name = printable(str(file), 1000)
         raise FileNotFoundError(f"there is no file {name}; saved there: {first_few(there, n=20) or 'nothing'}")
     if not isinstance(file, Path) and getattr(file, "seekable", bool)() and _is_at_end(file):
         raise ValueError(f"{name} stands at its end, and an open file is read from where it stands: call file.seek(0)")

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from learnerkit import arguments, optim, world
+from learnerkit.callback import is_ours
 from learnerkit.callbacks.training import StepCounter
 from learnerkit.checkpoints import state
-from learnerkit.checkpoints.state import check_types
-from learnerkit.checkpoints.storage import Checkpoint, Lock, Storage, candidates, info_of
+from learnerkit.checkpoints.storage import Checkpoint, Lock, Storage, candidates, check_types, info_of
 from learnerkit.endings import mark
 from learnerkit.events import CancelFitException, FitDone
 from learnerkit.files import CheckpointError, remove
 from learnerkit.parallel.agreement import END, SAVE, Request, end_at_once
-from learnerkit.run_state import EPOCH, FIT, TRAIN, TRAINED, Resumption, state_dict
+from learnerkit.run_state import EPOCH, FIT, TRAIN, TRAINED, Resumption, fitting, keys, state_dict
 from learnerkit.text import first_few, format_time, printable
 from learnerkit.utils import unwrap, warn
 
@@ -36,7 +36,8 @@ _ends_here: set[Path] = set()
 """The directories of the ends of fits that this process has saved."""
 
 _SUFFIXES = {TRAIN: "", TRAINED: "-trained", EPOCH: "-done", FIT: "-end"}  # of the names of checkpoints
-_INFO = {"place": "", "time": 0.0, "lr_finds": [{}], "launchers": [""]}
+_NUMBERS = ("fit", "step", "epoch", "n_epoch", "n_steps", "time")
+_INFO = dict.fromkeys(_NUMBERS, 0) | {"place": "", "lr_finds": [{}], "launchers": [""]}
 
 
 class Stopped(SystemExit):
@@ -180,7 +181,12 @@ class CheckpointCallback(StepCounter):
                 f"weights and table are not what they were after it, until fit {found.info['fit']} goes on"
             )
             self._end()
-        return end if found.info["fit"] > fit or (end and not self._is_longer(end)) else self._last_of_epochs(found)
+        unit = "n_steps" if self.learn.n_epoch is None else "n_epoch"
+        if found.info["fit"] > fit or (end and getattr(self.learn, unit) <= end.info[unit]):  # not to train for longer
+            return end
+        # The newest from before the end of the fit, where others change things.
+        last = _newest_of(self._main()) if found.info["place"] == FIT else None
+        return found if last is None or last.info["fit"] != fit else last
 
     def _end(self) -> NoReturn:
         self._done = True
@@ -240,24 +246,10 @@ class CheckpointCallback(StepCounter):
             self._storage = Storage(self.path, self.keep, self.async_save)
         return self._storage
 
-    def _is_longer(self, end: Checkpoint) -> bool:
-        """Tell whether this fit is to train for longer than it did."""
-        learn, info = self.learn, end.info
-        if learn.n_epoch is None:
-            return learn.n_steps > (info["step"] if info["n_steps"] is None else info["n_steps"])
-        return learn.n_epoch > (info["epoch"] + 1 if info["n_epoch"] is None else info["n_epoch"])
-
-    def _last_of_epochs(self, found: Checkpoint) -> Checkpoint:
-        """The newest from before the end of the fit, where others change things; every rank must reach this."""
-        if found.info["place"] != FIT:
-            return found
-        last = _newest_of(self._main())
-        return found if last is None or last.info["fit"] != found.info["fit"] else last
-
     def _take_up(self, found: Checkpoint, now: dict[str, Any]) -> bool:
         """Put the state of a checkpoint into the learner; tell whether there is something to do."""
         learn, info, path = self.learn, found.info, str(found.path)
-        then = state.read(found, learn, now)
+        then = _read_state(found, learn, now)
         self._resumption = resumption = Resumption(then, self._compare(then), path)
         self._carried = resumption.begin(learn)
         if info["place"] == FIT:
@@ -275,16 +267,16 @@ class CheckpointCallback(StepCounter):
     def _compare(self, then: dict[str, Any]) -> bool:
         """Warn of what has changed, or refuse it; tell whether the optimizer is of the same kind."""
         before, now = then["config"], self._config
-        lengths = {name: before["fit"].pop(name) for name in ("n_epoch", "n_steps")}
-        fit = {name: value for name, value in now["fit"].items() if name not in lengths}
-        lines = state.differences(before, now | {"fit": fit})
-        for name, was in lengths.items():
-            if was != now["fit"][name]:
-                text = f"{name} was {printable(repr(was))} and is {now['fit'][name]}"
+        fit = dict(now["fit"])
+        for name in ("n_epoch", "n_steps"):
+            was, wanted = before["fit"].pop(name), fit.pop(name)
+            if was != wanted:
                 self.learn.say(
-                    f"{text}: schedules, which go by the share of training done, are those of the new length"
+                    f"{name} was {printable(repr(was))} and is {wanted}: schedules, which go by the share of training "
+                    "done, are those of the new length"
                 )
-        order = state.callback_changes(then["order"], [key for key, _ in state.keys(self.learn.cbs)])
+        lines = state.differences(before, now | {"fit": fit})
+        order = state.callback_changes(then["order"], [key for key, _ in keys(self.learn.cbs)])
         found = [f"callbacks: {line}" for line in order] + ([first_few(lines, "; ", n=12)] if lines else [])
         if found and self.strict:
             raise CheckpointError(f"strict=True, and the run is not the one that was saved: {'; '.join(found)}")
@@ -345,7 +337,7 @@ class CheckpointCallback(StepCounter):
         learn = self.learn
         # Gradients may also be kept as zeros, and those of parameters beside the optimizer are never cleared.
         kept = any(p.grad is not None and bool(p.grad.to_dense().any()) for p in optim.parameters_of(learn.opts))
-        if world.reduce(int(kept), "max") if learn.n_ranks > 1 else kept:
+        if world.reduce(int(kept), "max"):
             return  # a callback accumulates gradients over several batches: at the end of that step
         if self._saved_at < self._steps - (asked == SAVE and not self._alone and not self._is_due):
             self._save(TRAIN)
@@ -379,7 +371,7 @@ class CheckpointCallback(StepCounter):
     def after_epoch(self) -> None:
         learn = self.learn
         self._trained = None
-        asked = self._request.mine if self._alone else int(world.reduce(self._request.mine, "max"))
+        asked = world.reduce(self._request.mine, "max")
         is_last = learn.epoch + 1 == learn.n_epoch if learn.n_steps is None else learn.pct_train >= 1
         if asked or is_last or self.every == "epoch":
             self._save(EPOCH)
@@ -391,10 +383,9 @@ class CheckpointCallback(StepCounter):
         self._save(FIT)
         if position is not None and position.is_unread:
             self._carried = position.state_dict(), position.own_state_dict()
-        gone = [n for n in _numbers(self.path / _ENDS) if n <= learn.n_fits - _FITS] if world.is_main() else []
-        for number in gone:
+        for number in sorted(_numbers(self.path / _ENDS))[:-_FITS] if world.is_main() else ():
             remove(self.path / _ENDS / str(number))
-        self._serve(self._request.mine if self._alone else int(world.reduce(self._request.mine, "max")))
+        self._serve(world.reduce(self._request.mine, "max"))
 
     def _save(self, place: str) -> None:
         self._write(self._info(place), state_dict(self.learn))
@@ -403,20 +394,21 @@ class CheckpointCallback(StepCounter):
         learn = self.learn
         return {
             "fit": learn.n_fits, "place": place, "step": self._steps, "time": time.time(),
-            "epoch": learn.epoch, "n_epoch": learn.n_epoch, "n_steps": learn.n_steps,
-            "lr_finds": list(learn._lr_finds),
+            "epoch": learn.epoch, "lr_finds": list(learn._lr_finds),
+            "n_epoch": learn.epoch + 1 if learn.n_epoch is None else learn.n_epoch,
+            "n_steps": self._steps if learn.n_steps is None else learn.n_steps,
             "runs": [run for cb in learn.cbs if isinstance(run := getattr(cb, "run_id", None), str)],
         }  # fmt: skip
 
     def _write(self, info: dict[str, Any], now: dict[str, Any]) -> None:
         """Write a checkpoint unless values became NaN or infinite in this fit; every rank must reach this."""
-        learn, found = self.learn, _not_finite(_values(now))
+        found = _not_finite(_values(now))
         bad = [name for name, where in found.items() if bool((where & ~self._infinite.get(name, _NOWHERE)).any())]
-        if world.reduce(int(bool(bad)), "max") if learn.n_ranks > 1 else bad:
+        if world.reduce(int(bool(bad)), "max"):
             if world.is_main():
                 warn(f"no checkpoint is written: {first_few(bad)} are not finite; the last one stays")
             return
-        info |= {"launchers": sorted({*(world.all_gather(_launcher()) if learn.n_ranks > 1 else [_launcher()])})}
+        info |= {"launchers": sorted({*world.all_gather(_launcher())})}
         name = f"fit{info['fit']}-epoch{info['epoch']}-step{info['step']}"
         name += _SUFFIXES[info["place"]]
         storage = self._main()
@@ -480,6 +472,48 @@ class CheckpointCallback(StepCounter):
         return recorded[number] if number < len(recorded) else None
 
 
+def _read_state(found: Checkpoint, learn: Any, now: dict[str, Any]) -> dict[str, Any]:
+    """Read a state as `run_state.state_dict` returned it; every rank reads what is alike, and what is its own.
+
+    Its values have the types of those of the present state, `now`, except what callbacks of others have: their
+    `load_state_dict` may take anything. With another number of ranks callbacks get what all had, under 'ranks'.
+
+    Raises:
+        CheckpointError: a value is of another type.
+    """
+    then, rank = found.state(), world.rank()
+    mine, file = found.own(rank), f"{found.path}/state.json: state"
+    theirs = ("TorchScheduler",)  # has the state of a scheduler, which may be anybody's
+    ours = {key for key, cb in keys(learn.cbs) if is_ours(type(cb)) and type(cb).__name__ not in theirs}
+
+    def of_ours(states: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in states.items() if key in ours}
+
+    more = {
+        "counters": now["counters"] | {"n_epoch": None, "n_steps": None},
+        "opt": {},
+        "config": {"fit": {}, "optimizer": [""]},
+        "order": [""],
+        "position": None,
+    }
+    check_types(then, now | more | {"callbacks": of_ours(now["callbacks"])}, file)
+    if now["position"] is not None and "TrainEvalCallback" in then["order"]:
+        place = now["position"] | {"samplers": {"generators": [], "attributes": []}}
+        check_types(then["position"], place, f"{file}.position")
+    if mine is not None:
+        own = {part: of_ours(now["rank"][part]) for part in ("callbacks", "alone")}
+        check_types(mine, now["rank"] | own, f"{found.path}/rank{rank}.json: own")
+    with fitting(str(found.path)):
+        if found.n_ranks != world.world_size():
+            owns = [found.own(each) or {} for each in range(found.n_ranks)]
+            ranks = [each["callbacks"] for each in owns]
+            for key in (key for each in ranks for key in each):
+                then["callbacks"].setdefault(key, {})["ranks"] = [each[key] for each in ranks if key in each]
+            mine = (mine or {"seed": owns[0]["seed"]}) | {"callbacks": {}}
+        then["callbacks"][state.BUDGET] = {"steps": found.info["step"], "open": False}  # it counts what is counted here
+    return then | {"model": found.weights(), "rank": mine, "place": found.info["place"]}
+
+
 def _parts(now: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
     """The weights of a state, what else is alike on all ranks, and what is this rank's."""
     return now["model"], {name: part for name, part in now.items() if name not in ("model", "rank")}, now["rank"]
@@ -522,10 +556,7 @@ def _newest_of(storage: Storage) -> Checkpoint | None:
     if found is not None:
         info, name = found.info, f"{found.path}/manifest.json: info"
         check_types(info, _INFO, name)
-        counts = [info.get(key) for key in ("fit", "step", "epoch")]
-        length = [info.get(key) for key in ("n_epoch", "n_steps")]
-        counts += [n for n in length if n is not None]
-        if len(counts) != 4 or any(type(n) is not int for n in counts) or info.get("place") not in _SUFFIXES:
+        if not info.keys() >= _INFO.keys() or info["place"] not in _SUFFIXES:
             raise CheckpointError(f"{name} is damaged: it does not say where in the run the checkpoint was taken")
     return found
 
@@ -594,8 +625,8 @@ def _not_finite(values: Mapping[str, Any]) -> dict[str, Tensor]:
     found = {name: t for name, t in values.items() if isinstance(t, Tensor) and t.dtype in _FLOATS and t.numel()}
     sums = [t.sum(dtype=torch.float32 if t.itemsize < 4 else None).abs().double() for t in found.values()]
     finite = torch.stack([each.to(sums[0].device) for each in sums]).isfinite().tolist() if sums else []
-    bad = {name: ~t.isfinite() for (name, t), is_finite in zip(found.items(), finite, strict=True) if not is_finite}
-    return {name: where for name, where in bad.items() if bool(where.any())}  # a sum may overflow by itself
+    # A sum may overflow by itself: then the mask is empty.
+    return {name: ~t.isfinite() for (name, t), is_finite in zip(found.items(), finite, strict=True) if not is_finite}
 
 
 _NOWHERE = torch.tensor(False)

@@ -1,80 +1,28 @@
-"""The state of a run as it is read from a checkpoint, and what is compared with the present run before it is used."""
+"""The configuration of a run, and what of it and of its callbacks has changed since a checkpoint was written."""
 
 import inspect
 import platform
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from learnerkit import world
 from learnerkit.callback import Callback, is_ours
-from learnerkit.checkpoints.storage import Checkpoint
 from learnerkit.data.batches import entries, loader_len
 from learnerkit.data.order import samplers_of
-from learnerkit.files import CheckpointError
 from learnerkit.losses import loss_name
 from learnerkit.metrics import metric_names
-from learnerkit.run_state import fitting, keys, own_attributes
-from learnerkit.text import first_few, printable
+from learnerkit.run_state import keys, own_attributes
+from learnerkit.text import first_few
 from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 
-def read(found: Checkpoint, learn: "Learner", now: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a state as `run_state.state_dict` returned it; every rank reads what is alike, and what is its own.
-
-    With another number of ranks callbacks get what all of them had, under 'ranks'.
-
-    Args:
-        found: where to read it.
-        learn: the learner.
-        now: its present state, whose types the values must have. What callbacks of others have is theirs: their
-            `load_state_dict` may take anything.
-
-    Raises:
-        CheckpointError: a value is of another type.
-    """
-    state, rank = found.state(), world.rank()
-    mine, first = found.own(rank), found.own(0) or {}
-    theirs = ("TorchScheduler",)  # has the state of a scheduler, which may be anybody's
-    ours = {key for key, cb in keys(learn.cbs) if is_ours(type(cb)) and type(cb).__name__ not in theirs}
-    expected = {
-        "opt": {}, "scaler": {}, "beside": now["beside"], "eval": [""], "frozen": [""], "order": [""], "counters": {},
-        "callbacks": {key: value for key, value in now["callbacks"].items() if key in ours},
-        "config": {"fit": {}, "optimizer": [""]},
-    }  # fmt: skip
-    check_types(state, expected, f"{found.path}/state.json: state")
-    if now["position"] is not None and "TrainEvalCallback" in state["order"]:
-        place = {key: now["position"][key] for key in ("epoch", "batches", "samples", "over", "order")}
-        place["samplers"] = {"generators": [], "attributes": []}
-        check_types(state["position"], place, f"{found.path}/state.json: state.position")
-    if mine is not None:
-        own = {
-            part: {key: value for key, value in now["rank"][part].items() if key in ours}
-            for part in ("callbacks", "alone")
-        }
-        check_types(mine, {"random": [], "position": {}} | own, f"{found.path}/rank{rank}.json: own")
-    if found.n_ranks != world.world_size():
-        with fitting(str(found.path)):
-            ranks = [(found.own(each) or {})["callbacks"] for each in range(found.n_ranks)]
-            for key in {key: None for each in ranks for key in each}:
-                state["callbacks"].setdefault(key, {})["ranks"] = [each[key] for each in ranks if key in each]
-            mine = (mine or {"seed": first["seed"]}) | {"callbacks": {}}
-    # A budget counts what the checkpoint counts, also where there was none.
-    state["callbacks"][BUDGET] = {"steps": found.info["step"], "open": False}
-    return state | {"model": found.weights(), "rank": mine, "place": found.info["place"]}
-
-
 BUDGET = "StepBudget"
 """The callback with which, and without which, a fit may go on."""
-
-
-# What was configured
 
 
 def configuration(learn: "Learner") -> dict[str, Any]:
@@ -136,6 +84,8 @@ def _arguments(cb: Callback) -> dict[str, Any]:
 
 def differences(then: Any, now: Any, name: str = "") -> list[str]:
     """What differs between two configurations: 'name: before, now after'."""
+    if name == "groups":
+        then, now = dict(enumerate(then)), dict(enumerate(now))
     if isinstance(then, dict) and isinstance(now, dict):
         return [
             line
@@ -143,71 +93,26 @@ def differences(then: Any, now: Any, name: str = "") -> list[str]:
             if not (name == "callbacks" and (key not in then or key not in now))  # these have messages of their own
             for line in differences(then.get(key), now.get(key), f"{name}.{key}".lstrip("."))
         ]
-    if isinstance(then, list) and isinstance(now, list) and len(then) == len(now) and name == "groups":
-        return [
-            line for i, pair in enumerate(zip(then, now, strict=True)) for line in differences(*pair, f"{name}.{i}")
-        ]
     return [] if then == now or (then != then and now != now) else [f"{name}: {then!r}, now {now!r}"]
 
 
 def forgetful(learn: "Learner") -> list[str]:
     """The callbacks of users without `state_dict` that hold modules, or tensors which cannot be saved."""
     parts = {id(t) for m in unwrap(learn.model).modules() for t in (m, *m.parameters(False), *m.buffers(False))}
-    return [
-        key
-        for key, cb in keys(learn.cbs)
-        if type(cb).state_dict is Callback.state_dict
-        and not is_ours(type(cb))
-        and any(
-            isinstance(held, Tensor | nn.Module) and id(held) not in parts
-            for name, value in vars(cb).items()
-            if name not in own_attributes(cb).get("values", {})
-            for held in (value, *(part for _, part in entries(value)))
-        )
-    ]
+    found = []
+    for key, cb in keys(learn.cbs):
+        if type(cb).state_dict is Callback.state_dict and not is_ours(type(cb)):
+            saved = own_attributes(cb).get("values", {})
+            lost = [value for name, value in vars(cb).items() if name not in saved]
+            held = [*lost, *(part for value in lost for _, part in entries(value))]
+            found += [key] * any(isinstance(x, Tensor | nn.Module) and id(x) not in parts for x in held)
+    return found
 
 
 def callback_changes(then: list[str], now: list[str]) -> list[str]:
     """What differs between the callbacks of a checkpoint and those of now."""
-    then, now = ([key for key in each if key != BUDGET] for each in (then, now))
-    gone, new = [key for key in then if key not in now], [key for key in now if key not in then]
-    kept, here = [key for key in then if key in now], [key for key in now if key in then]
+    gone, new = ([key for key in a if key not in (*b, BUDGET)] for a, b in ((then, now), (now, then)))
+    kept, here = ([key for key in a if key in b] for a, b in ((then, now), (now, then)))
     moved = [key for key, other in zip(here, kept, strict=True) if key != other]
-    lines = [f"{first_few(gone)} removed (their state is dropped)"] if gone else []
-    lines += [f"{first_few(new)} added (they begin anew)"] if new else []
-    return lines + ([f"{first_few(moved)} reordered"] if moved else [])
-
-
-# What types there are
-
-
-def check_types(found: Any, now: Any, name: str) -> None:
-    """Refuse values of other types than those of another state; what is `None` there may be anything.
-
-    Numbers are of one type, and tensors of one shape; of lists the items are compared that both have.
-
-    Args:
-        found: what is checked.
-        now: the other state.
-        name: of the value, for the error.
-
-    Raises:
-        CheckpointError: the text names the value.
-    """
-    if now is None:
-        return
-    kind = (int, float) if type(now) in (int, float) else Tensor if isinstance(now, Tensor) else type(now)
-    is_kind = isinstance(found, kind) and isinstance(found, bool) == isinstance(now, bool)
-    if is_kind and isinstance(now, Tensor | np.ndarray):
-        is_kind = (found.shape, found.dtype) == (now.shape, now.dtype)
-    if not is_kind or (isinstance(now, tuple) and len(found) != len(now)):
-        raise CheckpointError(
-            f"{name} is damaged: {printable(repr(found))} is not of the type of {printable(repr(now))}"
-        )
-    pairs: dict[Any, tuple] = {}
-    if isinstance(now, dict):
-        pairs = {key: (found[key], value) for key, value in now.items() if key in found}
-    elif isinstance(now, list | tuple):
-        pairs = dict(enumerate(zip(found, now, strict=False)))
-    for key, (value, expected) in pairs.items():
-        check_types(value, expected, f"{name}.{key}")
+    lines = {"removed (their state is dropped)": gone, "added (they begin anew)": new, "reordered": moved}
+    return [f"{first_few(found)} {what}" for what, found in lines.items() if found]

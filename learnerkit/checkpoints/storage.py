@@ -216,7 +216,7 @@ class Storage:
         Raises:
             CheckpointError: on all ranks: one has a value that cannot be kept.
         """
-        _agree(lambda: _Content(weights, state, own, {}).plan)
+        _agree(lambda: _Content(weights, state, own).plan)
 
     def check_writable(self) -> None:
         """Find out whether all ranks can write here, by writing; every rank must reach this.
@@ -268,7 +268,7 @@ class Storage:
             nonlocal content
             if plain_name(name).startswith(".") or name == _LATEST:
                 raise CheckpointError(f"a checkpoint cannot have the name {name!r}")
-            content = _Content(weights, state, own, info)
+            content = _Content(weights, state, own)
             return content.plan
 
         alike = len(set(_agree(encode_all))) == 1
@@ -286,7 +286,7 @@ class Storage:
         except BaseException:
             part.clear()
             raise
-        finish = partial(self._commit, part.folder, name, content.info)
+        finish = partial(self._commit, part.folder, name, dict(info))
         if self.background:
             self._writing = in_thread(partial(part.write, files, finish))
         else:
@@ -476,23 +476,15 @@ class _Content:
     """What a rank knows of a checkpoint, encoded: its own, and what is alike on all ranks.
 
     Args:
-        weights, state, own, info: those of `Storage.save`.
+        weights, state, own: those of `Storage.save`.
     """
 
-    def __init__(
-        self, weights: Mapping[str, Any], state: dict[str, Any], own: dict[str, Any], info: dict[str, Any]
-    ) -> None:
-        try:
-            self.info = json.loads(json.dumps(info))
-        except (TypeError, ValueError) as e:
-            raise CheckpointError(f"the info of a checkpoint is plain JSON: {e}") from e
-        tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-        model, self._notes = without_tied(tensors, getattr(weights, "_metadata", None) or {})
-        for key, value in model.items():
-            if why := why_not(value):
-                raise CheckpointError(f"the weight {key} is {why}; a checkpoint keeps plain tensors")
+    def __init__(self, weights: Mapping[str, Any], state: dict[str, Any], own: dict[str, Any]) -> None:
+        extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
+        plain = OrderedDict((name, value) for name, value in weights.items() if name not in extra)
+        plain._metadata = getattr(weights, "_metadata", None)  # type: ignore[attr-defined]
+        model, self._notes = without_tied(plain)
         self._tensors = {f"model.{name}": tensor for name, tensor in model.items()}
-        extra = {name: value for name, value in weights.items() if name not in tensors}
         self._json = {}
         for part, values, place in (("state", state, ""), ("extra", extra, "the model"), ("own", own, "own")):
             found: list[Tensor] = []
@@ -571,12 +563,16 @@ class _Part:
     ) -> None:
         failure = "rank 0 has left"
         try:
-            told = [json.loads(world.hear(self._key(rank), _PATIENCE)) for rank in range(1, self.n)]
+            texts = [_said(error)]
+            for rank in range(1, self.n):
+                theirs, text = json.loads(world.hear(self._key(rank), _PATIENCE))
+                written |= theirs
+                texts.append(text)
             if error is not None and not isinstance(error, Exception):
                 raise error
-            if failures := _joined([_said(error), *(text for _, text in told)]):
+            if failures := _joined(texts):
                 raise CheckpointError(_REFUSED + failures) from error
-            finish(written | {name: size for part, _ in told for name, size in part.items()})
+            finish(written)
             failure = ""
         except CheckpointError as e:
             failure = str(e)
@@ -665,7 +661,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
         whole = _signed(manifest) == text
         if whole and manifest["format"] != _FORMAT:
             raise CheckpointError(f"{path} is of format {manifest['format']!r}; this version reads {_FORMAT}")
-        whole = whole and _is_manifest(manifest)
+        whole = whole and _is_manifest(path, manifest)
     except CheckpointError:
         raise
     except Exception as e:
@@ -675,17 +671,14 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _is_manifest(manifest: dict[str, Any]) -> bool:
+def _is_manifest(path: Path, manifest: dict[str, Any]) -> bool:
     n, files = manifest["n_ranks"], manifest["files"]
     if len(files) != 2 + 2 * n:
         return False
     names = {_MODEL, _STATE} | {f"rank{rank}.{kind}" for rank in range(n) for kind in ("json", "safetensors")}
-    return (
-        files.keys() == names
-        and type(manifest["number"]) is int
-        and type(manifest["info"]) is dict
-        and all(type(file["size"]) is int and type(file["sha256"]) is str for file in files.values())
-    )
+    expected = {"number": 0, "info": {}, "files": dict.fromkeys(names, {"size": 0, "sha256": ""})}
+    check_types(manifest, expected, str(path))
+    return files.keys() == names
 
 
 def _size(path: Path) -> int:
@@ -823,3 +816,35 @@ def decode(found: Any, tensors: Mapping[int, Tensor] | Sequence[Tensor]) -> Any:
         case "!dict":
             return _DICTS[found["kind"]](dict(decode(value, tensors)))
     raise ValueError(f"it has the unknown mark {mark!r}")
+
+
+def check_types(found: Any, now: Any, name: str) -> None:
+    """Refuse values of other types than those of another value; what is `None` there may be anything.
+
+    Numbers are of one type, and tensors of one shape; of lists the items are compared that both have.
+
+    Args:
+        found: what is checked.
+        now: the other value.
+        name: of the value, for the error.
+
+    Raises:
+        CheckpointError: the text names the value.
+    """
+    if now is None:
+        return
+    kind = (int, float) if type(now) in (int, float) else Tensor if isinstance(now, Tensor) else type(now)
+    is_kind = isinstance(found, kind) and isinstance(found, bool) == isinstance(now, bool)
+    if is_kind and isinstance(now, Tensor | np.ndarray):
+        is_kind = (found.shape, found.dtype) == (now.shape, now.dtype)
+    if not is_kind or (isinstance(now, tuple) and len(found) != len(now)):
+        raise CheckpointError(
+            f"{name} is damaged: {printable(repr(found))} is not of the type of {printable(repr(now))}"
+        )
+    both: Iterable[Any] = ()
+    if isinstance(now, dict):
+        both = [key for key in now if key in found]
+    elif isinstance(now, list | tuple):
+        both = range(min(len(found), len(now)))
+    for key in both:
+        check_types(found[key], now[key], f"{name}.{key}")

@@ -165,7 +165,7 @@ def test_a_value_that_cannot_be_kept_is_named_and_nothing_is_left(tmp_path):
     for changed, says in (
         ((weights, {"callbacks": {"Mine": {"x": {1}}}}, own, info), "callbacks.Mine.x is a set"),
         ((weights, state, {"x": [b""]}, info), "own.x.0 is a bytes"),
-        ((weights, state, own, {"x": torch.ones(1)}), "the info of a checkpoint is plain JSON"),
+        ((weights, state, own, {"x": torch.ones(1)}), "not JSON serializable"),
         (({"w": torch.empty(1, device="meta")}, state, own, info), "the weight w is a tensor without memory"),
         (({"w": {1}}, state, own, info), "the model.w is a set"),
     ):
@@ -513,7 +513,7 @@ def test_a_manifest_of_another_form_is_damage(tmp_path, change):
     manifest = json.loads(path.read_text()) | change
     del manifest["sha256"]
     path.write_bytes(storage._signed(manifest))
-    with pytest.warns(UserWarning, match="manifest.json is"):
+    with pytest.warns(UserWarning, match=r"manifest.json[.\w]* is"):
         assert is_state(found.newest(), 2)
     path.write_bytes(b"[" * 10**5)
     with pytest.warns(UserWarning, match="manifest.json is damaged"):
