@@ -306,8 +306,8 @@ def without_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[st
         tensor = weights[name]
         if why := why_not(tensor):
             raise CheckpointError(
-                f"the weight {name} is {why}, and a .safetensors file has plain tensors alone, in checkpoints too: save "
-                "to a name that ends in .pth"
+                f"the weight {name} is {why}, and a .safetensors file has plain tensors alone, in checkpoints too: "
+                "save to a name that ends in .pth"
             )
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and name not in _NOTES and first.setdefault(place, name) != name:

@@ -202,6 +202,8 @@ def load_state_dict(learn: "Learner", state: Mapping[str, Any]) -> None:
     """Put a state back into a learner; see `Learner.load_state_dict`."""
     check_parts(state)
     state = {**state, "opt": copy.deepcopy(state["opt"])}  # optimizers go on to use the tensors that they are given
+    if state["opt"] is not None:
+        learn._make_opt()
     put_model(learn, state)
     if learn.task is None:
         learn._resumes = state if state["place"] else None
@@ -251,7 +253,6 @@ def put_model(learn: "Learner", state: Mapping[str, Any], with_opt: bool = True,
     weights = copy.copy(state["model"])  # which may lose the prefixes of its names
     saved = fitted(Saved(name, weights), model, strict=True)
     if with_opt and state["opt"] is not None:
-        learn._make_opt()
         optim.load_state(learn.opt, state["opt"])
     model.load_state_dict(saved.weights)
     with torch.no_grad():

@@ -122,7 +122,7 @@ class CheckpointCallback(StepCounter):
         self._alone = True  # on one process nobody needs to agree
         self._handlers: dict[int, Any] = {}
         self._resumption: Resumption | None = None  # until all of it is put back
-        self._trained: tuple[dict, dict] | None = None  # the state before validation
+        self._trained: tuple[dict, Mapping] | None = None  # the state before validation
         self._is_due = False  # a checkpoint, at the next step's end
         self._deadline = float("inf")
         self._saved_at = -1  # the step after which the last one was taken
@@ -400,7 +400,7 @@ class CheckpointCallback(StepCounter):
             "runs": [run for cb in learn.cbs if isinstance(run := getattr(cb, "run_id", None), str)],
         }  # fmt: skip
 
-    def _write(self, info: dict[str, Any], now: dict[str, Any]) -> None:
+    def _write(self, info: dict[str, Any], now: Mapping[str, Any]) -> None:
         """Write a checkpoint unless values became NaN or infinite in this fit; every rank must reach this."""
         found = _not_finite(_values(now))
         bad = [name for name, where in found.items() if bool((where & ~self._infinite.get(name, _NOWHERE)).any())]
@@ -416,7 +416,7 @@ class CheckpointCallback(StepCounter):
             storage.wait()
             storage = self._storage = Storage(self.path / _ENDS / str(info["fit"]), 1, self.async_save)
             _ends_here.add(storage.path.resolve())
-        storage.save(name, *_parts(now | {"config": self._config}), info)
+        storage.save(name, *_parts({**now, "config": self._config}), info)
         self._saved_at = self._steps
         self._start_clock()
 
@@ -514,12 +514,12 @@ def _read_state(found: Checkpoint, learn: Any, now: dict[str, Any]) -> dict[str,
     return then | {"model": found.weights(), "rank": mine, "place": found.info["place"]}
 
 
-def _parts(now: dict[str, Any]) -> tuple[Any, dict[str, Any], Any]:
+def _parts(now: Mapping[str, Any]) -> tuple[Any, dict[str, Any], Any]:
     """The weights of a state, what else is alike on all ranks, and what is this rank's."""
     return now["model"], {name: part for name, part in now.items() if name not in ("model", "rank")}, now["rank"]
 
 
-def _values(now: dict[str, Any]) -> dict[str, Any]:
+def _values(now: Mapping[str, Any]) -> dict[str, Any]:
     """The weights and buffers of the model, and what is trained beside it, by names."""
     return now["model"] | {f"value {i} beside the model": t for i, t in enumerate(now["beside"])}
 

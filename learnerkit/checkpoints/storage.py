@@ -399,7 +399,7 @@ class Storage:
             old.append(temporary_name(self.path / name))  # so that a crash does not leave half a checkpoint
             os.rename(self.path / name, old[-1])
         # The kernel needs about a third of the time that writing takes: training need not wait for it.
-        self._removing = in_thread(lambda: [remove(path) for path in old])
+        self._removing = in_thread(lambda: in_threads([partial(remove, path) for path in old]))
 
 
 class Lock:
