@@ -150,11 +150,16 @@ class Callback(_Read):
         return name in self.__dict__ or hasattr(type(self), name)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the callback must remember if the fit is interrupted, for `CheckpointCallback`; by default nothing.
+        """Return what the callback must remember if the fit is interrupted, for `CheckpointCallback`.
 
         It is asked for after a training step, after an epoch's training, and after an epoch. Values are numbers,
         strings, tensors, arrays, and lists, tuples and dicts of these; copies of what changes in validation. On several
         ranks it is rank 0's that is kept; what each rank has of its own goes under the key 'own'.
+
+        Of a callback of yours without this method, each rank keeps the attributes that are such values, or random
+        generators. Left out are those with the name of an argument of its class, with or without underscores before
+        it, as the script gives them again; parts of the model; and attributes of more than 256 MB. A callback with
+        attributes that must not come back, such as the reading of a clock, has this method.
 
         Outside of a fit `check`, `lr_find` and `scaling_report` ask for it, and give it to `load_state_dict` at their
         end.
@@ -162,9 +167,10 @@ class Callback(_Read):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned. It is called after the hooks that the resumed fit runs again.
+        """Take back what `state_dict` returned. It is called once, after the hooks that the resumed fit runs again.
 
-        These are `before_fit`, and in mid-epoch `before_epoch` and `before_train`, after each of which it is called.
+        These are `before_fit`, and in mid-epoch `before_epoch` and `before_train`, in which the callback does not yet
+        have its state. An `after_train` that had run is not called again.
 
         Args:
             state: with another number of ranks than then it has, instead of 'own', a list of those of all: 'ranks'.

@@ -84,7 +84,7 @@ def _arguments(cb: Callback) -> dict[str, Any]:
 
 def differences(then: Any, now: Any, name: str = "") -> list[str]:
     """What differs between two configurations: 'name: before, now after'."""
-    if name == "groups":
+    if name == "groups" and isinstance(then, list):
         then, now = dict(enumerate(then)), dict(enumerate(now))
     if isinstance(then, dict) and isinstance(now, dict):
         return [
