@@ -157,9 +157,9 @@ class Callback(_Read):
         ranks it is rank 0's that is kept; what each rank has of its own goes under the key 'own'.
 
         Of a callback of yours without this method, each rank keeps the attributes that are such values, or random
-        generators. Left out are those with the name of an argument of its class, with or without underscores before
-        it, as the script gives them again; parts of the model; and attributes of more than 256 MB. A callback with
-        attributes that must not come back, such as the reading of a clock, has this method.
+        generators. A checkpoint has those that have changed since the end of `before_fit`. Left out are attributes with
+        the name of an argument of its class, with or without underscores before it, as the script gives them again;
+        parts of the model; and attributes of more than 256 MB.
 
         Outside of a fit `check`, `lr_find` and `scaling_report` ask for it, and give it to `load_state_dict` at their
         end.

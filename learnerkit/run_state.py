@@ -39,12 +39,19 @@ _APART = ("CheckpointCallback", "DistributedCallback", "ParallelCallback", "Prog
 # Taking it
 
 
-def state_dict(learn: "Learner") -> dict[str, Any]:
-    """Return the state of a learner; see `Learner.state_dict`. A host-device sync."""
+def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    """Return the state of a learner; see `Learner.state_dict`. A host-device sync.
+
+    Args:
+        learn: the learner.
+        first: `first_attributes`; attributes of callbacks that are still what they were then are left out.
+    """
+    first = first or {}
     model, opt, position = unwrap(learn.model), learn.opt, learn._position
-    states = {key: state_of(cb) for key, cb in keys(learn.cbs) if cb.run and not cb.rank0_only}
+    found = {key: state_of(cb, first.get(key, {})) for key, cb in keys(learn.cbs) if cb.run and _is_here(cb)}
+    states = {key: found[key] for key, cb in keys(learn.cbs) if key in found and not cb.rank0_only}
     own = {key: state.pop("own") for key, state in states.items() if "own" in state}
-    alone = {key: state_of(cb) for key, cb in keys(learn.cbs) if cb.run and cb.rank0_only and world.is_main()}
+    alone = {key: state for key, state in found.items() if key not in states}
     mine = {
         "random": [*map(_without_arrays, world.seed_states()), world.device_states(learn.dls.device)],
         "seed": torch.initial_seed(),
@@ -106,13 +113,18 @@ def keys(cbs: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
         yield name if seen[name] == 1 else f"{name}_{seen[name]}", cb
 
 
-def state_of(cb: Callback) -> dict[str, Any]:
+def _is_here(cb: Callback) -> bool:
+    return world.is_main() or not cb.rank0_only
+
+
+def state_of(cb: Callback, first: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the state of a callback: what its `state_dict` returns, or the attributes of a user's that has none.
 
-    Attributes may differ by rank, so they are under the key 'own'.
+    Attributes may differ by rank, so they are under the key 'own'. Those that are equal to the ones in `first` are left
+    out.
     """
     if type(cb).state_dict is Callback.state_dict:
-        own = {} if is_ours(type(cb)) else own_attributes(cb)
+        own = own_attributes(cb, first)
         return {"own": own} if own else {}
     try:
         state = cb.state_dict()
@@ -125,18 +137,33 @@ def state_of(cb: Callback) -> dict[str, Any]:
     return dict(state)
 
 
-def own_attributes(cb: Callback) -> dict[str, Any]:
+def first_attributes(learn: "Learner") -> dict[str, dict[str, Any]]:
+    """Return the small attributes of the users' callbacks without `state_dict`, for `state_dict` to compare with."""
+    found = {
+        key: own_attributes(cb).get("values", {})
+        for key, cb in keys(learn.cbs)
+        if type(cb).state_dict is Callback.state_dict
+    }
+    return {
+        key: {name: value for name, value in values.items() if _bytes_of(value, set()) <= _SMALL}
+        for key, values in found.items()
+    }
+
+
+def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return copies of the attributes that can be saved: what a callback has counted and collected in a run.
 
     Those with the name of an argument of its class, also behind underscores, are left out, as they are the script's.
-    So are tensors of the model, which are in the state already, attributes of more than 256 MB, and the private ones
-    of a class of this library from which the callback's is derived.
+    So are tensors of the model, which are in the state already, attributes of more than 256 MB, the private ones of a
+    class of this library from which the callback's is derived, and those that are equal to the ones in `first`.
 
     Returns:
         The attributes as 'values', the names of those with tensors on an accelerator as 'on_device', and the states of
         random generators as 'generators'; an empty dict if there is nothing.
     """
-    arguments = inspect.signature(type(cb).__init__).parameters
+    if is_ours(type(cb)):
+        return {}
+    first, arguments = first or {}, inspect.signature(type(cb).__init__).parameters
     is_derived = any(is_ours(kind) for kind in type(cb).__mro__ if issubclass(kind, Callback) and kind is not Callback)
     modules = unwrap(cb.learn.model).modules() if cb.learn is not None else ()
     apart = {id(t) for m in modules for t in (*m.parameters(False), *m.buffers(False))}
@@ -146,7 +173,7 @@ def own_attributes(cb: Callback) -> dict[str, Any]:
             continue
         if isinstance(value, GENERATORS):
             generators[name] = _without_arrays(generator_state(value))
-        elif _bytes_of(value, apart) <= _LARGEST:
+        elif _bytes_of(value, apart) <= _LARGEST and not (name in first and _equal(value, first[name])):
             values[name] = map_batch(torch.clone, value, copy.copy)
     on_device = [name for name, value in values.items() if any(t.device.type != "cpu" for t in tensors_in(value))]
     found = {"values": values, "on_device": on_device, "generators": generators}
@@ -154,7 +181,18 @@ def own_attributes(cb: Callback) -> dict[str, Any]:
 
 
 _NOT_STATE = ("learn", "order", "run", "run_train", "run_valid")
-_LARGEST = 2**28  # bytes of an attribute
+_LARGEST, _SMALL = 2**28, 2**16  # bytes of an attribute
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b) or (isinstance(a, list | tuple | dict) and len(a) != len(b)):
+        return False
+    if isinstance(a, Tensor | np.ndarray):
+        same = a.dtype == b.dtype and a.shape == b.shape
+        return same and bool((a == b).all())  # of a tensor on a device a host-device sync
+    if isinstance(a, dict):
+        return all(key in b and _equal(value, b[key]) for key, value in a.items())
+    return all(map(_equal, a, b)) if isinstance(a, list | tuple) else bool(a == b)
 
 
 def _bytes_of(x: Any, apart: set[int]) -> float:

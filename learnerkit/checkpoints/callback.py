@@ -24,7 +24,7 @@ from learnerkit.endings import mark
 from learnerkit.events import CancelFitException, FitDone
 from learnerkit.files import CheckpointError, remove
 from learnerkit.parallel.agreement import END, SAVE, Request, end_at_once
-from learnerkit.run_state import EPOCH, FIT, TRAIN, TRAINED, Resumption, fitting, keys, state_dict
+from learnerkit.run_state import EPOCH, FIT, TRAIN, TRAINED, Resumption, first_attributes, fitting, keys, state_dict
 from learnerkit.text import first_few, format_time, printable
 from learnerkit.utils import unwrap, warn
 
@@ -127,6 +127,7 @@ class CheckpointCallback(StepCounter):
         self._deadline = float("inf")
         self._saved_at = -1  # the step after which the last one was taken
         self._config: dict[str, Any] = {}
+        self._first: dict[str, dict[str, Any]] = {}  # attributes of callbacks when the fit began
         self._infinite: dict[str, Tensor] = {}  # where values were infinite, or NaN, when the fit began, as in a mask
 
     # The beginning of a fit
@@ -151,6 +152,7 @@ class CheckpointCallback(StepCounter):
             carried, self._carried = self._carried, None
             if found is None and follows and carried is not None and learn._position is not None:
                 learn._position.follow(*carried)
+            self._first = first_attributes(learn)
             now, storage = state_dict(learn), self._main()
             storage.check_values(*_parts(now))
             if found is not None and not self._take_up(found, now):
@@ -359,7 +361,10 @@ class CheckpointCallback(StepCounter):
         if learn.n_steps:  # a budget has ended the last batch before this callback
             self._steps = round(learn.pct_train * learn.n_steps)
         if self._request.heard and learn.dls.valid is not None:
-            self._trained = self._info(TRAINED), state_dict(learn)  # model and optimizer stay until `after_epoch`
+            self._trained = (
+                self._info(TRAINED),
+                state_dict(learn, self._first),
+            )  # model and optimizer stay until `after_epoch`
 
     def after_cancel_fit(self) -> None:
         """Save what was the state before a validation that a signal has cut short."""
@@ -388,7 +393,7 @@ class CheckpointCallback(StepCounter):
         self._serve(world.reduce(self._request.mine, "max"))
 
     def _save(self, place: str) -> None:
-        self._write(self._info(place), state_dict(self.learn))
+        self._write(self._info(place), state_dict(self.learn, self._first))
 
     def _info(self, place: str) -> dict[str, Any]:
         learn = self.learn

@@ -213,6 +213,30 @@ def test_what_a_callback_has_comes_back_once_and_exactly_at_every_place(place, t
     assert again.means.epochs == EPOCHS
 
 
+class Bounds(Callback):
+    """Has a bound that its script sets, a text of this process, and a count."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.bound, self.count, self.text = 2 * n, 0, ""
+
+    def before_fit(self):
+        self.text = f"of {self.bound}"
+
+    def after_step(self):
+        self.count += 1
+
+
+def test_attributes_that_have_not_changed_since_the_fit_began_are_those_of_the_script(tmp_path):
+    found = []
+    for n in (1, 3):
+        learn = make_learner(cbs=[Bounds(n), Kill(2 - n), CheckpointCallback(tmp_path, every=1, resume=n == 3)])
+        with learn.no_logging(), suppress(Killed):
+            learn.fit(2)
+        found.append((learn.bounds.bound, learn.bounds.text, learn.bounds.count))
+    assert found == [(2, "of 2", 1), (6, "of 6", 4)]
+
+
 # Signals
 
 

@@ -7,7 +7,7 @@ import pytest
 from helpers import make_data, make_learner, make_model, weights
 from resume_jobs import Carries, different
 
-from learnerkit import EMA, CheckpointCallback, DataLoaders, set_seed, world
+from learnerkit import EMA, Callback, CheckpointCallback, DataLoaders, set_seed, world
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
@@ -32,10 +32,25 @@ def only(folder, name, other):
     return other
 
 
+class Sums(Callback):
+    """Adds up what its rank trains on, and says nothing of a state."""
+
+    run_valid = False
+
+    def __init__(self):
+        super().__init__()
+        self.total = 0.0
+
+    def after_batch(self):
+        self.total += float(self.xb[0].sum())
+
+
 def test_what_each_rank_has_of_its_own_comes_back(tmp_path):
     dls = lambda: DataLoaders.from_datasets(make_data(24), bs=4, device="cpu")  # noqa: E731
-    whole = fit(tmp_path / "whole", dls, Carries())
-    again = fit(only(tmp_path / "whole", "fit0-epoch1-step4", tmp_path / "again"), dls, Carries())
+    whole = fit(tmp_path / "whole", dls, Carries(), Sums())
+    again = fit(only(tmp_path / "whole", "fit0-epoch1-step4", tmp_path / "again"), dls, Carries(), Sums())
+    assert again.sums.total == whole.sums.total
+    assert len({*world.all_gather(again.sums.total)}) == world.world_size()
     assert again.train_iter == whole.train_iter
     assert different(weights(whole.model), weights(again.model)) == []
 
