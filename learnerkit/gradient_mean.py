@@ -42,7 +42,7 @@ class GradientMean:
     Attributes:
         begun: whether gradients of batches wait for their step.
         expected: what the step was expected to count when it began.
-        counted: what its batches have counted so far.
+        counted: what its batches have counted so far; of several ranks, once they have told each other, the mean.
     """
 
     def __init__(self, sums: bool, ranks: int = 1) -> None:
@@ -86,13 +86,13 @@ class GradientMean:
             return zero_loss(output)
         return loss if weight == 1 else loss * weight
 
-    def correction(self, counted: float | Tensor, tolerance: float = 0.0) -> float | Tensor:
+    def correction(self, tolerance: float = 0.0) -> float | Tensor:
         """Return what the step's gradients are to be multiplied by: 1.0 where they are right, or nothing was counted.
 
         Args:
-            counted: what the step has counted in all.
             tolerance: the share of what was expected that counts as rounding.
         """
+        counted = self.counted
         if self.sums:
             return 1.0
         if isinstance(counted, Tensor):

@@ -655,7 +655,7 @@ def take_loss(learn: "Learner") -> None:
         weighting.told = True
         if why := doubtful_count(learn):
             world.warn_once(f"{why}. {_UNTIL_THEN} (errors.html#loss-weight)")
-    several = learn.task == "fit" and (learn.n_ranks > 1 or learn._gradient is not None)
+    several = learn.task == "fit" and learn._gradient is not None
     if several and isinstance(count, int) and count != learn.batch_size and not _is_known(learn.loss_func):
         world.warn_once(
             f"the loss compares {count} rows of a batch of {learn.batch_size} samples, and is taken for their mean; if "

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -100,11 +100,6 @@ class Agreement:
         self.left_batch: Any = None  # this rank's `LeftBatch` once it trains, with its `RankStep`
         self._alone_from = math.inf  # a training batch
 
-    @property
-    def dispatch(self) -> "RankDispatch":
-        """The dispatch of the run, or of the evaluation that goes on inside it."""
-        return cast(RankDispatch, self.learn._dispatch)
-
     @contextmanager
     def run(self, what: str, timeout: float) -> Iterator[None]:
         """Meet the other ranks for a run, and leave it with them; every rank must reach this.
@@ -181,8 +176,8 @@ class Agreement:
 
     def flags(self) -> list[float]:
         """Return a number for each of `TOLD`: 1 for what this rank has to tell, else 0."""
-        asked = [what == self.request.mine for what in (SAVE, INTERRUPT, END)]
-        return [*asked, *(isinstance(self.pending, kind) for kind in LEAVING)]
+        own, asked = self.pending, self.request.mine
+        return [what == asked if isinstance(what, int) else isinstance(own, what) for what in TOLD]
 
     def obey(self, flags: list[float]) -> None:
         """Note what is asked of any rank, and raise the strongest reason to leave that any has.
@@ -261,9 +256,9 @@ class Agreement:
             one_batch()  # also with a reason to leave, which is reduced with its gradients
         if step.is_open():
             self.left_batch.finish_batch()
-        if self.dispatch.last != "after_batch":
+        if not step.dispatch.has_passed("after_batch"):
             self._leave_if_all_do("after_batch")
-        self.dispatch.resume("after_batch")  # the others have it, and it may hold a collective
+        step.dispatch.resume("after_batch")  # the others have it, and it may hold a collective
         self._leave_if_all_do("next batch")
 
     def separate(self, after: int) -> None:
@@ -276,12 +271,9 @@ class Agreement:
             self.vote()
 
     def end_batches(self) -> None:
-        """Vote after the last batch, whose flags no step has read; every rank must reach this."""
+        """Vote after the last batch, whose flags perhaps no step has read; every rank must reach this."""
         if self.learn.training:
-            step = self.left_batch.step
-            step.end()
-            if flags := step.message.exchange_flags(None):
-                self.obey(flags)
+            self.left_batch.step.number += 1
         self.vote("the end of the batches")
 
 
@@ -300,7 +292,7 @@ class RankDispatch(Dispatch):
 
     def begin(self) -> None:
         """Begin a batch: none of its events has taken place."""
-        self.last: str | None = None  # the last one that has
+        self._place = -1  # of the last one that has
         self.stopped: tuple[str, Any] = ("", ())  # the event that an error has stopped, and its hooks to come
 
     def _resolve(self) -> dict[str, list]:
@@ -321,6 +313,10 @@ class RankDispatch(Dispatch):
             self._call(event, self.table[event])
         self.agreement.vote(f"the end of {event}")
 
+    def has_passed(self, event: str) -> bool:
+        """Tell whether an event of this batch has taken place, or begun."""
+        return _PLACES[event] <= self._place
+
     def resume(self, event: str) -> bool:
         """Go on with an event of this batch after the callback that stopped it, or fire it if it is still to come.
 
@@ -332,7 +328,7 @@ class RankDispatch(Dispatch):
         hooks = self.table[event]
         if self.stopped[0] == event:
             hooks, self.stopped = self.stopped[1], ("", ())
-        elif self.last is not None and _PLACES[event] <= _PLACES[self.last]:
+        elif self.has_passed(event):
             return False
         of_this_rank = suppress(CancelBatchException, CancelBackwardException, CancelStepException)
         with self.agreement.keeping(), of_this_rank:
@@ -340,8 +336,7 @@ class RankDispatch(Dispatch):
         return True
 
     def _call(self, event: str, hooks: list) -> None:
-        if event in _PLACES and (self.last is None or _PLACES[event] > _PLACES[self.last]):  # not again in a closure
-            self.last = event
+        self._place = max(self._place, _PLACES.get(event, -1))  # a closure has earlier ones again
         self.agreement.event = event
         learn, watch = self.agreement.learn, self.agreement.watch
         for i, (_, hook, place) in enumerate(hooks):

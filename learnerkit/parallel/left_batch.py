@@ -74,7 +74,7 @@ class LeftBatch(Callback):
         """Do, with weight 0, what the other ranks wait for in this batch, if this rank has not done it."""
         learn, step = self.learn, self.step
         self.finish_backward()
-        if learn.step_due and float(step.counted):  # a host-device sync; only where a rank has left a batch
+        if learn.step_due and float(step.mean.counted):  # a host-device sync; only where a rank has left a batch
             self.step_unless_all_skip()
         if step.stepped and step.dispatch.resume("after_step"):
             learn._zero_grad()  # as the others do
@@ -100,7 +100,7 @@ class LeftBatch(Callback):
         finally:
             vars(learn).update(batch)
             vars(learn).pop("_forward", None)
-        if learn.step_due and not (step.kept or float(step.counted)):  # no rank had data: as if it had not been
+        if learn.step_due and not (step.kept or float(step.mean.counted)):  # no rank had data: as if it had not been
             learn._zero_grad()
 
     def step_unless_all_skip(self) -> None:

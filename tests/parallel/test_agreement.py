@@ -226,7 +226,7 @@ class Late(Callback):
     order = 12  # after the DistributedCallback
 
     def before_train(self):
-        self.learn._gradient.step.message.reads_late = True
+        self.learn._gradient.step.reads_late = True
 
 
 @on_ranks
@@ -293,14 +293,15 @@ def test_ranks_that_are_separated_train_by_themselves():
 # What is stepped
 
 
-def assert_equals_alone(make, epochs, **options):
+def assert_equals_alone(make, epochs, fits=1, **options):
     """The learner that `make` makes ends with the same weights and record on all ranks together and on one process."""
     found, records = [], []
     for way in (partial(fit, **options), lambda learn, epochs: learn.fit(epochs)):
         learn = make()
         with warnings.catch_warnings(), learn.no_logging():
             warnings.simplefilter("ignore")  # each process trains alone here, which is meant
-            way(learn, epochs)
+            for _ in range(fits):
+                way(learn, epochs)
         found.append(weights(learn))
         recorder = learn.recorder
         records.append([recorder.losses, recorder.lrs, recorder.iters, recorder.values, learn.train_iter])
@@ -496,6 +497,22 @@ class Keep(Callback):
 @on_ranks
 def test_gradients_that_are_kept_outlast_a_batch_that_all_ranks_leave():
     assert_equals_alone(lambda: make_learner(Keep()), epochs=1)
+
+
+def keep_last(cb):
+    if not cb.n_fits and cb.iter == cb.n_iter - 1:
+        raise CancelBatchException
+
+
+@on_ranks
+@pytest.mark.parametrize("unused", [None, True])
+def test_gradients_that_are_kept_from_one_fit_to_the_next_count_once(unused):
+    def keeping():
+        learn = make_learner(Callback(after_backward=keep_last), lr=0.01)
+        learn.loss_func = nn.CrossEntropyLoss(reduction="sum")
+        return learn
+
+    assert_equals_alone(keeping, epochs=1, fits=2, find_unused_parameters=unused)
 
 
 class Clip(Callback):
