@@ -97,9 +97,9 @@ class GradientMean:
             return 1.0
         if isinstance(counted, Tensor):
             return torch.where(counted > 0, self.expected / counted, 1.0)
-        if abs(counted - self.expected) <= tolerance * self.expected:
-            return 1.0
-        return self.expected / counted if counted else 1.0  # a callback may have kept gradients of earlier steps
+        if not counted or abs(counted - self.expected) <= tolerance * self.expected:
+            return 1.0  # where nothing was counted, a callback may have kept gradients of earlier steps
+        return self.expected / counted
 
 
 def counts_something(count: float | Tensor) -> bool:
@@ -109,7 +109,7 @@ def counts_something(count: float | Tensor) -> bool:
 
 def host_count(count: float | Tensor) -> float | Tensor:
     """Return a count as a number where reading it costs nothing; one on a device stays there."""
-    return count if not isinstance(count, Tensor) or count.device.type != "cpu" else count.item()
+    return count.item() if isinstance(count, Tensor) and count.is_cpu else count
 
 
 def zero_loss(output: object) -> Tensor:

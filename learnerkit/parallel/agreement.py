@@ -77,6 +77,9 @@ def end_at_once() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+STEP, AFTER_BATCH, NEXT_BATCH = 1, 2, 3
+"""The points of a batch that a rank may leave out, while others wait there."""
+
 _PLACES: dict[str, int] = {
     event: i for i, event in enumerate(INNER_EVENTS) if not event.startswith(("after_cancel_", "cleanup_"))
 }
@@ -88,6 +91,9 @@ class Agreement:
 
     Args:
         learn: the learner.
+
+    Attributes:
+        alone_from: from this training batch on each rank trains by itself; outside of batches the ranks vote as ever.
     """
 
     def __init__(self, learn: "Learner") -> None:
@@ -98,7 +104,7 @@ class Agreement:
         self.votes = 0
         self.event = "before_fit"  # which has taken place last
         self.left_batch: Any = None  # this rank's `LeftBatch` once it trains, with its `RankStep`
-        self._alone_from = math.inf  # a training batch
+        self.alone_from = math.inf
 
     @contextmanager
     def run(self, what: str, timeout: float) -> Iterator[None]:
@@ -111,8 +117,9 @@ class Agreement:
         Raises:
             PeerError: another rank has failed, has not come, or is at another place.
         """
-        if self.learn.dls.device.type != "cpu":  # NCCL's object collectives go by the current device
-            torch.accelerator.set_device_index(self.learn.dls.device.index or 0)
+        device = self.learn.dls.device
+        if device.type != "cpu":  # NCCL's object collectives go by the current device
+            torch.accelerator.set_device_index(device.index or 0)
         # A collective must not give up before the watch can tell what it waits for.
         world.join(timeout + 60, what, wait=timeout)
         with ExitStack() as stack:
@@ -154,9 +161,10 @@ class Agreement:
                 end_at_once()  # the launcher has sent SIGTERM since another rank is dead
             if self.watch.first_failure(patience=0.0 if known.standstill else 2.0):  # else no other rank will say more
                 return
-        event = known.event or f"the loop, after {self.event}"
-        epoch, step = self.learn.epoch, max(self.learn.iter, 0)
-        mark(error, rank=self.watch.rank, event=event, epoch=epoch, step=step, cause=in_one_line(error))
+        mark(
+            error, rank=self.watch.rank, event=known.event or f"the loop, after {self.event}",
+            epoch=self.learn.epoch, step=max(self.learn.iter, 0), cause=in_one_line(error),
+        )  # fmt: skip
         self.watch.fail(ending_of(error))
 
     # Cancels
@@ -215,8 +223,7 @@ class Agreement:
         where = where or f"a collective in {self.event}"
         if learn._dispatch is not None:
             where += f" ({learn.task})"
-        with world.before_collective(None):
-            everyone = world.all_gather((self.flags(), learn.train_iter, where), among="votes")
+        everyone = world.all_gather((self.flags(), learn.train_iter, where), among="votes")
         flags, iterations, places = zip(*everyone, strict=True)
         # A rank that has left a batch early has not counted it; the counter must not stay behind the others'.
         learn.train_iter = max(iterations)
@@ -238,14 +245,17 @@ class Agreement:
         learn = self.learn
         learn._batch_index = learn.dl.share.place
         if not learn.training:
+            dispatch: Any = learn._dispatch  # the run's, or that of an evaluation that goes on inside it
             with self.keeping():
                 one_batch()
+            if "after_batch" in dispatch.stopped:
+                dispatch.resume("after_batch")  # as on one process, where all hear of such a batch
             if self.pending is not None:
-                self.watch.tell(self.watch.others, "leaving", self.votes)
+                self.watch.tell("leaving", self.votes)
             if self.pending is not None or self.watch.called == self.votes:
                 self.vote()
             return
-        if learn.train_iter >= self._alone_from:
+        if learn.train_iter >= self.alone_from:
             learn._gradient = None
             with world.alone():
                 one_batch()
@@ -257,15 +267,11 @@ class Agreement:
         if step.is_open():
             self.left_batch.finish_batch()
         if not step.dispatch.has_passed("after_batch"):
-            self._leave_if_all_do("after_batch")
+            self._leave_if_all_do(AFTER_BATCH)
         step.dispatch.resume("after_batch")  # the others have it, and it may hold a collective
-        self._leave_if_all_do("next batch")
+        self._leave_if_all_do(NEXT_BATCH)
 
-    def separate(self, after: int) -> None:
-        """Let each rank train by itself after so many batches; outside of batches the ranks vote as ever."""
-        self._alone_from = after
-
-    def _leave_if_all_do(self, point: str) -> None:
+    def _leave_if_all_do(self, point: int) -> None:
         """Leave at once, as one process would, if all ranks have a reason to before they come to this point."""
         if self.pending is not None and self.left_batch.step.all_skip(point):
             self.vote()
@@ -293,7 +299,7 @@ class RankDispatch(Dispatch):
     def begin(self) -> None:
         """Begin a batch: none of its events has taken place."""
         self._place = -1  # of the last one that has
-        self.stopped: tuple[str, Any] = ("", ())  # the event that an error has stopped, and its hooks to come
+        self.stopped: dict[str, list] = {}  # the event that an error has stopped, with its hooks to come
 
     def _resolve(self) -> dict[str, list]:
         "The table, each entry with the place that the heartbeat is to show."
@@ -301,7 +307,7 @@ class RankDispatch(Dispatch):
         for event in Event:
             table[event] = [(cb, hook, f"{event}/{cb!r}".encode()) for cb, hook in table[event]]
             if not table[event] and event not in INNER_EVENTS:  # it takes place on all ranks, listeners or not
-                table[event] = [(None, _nothing, f"{event}/".encode())]
+                table[event] = [(None, self.agreement.watch.check, f"{event}/".encode())]
         return table
 
     def fire(self, event: str) -> None:
@@ -325,11 +331,9 @@ class RankDispatch(Dispatch):
         Returns:
             Whether it was to come.
         """
-        hooks = self.table[event]
-        if self.stopped[0] == event:
-            hooks, self.stopped = self.stopped[1], ("", ())
-        elif self.has_passed(event):
+        if self.has_passed(event) and event not in self.stopped:
             return False
+        hooks = self.stopped.pop(event, self.table[event])
         of_this_rank = suppress(CancelBatchException, CancelBackwardException, CancelStepException)
         with self.agreement.keeping(), of_this_rank:
             self._call(event, hooks)
@@ -339,14 +343,15 @@ class RankDispatch(Dispatch):
         self._place = max(self._place, _PLACES.get(event, -1))  # a closure has earlier ones again
         self.agreement.event = event
         learn, watch = self.agreement.learn, self.agreement.watch
-        for i, (_, hook, place) in enumerate(hooks):
+        rest = iter(hooks)
+        for _, hook, place in rest:
             watch.heartbeat.beat(monotonic(), learn.epoch, learn.iter, place)
             if watch.failure is not None:
                 watch.check()
             try:
                 hook()
             except BaseException as error:
-                self.stopped = event, hooks[i + 1 :]
+                self.stopped = {event: list(rest)}
                 raised_in(error, event, place.decode().partition("/")[2])
                 raise
 
@@ -367,7 +372,3 @@ class RankDispatch(Dispatch):
 def strength(error: BaseException | None) -> int:
     """Return the place of an error among `LEAVING`: the lower, the stronger; that of no error is the last."""
     return next((i for i, kind in enumerate(LEAVING) if isinstance(error, kind)), len(LEAVING))
-
-
-def _nothing() -> None:
-    """The hook of an event that nobody listens to."""

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from learnerkit import world
 from learnerkit.gradient_mean import GradientMean, StepGradient, counts_something, host_count, scale_gradients
 from learnerkit.host_scalars import HostCopy
-from learnerkit.parallel.agreement import TOLD, Agreement, RankDispatch
+from learnerkit.parallel.agreement import AFTER_BATCH, NEXT_BATCH, STEP, TOLD, Agreement, RankDispatch
 from learnerkit.parallel.passes import Passes
 from learnerkit.text import first_few
 from learnerkit.torch_internals import check_reduced
@@ -19,8 +19,6 @@ from learnerkit.torch_internals import check_reduced
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
-
-_POINTS = ("begin", "step", "after_batch", "next batch")  # of a batch, in order; all but the first may be left out
 
 _SLOTS = 16  # of the vector: so many that the gradients after it in DDP's bucket stay aligned for vector instructions
 
@@ -102,7 +100,6 @@ class RankStep:
         self.number += 1
         if self.passes.watches:
             self.passes.close()
-        self.learn.pred = self.learn.output = None  # those of the batch before say nothing of this one
 
     def before_batch(self) -> None:
         """Prepare the batch, after the callbacks that may still change it: the hook of that event."""
@@ -188,13 +185,12 @@ class RankStep:
 
     def is_open(self) -> bool:
         """Tell whether this rank has left out something of the batch that other ranks may wait for."""
-        left = not self.reduced or (self.learn.step_due and self.stepped is None)
-        return left or self.dispatch.stopped[0] == "after_step"
+        is_left = self.learn.step_due and self.stepped is None
+        return is_left or not self.reduced or "after_step" in self.dispatch.stopped
 
     def note_optimizer_step(self, *_: Any) -> None:
         """Note that this rank's optimizer has stepped."""
-        if self.stepped is None:
-            self.stepped = True
+        self.stepped = True
 
     def count_ranks(self, with_data: bool) -> int:
         """Return how many ranks have data for another batch; every rank must reach this.
@@ -202,23 +198,18 @@ class RankStep:
         What a rank leaves for is told with the gradients, or after the last batch.
         """
         self.number += 1  # no rank waits in `all_skip` for this one, which waits for all here
-        with world.before_collective(None):
-            return world.reduce(int(with_data), among="votes")
+        return world.reduce(int(with_data), among="votes")
 
-    def all_skip(self, point: str) -> bool:
+    def all_skip(self, point: int) -> bool:
         """Tell whether every rank leaves a point of the batch out; ranks that come to it never call this."""
-        return self.agreement.watch.all_skip(self._number_of(point))
-
-    def _number_of(self, point: str) -> int:
-        return len(_POINTS) * self.number + _POINTS.index(point)
+        return self.agreement.watch.all_skip(NEXT_BATCH * self.number + point)
 
     def _passed(self) -> int:
         """The number of the last point that this rank has come to; the watch reads it in a thread of its own."""
-        begin = self._number_of("begin")  # first: what follows may soon be of the next batch
-        point = "step" if self.stepped else "begin"
+        begin = NEXT_BATCH * self.number  # first: what follows may soon be of the next batch
         if self.dispatch.has_passed("after_batch") and (self.stepped is not None or not self.learn.step_due):
-            point = "after_batch"
-        return begin + _POINTS.index(point)
+            return begin + AFTER_BATCH
+        return begin + STEP if self.stepped else begin
 
 
 # DDP

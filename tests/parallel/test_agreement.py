@@ -283,7 +283,7 @@ def test_a_cancel_before_a_collective_after_a_batch_without_a_step(training):
 @on_ranks
 def test_ranks_that_are_separated_train_by_themselves():
     seen = []
-    separate = Callback(before_train=lambda cb: cb.learn._agreement.separate(after=2))
+    separate = Callback(before_train=lambda cb: setattr(cb.learn._agreement, "alone_from", 2))
     count = Callback(before_batch=lambda cb: cb.training and seen.append(world.world_size()))
     error, _ = fit(make_learner([separate, count]), 1)
     assert error is None, error
@@ -401,6 +401,12 @@ def test_what_all_ranks_cancel_is_as_on_one_process(kind, event, order, batches)
         return make_learner([do, *([GradientAccumulation(n_batches=batches)] if batches > 1 else [])])
 
     assert_equals_alone(cancelled, epochs=2)
+
+
+@on_ranks
+def test_all_callbacks_hear_of_a_batch_of_validation_that_is_cancelled_after_its_end():
+    everyone, leave = tuple(range(N)), throw(CancelBatchException())
+    assert_equals_alone(lambda: make_learner(Do("after_batch", leave, everyone, training=False)), epochs=1)
 
 
 @on_ranks
@@ -571,6 +577,17 @@ def test_a_model_that_cannot_run_without_samples_is_trained_as_on_one_process():
         return Learner(dls, Flat(), nn.CrossEntropyLoss(), opt_func=torch.optim.SGD, lr=0.1)
 
     assert_equals_alone(flat, epochs=2)
+
+
+@on_ranks
+def test_a_rank_without_data_takes_part_in_sparse_gradients():
+    def embedding():
+        torch.manual_seed(0)
+        tokens, model = torch.arange(8 * N + 1) % 5, nn.Embedding(5, 2, sparse=True, dtype=torch.float64)
+        dls = DataLoaders.from_datasets(TensorDataset(tokens, tokens % 2), bs=8)
+        return Learner(dls, model, nn.CrossEntropyLoss(), opt_func=torch.optim.SGD, lr=0.1)
+
+    assert_equals_alone(embedding, epochs=2)
 
 
 # Errors
