@@ -246,6 +246,7 @@ class Agreement:
         learn._batch_index = learn.dl.share.place
         if not learn.training:
             dispatch: Any = learn._dispatch  # the run's, or that of an evaluation that goes on inside it
+            dispatch.begin()
             with self.keeping():
                 one_batch()
             if "after_batch" in dispatch.stopped:

@@ -75,13 +75,17 @@ class RankStep:
             watches: something may make backward passes after that of the loss.
         """
         self.passes.remove()
-        self.named = named
+        self.named, kept = named, self._are_kept()
         self.params = {name: p for name, p in named.items() if p.requires_grad}
-        self._witness = self._find_witness()
+        # Before the first step ranks may differ in what they have kept, and only a sum needs no collective for it.
+        self._witness = self._find_witness() if kept or self.mean.sums else None
         self.passes = Passes(self, watches)
 
     def _find_witness(self) -> nn.Parameter | None:
         return next((p for p in self.params.values() if p.grad is not None), None)
+
+    def _are_kept(self) -> bool:
+        return self._witness is not None and self._witness.grad is not None
 
     def is_changed(self) -> bool:
         """Tell whether parameters have been frozen or unfrozen since they were taken."""
@@ -103,7 +107,7 @@ class RankStep:
 
     def before_batch(self) -> None:
         """Prepare the batch, after the callbacks that may still change it: the hook of that event."""
-        self.kept = self._witness is not None and self._witness.grad is not None
+        self.kept = self._are_kept()
         if self.learn.dl.share.size == 0:
             self.agreement.left_batch.begin()
         if self.sends is not None and not self.mean.begun:

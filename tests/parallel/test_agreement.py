@@ -404,6 +404,12 @@ def test_what_all_ranks_cancel_is_as_on_one_process(kind, event, order, batches)
 
 
 @on_ranks
+def test_hooks_that_a_cancel_of_training_has_stopped_are_not_called_in_validation():
+    everyone, leave = tuple(range(N)), throw(CancelTrainException(agreed=True))
+    assert_equals_alone(lambda: make_learner(Do("after_batch", leave, everyone)), epochs=1)
+
+
+@on_ranks
 def test_all_callbacks_hear_of_a_batch_of_validation_that_is_cancelled_after_its_end():
     everyone, leave = tuple(range(N)), throw(CancelBatchException())
     assert_equals_alone(lambda: make_learner(Do("after_batch", leave, everyone, training=False)), epochs=1)
@@ -508,6 +514,18 @@ def test_gradients_that_are_kept_outlast_a_batch_that_all_ranks_leave():
 def keep_last(cb):
     if not cb.n_fits and cb.iter == cb.n_iter - 1:
         raise CancelBatchException
+
+
+@on_ranks
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_that_one_rank_alone_has_before_a_fit_keep_no_other_rank_waiting(reduction):
+    learn = make_learner()
+    learn.loss_func = nn.CrossEntropyLoss(reduction=reduction)
+    if RANK == LAST:
+        learn.model(learn.dls.train_ds.tensors[0]).sum().backward()
+    error, took = fit(learn, 1)
+    assert error is None, error
+    check_after(learn, took=took)
 
 
 @on_ranks
