@@ -488,12 +488,12 @@ def grouped_collectives() -> Iterator[None]:
         yield
 
 
-def _has_peers(what: str, ask: bool = True) -> bool:
+def _has_peers(what: str, waits: bool = True) -> bool:
     """Tell whether there are other ranks for a collective; join them first.
 
     Args:
         what: the collective's name.
-        ask: ask first whether all ranks come: each waits for the others, and this package does not know that they do.
+        waits: whether every rank waits for the others in it.
 
     Raises:
         RuntimeError: inside `no_collectives`.
@@ -503,7 +503,7 @@ def _has_peers(what: str, ask: bool = True) -> bool:
     if refused := _refused_in.get():
         raise _refusal(refused, f"world.{what}")
     join(what=f"world.{what}")
-    if ask and (call := _before_collective.get()) is not None:
+    if waits and (call := _before_collective.get()) is not None:
         call()
     return True
 
@@ -550,7 +550,7 @@ def reduce(x: T, op: str = "sum", among: str = "") -> T:
     """
     if op not in (*_OPS, "mean"):
         raise ValueError(f"reduce got op={op!r}; it takes 'sum', 'mean', 'max' or 'min'")
-    if not _has_peers("reduce", ask=not among):
+    if not _has_peers("reduce"):
         return x
     local = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
     total: Any = _wire(local.detach()).clone()
@@ -568,7 +568,7 @@ def broadcast(x: T, src: int = 0, among: str = "") -> T:
         src: whose.
         among: for this package, as in `reduce`.
     """
-    if not _has_peers("broadcast", ask=not among):
+    if not _has_peers("broadcast"):
         return x
     with _explained("broadcast"):
         if isinstance(x, Tensor):
@@ -627,7 +627,7 @@ def all_gather(x: T, among: str = "") -> list[T]:
         x: of this rank.
         among: for this package, as in `reduce`.
     """
-    if not _has_peers("all_gather", ask=not among):
+    if not _has_peers("all_gather"):
         return [x]
     with _explained("all_gather"):
         if isinstance(x, Tensor):
@@ -749,7 +749,7 @@ def follow_rank0(name: str, timeout: float = 300.0) -> None:
     Raises:
         TimeoutError: rank 0 did not come.
     """
-    if not _has_peers(name, ask=False):
+    if not _has_peers(name, waits=False):
         return
     key = f"learnerkit/{name}/{_count_call(name)}"
     if is_main():

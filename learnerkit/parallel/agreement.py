@@ -223,7 +223,8 @@ class Agreement:
         where = where or f"a collective in {self.event}"
         if learn._dispatch is not None:
             where += f" ({learn.task})"
-        everyone = world.all_gather((self.flags(), learn.train_iter, where), among="votes")
+        with world.before_collective(None):
+            everyone = world.all_gather((self.flags(), learn.train_iter, where), among="votes")
         flags, iterations, places = zip(*everyone, strict=True)
         # A rank that has left a batch early has not counted it; the counter must not stay behind the others'.
         learn.train_iter = max(iterations)

@@ -202,7 +202,8 @@ class RankStep:
         What a rank leaves for is told with the gradients, or after the last batch.
         """
         self.number += 1  # no rank waits in `all_skip` for this one, which waits for all here
-        return world.reduce(int(with_data), among="votes")
+        with world.before_collective(None):
+            return world.reduce(int(with_data), among="votes")
 
     def all_skip(self, point: int) -> bool:
         """Tell whether every rank leaves a point of the batch out; ranks that come to it never call this."""
