@@ -155,8 +155,8 @@ class CheckpointCallback(StepCounter):
             self._first = first_attributes(learn)
             now, storage = state_dict(learn), self._main()
             storage.check_values(*_parts(now))
-            if found is not None and not self._take_up(found, now):
-                self._end()
+            if found is not None:
+                self._take_up(found, now)
             storage.check_writable()
         trained = {name for name, p in unwrap(learn.model).named_parameters() if p.requires_grad}
         self._infinite = {k: where for k, where in _not_finite(_values(now)).items() if k not in trained}
@@ -248,8 +248,8 @@ class CheckpointCallback(StepCounter):
             self._storage = Storage(self.path, self.keep, self.async_save)
         return self._storage
 
-    def _take_up(self, found: Checkpoint, now: dict[str, Any]) -> bool:
-        """Put the state of a checkpoint into the learner; tell whether there is something to do."""
+    def _take_up(self, found: Checkpoint, now: dict[str, Any]) -> None:
+        """Put the state of a checkpoint into the learner, and end the fit if it was done."""
         learn, info, path = self.learn, found.info, str(found.path)
         then = _read_state(found, learn, now)
         self._resumption = resumption = Resumption(then, self._compare(then), path)
@@ -259,12 +259,11 @@ class CheckpointCallback(StepCounter):
             if found.path.parent.resolve() in _ends_here:
                 by = ", by another Learner of this process (each may have its own directory: per_learner=True)"
             learn.say(f"fit {info['fit']} was done before{by}: its end is loaded from {_shown(found.path)}")
-            return False
+            self._end()
         if info["place"] != EPOCH and learn._position is None:
             warn(f"without TrainEvalCallback the place in the data is not known: epoch {info['epoch']} is read anew")
         self._steps = self._saved_at = info["step"]
         self._tell(found)
-        return True
 
     def _compare(self, then: dict[str, Any]) -> bool:
         """Warn of what has changed, or refuse it; tell whether the optimizer is of the same kind."""
@@ -294,14 +293,13 @@ class CheckpointCallback(StepCounter):
 
     def _tell(self, found: Checkpoint) -> None:
         info, ranks = found.info, world.world_size()
-        places = {TRAIN: f"in epoch {info['epoch']}", TRAINED: f"at the validation of epoch {info['epoch']}"}
-        place = places.get(info["place"], f"after epoch {info['epoch']}")
+        place = {TRAIN: "in", TRAINED: "at the validation of", EPOCH: "after"}.get(info["place"])
         ago = format_time(max(0.0, time.time() - info["time"]))
         other = ""
         if found.n_ranks != ranks:
             other = f"; it had {found.n_ranks} rank{'s' * (found.n_ranks > 1)} and has {ranks}"
             other += ", of which the new ones have fresh random streams" if ranks > found.n_ranks else ""
-        where = f"{place}, step {info['step']}, from {_shown(found.path)}"
+        where = f"{place} epoch {info['epoch']}, step {info['step']}, from {_shown(found.path)}"
         self.learn.say(f"resumed fit {info['fit']} {where} ({ago} old{other})")
 
     def before_train(self) -> None:
@@ -543,7 +541,7 @@ def _interval(every: Any) -> tuple[int, float]:
     """The steps and the seconds of `every`; 0 for what it does not say."""
     if every == "epoch":
         return 0, 0.0
-    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+    if type(every) is int and every > 0:
         return every, 0.0
     minutes = re.fullmatch(r"(\d+(?:\.\d+)?)\s*min", every) if isinstance(every, str) else None
     if minutes is None or not float(minutes[1]):

@@ -63,6 +63,7 @@ T = TypeVar("T")
 
 _FORMAT = 2
 _MODEL, _STATE, _MANIFEST, _LATEST = "model.safetensors", "state.json", "manifest.json", "latest"
+_SIGNS = (_MANIFEST, _MODEL, _STATE)  # of these a directory has one if it is a checkpoint, perhaps a damaged one
 _LOCK = ".learnerkit.lock"
 _DYING = 5.0  # seconds that the memory of a killed process may take to be freed, and its lock with it
 _MANIFEST_BYTES = 2**26  # more than any has
@@ -82,7 +83,6 @@ class Checkpoint:
         self.path = path
         self.info: dict[str, Any] = manifest["info"]
         self.n_ranks: int = manifest["n_ranks"]
-        self.number: int = manifest["number"]
         self._files: dict[str, dict] = manifest["files"]
 
     def weights(self) -> dict[str, Tensor]:
@@ -157,7 +157,7 @@ class Checkpoint:
 
     def share(self, rank: int, n: int) -> list[str]:
         """The files that a rank of n verifies, so that all have about as much to do."""
-        return sorted(self._files, key=lambda name: (self._files[name]["size"], name))[rank::n]
+        return sorted(self._files, key=lambda name: self._files[name]["size"])[rank::n]
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -633,10 +633,11 @@ def _joined(texts: Sequence[str]) -> str:
 
 def candidates(folder: Path) -> list[Path]:
     """The directories in one, and links to some, that look like checkpoints; what else is there is of no concern."""
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if os.path.isdir(path) and not path.name.startswith(".")]
-    return [path for path in found if any(os.path.lexists(path / name) for name in (_MANIFEST, _MODEL, _STATE))]
+    return [
+        path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if os.path.isdir(path) and path.name[0] != "." and any(os.path.lexists(path / name) for name in _SIGNS)
+    ]
 
 
 def _signed(manifest: dict[str, Any]) -> bytes:
