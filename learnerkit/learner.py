@@ -55,6 +55,7 @@ from learnerkit.events import (
 )
 from learnerkit.explain import explain
 from learnerkit.files import CheckpointError, File, Saved, fitted, name_or_path, save_whole
+from learnerkit.inspection.undoing import give_shapes, unchanged
 from learnerkit.launch.rank_main import shorten, wants_short
 from learnerkit.losses import (
     LossWeight,
@@ -74,7 +75,6 @@ from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import Workers, distrib_ctx
 from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
-from learnerkit.snapshot import give_shapes, restorer, unchanged
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
 from learnerkit.utils import (
     PlainLock,
@@ -83,6 +83,7 @@ from learnerkit.utils import (
     is_placed,
     listify,
     own_loss_arguments,
+    restorer,
     spanned_devices,
     suggests_keywords,
     training_modes,
@@ -761,7 +762,7 @@ class Learner(RunState):
         parallel.warn_outside_context(self)
         if (recorded := self._recorded_lr_find(finder)) is not None:
             return recorded
-        with self._running("lr_find", finder), unchanged(self, finder):
+        with self._running("lr_find", finder), unchanged(self, but=[finder]):
             self._prepare_opt()
             self.n_epoch, self.n_steps, self.start_epoch = None, num_it, 0
             self._level("fit", self._fit, CancelFitException)
