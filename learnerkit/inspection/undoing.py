@@ -48,7 +48,8 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
     check_shaped([owner for owner in owners if isinstance(owner, nn.Module)])
     found = run_state.state_dict(learn)
     del found["model"]  # which is restored tensor by tensor, as some buffers cannot be loaded
-    state, opts = restorer(found, keep), [_put_back_optimizer(opt, keep) for opt in learn.opts]
+    state, inner = restorer(found, keep), [x for opt in learn.opts for x in _held(opt) if isinstance(x, Optimizer)]
+    opts = [_put_back_optimizer(opt, keep) for opt in (*learn.opts, *inner)]
 
     def put_back() -> None:
         values = state()
