@@ -336,7 +336,7 @@ class EMA(_Averaging):
             copies = {id(average) for _, average in self._copies}
             average = {name: t for name, t in self._average.items() if id(t) in copies}
             parameters = {name for name, _ in unwrap(self.module).named_parameters()}
-        state = {"n": self.n_averaged, "steps": self._steps, "own": {}}
+        state: dict[str, Any] = {"n": self.n_averaged, "steps": self._steps, "own": {}}
         for part, tensors in (("average", average), ("module", self._beside())):
             state[part] = {name: t for name, t in tensors.items() if name in parameters}
             state["own"][part] = {name: t for name, t in tensors.items() if name not in parameters}
