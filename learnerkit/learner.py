@@ -1105,7 +1105,10 @@ class Learner(RunState):
     def _say_step(self) -> None:
         "Say once what a step of several batches sees."
         if self.n_ranks > 1 or any(isinstance(cb, GradientAccumulation) for cb in self.cbs):
-            scaling_rate().say_step(self)
+            text = scaling_rate().combined_step(self)
+            if text and text != self._said_step:
+                self._said_step = text
+                self.say(text)
 
     @property
     def lr(self) -> Any:
