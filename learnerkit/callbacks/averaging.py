@@ -331,21 +331,21 @@ class EMA(_Averaging):
         """
         if self.module is None:
             average = self._average if self._steps > self.start else {}
-            parameters = {name for name, t in self._own.items() if isinstance(t, nn.Parameter)}
         else:
             copies = {id(average) for _, average in self._copies}
             average = {name: t for name, t in self._average.items() if id(t) in copies}
-            parameters = {name for name, _ in unwrap(self.module).named_parameters()}
+        owner = self.of if self.module is None else self.module
+        parameters = dict(unwrap(self.learn.model if owner is None else owner).named_parameters())
         state: dict[str, Any] = {"n": self.n_averaged, "steps": self._steps, "own": {}}
         for part, tensors in (("average", average), ("module", self._beside())):
-            state[part] = {name: t for name, t in tensors.items() if name in parameters}
-            state["own"][part] = {name: t for name, t in tensors.items() if name not in parameters}
+            for name, t in tensors.items():
+                (state if name in parameters else state["own"]).setdefault(part, {})[name] = t
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the average; with another number of ranks, all have the buffers that rank 0 had."""
         own = state.get("own") or state.get("ranks", [{}])[0]  # earlier versions had the buffers among the others
-        average, beside = ({**state[part], **own.get(part, {})} for part in ("average", "module"))
+        average, beside = (state.get(part, {}) | own.get(part, {}) for part in ("average", "module"))
         mine = self._beside()
         for name, value in beside.items():
             mine[name].copy_(value.view_as(mine[name]))

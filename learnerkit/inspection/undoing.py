@@ -1,9 +1,11 @@
 """Undoing what a trial changes: training, or running a model, that leaves no trace on a learner."""
 
+import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,8 +50,8 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
     check_shaped([owner for owner in owners if isinstance(owner, nn.Module)])
     found = run_state.state_dict(learn)
     del found["model"]  # which is restored tensor by tensor, as some buffers cannot be loaded
-    state, inner = restorer(found, keep), [x for opt in learn.opts for x in _held(opt) if isinstance(x, Optimizer)]
-    opts = [_put_back_optimizer(opt, keep) for opt in (*learn.opts, *inner)]
+    state, held = restorer(found, keep), chain(learn.opts, *map(_held, learn.opts))  # with those inside of others
+    opts = [_put_back_optimizer(x, keep) for x in held if isinstance(x, Optimizer)]
 
     def put_back() -> None:
         values = state()
@@ -158,7 +160,7 @@ def put_back_attributes(owner: Any, stack: ExitStack) -> None:
     """Register on `stack` what restores an object's attributes: which they are, what is in containers, generators."""
     for x in (getattr(owner, "__dict__", {}), *_held(owner)):
         if type(x) in _CONTAINERS:
-            stack.callback(_refill, x, dict(x) if isinstance(x, dict) else list(x))
+            stack.callback(_refill, x, copy.copy(x))
         elif isinstance(x, GENERATORS):
             stack.callback(set_generator_state, x, generator_state(x))
 
