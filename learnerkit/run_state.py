@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from learnerkit import optim, world
 from learnerkit.callback import Callback, is_ours
 from learnerkit.data.batches import map_batch
-from learnerkit.data.iterable import source_of
+from learnerkit.data.iterable import has_state, source_of
 from learnerkit.files import CheckpointError, Saved, fitted
 from learnerkit.state import COUNTERS
 from learnerkit.tensor_files import why_not
@@ -160,11 +161,17 @@ def values_beside(learn: "Learner") -> list[Tensor]:
 def _loader_state(learn: "Learner", dl: Any) -> dict[str, Any] | None:
     if dl is None:
         return None
-    source = source_of(dl)
+    source = _source_of(dl)
     return {
         "samplers": learn.dls.sampler_states(dl).state(),
         "source": None if source is None else copy.deepcopy(source.state_dict()),
     }
+
+
+def _source_of(dl: Any) -> Any:
+    """What has the state of the data: between fits a dataset with an index may have one too."""
+    dataset = getattr(dl, "dataset", None)
+    return dataset if has_state(dataset) and not isinstance(dataset, IterableDataset) else source_of(dl)
 
 
 def _without_arrays(x: Any) -> Any:
@@ -307,7 +314,7 @@ def _put_attribute(owner: Any, name: str, value: Any) -> None:
 def _put_loader(learn: "Learner", dl: Any, state: Mapping[str, Any]) -> None:
     learn.dls.sampler_states(dl).load(state["samplers"])
     if state["source"] is not None:
-        source_of(dl).load_state_dict(copy.deepcopy(state["source"]))
+        _source_of(dl).load_state_dict(copy.deepcopy(state["source"]))
 
 
 class Resumption:

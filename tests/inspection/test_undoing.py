@@ -315,6 +315,34 @@ def test_what_has_a_state_is_where_it_was(before):
     assert same_weights(*found)
 
 
+class Counted(Dataset):
+    """Gives each sample with how often samples were read."""
+
+    def __init__(self):
+        self.reads = [0]
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        self.reads[0] += 1
+        return torch.full((4,), 0.01 * self.reads[0]), torch.ones(1)
+
+    def state_dict(self):
+        return {"reads": self.reads[0]}
+
+    def load_state_dict(self, state):
+        self.reads = [state["reads"]]
+
+
+def test_a_dataset_with_a_state_and_an_index_is_what_it_was():
+    learn = make_learner(DataLoaders(DataLoader(Counted(), 4), device="cpu"))
+    with learn.no_logging():
+        learn.fit(1)
+    assert learn.check()
+    assert learn.dls.train.dataset.reads == [8]
+
+
 class Ends(IterableDataset):
     """A stream whose state after an epoch is its end, from which it would give nothing more."""
 
