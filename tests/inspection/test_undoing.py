@@ -95,6 +95,28 @@ def test_nothing_changes(opt_func, fitted, wd, error):
     assert [id(t) for t in (*learn.model.parameters(), *learn.model.buffers())] == tensors
 
 
+class Wide(SGD):
+    """Sums up what it does in float64, which torch's own loading would make float32."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            total = self.state[p].setdefault("total", torch.zeros_like(p, dtype=torch.float64))
+            total.add_(p.grad, alpha=1 / 3)
+        super().step()
+
+
+def test_an_optimizers_state_is_given_back_in_place_and_in_its_type():
+    learn = learner(Wide)
+    totals = [learn.opt.state[p]["total"] for p in learn.opt.param_groups[0]["params"]]
+    before = copy.deepcopy(totals)
+    with unchanged(learn):
+        learn.fit(1)
+        assert not torch.equal(before[0], totals[0])
+    found = [learn.opt.state[p]["total"] for p in learn.opt.param_groups[0]["params"]]
+    assert all(a is b and torch.equal(b, c) for a, b, c in zip(totals, found, before, strict=True))
+
+
 def test_training_goes_on_as_if_nothing_had_been():
     losses = []
     for tried in (False, True):
