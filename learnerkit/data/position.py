@@ -73,6 +73,11 @@ class Position:
         found = self._read + max(0, self.steps - self.first_step) * self._per_step
         return found if self._total is None or self._per_step == 1 else min(found, max(self._read, self._total))
 
+    @property
+    def stage(self) -> str:
+        """Where in a fit it is: 'train', in an epoch's training; 'trained', after it; 'epoch', between two epochs."""
+        return "trained" if self.over else "train" if self._begun else "epoch"
+
     def seed(self, training: bool) -> int:
         """The seed of this epoch for those who fetch samples."""
         return world.mixed_seed(self.order.seed(self.epoch), training)
@@ -109,6 +114,7 @@ class Position:
             "batches": self.batches,
             "samples": self.samples,
             "over": over,
+            "begun": self._begun,
             "order": self.order.start,
             "samplers": self._start if reading and not over else self._samplers and self._samplers.state(),
             "states": states if reading else None,
@@ -203,11 +209,12 @@ class Position:
         self.samples, self.over, self.states = state["samples"], state["over"], state["states"]
         self._read = self._in_batches(state)
         self.steps = self.first_step = max(self._read, self.over)
-        self._resumed = bool(self._read or self.over)
+        self._resumed = bool(self._read or self.over or state["begun"])
         self._check_source(dl, state)
         self._found, self._stream = state["source"], state.get("stream")
         self._running, self._parts = state["running"], state["parts"]
-        self._samplers.load(state["samplers"])
+        if state["samplers"] is not None:  # else it was taken before the first epoch
+            self._samplers.load(state["samplers"])
         if self._read and not getattr(dl, "in_order", True) and starts_workers(dl):
             world.warn_once(
                 "the training loader has in_order=False, so it is not known which batches of this epoch training has "
