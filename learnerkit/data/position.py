@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len
-from learnerkit.data.iterable import LoaderView, has_state, read_nothing, read_on, say_read_forward, source_of
+from learnerkit.data.iterable import LoaderView, has_state, read_on, say_read_forward, source_of
 from learnerkit.data.order import SampleOrder, draw_seed, draws_globally, keep_seeds, samplers_of, states_at_start
 from learnerkit.data.streams import Draws, Numbered, PerSample, starts_workers
 from learnerkit.torch_internals import has_iterator
@@ -107,7 +107,7 @@ class Position:
         if self._loaded is not None:
             return self._loaded
         found, over = (None, self.over) if self._source is None else self._source_state()
-        reading = self._begun and not self.over
+        reading = self._begun and not over
         states = self._draws.states if self.states is None and self._draws is not None else self.states
         return {
             "epoch": self.epoch,
@@ -116,9 +116,9 @@ class Position:
             "over": over,
             "begun": self._begun,
             "order": self.order.start,
-            "samplers": self._start if reading and not over else self._samplers and self._samplers.state(),
+            "samplers": self._start if reading else self._samplers and self._samplers.state(),
             "states": states if reading else None,
-            "stream": getattr(self._shared, "stream", None) if reading else None,
+            "stream": self._shared.stream if reading and self._shared is not None else None,
             "running": has_iterator(self._loader),
             "batch_size": self._batch_size,
             "parts": self._parts,
@@ -270,7 +270,7 @@ class Position:
         """Return `dl`, whose batches no index stream decides, from the place on."""
         self._note_parts((1, max(1, dl.num_workers)) if isinstance(dl, DataLoader) else None)
         if self.over:
-            return LoaderView(dl, read_nothing)
+            return LoaderView(dl, partial(read_on, skip=inf))
         if (found := self._take_found()) is not None:
             at_end = not self._resumed
             return LoaderView(dl, partial(read_on, source=self._source, state=found, at_end=at_end, quiet=self._quiet))
@@ -293,6 +293,7 @@ class Position:
             shared: the `RankLoader`.
         """
         self._shared, self._per_step, self._source = shared, shared.per_step, shared.source
+        self._length = None  # a stream's end is known at a short batch, or when it gives none
         self._note_parts(shared.parts)
         if self._resumed:
             first = -(-self._read // self._per_step)

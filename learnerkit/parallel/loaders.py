@@ -186,12 +186,16 @@ class RankLoader(LoaderView):
             if a step of several batches is still to be taken.
         usual_total: samples of all ranks in a step, roughly, where the shares do not tell.
         source: what has the state of data that every rank reads alike.
+        stream: the states of the generators that the ranks read the `source` with, at the place.
+        alike: every rank reads all batches, of which each takes its part.
     """
 
     source: Any = None
     is_last = False
     usual_total: int | None = None
     parts: tuple[int, int] | None = None  # of an iterable dataset: how many, and by how many workers each is read
+    stream: Any = None
+    alike = False
 
     def __init__(
         self, loader: DataLoader, batches: Any, dims: Dims = 0, cut: "Cut | None" = None,
@@ -336,10 +340,6 @@ class RankStreamLoader(RankLoader):
         split: each batch of the user's loader is cut into a piece for each rank.
         finish: makes a batch of what the loader gives for this rank.
         count: the number of samples of a batch that the dataset makes, where it is known.
-
-    Attributes:
-        alike: every rank reads the same.
-        stream: the states of the generators that the ranks read the `source` with, at the place.
     """
 
     def __init__(
@@ -355,7 +355,6 @@ class RankStreamLoader(RankLoader):
         self._source = source_of(loader) if sharded and rank_step is not None else None
         known = not sharded and rank_step is not None and not loader.num_workers and has_state(loader.dataset)
         self.source = loader.dataset if known else None
-        self.stream: Any = None
         self._ended = False  # whether this rank has no more data, while others have
         self._left = False  # whether all have stopped before this rank's data ended
         self._seed: Any = None  # as in `same_stream`
@@ -387,17 +386,19 @@ class RankStreamLoader(RankLoader):
                 "the dataset begins each epoch anew. uneven='join' uses all data"
                 " (errors.html#place-in-data)"
             )
-        self._over, self._skip, self._place = skip == inf, 0, {}
-        self.stream = own.get("stream")
-        if state is not None:
+        self.stream, self._skip = own.get("stream"), 0
+        self._place: dict[str, Any] = {}
+        if skip == inf:
+            self._place = {"skip": skip}
+        elif state is not None:
             # The generators that ranks read alike with draw nothing for workers.
             source, quiet = (self._source, quiet) if self.sharded else (self.source, True)
             self._place = {"source": source, "state": state, "at_end": not first, "quiet": quiet}
         elif self.sharded:
             self._place = {"skip": first}
-        elif not self._over:
+        else:
             self._skip = int(skip)
-        if not first or self._over or state is not None:
+        if not first or skip == inf or state is not None:
             return 0
         name = type(self.loader.dataset).__name__
         advice = "" if self.sharded else f"give the {name} (with num_workers=0) state_dict and load_state_dict"
@@ -427,6 +428,8 @@ class RankStreamLoader(RankLoader):
         ranks, mine = (1, 0) if self.sharded or self.split else (world.world_size(), world.rank())
         # All batches of a step are read before it: the model may make them, and is another one after it.
         for found in iter(lambda: list(islice(batches, ranks)), []):
+            if self.source is not None and (found[-1].total or 0) < (self.loader.batch_size or 0):
+                deque(batches, 0)  # they have ended with a short one; so do the random numbers they are read with
             if self.loader.batch_sampler is None:
                 found = [Piece(None, self.count and self.count(batch), batch) for batch in found]
             totals = [piece.total for piece in found]
@@ -439,8 +442,8 @@ class RankStreamLoader(RankLoader):
 
     def _batches(self) -> Iterator:
         "What the loader gives from the place on; if all ranks read it, with random numbers that are the same on each."
-        batches: Iterator = iter(()) if self._over else read_on(self.loader, **self._place)
-        if self.sharded or self.loader.num_workers or (self._over and self.stream is None):
+        batches = read_on(self.loader, **self._place)
+        if self.sharded or self.loader.num_workers or self._place.get("skip"):
             return batches
         return same_stream(self._noting(batches), self.stream or self._seed, world.rank() == 0, self._since)
 
