@@ -144,6 +144,20 @@ def test_t9_a_stream_with_a_state_goes_on_in_the_order_of_its_epoch(empties, spl
         assert rest == alone(one, 1)[before : before + len(rest)] != []
 
 
+@pytest.mark.filterwarnings("ignore:the data of rank")
+@pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_t9_a_stream_of_batches_with_a_state_goes_on_at_its_place(split):
+    class Batches(Remembering):
+        def __iter__(self):
+            for x, y in super().__iter__():
+                yield torch.stack([x] * RANKS), torch.stack([y] * RANKS)
+
+    made = lambda: DataLoaders(DataLoader(Batches(True), None), device="cpu")  # noqa: E731
+    how = {"split_batches": split}
+    whole, stopped = (fit(made, Log(stop), distributed=how) for stop in (None, (1, 2)))
+    assert fit(made, Log(), stopped.state, distributed=how).seen == whole.seen[stopped.count :]
+
+
 @pytest.mark.parametrize("n", [26, pytest.param(28, marks=pytest.mark.slow)])  # the last batch is a short or a full one
 @pytest.mark.parametrize("empties", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_place_behind_the_last_batch_of_a_stream_with_a_state(n, empties):
