@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from learnerkit import optim, world
 from learnerkit.callback import Callback, is_ours
 from learnerkit.data.batches import map_batch, tensors_in, to_device
-from learnerkit.data.iterable import source_of
+from learnerkit.data.iterable import has_state, source_of
 from learnerkit.data.samplers import GENERATORS, generator_state, set_generator_state
 from learnerkit.events import CancelTrainException
 from learnerkit.files import CheckpointError, Saved, fitted, why_not
@@ -48,10 +49,10 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
     """
     first = first or {}
     model, opt, position = unwrap(learn.model), learn.opt, learn._position
-    found = {key: state_of(cb, first.get(key, {})) for key, cb in keys(learn.cbs) if cb.run and _is_here(cb)}
-    states = {key: found[key] for key, cb in keys(learn.cbs) if key in found and not cb.rank0_only}
+    cbs = taking_part(learn)
+    states = {key: state_of(cb, first.get(key)) for key, cb in cbs if not cb.rank0_only}
     own = {key: state.pop("own") for key, state in states.items() if "own" in state}
-    alone = {key: state for key, state in found.items() if key not in states}
+    alone = {key: state_of(cb, first.get(key)) for key, cb in cbs if cb.rank0_only and world.is_main()}
     mine = {
         "random": [*map(_without_arrays, world.seed_states()), world.device_states(learn.dls.device)],
         "seed": torch.initial_seed(),
@@ -107,14 +108,16 @@ def keys(cbs: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
     seen: dict[str, int] = {}
     for cb in cbs:
         name = type(cb).__name__
-        if name.startswith("_") or name in _APART:
+        if (name.startswith("_") and is_ours(type(cb))) or name in _APART:
             continue
         seen[name] = seen.get(name, 0) + 1
         yield name if seen[name] == 1 else f"{name}_{seen[name]}", cb
 
 
-def _is_here(cb: Callback) -> bool:
-    return world.is_main() or not cb.rank0_only
+def taking_part(learn: "Learner") -> list[tuple[str, Callback]]:
+    """Return the callbacks whose state counts now, with their names: in a trial those of a fit alone change nothing."""
+    fitting = learn.task in (None, "fit")
+    return [(key, cb) for key, cb in keys(learn.cbs) if cb.run and (fitting or not cb.only_fit)]
 
 
 def state_of(cb: Callback, first: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -129,7 +132,7 @@ def state_of(cb: Callback, first: Mapping[str, Any] | None = None) -> dict[str, 
     try:
         state = cb.state_dict()
     except Exception:
-        if cb.learn.task is not None:
+        if cb.learn.task == "fit":
             raise
         return {}  # before its first run it may have no state yet
     if not isinstance(state, dict):
@@ -221,11 +224,17 @@ def values_beside(learn: "Learner") -> list[Tensor]:
 def _loader_state(learn: "Learner", dl: Any) -> dict[str, Any] | None:
     if dl is None:
         return None
-    source = source_of(dl)
+    source = _source_of(dl)
     return {
         "samplers": learn.dls.sampler_states(dl).state(),
         "source": None if source is None else copy.deepcopy(source.state_dict()),
     }
+
+
+def _source_of(dl: Any) -> Any:
+    """What has the state of the data: between fits a dataset with an index may have one too."""
+    dataset = getattr(dl, "dataset", None)
+    return dataset if has_state(dataset) and not isinstance(dataset, IterableDataset) else source_of(dl)
 
 
 def _without_arrays(x: Any) -> Any:
@@ -245,14 +254,19 @@ def load_state_dict(learn: "Learner", state: Mapping[str, Any]) -> None:
     put_model(learn, state)
     if learn.task is None:
         learn._resumes = state if state["place"] else None
-        for name, value in state["counters"].items():
-            setattr(learn, name, value)
-        for dl, found in zip(learn.dls.loaders, state["loaders"] or (), strict=False):
-            if found is not None:
-                _put_loader(learn, dl, found)
+        put_place(learn, state)
         if learn._resumes is not None:
             return  # the rest is put back in the fit, at the place where it was taken
     put_rest(learn, state)
+
+
+def put_place(learn: "Learner", state: Mapping[str, Any]) -> None:
+    """Set the counters, and between fits have the loaders go on where they were."""
+    for name, value in state["counters"].items():
+        setattr(learn, name, value)
+    for dl, found in zip(learn.dls.loaders, state["loaders"] or (), strict=False):
+        if found is not None:
+            _put_loader(learn, dl, found)
 
 
 def check_parts(state: Mapping[str, Any]) -> None:
@@ -290,14 +304,23 @@ def put_model(learn: "Learner", state: Mapping[str, Any], with_opt: bool = True,
     model = unwrap(learn.model)
     weights = copy.copy(state["model"])  # which may lose the prefixes of its names
     saved = fitted(Saved(name, weights), model, strict=True)
+    put_trained(learn, state, with_opt)
+    model.load_state_dict(saved.weights)
+
+
+def put_trained(learn: "Learner", state: Mapping[str, Any], with_opt: bool = True) -> None:
+    """Load what belongs to the weights: the optimizers' state, and what is trained beside; the arguments are as above.
+
+    Raises:
+        ValueError: parameter groups are others.
+    """
     if with_opt and state["opt"] is not None:
         optim.load_state(learn.opt, state["opt"])
-    model.load_state_dict(saved.weights)
     with torch.no_grad():
         for t, value in zip(values_beside(learn), state["beside"], strict=True):
             t.copy_(value)
     frozen = set(state["frozen"])
-    for name, p in model.named_parameters():
+    for name, p in unwrap(learn.model).named_parameters():
         if p.is_floating_point() or p.is_complex():
             p.requires_grad_(name not in frozen)
     learn._scaler_state = dict(state["scaler"])
@@ -317,14 +340,14 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
     evaluating, rank = set(state["eval"]), state["rank"]
     for key, module in unwrap(learn.model).named_modules():
         module.training = key not in evaluating
-    for key, cb in keys(learn.cbs):
+    for key, cb in taking_part(learn):
         if cb.rank0_only:
             found = rank.get("alone", {}).get(key)
         else:
             found = dict(state["callbacks"].get(key, {}))
             if key in rank.get("callbacks", {}):
                 found["own"] = rank["callbacks"][key]
-        if found and cb.run:
+        if found:
             try:
                 _put_callback(cb, copy.deepcopy(found))  # as torch's own methods take things out
             except Exception as e:
@@ -373,7 +396,7 @@ def _put_attribute(owner: Any, name: str, value: Any) -> None:
 def _put_loader(learn: "Learner", dl: Any, state: Mapping[str, Any]) -> None:
     learn.dls.sampler_states(dl).load(state["samplers"])
     if state["source"] is not None:
-        source_of(dl).load_state_dict(copy.deepcopy(state["source"]))
+        _source_of(dl).load_state_dict(copy.deepcopy(state["source"]))
 
 
 class Resumption:
