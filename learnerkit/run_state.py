@@ -8,7 +8,7 @@ import copy
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -176,8 +176,10 @@ def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> dict
             continue
         if isinstance(value, GENERATORS):
             generators[name] = _without_arrays(generator_state(value))
-        elif _bytes_of(value, apart) <= _LARGEST and not (name in first and _equal(value, first[name])):
-            values[name] = map_batch(torch.clone, value, copy.copy)
+            continue
+        with suppress(RecursionError):  # a list that contains itself
+            if _bytes_of(value, apart) <= _LARGEST and not (name in first and _equal(value, first[name])):
+                values[name] = map_batch(torch.clone, value, copy.copy)
     on_device = [name for name, value in values.items() if any(t.device.type != "cpu" for t in tensors_in(value))]
     found = {"values": values, "on_device": on_device, "generators": generators}
     return {part: content for part, content in found.items() if content}

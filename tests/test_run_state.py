@@ -143,6 +143,14 @@ def test_an_argument_of_a_callback_is_the_scripts():
     assert "share" not in own["values"]
 
 
+def test_an_attribute_that_cannot_be_saved_is_left_out():
+    learn = make()
+    learn.counting.loop, learn.counting.wide = [1], torch.zeros(2**26 + 1)
+    learn.counting.loop.append(learn.counting.loop)
+    learn.counting.model, learn.counting.weight = learn.model, next(learn.model.parameters())
+    assert learn.state_dict()["rank"]["callbacks"]["Counting"]["values"].keys() == {"steps", "seen", "mean"}
+
+
 def test_a_list_that_the_user_holds_stays_the_callbacks():
     learn = make()
     seen, state = learn.counting.seen, copy.deepcopy(learn.state_dict())

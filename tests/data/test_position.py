@@ -34,7 +34,7 @@ from learnerkit import (
     set_seed,
     world,
 )
-from learnerkit.checkpoints import encoding
+from learnerkit.checkpoints import storage
 
 N = 22
 
@@ -123,8 +123,8 @@ def make_dls(sampler, workers, valid=True):
 def through_a_file(state):
     """A state as it comes back from a checkpoint."""
     tensors = []
-    text = json.dumps(encoding.encode(state, tensors))
-    return encoding.decode(json.loads(text), [t.clone() for t in tensors])
+    text = json.dumps(storage.encode(state, tensors))
+    return storage.decode(json.loads(text), [t.clone() for t in tensors])
 
 
 class Log(Callback):
@@ -317,7 +317,7 @@ def test_t3_the_order_goes_on_in_a_new_process(sampler, tmp_path, script_env):
     fit(make_dls(sampler, "workers"), whole)
     fit(make_dls(sampler, "workers"), stopped)
     tensors = []
-    text = json.dumps(encoding.encode(stopped.state, tensors))
+    text = json.dumps(storage.encode(stopped.state, tensors))
     torch.save((text, tensors), tmp_path / "state")
     code = f"""
 import json, sys, torch
@@ -325,7 +325,7 @@ sys.path.insert(0, {str(ROOT / "tests")!r})
 from data.test_position import Log, Resume, encoding, fit, make_dls
 text, tensors = torch.load({str(tmp_path / "state")!r}, weights_only=True)
 log = Log()
-fit(make_dls({sampler!r}, "workers"), Resume(encoding.decode(json.loads(text), tensors)), log, seed=99)
+fit(make_dls({sampler!r}, "workers"), Resume(storage.decode(json.loads(text), tensors)), log, seed=99)
 print(json.dumps(log.seen))
 """
     done = subprocess.run([python(), "-c", code], capture_output=True, text=True, env=script_env, timeout=120)
