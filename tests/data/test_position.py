@@ -322,7 +322,7 @@ def test_t3_the_order_goes_on_in_a_new_process(sampler, tmp_path, script_env):
     code = f"""
 import json, sys, torch
 sys.path.insert(0, {str(ROOT / "tests")!r})
-from data.test_position import Log, Resume, encoding, fit, make_dls
+from data.test_position import Log, Resume, fit, make_dls, storage
 text, tensors = torch.load({str(tmp_path / "state")!r}, weights_only=True)
 log = Log()
 fit(make_dls({sampler!r}, "workers"), Resume(storage.decode(json.loads(text), tensors)), log, seed=99)
