@@ -15,13 +15,17 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
+from learnerkit.callback import Callback
 from learnerkit.launch.environment import shared_file
 from learnerkit.torch_internals import loader_attributes
 
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, tuple, frozenset})
-"""Types of objects that need no identity, and are never listed."""
+"""Types of objects that need no identity."""
+
+SHARED = (type, FunctionType, nn.Module, Callback, Dataset, DataLoader)
+"""Types of objects of which the kernel and its workers have a list, so that they are not copied on the way back."""
 
 
 def numbered(objects: Sequence[Any]) -> dict[int, int]:
@@ -39,8 +43,7 @@ def make_pickler(known: Mapping[int, int]) -> Any:
         def __init__(self) -> None:
             self._buffer = io.BytesIO()
             super().__init__(self._buffer)
-            self.lists = False  # whether the objects pickled now are listed in `met`; classes and functions always are
-            self.met: list[Any] = []  # in order
+            self.met: list[Any] = []  # objects of `SHARED` and tensors that are trained, in order
             self._met_ids: set[int] = set()
             self._tensors: dict[int, tuple[int, Tensor]] = {}  # (number, tensor) by id
 
@@ -49,7 +52,8 @@ def make_pickler(known: Mapping[int, int]) -> Any:
                 return None
             if id(obj) in known:
                 return "known", known[id(obj)]
-            if (self.lists or isinstance(obj, type | FunctionType)) and id(obj) not in self._met_ids:
+            is_tensor = isinstance(obj, Tensor)
+            if (obj.requires_grad if is_tensor else isinstance(obj, SHARED)) and id(obj) not in self._met_ids:
                 self._met_ids.add(id(obj))
                 self.met.append(obj)  # which also keeps its id from being used again
             if type(obj) not in (Tensor, nn.Parameter) or vars(obj):

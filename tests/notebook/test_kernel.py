@@ -323,7 +323,7 @@ with learn.distrib_ctx(nproc=2):
 
 @pytest.mark.soak
 def test_what_changes_in_place_comes_back(kernel):
-    "Into the same objects; what is not pickled stays as it is, and so does a dataset."
+    "Into the same lists, dicts and arrays; what is not pickled stays as it is, and so does a dataset."
     shown = kernel.run("""
 import collections, random
 import numpy as np
@@ -370,7 +370,7 @@ learn.metrics = [rows]
 with learn.distrib_ctx(nproc=2):
     for n in (1, 2):
         learn.fit(1)
-        assert {k for k, v in vars(notes).items() if kept.get(k) is not v} == {"learn", "drawn"}, vars(notes)
+        assert notes.array is kept["array"] and notes.counter is kept["counter"] and notes.lock is kept["lock"]
         assert notes.array.tolist() == [0, n * 5, n * 5] and notes.counter == {"a": n * 5}
         assert list(notes.last) == [3, 0] and not hasattr(notes, "to_remove"), notes.last
         assert learn.metrics[0] is rows and rows.runs == n and learn.recorder.values[-1][2] == 31
