@@ -47,18 +47,19 @@ def make_pickler(known: Mapping[int, int]) -> Any:
             self._met_ids: set[int] = set()
             self._tensors: dict[int, tuple[int, Tensor]] = {}  # (number, tensor) by id
 
-        def persistent_id(self, obj: Any) -> tuple[str, int] | None:
+        def persistent_id(self, obj: Any) -> int | None:
+            self.last = obj  # after an error the one that cannot be pickled
             if type(obj) in _VALUES:
                 return None
             if id(obj) in known:
-                return "known", known[id(obj)]
+                return known[id(obj)]
             is_tensor = isinstance(obj, Tensor)
             if (obj.requires_grad if is_tensor else isinstance(obj, SHARED)) and id(obj) not in self._met_ids:
                 self._met_ids.add(id(obj))
                 self.met.append(obj)  # which also keeps its id from being used again
             if type(obj) not in (Tensor, nn.Parameter) or vars(obj):
                 return None
-            return "tensor", self._tensors.setdefault(id(obj), (len(self._tensors), obj))[0]
+            return ~self._tensors.setdefault(id(obj), (len(self._tensors), obj))[0]  # below 0
 
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:  # torch.backends.cudnn, say
@@ -112,12 +113,10 @@ def read(path: str, known: Sequence[Any], count: int, mapped: bool) -> list[Any]
         mapped: leave the tensors in the file, which then exists as long as they do.
     """
     pickled, *tensors = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-    tables: dict[str, Sequence[Any]] = {"known": known, "tensor": tensors}
 
     class Unpickler(pickle.Unpickler):
-        def persistent_load(self, pid: tuple[str, int]) -> Any:
-            table, number = pid
-            return tables[table][number]
+        def persistent_load(self, number: int) -> Any:
+            return known[number] if number >= 0 else tensors[~number]
 
     unpickler = Unpickler(io.BytesIO(pickled.numpy()))
     return [unpickler.load() for _ in range(count)]

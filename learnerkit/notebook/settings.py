@@ -47,8 +47,8 @@ def set_options(options: Mapping[str, Any]) -> None:
     warnings.filters[:] = options["warnings"]  # type: ignore[index]  # a list, which typeshed calls a Sequence
     logging.getLogger().setLevel(options["logging"])
     torch.set_default_dtype(options["dtype"])
-    deterministic, warn_only = options["deterministic"]
-    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    if (chosen := options["deterministic"]) != get_options()["deterministic"]:  # as the call takes seconds
+        torch.use_deterministic_algorithms(chosen[0], warn_only=chosen[1])
     torch.set_float32_matmul_precision(options["matmul"])
     torch.set_anomaly_enabled(*options["anomaly"])
     torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = options["cudnn"]

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import getclosurevars
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 _CONTAINERS = (list, dict, set, deque, Tensor, np.ndarray)
 """Types of values that change in place, and come back although they are the same objects."""
+
+_OWNERS: tuple[Any, ...] = (nn.Module, Callback, Tensor)
+"""Types of objects whose attributes come back, wherever the pickler meets them."""
 
 _PARTS = (FunctionType, nn.Module, Tensor, Optimizer)
 """Types of owners of which only what has changed comes back."""
@@ -91,11 +94,11 @@ def send(call: Call, random_states: tuple | None) -> tuple[IO[bytes], str, list[
         owners, others = _shared(call, pickler.met)
         pickler.dump((owners, others))
     except Exception as e:
-        where, culprit = _find_culprit(call, left_out)
+        where, kind = _path_to(pickler.last, call), type(pickler.last).__name__
         raise TypeError(
-            f"{where}, a {type(culprit).__name__}, cannot be sent to the workers ({e}); open files, connections, locks "
-            "and the like cannot travel: make them when they are first used (in __getitem__ or before_fit, say), or "
-            "leave them out of the pickle with __getstate__"
+            f"{where}, a {kind}, cannot be sent to the workers ({e}); open files, connections, locks and the like "
+            "cannot travel: make them when they are first used (in __getitem__ or before_fit, say), or leave them out "
+            "of the pickle with __getstate__"
             " (errors.html#notebook-pickle)"
         ) from e
     return *pickler.save(), [*owners, *others]
@@ -129,44 +132,44 @@ def _shared(call: Call, met: list[Any]) -> tuple[list[Any], list[Any]]:
     learn = call.learn
     scopes = {id(x.__globals__): x for x in _cells(met) if isinstance(x, FunctionType)}
     metrics = learn.metrics.values() if isinstance(learn.metrics, Mapping) else listify(learn.metrics)
-    modules = [x for x in met if isinstance(x, nn.Module)]
-    tensors = [*(x for x in met if isinstance(x, Tensor)), *(t for m in modules for t in own_tensors(m))]
+    tensors = [t for x in met if isinstance(x, nn.Module) for t in own_tensors(x)]
     owners = [
-        *scopes.values(), learn, *learn.opts, *modules, *(t for t in tensors if not is_lazy(t)),
-        *(x for x in met if isinstance(x, Callback)), *(x for x in metrics if not isinstance(x, SHARED)),
+        *scopes.values(), learn, *learn.opts, *(x for x in metrics if not isinstance(x, SHARED)),
+        *(x for x in (*met, *tensors) if isinstance(x, _OWNERS) and not is_lazy(x)),
     ]  # fmt: skip
     others = [x for x in (*met, learn.dls, *learn.dls.loaders) if not isinstance(x, Tensor)]
     return list({id(x): x for x in owners}.values()), others
 
 
-def _find_culprit(call: Call, left_out: list) -> tuple[str, Any]:
-    """Return how to get from the learner to the innermost object that cannot be pickled, and that object."""
-    known = numbered([call.learn, *left_out])
-    where, culprit, seen = "the learner", call.learn, {id(call.learn), id(call.learn.cbs)}
-    parts = [*_parts("learn", call.learn), *((f"learn.{cb.name}", cb) for cb in call.learn.cbs)]
-    parts += [(f"argument {i + 1}", x) for i, x in enumerate(call.args)]
-    parts += [(f"the argument {name}", x) for name, x in call.kwargs.items()]
-    while found := next((part for part in parts if id(part[1]) not in seen and pickling_error(part[1], known)), None):
-        where, culprit = found
-        seen.add(id(culprit))
-        parts = _parts(where, culprit)
-    return where, culprit
+def _path_to(culprit: Any, call: Call) -> str:
+    """Return how to get from the learner or an argument to an object in it."""
+    args = [(f"argument {i + 1}", x) for i, x in enumerate(call.args)]
+    found = [("learn", call.learn), *args, *((f"the argument {name}", x) for name, x in call.kwargs.items())]
+    seen = set()
+    for where, x in found:  # which grows
+        if x is culprit:
+            return where
+        if id(x) not in seen:
+            seen.add(id(x))
+            found += _parts(where, x)
+    return "the learner"
 
 
 def _parts(where: str, x: Any) -> list[tuple[str, Any]]:
-    if isinstance(x, dict):
-        return [(f"{where}[{k!r}]", v) for k, v in x.items()]
-    if isinstance(x, list | tuple):
-        return [(f"{where}[{i}]", v) for i, v in enumerate(x)]
+    if isinstance(x, dict | list | tuple):
+        items = x.items() if isinstance(x, dict) else enumerate(x)
+        return [(f"{where}[{k!r}]", v) for k, v in items]
+    if isinstance(x, partial):
+        return [(where, part) for part in (x.func, x.args, x.keywords)]
+    if isinstance(x, MethodType):
+        return [(where, x.__func__), (where, x.__self__)]
+    if isinstance(x, type | FunctionType) and x.__module__ != "__main__" or isinstance(x, ModuleType):
+        return []  # they are pickled by their names
     if isinstance(x, FunctionType):
         used = getclosurevars(x)
         return [(f"{name} (used by {where})", v) for name, v in {**used.globals, **used.nonlocals}.items()]
-    if isinstance(x, partial | MethodType):
-        inner = (x.func, x.args, x.keywords) if isinstance(x, partial) else (x.__func__, x.__self__)
-        return [(where, part) for part in inner]
     owner = x.__name__ if isinstance(x, type) else where
-    found = [(f"{owner}.{k}", v) for k, v in getattr(x, "__dict__", {}).items()]
-    return [*found, (type(x).__name__, type(x))] if type(x).__module__ == "__main__" else found
+    return [(type(x).__name__, type(x)), *((f"{owner}.{k}", v) for k, v in getattr(x, "__dict__", {}).items())]
 
 
 # Back to the kernel
