@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from learnerkit.callback import Callback
@@ -24,7 +25,7 @@ from learnerkit.torch_internals import loader_attributes
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, tuple, frozenset})
 """Types of objects that need no identity."""
 
-SHARED = (type, FunctionType, nn.Module, Callback, Dataset, DataLoader)
+SHARED = (type, FunctionType, nn.Module, Optimizer, Callback, Dataset, DataLoader)
 """Types of objects of which the kernel and its workers have a list, so that they are not copied on the way back."""
 
 

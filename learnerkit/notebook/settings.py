@@ -7,9 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from learnerkit import world
 from learnerkit.launch.environment import Topology, rank_environment
@@ -71,7 +69,9 @@ def set_random_states(states: tuple) -> None:
 
 
 def same_random_states(a: Any, b: Any) -> bool:
-    """Tell whether two results of `get_random_states`, or parts of them, are equal."""
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(same_random_states, a, b))
-    return bool(np.array_equal(a, b)) if isinstance(a, Tensor | np.ndarray) else a == b
+    """Tell whether two results of `get_random_states` are equal."""
+    return _plain(a) == _plain(b)
+
+
+def _plain(x: Any) -> Any:
+    return tuple(map(_plain, x)) if isinstance(x, tuple) else getattr(x, "tolist", lambda: x)()

@@ -4,7 +4,7 @@ The learner is pickled, since its classes and functions may be those of cells. A
 `learn.state_dict()`, which the kernel's learner loads. The rest comes back by value: attributes of the learner, its
 callbacks, metrics, modules and optimizers, other tensors of modules, and global variables of cells. What the kernel has
 already is not copied on this way, but sent as its number in a list that it has sent with the call: classes, functions,
-modules, parameters, callbacks, datasets and loaders.
+modules, parameters, optimizers, callbacks, datasets and loaders.
 """
 
 import sys
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _CONTAINERS = (list, dict, set, deque, Tensor, np.ndarray)
 """Types of values that change in place, and come back although they are the same objects."""
 
-_OWNERS: tuple[Any, ...] = (nn.Module, Callback, Tensor)
+_OWNERS: tuple[Any, ...] = (nn.Module, Optimizer, Callback, Tensor)
 """Types of objects whose attributes come back, wherever the pickler meets them."""
 
 _PARTS = (FunctionType, nn.Module, Tensor, Optimizer)
@@ -87,7 +87,7 @@ def send(call: Call, random_states: tuple | None) -> tuple[IO[bytes], str, list[
     logger: Any = call.learn.logger
     # A logger of the user's own stays here: the workers read a function that sends its rows.
     left_out: list[Any] = [] if isinstance(logger, TableLogger) or logger in call.learn.cbs else [logger]
-    call.learn.dls._samplers = {}  # what their states are compared with begins with this call, here and there
+    call.learn.dls._samplers = {}  # so that here and there states are compared with what samplers have now
     pickler = make_pickler(numbered(left_out))
     try:
         pickler.dump((random_states, get_options(), typed_sources(), call))
@@ -134,7 +134,7 @@ def _shared(call: Call, met: list[Any]) -> tuple[list[Any], list[Any]]:
     metrics = learn.metrics.values() if isinstance(learn.metrics, Mapping) else listify(learn.metrics)
     tensors = [t for x in met if isinstance(x, nn.Module) for t in own_tensors(x)]
     owners = [
-        *scopes.values(), learn, *learn.opts, *(x for x in metrics if not isinstance(x, SHARED)),
+        *scopes.values(), learn, *(x for x in metrics if not isinstance(x, SHARED)),
         *(x for x in (*met, *tensors) if isinstance(x, _OWNERS) and not is_lazy(x)),
     ]  # fmt: skip
     others = [x for x in (*met, learn.dls, *learn.dls.loaders) if not isinstance(x, Tensor)]
@@ -208,15 +208,12 @@ def _changes(received: Received) -> Iterator[tuple[Any, list[str], dict[str, Any
     """
     for x, before in zip(received.owners, received.before, strict=True):
         after, is_part = _held(x), x is received.call.learn or isinstance(x, _PARTS)
-        yield (
-            x,
-            [*before.keys() - after.keys()],
-            {
-                name: value
-                for name, value in after.items()
-                if not is_part or value is not before.get(name, before) or isinstance(value, _CONTAINERS)
-            },
-        )
+        values = {
+            name: value
+            for name, value in after.items()
+            if not is_part or value is not before.get(name, before) or isinstance(value, _CONTAINERS)
+        }
+        yield x, [*before.keys() - after.keys()], values
 
 
 def bring_back(path: str, learn: "Learner", shared: list[Any]) -> Any:
@@ -253,7 +250,7 @@ def _held(x: Any) -> dict[str, Any]:
         return {k: v for k, v in x.__globals__.items() if not k.startswith("__")}
     state = x.__getstate__()
     names = {k: v for k, v in getattr(x, "__dict__", {}).items() if not isinstance(state, dict) or k in state}
-    return {"__class__": type(x), **names}
+    return {**names, "__class__": type(x)} if isinstance(x, nn.Module) else names  # a lazy one changes its class
 
 
 def _name(x: Any) -> str:

@@ -383,6 +383,66 @@ assert again.draw() != again.draw() == notes.drawn and again.draw() == notes.dra
 
 
 @pytest.mark.soak
+def test_what_a_call_makes_comes_back(kernel):
+    "Shapes of lazy layers, buffers that grow, two optimizers, averages and frozen layers; also after an error."
+    shown = kernel.run("""
+class Grows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.steps = nn.LazyLinear(8), nn.LazyLinear(2), 0
+        self.register_buffer("sizes", torch.zeros(0))
+    def forward(self, x):
+        if self.training:
+            self.steps += 1
+            self.sizes = torch.cat([self.sizes, torch.ones(1)])
+        return self.head(self.body(x).relu())
+
+class Two(Learner):
+    def create_opt(self):
+        body, head = ([*m.parameters()] for m in (unwrap(self.model).body, unwrap(self.model).head))
+        return {"body": torch.optim.SGD(body, 0.1, momentum=0.9), "head": torch.optim.AdamW(head, 0.01)}
+
+class Fails(Callback):
+    order = 30
+    def after_step(self):
+        if self.train_iter == 3:
+            raise ZeroDivisionError
+
+def run(learn):
+    learn.fit(2)
+    for p in learn.model.body.parameters():
+        p.requires_grad_(False)
+    try:
+        learn.fit(1, cbs=Fails())
+    except ZeroDivisionError:
+        pass
+    return learn
+
+def make():
+    set_seed(3)
+    dls = DataLoaders.from_datasets(Points(120), Points(31), bs=16)
+    return Two(dls, Grows(), nn.CrossEntropyLoss(), cbs=EMA(0.9))
+
+learn = make()
+model = learn.model
+with learn.distrib_ctx(nproc=2, split_batches=True):
+    run(learn)
+alone = run(make())
+assert learn.model is model and type(model.body) is nn.Linear and model.body.in_features == 6, model
+assert learn.opt["head"].param_groups[0]["params"][0] is model.head.weight and len(learn.opt) == 2
+assert model.steps == alone.model.steps == len(model.sizes) and not model.body.weight.requires_grad
+assert learn.ema.n_averaged == alone.ema.n_averaged and learn.train_iter == alone.train_iter == 3
+for one, other in zip(model.state_dict().values(), alone.model.state_dict().values(), strict=True):
+    torch.testing.assert_close(one, other)
+ours, theirs = (l.opt["head"].state_dict()["state"][0]["exp_avg"] for l in (learn, alone))
+torch.testing.assert_close(ours, theirs)
+learn.fit(1)
+""")
+    assert shown.error == "", shown.traceback
+    assert "could not come back" not in shown.text, shown.text
+
+
+@pytest.mark.soak
 def test_features_of_callbacks_in_workers(kernel):
     "What they learn, change and show comes back as from a fit of the kernel's own."
     shown = kernel.run("""

@@ -119,6 +119,10 @@ class Rows(Metric):
         return self.rows
 
 
+def near(pred, target, within):
+    return ((pred - target).abs() < within).float().mean()
+
+
 class Two(Learner):
     """Has two optimizers."""
 
@@ -182,7 +186,7 @@ LEARNERS = {
     "new head": {"cbs": lambda: [Heads()]},
     "two": {"cls": Two},
     "groups": {"splitter": halves, "wd": 0.1},
-    "metric": {"metrics": lambda: [Rows()]},
+    "metric": {"metrics": lambda: {"rows": Rows(), "near": partial(near, within=1.0)}},
     "plateau": {"cbs": lambda: [ReduceLROnPlateau(patience=1, min_delta=9.0)]},
     "replaced": {"cbs": lambda: [Replaces()]},
     "adversary": {"cbs": lambda: [Adversary([nn.Parameter(torch.ones(2))])]},
@@ -228,6 +232,14 @@ def assert_as_here(name, runs):
 @pytest.mark.parametrize("name", mostly_slow(LEARNERS, "lazy", "growing", "adversary"))
 def test_a_learner_is_afterwards_as_if_it_had_run_here(name):
     here, there = assert_as_here(name, fits)
+    if name == "metric":
+        assert there.metrics["rows"].runs == here.metrics["rows"].runs == 3
+    if name == "adversary":
+        one, other = here.adversary, there.adversary
+        assert plain([*one.net.parameters(), *one.extra]) == plain([*other.net.parameters(), *other.extra])
+        assert other.sgd.param_groups[0]["params"][0] is other.net.weight
+        assert plain(one.sgd.state_dict()) == plain(other.sgd.state_dict())
+        assert (one.notes, one.kinds) == (other.notes, other.kinds)
     other, own = (dict(x.model.named_buffers()) for x in (here, there))
     assert plain(own) == plain(other)  # also those that a state dict has not
     for one, another in zip(here.model.modules(), there.model.modules(), strict=True):
