@@ -44,8 +44,7 @@ def make_pickler(known: Mapping[int, int]) -> Any:
         def __init__(self) -> None:
             self._buffer = io.BytesIO()
             super().__init__(self._buffer)
-            self.met: list[Any] = []  # objects of `SHARED` and tensors that are trained, in order
-            self._met_ids: set[int] = set()
+            self.met: dict[int, Any] = {}  # objects of `SHARED` and tensors that are trained, by id, in order
             self._tensors: dict[int, tuple[int, Tensor]] = {}  # (number, tensor) by id
 
         def persistent_id(self, obj: Any) -> int | None:
@@ -54,10 +53,8 @@ def make_pickler(known: Mapping[int, int]) -> Any:
                 return None
             if id(obj) in known:
                 return known[id(obj)]
-            is_tensor = isinstance(obj, Tensor)
-            if (obj.requires_grad if is_tensor else isinstance(obj, SHARED)) and id(obj) not in self._met_ids:
-                self._met_ids.add(id(obj))
-                self.met.append(obj)  # which also keeps its id from being used again
+            if obj.requires_grad if isinstance(obj, Tensor) else isinstance(obj, SHARED):
+                self.met.setdefault(id(obj), obj)  # which also keeps its id from being used again
             if type(obj) not in (Tensor, nn.Parameter) or vars(obj):
                 return None
             return ~self._tensors.setdefault(id(obj), (len(self._tensors), obj))[0]  # below 0

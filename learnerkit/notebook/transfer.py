@@ -2,7 +2,7 @@
 
 The learner is pickled, since its classes and functions may be those of cells. After the call rank 0 sends back
 `learn.state_dict()`, which the kernel's learner loads. The rest comes back by value: attributes of the learner, its
-callbacks, metrics, modules and optimizers, other tensors of modules, and global variables of cells. What the kernel has
+callbacks, metrics, modules, optimizers and classes of cells, and their global variables. What the kernel has
 already is not copied on this way, but sent as its number in a list that it has sent with the call: classes, functions,
 modules, parameters, optimizers, callbacks, datasets and loaders.
 """
@@ -39,9 +39,6 @@ _CONTAINERS = (list, dict, set, deque, Tensor, np.ndarray)
 
 _OWNERS: tuple[Any, ...] = (nn.Module, Optimizer, Callback, Tensor)
 """Types of objects whose attributes come back, wherever the pickler meets them."""
-
-_PARTS = (FunctionType, nn.Module, Tensor, Optimizer)
-"""Types of owners of which only what has changed comes back."""
 
 
 @dataclass
@@ -91,7 +88,7 @@ def send(call: Call, random_states: tuple | None) -> tuple[IO[bytes], str, list[
     pickler = make_pickler(numbered(left_out))
     try:
         pickler.dump((random_states, get_options(), typed_sources(), call))
-        owners, others = _shared(call, pickler.met)
+        owners, others = _shared(call, list(pickler.met.values()))
         pickler.dump((owners, others))
     except Exception as e:
         where, kind = _path_to(pickler.last, call), type(pickler.last).__name__
@@ -134,7 +131,8 @@ def _shared(call: Call, met: list[Any]) -> tuple[list[Any], list[Any]]:
     metrics = learn.metrics.values() if isinstance(learn.metrics, Mapping) else listify(learn.metrics)
     tensors = [t for x in met if isinstance(x, nn.Module) for t in own_tensors(x)]
     owners = [
-        *scopes.values(), learn, *(x for x in metrics if not isinstance(x, SHARED)),
+        *scopes.values(), *(x for x in _cells(met) if isinstance(x, type)), learn,
+        *(x for x in metrics if not isinstance(x, SHARED)),
         *(x for x in (*met, *tensors) if isinstance(x, _OWNERS) and not is_lazy(x)),
     ]  # fmt: skip
     others = [x for x in (*met, learn.dls, *learn.dls.loaders) if not isinstance(x, Tensor)]
@@ -201,17 +199,20 @@ def send_back(received: Received, result: Any) -> tuple[IO[bytes], str, Exceptio
     return *pickler.save(), error
 
 
-def _changes(received: Received) -> Iterator[tuple[Any, list[str], dict[str, Any]]]:
+def _changes(received: Received) -> Iterator[tuple[Any, list[str], dict[str, tuple[bool, Any]]]]:
     """Iterate over the owners, with the names of what each holds no longer, and the values that come back.
 
-    Of callbacks and metrics these are all; of others, those that are another object by now, and containers.
+    Of callbacks these are all; of others, those that are another object by now, and containers. With each goes whether
+    it is the same object.
     """
     for x, before in zip(received.owners, received.before, strict=True):
-        after, is_part = _held(x), x is received.call.learn or isinstance(x, _PARTS)
+        after = _held(x)
         values = {
-            name: value
+            name: (same, value)
             for name, value in after.items()
-            if not is_part or value is not before.get(name, before) or isinstance(value, _CONTAINERS)
+            if not (same := value is before.get(name, before))
+            or isinstance(x, Callback)
+            or isinstance(value, _CONTAINERS)
         }
         yield x, [*before.keys() - after.keys()], values
 
@@ -221,13 +222,14 @@ def bring_back(path: str, learn: "Learner", shared: list[Any]) -> Any:
     ((state, changes, lost, result),) = read(path, shared, 1, mapped=False)
     for x, gone, values in changes:
         owner = sys.modules["__main__"] if isinstance(x, FunctionType) else x
+        put, remove = (setattr, delattr) if isinstance(x, type) else (object.__setattr__, object.__delattr__)
         for name in gone:
             with suppress(AttributeError):
-                object.__delattr__(owner, name)
-        for name, value in values.items():
-            here = getattr(x, name) if isinstance(x, Tensor) else vars(owner).get(name)
+                remove(owner, name)
+        for name, (same, value) in values.items():
+            here = getattr(x, name) if isinstance(x, Tensor) else same and vars(owner).get(name)
             try:
-                object.__setattr__(owner, name, run_state.filled(here, value))
+                put(owner, name, run_state.filled(here, value))
             except Exception as e:
                 lost.append(f"{_name(x)}.{name} ({in_one_line(e)})")
     try:
@@ -248,6 +250,8 @@ def _held(x: Any) -> dict[str, Any]:
         return {"data": x.detach(), "requires_grad": x.requires_grad}
     if isinstance(x, FunctionType):
         return {k: v for k, v in x.__globals__.items() if not k.startswith("__")}
+    if isinstance(x, type):
+        return {k: v for k, v in vars(x).items() if not (k.startswith("__") or hasattr(v, "__get__"))}
     state = x.__getstate__()
     names = {k: v for k, v in getattr(x, "__dict__", {}).items() if not isinstance(state, dict) or k in state}
     return {**names, "__class__": type(x)} if isinstance(x, nn.Module) else names  # a lazy one changes its class

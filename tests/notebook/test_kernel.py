@@ -294,7 +294,7 @@ class Exchange(Callback):
     def after_fit(self):
         m, cb = unwrap(self.learn.model), self
         cb.known.data, m.one.weight.data = m.one.weight.data, cb.known.data + 5
-        m.two.bias.data = m.two.bias.data + 2  # until now cb.best has shown it
+        m.two.bias.data = m.two.bias.data + 2
         m.two.weight = nn.Parameter(torch.full_like(m.two.weight, 9.0))
         m.none = torch.ones(2)
         cb.rows = m.one.weight.data.view(-1)
@@ -303,14 +303,14 @@ class Exchange(Callback):
 learn, cb = make_learner(), Exchange()
 m = learn.model
 m.register_buffer("none", None)
-vars(cb).update(known=torch.zeros(16, 6), best=m.two.bias.data, whole=torch.zeros(9))
+vars(cb).update(known=torch.zeros(16, 6), whole=torch.zeros(9))
 cb.part = cb.whole[3:6]
 weight, part, seen = m.one.weight, cb.part, m.one.bias.detach()
 with learn.distrib_ctx(nproc=2):
     learn.fit(1, 0.0, wd=0.0, cbs=cb)
     start = make_learner().model
     assert m.one.weight is weight and (weight == 5).all() and torch.equal(cb.known, start.one.weight)
-    assert torch.equal(cb.best, start.two.bias) and torch.equal(m.two.bias, start.two.bias + 2)
+    assert torch.equal(m.two.bias, start.two.bias + 2)
     assert isinstance(m.two.weight, nn.Parameter) and (m.two.weight == 9).all() and (m.none == 1).all()
     assert (cb.rows == 5).all()
     assert cb.part is part and part.tolist() == [0, 7, 0] and shares(part, cb.whole) and cb.whole.sum() == 7

@@ -16,10 +16,11 @@ def sent(*objects, known=()):
     """The objects as they are read from a file, and the list of what is not copied on the way back, here and there."""
     pickler = pickling.make_pickler(pickling.numbered(known))
     pickler.dump(objects)
-    pickler.dump(pickler.met)
+    met = list(pickler.met.values())
+    pickler.dump(met)
     file, path = pickler.save()
     with file:
-        return *pickling.read(path, list(known), 2, mapped=True), pickler.met
+        return *pickling.read(path, list(known), 2, mapped=True), met
 
 
 def carried_out(learn, method, *args, **kwargs):
