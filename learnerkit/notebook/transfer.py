@@ -127,11 +127,12 @@ def _cells(met: list[Any]) -> list[Any]:
 def _shared(call: Call, met: list[Any]) -> tuple[list[Any], list[Any]]:
     """Return what comes back by its attributes, and what else the workers have too, of what the pickler has met."""
     learn = call.learn
-    scopes = {id(x.__globals__): x for x in _cells(met) if isinstance(x, FunctionType)}
+    cells, main = _cells(met), vars(sys.modules["__main__"])
+    scope = [x for x in cells if isinstance(x, FunctionType) and x.__globals__ is main][:1]
     metrics = learn.metrics.values() if isinstance(learn.metrics, Mapping) else listify(learn.metrics)
     tensors = [t for x in met if isinstance(x, nn.Module) for t in own_tensors(x)]
     owners = [
-        *scopes.values(), *(x for x in _cells(met) if isinstance(x, type)), learn,
+        *scope, *(x for x in cells if isinstance(x, type)), learn,
         *(x for x in metrics if not isinstance(x, SHARED)),
         *(x for x in (*met, *tensors) if isinstance(x, _OWNERS) and not is_lazy(x)),
     ]  # fmt: skip
@@ -161,8 +162,9 @@ def _parts(where: str, x: Any) -> list[tuple[str, Any]]:
         return [(where, part) for part in (x.func, x.args, x.keywords)]
     if isinstance(x, MethodType):
         return [(where, x.__func__), (where, x.__self__)]
-    if isinstance(x, type | FunctionType) and x.__module__ != "__main__" or isinstance(x, ModuleType):
-        return []  # they are pickled by their names
+    is_code = isinstance(x, type | FunctionType)
+    if isinstance(x, ModuleType) or (is_code and x.__module__ != "__main__" and "<" not in x.__qualname__):
+        return []  # it is pickled by its name
     if isinstance(x, FunctionType):
         used = getclosurevars(x)
         return [(f"{name} (used by {where})", v) for name, v in {**used.globals, **used.nonlocals}.items()]

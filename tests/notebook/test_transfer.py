@@ -1,5 +1,6 @@
 """What travels between the kernel and its workers, tried in one process: a learner there, and what a call changes."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -120,6 +121,20 @@ class Rows(Metric):
         return self.rows
 
 
+class Noting(Callback):
+    """Notes each step in a list of the notebook's, and has a new list for each fit."""
+
+    def __init__(self, notes):
+        super().__init__()
+        self.notes = notes
+
+    def after_step(self):
+        self.notes.append(self.train_iter)
+
+    def after_fit(self):
+        self.row = [len(self.notes)]
+
+
 def near(pred, target, within):
     return ((pred - target).abs() < within).float().mean()
 
@@ -165,6 +180,22 @@ class Adversary(Callback):
         self.kinds["set"].add(self.epoch)
 
 
+class Turning(torch.utils.data.Sampler):
+    """Turns its order around in the first epoch of all."""
+
+    def __init__(self, n):
+        self.order, self.epochs = list(range(n)), 0
+
+    def __len__(self):
+        return len(self.order)
+
+    def __iter__(self):
+        if not self.epochs:
+            self.order.reverse()
+        self.epochs += 1
+        return iter(self.order)
+
+
 def halves(model):
     return [list(model[0].parameters()), list(model[3].parameters())]
 
@@ -175,6 +206,14 @@ def lazy():
 
 def shuffled():
     train = torch.utils.data.DataLoader(make_data(16), 4, shuffle=True, generator=torch.Generator().manual_seed(3))
+    return with_valid(train)
+
+
+def turning():
+    return with_valid(torch.utils.data.DataLoader(make_data(16), 4, sampler=Turning(16)))
+
+
+def with_valid(train):
     return DataLoaders(train, torch.utils.data.DataLoader(make_data(8, seed=1), 4), device="cpu")
 
 
@@ -186,6 +225,7 @@ LEARNERS = {
     "swa": {"cbs": lambda: [SWA(start=0)]},
     "new head": {"cbs": lambda: [Heads()]},
     "two": {"cls": Two},
+    "sampler": {"dls": turning},
     "groups": {"splitter": halves, "wd": 0.1},
     "metric": {"metrics": lambda: {"rows": Rows(), "near": partial(near, within=1.0)}},
     "plateau": {"cbs": lambda: [ReduceLROnPlateau(patience=1, min_delta=9.0)]},
@@ -197,8 +237,9 @@ LEARNERS = {
 def make(name):
     torch.manual_seed(1)
     given = LEARNERS[name]
-    made = {key: given[key]() for key in ("model", "cbs", "metrics") if key in given}
-    return make_learner(shuffled(), **{"model": make_model(), "opt_func": partial(SGD, momentum=0.9), **given, **made})
+    made = {key: given[key]() for key in ("model", "cbs", "metrics", "dls") if key in given}
+    defaults = {"dls": shuffled(), "model": make_model(), "opt_func": partial(SGD, momentum=0.9)}
+    return make_learner(**(defaults | given | made))
 
 
 def fits(run):
@@ -222,7 +263,10 @@ def assert_as_here(name, runs):
     expected, state = runs(lambda method, *args, **kwargs: method(here, *args, **kwargs)), here.state_dict()
     torch.manual_seed(2)
     found = runs(lambda method, *args, **kwargs: carried_out(there, method, *args, **kwargs))
-    assert plain(there.state_dict()) == plain(state)
+    there_state = there.state_dict()
+    if name == "sampler":  # of which a state has what has changed since it was seen first
+        del state["loaders"], there_state["loaders"]
+    assert plain(there_state) == plain(state)
     assert plain(found) == plain(expected)
     if name != "replaced":
         assert there.model is model
@@ -235,6 +279,8 @@ def test_a_learner_is_afterwards_as_if_it_had_run_here(name):
     here, there = assert_as_here(name, fits)
     if name == "metric":
         assert there.metrics["rows"].runs == here.metrics["rows"].runs == 3
+    if name == "sampler":
+        assert vars(there.dls.train.sampler) == vars(here.dls.train.sampler)
     if name == "adversary":
         one, other = here.adversary, there.adversary
         assert plain([*one.net.parameters(), *one.extra]) == plain([*other.net.parameters(), *other.extra])
@@ -257,3 +303,27 @@ def test_frozen_layers_and_suggested_rates_come_back():
         run(*([learn] if learn is here else []), 1, 0.1)
     assert not there.model[0].weight.requires_grad
     assert plain(there.state_dict()) == plain(here.state_dict())
+
+
+def test_what_a_call_replaces_stays_what_it_was():
+    learn, notes = make("plain"), []
+    learn.add_cb(Noting(notes))
+    carried_out(learn, Learner.fit, 1, 0.1)
+    rates, count, row = learn.recorder.lrs, len(notes), learn.noting.row
+    carried_out(learn, Learner.fit, 1, 0.2)
+    assert set(rates) == {0.1}
+    assert set(learn.recorder.lrs) == {0.2}
+    assert learn.noting.notes is notes
+    assert len(notes) == 2 * count
+    assert (row, learn.noting.row) == ([4], [8])
+
+
+def test_what_cannot_be_pickled_is_named_and_the_rest_comes_back():
+    learn, lock = make("plain"), threading.Lock()
+    learn.add_cb(Callback(after_fit=lambda cb: setattr(cb, "lock", threading.Lock())))
+    with pytest.warns(UserWarning, match=r"could not come back .*: Callback.lock \(cannot be pickled\)"):
+        carried_out(learn, Learner.fit, 1, 0.1)
+    assert learn.train_iter == 4
+    learn.add_cb(Callback(after_fit=lambda cb: lock.locked()))
+    with pytest.raises(TypeError, match=r"^learn\.\S+, a lock, cannot be sent|^lock \(used by .*\), a lock, cannot"):
+        carried_out(learn, Learner.fit, 1, 0.1)
