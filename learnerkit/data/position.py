@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len
-from learnerkit.data.iterable import Ahead, Resumed, has_state, say_read_forward, source_of
+from learnerkit.data.iterable import LoaderView, has_state, read_on, say_read_forward, source_of
 from learnerkit.data.order import SampleOrder, draw_seed, draws_globally, keep_seeds, samplers_of, states_at_start
 from learnerkit.data.streams import Draws, Numbered, PerSample, starts_workers
 from learnerkit.torch_internals import has_iterator
@@ -47,12 +47,13 @@ class Position:
         self.states: Any = None
         self._loaded: dict[str, Any] | None = None  # a state, until its epoch begins
         self._own: dict[str, Any] = {}  # this rank's part of it
-        self._ended: Any = None  # the source's state after an epoch, until the next begins
-        self._at_start: Any = None  # a dataset's state when this epoch began; several ranks read on from there
+        self._found: Any = None  # the source's state at the place or after an epoch, until it is read from there
+        self._stream: Any = None  # the states at the place of the generators by which ranks read a source alike
         self._begun = self._resumed = self._quiet = False
         self._forward = False  # to go on, the data are read again up to the place, on one process
         self._running = False  # the fit goes on where workers ran already, for which the loader draws no seed again
         self._read = 0  # batches that were read before `first_step`
+        self._again = 0  # steps that are read again before it
         self._ranks = 1  # that share the data
         self._per_step = 1  # batches of the user's loader in a step of all ranks
         self._total: int | None = None  # batches of the user's loader in an epoch
@@ -60,7 +61,6 @@ class Position:
         self._batch_size: int | None = None
         self._parts: tuple[int, int] | None = None  # of an iterable dataset: how many parts, and workers of each
         self._source: Any = None  # what has the state of the data
-        self._ahead: Ahead | None = None
         self._shared: Any = None  # the rank's loader
         self._loader: Any = None  # the DataLoader that is read
         self._draws: Draws | None = None
@@ -93,9 +93,9 @@ class Position:
         self._clear()
 
     def _clear(self) -> None:
-        self.steps = self.samples = self.first_step = self._read = 0
+        self.steps = self.samples = self.first_step = self._read = self._again = 0
         self.over = self._begun = self._resumed = self._quiet = False
-        self.states, self._per_step = None, 1
+        self.states, self._stream, self._per_step = None, None, 1
 
     # Saving and restoring
 
@@ -106,9 +106,7 @@ class Position:
         """
         if self._loaded is not None:
             return self._loaded
-        shared = self._shared is not None
-        known = self._source is not None and not (shared and self._begun and not self.over)
-        found, over = self._source_state() if known else (None, self.over)
+        found, over = (None, self.over) if self._source is None else self._source_state()
         reading = self._begun and not over
         states = self._draws.states if self.states is None and self._draws is not None else self.states
         return {
@@ -120,11 +118,11 @@ class Position:
             "order": self.order.start,
             "samplers": self._start if reading else self._samplers and self._samplers.state(),
             "states": states if reading else None,
+            "stream": self._shared.stream if reading and self._shared is not None else None,
             "running": has_iterator(self._loader),
             "batch_size": self._batch_size,
             "parts": self._parts,
-            "source": None if shared else found,
-            "source_at_start": self._at_start if reading else found,
+            "source": found,
         }
 
     def _source_state(self) -> tuple[Any, bool]:
@@ -132,13 +130,12 @@ class Position:
 
         Behind the last batch many sources are already where the next epoch begins.
         """
-        if self._ended is not None:
-            return self._ended, True
-        if self._ahead is not None and self._begun and not self.over:
-            return self._ahead.state(self._source)
+        if self._found is not None:
+            return self._found, True
         # Without workers torch's loader gives a short batch only at the end of its dataset, of which it then knows.
         short = not isinstance(self._source, DataLoader) and self.samples < self.batches * (self._batch_size or 1)
-        return self._source.state_dict(), self.over or (self._begun and (short or self.batches == self._length))
+        last = short or self.batches >= (self._length or inf)
+        return self._source.state_dict(), self.over or (self._begun and last)
 
     def own_state_dict(self) -> dict[str, Any]:
         """What `load_own_state_dict` takes: the part of the state that is this rank's alone."""
@@ -154,7 +151,7 @@ class Position:
     @property
     def is_unread(self) -> bool:
         """The data of the epoch were read in another process, so what has their state is not at their end."""
-        return self._ended is not None or bool(self._own)
+        return self._found is not None or bool(self._own)
 
     def follow(self, state: dict[str, Any], own: dict[str, Any]) -> None:
         """Go on behind an earlier fit.
@@ -163,7 +160,7 @@ class Position:
             state: what `state_dict` returned at its end.
             own: what `own_state_dict` returned then on this rank.
         """
-        self._ended, self._own, self._running = _after_epoch(state), own, state["running"]
+        self._found, self._own, self._running = state["source"], own, state["running"]
 
     def load_own_state_dict(self, state: dict[str, Any] | None) -> None:
         """Take what `own_state_dict` returned on this rank."""
@@ -190,20 +187,15 @@ class Position:
         self._length, self._batch_size = loader_len(dl), getattr(dl, "batch_size", None)
         self._total = self._length if drawn or isinstance(dl, Sequence) else None
         self._samplers = dls.sampler_states(dl)  # before they are lent generators
-        self._source, self._shared, self._draws, self._ahead = source_of(dl), None, None, None
+        self._source, self._shared, self._draws = source_of(dl), None, None
         if state is not None and state["epoch"] == epoch:
             self._resume(dl, state)
-        else:
-            state = None
         self._forward = not drawn and self._source is None and ranks == 1
         self._quiet = self._resumed or self._running  # else the loader draws as it did before
         if ranks > 1:  # `share` does the rest
             return dl
         if not drawn:
-            dl = self._go_on(dl, state)
-            if isinstance(self._source, DataLoader) and self._source.num_workers:
-                dl = self._ahead = Ahead(dl)
-            return dl
+            return self._go_on(dl)
         own = draws_globally(dl, seeded=True)
         if own or self._quiet:
             dl = dls.twin(dl, training=True, always=True)
@@ -219,10 +211,7 @@ class Position:
         self.steps = self.first_step = max(self._read, self.over)
         self._resumed = bool(self._read or self.over or state["begun"])
         self._check_source(dl, state)
-        if self._resumed and not self.over:
-            self._at_start = state.get("source_at_start")  # earlier versions have not saved it
-        else:
-            self._ended = _after_epoch(state)
+        self._found, self._stream = state["source"], state.get("stream")
         self._running, self._parts = state["running"], state["parts"]
         if state["samplers"] is not None:  # else it was taken before the first epoch
             self._samplers.load(state["samplers"])
@@ -277,29 +266,24 @@ class Position:
             )
         return batches
 
-    def _go_on(self, dl: Any, state: dict[str, Any] | None) -> Any:
+    def _go_on(self, dl: Any) -> Any:
         """Return `dl`, whose batches no index stream decides, from the place on."""
         self._note_parts((1, max(1, dl.num_workers)) if isinstance(dl, DataLoader) else None)
         if self.over:
-            return Resumed(dl, inf)  # the next epoch needs the state
-        begun = self._begin_source()
-        found = begun if state is None or not self._resumed else state["source"]
-        if found is not None:
-            return Resumed(dl, 0, self._source, found, at_end=not self._resumed, quiet=self._quiet)
+            return LoaderView(dl, partial(read_on, skip=inf))
+        if (found := self._take_found()) is not None:
+            at_end = not self._resumed
+            return LoaderView(dl, partial(read_on, source=self._source, state=found, at_end=at_end, quiet=self._quiet))
         if not self._read:
             return dl
         if not isinstance(dl, Sequence):  # whose batches are in memory: nothing is read
+            self._again = self._read
             say_read_forward(dl, self._read)
-        return Resumed(dl, self._read, self._source, begun, states=self.states)
+        return LoaderView(dl, partial(read_on, skip=self._read, states=self.states))
 
-    def _begin_source(self) -> Any:
-        """The state to load into the source so that it begins this epoch; `None`: it is there, or has no state."""
-        if self._resumed:
-            return self._at_start
-        found, self._ended, self._at_start = self._ended, None, self._ended
-        source: Any = self._source if isinstance(self._source, IterableDataset) else None
-        if found is None and source is not None:
-            self._at_start = deepcopy(source.state_dict())  # the dataset may go on to change what it gave
+    def _take_found(self) -> Any:
+        """Return the state to load into the source; `None`: it is where the epoch begins, or has no state."""
+        found, self._found = self._found, None
         return found
 
     def share(self, shared: Any) -> int:
@@ -309,6 +293,7 @@ class Position:
             shared: the `RankLoader`.
         """
         self._shared, self._per_step, self._source = shared, shared.per_step, shared.source
+        self._length = None  # a stream's end is known at a short batch, or when it gives none
         self._note_parts(shared.parts)
         if self._resumed:
             first = -(-self._read // self._per_step)
@@ -319,9 +304,9 @@ class Position:
         ended = self.over or (self._resumed and self._own.get("ended", False))
         if not ended:  # else the next epoch needs it
             own, self._own = self._own if self._resumed else {k: self._own.get(k) for k in ("source", "left")}, {}
-        if self._source is not None and not self.over:
-            own = {"source": self._begin_source()}
-        shared.begin(inf if ended else self._read, self.first_step, own, self._quiet)
+        if self._source is not None:
+            own = {"source": None if self.over else self._take_found(), "stream": self._stream}
+        self._again = shared.begin(inf if ended else self._read, self.first_step, own, self._quiet)
         return self.first_step
 
     def _note_start(self, loader: Any) -> None:
@@ -344,13 +329,13 @@ def reading(learn: "Learner") -> Iterator[None]:
     loader: Any = learn.dl
     while not isinstance(loader, DataLoader) and (inner := getattr(loader, "loader", None)) is not None:
         loader = inner
-    rank = world.rank() if learn.n_ranks > 1 else 0
+    rank = world.rank() if learn.n_ranks > 1 and not getattr(learn.dl, "alike", False) else 0
     if position is None:
         with _seeded(loader, rank, None, 0, training=False, quiet=False):
             yield
         return
     training, seed = learn.training, position.seed(learn.training)
-    first = learn._first_batch - getattr(learn.dl, "read_again", 0)
+    first = learn._first_batch - position._again if training else 0
     with _seeded(loader, rank, seed, first, training, training and position._quiet):
         if training:
             position._note_start(loader)
@@ -375,20 +360,14 @@ def _seeded(loader: Any, rank: int, seed: int | None, first: int, training: bool
         return
     generator = loader.generator
     numbered.first, numbered.seed, numbered.per_sample = first, None, isinstance(loader.dataset, PerSample)
+    # In training as torch's loader does; evaluation begins alike, whether its workers run already or not.
+    drawn = None if quiet or (training and has_iterator(loader)) else draw_seed(generator)
+    loader.generator = torch.Generator()
     if numbered.per_sample or starts_workers(loader):
-        # In training as torch's loader does; evaluation begins alike, whether its workers run already or not.
-        drawn = None if quiet or (training and has_iterator(loader)) else draw_seed(generator)
         seed = drawn if seed is None else seed
         numbered.seed = world.mixed_seed(seed, 0 if numbered.per_sample else rank)
-        loader.generator = torch.Generator().manual_seed(numbered.seed)
-    elif quiet:
-        loader.generator = torch.Generator()
+        loader.generator.manual_seed(numbered.seed)
     try:
         yield
     finally:
         loader.generator, numbered.seed = generator, None
-
-
-def _after_epoch(state: dict[str, Any]) -> Any:
-    """The state of the source after an epoch, of a `Position.state_dict` that was taken then."""
-    return state.get("source_at_start") if state["source"] is None else state["source"]

@@ -99,7 +99,7 @@ def stream(workers, n=22):
 )
 @pytest.mark.filterwarnings("ignore:.*batches of this epoch are read again")
 def test_t8_a_stream_goes_on_in_another_number_of_ranks(workers, split):
-    made, how = stream(workers, 24), {"split_batches": split}
+    made, how = stream(workers, 24), {"split_batches": split, "uneven": "join"}
     one, whole = fit(made, Log()), fit(made, Log(), distributed=how)
     for epoch, steps in ((1, 2), (1, "trained")):
         stopped = fit(made, Log((epoch, steps)), distributed=how)
@@ -108,12 +108,6 @@ def test_t8_a_stream_goes_on_in_another_number_of_ranks(workers, split):
     stopped = fit(made, Log((1, 1)), distributed=how)
     del stopped.seen[stopped.count :]  # the ranks leave together, one step later
     before = fit(made, Log((1, 2)))
-    if workers != "no workers":  # one process reads what each worker makes of its share
-        with pytest.raises(ValueError, match="1 part by 2 workers each and is read in 1 part by 1 worker each"):
-            fit(made, Log(), before.state, distributed=how)
-        with pytest.raises(ValueError, match="some samples would come twice"):
-            fit(made, Log(), stopped.state)
-        return
     assert alone(before, 1) + samples(fit(made, Log(), before.state, distributed=how), 1) == alone(one, 1)
     assert samples(stopped, 1) + alone(fit(made, Log(), stopped.state), 1) == alone(one, 1)
 
@@ -148,6 +142,40 @@ def test_t9_a_stream_with_a_state_goes_on_in_the_order_of_its_epoch(empties, spl
         rest = samples(fit(made, Log(), fit(made, Log(place)).state, distributed=how), 1)
         before = 4 * RANKS * (place[0] == 1)
         assert rest == alone(one, 1)[before : before + len(rest)] != []
+
+
+@pytest.mark.filterwarnings("ignore:the data of rank")
+@pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_t9_a_stream_of_batches_with_a_state_goes_on_at_its_place(split):
+    class Batches(Remembering):
+        def __iter__(self):
+            for x, y in super().__iter__():
+                yield torch.stack([x] * RANKS), torch.stack([y] * RANKS)
+
+    made = lambda: DataLoaders(DataLoader(Batches(True), None), device="cpu")  # noqa: E731
+    how = {"split_batches": split}
+    whole, stopped = (fit(made, Log(stop), distributed=how) for stop in (None, (1, 2)))
+    assert fit(made, Log(), stopped.state, distributed=how).seen == whole.seen[stopped.count :]
+
+
+@pytest.mark.parametrize("n", [26, pytest.param(28, marks=pytest.mark.slow)])  # the last batch is a short or a full one
+@pytest.mark.parametrize("empties", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_place_behind_the_last_batch_of_a_stream_with_a_state(n, empties):
+    """Also of the random numbers that it draws, where the model draws none."""
+
+    class Quiet(Log):
+        draws = False
+
+    def made():
+        data = Remembering(empties)
+        data.n = n
+        return DataLoaders(DataLoader(data, 4), device="cpu")
+
+    how = {"split_batches": True}
+    whole = fit(made, Quiet(), distributed=how)
+    stopped = fit(made, Quiet((0, 7)), distributed=how)
+    again = fit(made, Quiet(), stopped.state, distributed=how)
+    assert again.seen == whole.seen[stopped.count :] != []
 
 
 def test_an_epoch_that_cannot_be_read_again_is_refused():
