@@ -1657,8 +1657,8 @@ class Learner(RunState):
 
         In a script that a launcher has started in several processes, they train together; in one process it does
         nothing. In a notebook or at a Python prompt it starts worker processes, which carry out `fit`, `validate`,
-        `get_preds` and the like one call after the other; after each, weights, optimizer, recorder and the attributes
-        of callbacks are those that rank 0 has come to.
+        `get_preds` and the like one call after the other; after each, rank 0's `state_dict` is loaded here, and the
+        attributes of callbacks, metrics, modules and the learner have the values that they have there.
 
         Args:
             nproc: in a notebook or at a prompt, how many processes; by default one for each GPU.

@@ -382,17 +382,35 @@ def _put_callback(cb: Callback, state: dict[str, Any]) -> None:
 
 
 def _put_attribute(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, in place where it is a list, a dict, a tensor or an array, as others may refer to it."""
-    here: Any = vars(owner).get(name)
-    if type(here) is type(value) is list:
+    object.__setattr__(owner, name, filled(vars(owner).get(name), value))
+
+
+def filled(here: Any, value: Any) -> Any:
+    """Return `value`; or `here` with the content of `value`, where that can be put into it, as others may refer to it.
+
+    That is so of lists, dicts and sets, and of tensors and arrays of the same shape and type which are not trained.
+    """
+    if type(here) is not type(value):
+        return value
+    if type(here) is list:
         here[:] = value
-    elif type(here) is type(value) is dict:
+    elif isinstance(here, dict | set):
         here.clear()
         here.update(value)
-    elif isinstance(here, Tensor | np.ndarray) and type(here) is type(value) and here.shape == value.shape:
-        here[...] = value  # type: ignore[assignment]
+    elif (
+        isinstance(here, np.ndarray) and here.flags.writeable and (here.shape, here.dtype) == (value.shape, value.dtype)
+    ):
+        here[...] = value
+    elif isinstance(here, Tensor) and not (here.requires_grad or value.requires_grad) and _kind(here) == _kind(value):
+        if not torch.equal(here, value.to(here.device)):  # a host-device sync; else its memory may be read-only
+            here.copy_(value)
     else:
-        object.__setattr__(owner, name, value)
+        return value
+    return here
+
+
+def _kind(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.dtype, t.layout
 
 
 def _put_loader(learn: "Learner", dl: Any, state: Mapping[str, Any]) -> None:
