@@ -16,9 +16,16 @@ from torch.utils.data import DataLoader
 from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.data.batches import rows_of, to_device
-from learnerkit.data.iterable import has_state
-from learnerkit.data.order import first_batch, keep_seeds, samplers_of, with_batches
-from learnerkit.data.samplers import GENERATORS, generator_state, set_generator_state
+from learnerkit.data.order import (
+    GENERATORS,
+    first_batch,
+    generator_state,
+    has_state,
+    keep_seeds,
+    samplers_of,
+    set_generator_state,
+    with_batches,
+)
 from learnerkit.explain import explain, explanation
 from learnerkit.torch_internals import uncompiled
 from learnerkit.utils import own_loss_arguments, training_modes, unbound, unwrap

@@ -11,7 +11,7 @@ from torch.profiler import profile, schedule
 from learnerkit import arguments, world
 from learnerkit.callback import Callback
 from learnerkit.data.batches import loader_len, map_batch, to_device
-from learnerkit.data.streams import Share
+from learnerkit.data.stream import Share
 from learnerkit.utils import warn
 
 

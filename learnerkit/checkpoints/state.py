@@ -15,7 +15,7 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.training import StepBudget
 from learnerkit.checkpoints.storage import Checkpoint
 from learnerkit.data.batches import entries, loader_len, map_batch
-from learnerkit.data.order import samplers_of
+from learnerkit.data.order import order_sources, put_states, samplers_of
 from learnerkit.files import CheckpointError, Saved, fitted
 from learnerkit.losses import loss_name
 from learnerkit.metrics import metric_names
@@ -143,7 +143,7 @@ class Restorer:
         check_types(self.state, expected, f"{path}/state.json: state")
         if now.state["position"] is not None and "TrainEvalCallback" in self.state["order"]:
             place = {key: now.state["position"][key] for key in ("epoch", "batches", "samples", "over", "order")}
-            place["samplers"] = {"generators": [], "attributes": []}
+            place["samplers"] = []
             check_types(self.state["position"], place, f"{path}/state.json: state.position")
         if self.own:
             mine = {
@@ -188,7 +188,7 @@ class Restorer:
         position = self.state["position"]
         if position is None or position["samplers"] is None:
             return None
-        learn.dls.sampler_states(learn.dls.train).load(position["samplers"])
+        put_states(order_sources(learn.dls.train), position["samplers"])
         return position, self.own.get("position") or {}
 
     def put_modes(self, learn: "Learner") -> None:

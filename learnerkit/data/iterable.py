@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from learnerkit import world
-from learnerkit.data.order import draw_seed, keep_seeds
+from learnerkit.data.order import draw_seed, has_state, keep_seeds
 from learnerkit.utils import warn
 
 
@@ -153,8 +153,3 @@ def source_of(dl: Any) -> Any:
         if not has_state(dl):
             return dl.dataset if has_state(dl.dataset) and not dl.num_workers else None
     return dl if has_state(dl) else None
-
-
-def has_state(x: Any) -> bool:
-    """Tell whether an object has `state_dict` and `load_state_dict`."""
-    return all(callable(getattr(x, name, None)) for name in ("state_dict", "load_state_dict"))

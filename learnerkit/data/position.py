@@ -1,7 +1,6 @@
 """The place in the training data that a fit has come to, and reading on from it."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from copy import deepcopy
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -11,10 +10,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len
-from learnerkit.data.iterable import Ahead, Resumed, has_state, say_read_forward, source_of
-from learnerkit.data.order import SampleOrder, draw_seed, draws_globally, keep_seeds, samplers_of, states_at_start
-from learnerkit.data.streams import Draws, Numbered, PerSample, starts_workers
-from learnerkit.torch_internals import has_iterator
+from learnerkit.data.iterable import Ahead, Resumed, say_read_forward, source_of
+from learnerkit.data.order import epoch_seed, has_state, order_sources, put_states, states_at_start, states_of
+from learnerkit.data.stream import starts_workers
 
 if TYPE_CHECKING:
     from learnerkit.data.loaders import DataLoaders
@@ -30,18 +28,17 @@ class Position:
     by these; what has neither is read again up to the place.
 
     Attributes:
-        order: the seeds of the epochs' sample order.
+        order: the state of torch's global generator when the fit began, which decides the epochs' sample order.
         epoch: the epoch, or after its end the next one.
         steps: batches of this epoch that training has read on this rank.
         samples: samples of this epoch that it has read, on all ranks together.
         over: training of this epoch has ended, perhaps by a cancel.
         first_step: the first of this epoch's steps in this process.
-        states: of the global generators when samplers that draw from them, or what is read forward, began this epoch;
-            on all ranks alike.
+        states: of the global generators when data without an index began this epoch; on all ranks alike.
     """
 
     def __init__(self) -> None:
-        self.order = SampleOrder()
+        self.order = torch.get_rng_state()
         self.epoch = self.steps = self.samples = self.first_step = 0
         self.over = False
         self.states: Any = None
@@ -49,9 +46,8 @@ class Position:
         self._own: dict[str, Any] = {}  # this rank's part of it
         self._ended: Any = None  # the source's state after an epoch, until the next begins
         self._at_start: Any = None  # a dataset's state when this epoch began; several ranks read on from there
-        self._begun = self._resumed = self._quiet = False
+        self._begun = self._resumed = False
         self._forward = False  # to go on, the data are read again up to the place, on one process
-        self._running = False  # the fit goes on where workers ran already, for which the loader draws no seed again
         self._read = 0  # batches that were read before `first_step`
         self._ranks = 1  # that share the data
         self._per_step = 1  # batches of the user's loader in a step of all ranks
@@ -62,10 +58,8 @@ class Position:
         self._source: Any = None  # what has the state of the data
         self._ahead: Ahead | None = None
         self._shared: Any = None  # the rank's loader
-        self._loader: Any = None  # the DataLoader that is read
-        self._draws: Draws | None = None
-        self._samplers: Any = None  # the `SamplerStates` of the user's loader
-        self._start: dict[str, list] = {}  # their states when the index stream of this epoch began
+        self._order_sources: list[Any] = []  # of the user's loader
+        self._start: list[Any] = []  # their states when the index stream of this epoch began
 
     @property
     def batches(self) -> int:
@@ -73,9 +67,24 @@ class Position:
         found = self._read + max(0, self.steps - self.first_step) * self._per_step
         return found if self._total is None or self._per_step == 1 else min(found, max(self._read, self._total))
 
+    @property
+    def place(self) -> float:
+        """Batches of the user's loader that were read before `first_step`; infinite at the end of an epoch."""
+        return inf if self.over else self._read
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether training of this epoch began in another process."""
+        return self._resumed
+
+    @property
+    def epoch_seed(self) -> int:
+        """The seed of this epoch's sample order."""
+        return epoch_seed(self.order, self.epoch)
+
     def seed(self, training: bool) -> int:
         """The seed of this epoch for those who fetch samples."""
-        return world.mixed_seed(self.order.seed(self.epoch), training)
+        return world.mixed_seed(self.epoch_seed, training)
 
     def of_all_ranks(self, learn: "Learner") -> int:
         """The samples of all ranks in the batch; where only the data tell, those of a full one."""
@@ -89,7 +98,7 @@ class Position:
 
     def _clear(self) -> None:
         self.steps = self.samples = self.first_step = self._read = 0
-        self.over = self._begun = self._resumed = self._quiet = False
+        self.over = self._begun = self._resumed = False
         self.states, self._per_step = None, 1
 
     # Saving and restoring
@@ -105,16 +114,14 @@ class Position:
         known = self._source is not None and not (shared and self._begun and not self.over)
         found, over = self._source_state() if known else (None, self.over)
         reading = self._begun and not over
-        states = self._draws.states if self.states is None and self._draws is not None else self.states
         return {
             "epoch": self.epoch,
             "batches": self.batches,
             "samples": self.samples,
             "over": over,
-            "order": self.order.start,
-            "samplers": self._start if reading else self._samplers and self._samplers.state(),
-            "states": states if reading else None,
-            "running": has_iterator(self._loader),
+            "order": self.order,
+            "samplers": self._start if reading else states_of(self._order_sources),
+            "states": self.states if reading else None,
             "batch_size": self._batch_size,
             "parts": self._parts,
             "source": None if shared else found,
@@ -142,7 +149,7 @@ class Position:
         """Have the epoch of the state begin behind what was read of it; called before it begins."""
         self._loaded = state
         self._clear()
-        self.order.start = state["order"]
+        self.order = state["order"]
         self.epoch, self._read, self.samples, self.over = (state[k] for k in ("epoch", "batches", "samples", "over"))
 
     @property
@@ -157,7 +164,7 @@ class Position:
             state: what `state_dict` returned at its end.
             own: what `own_state_dict` returned then on this rank.
         """
-        self._ended, self._own, self._running = _after_epoch(state), own, state["running"]
+        self._ended, self._own = _after_epoch(state), own
 
     def load_own_state_dict(self, state: dict[str, Any] | None) -> None:
         """Take what `own_state_dict` returned on this rank."""
@@ -171,7 +178,7 @@ class Position:
         Args:
             dl: the user's loader, or a copy of it.
             epoch: which one.
-            dls: keep copies of loaders, and know the samplers.
+            dls: keep copies of loaders.
             ranks: how many share the data.
 
         Raises:
@@ -183,14 +190,13 @@ class Position:
         drawn = isinstance(dl, DataLoader) and not isinstance(dl.dataset, IterableDataset)  # by an index stream
         self._length, self._batch_size = loader_len(dl), getattr(dl, "batch_size", None)
         self._total = self._length if drawn or isinstance(dl, Sequence) else None
-        self._samplers = dls.sampler_states(dl)  # before they are lent generators
-        self._source, self._shared, self._draws, self._ahead = source_of(dl), None, None, None
+        self._order_sources = order_sources(dl)  # before samplers are lent generators
+        self._source, self._shared, self._ahead = source_of(dl), None, None
         if state is not None and state["epoch"] == epoch:
             self._resume(dl, state)
         else:
             state = None
         self._forward = not drawn and self._source is None and ranks == 1
-        self._quiet = self._resumed or self._running  # else the loader draws as it did before
         if ranks > 1:  # `share` does the rest
             return dl
         if not drawn:
@@ -198,14 +204,7 @@ class Position:
             if isinstance(self._source, DataLoader) and self._source.num_workers:
                 dl = self._ahead = Ahead(dl)
             return dl
-        own = draws_globally(dl, seeded=True)
-        if own or self._quiet:
-            dl = dls.twin(dl, training=True, always=True)
-        self._draws = next((s for s in samplers_of(dl) if isinstance(s, Draws)), None)
-        if self._draws is not None:
-            self._draws.own, self._draws.skip = own, inf if self.over else self._read
-            self._draws.states = self._draws.since = self.states
-        return dl
+        return dls.twin(dl, training=True, always=True) if self._resumed else dl
 
     def _resume(self, dl: Any, state: dict[str, Any]) -> None:
         self.samples, self.over, self.states = state["samples"], state["over"], state["states"]
@@ -217,8 +216,9 @@ class Position:
             self._at_start = state.get("source_at_start")  # earlier versions have not saved it
         else:
             self._ended = _after_epoch(state)
-        self._running, self._parts = state["running"], state["parts"]
-        self._samplers.load(state["samplers"])
+        self._parts = state["parts"]
+        self._start = state["samplers"]
+        put_states(self._order_sources, self._start)
         if self._read and not getattr(dl, "in_order", True) and starts_workers(dl):
             world.warn_once(
                 "the training loader has in_order=False, so it is not known which batches of this epoch training has "
@@ -278,7 +278,7 @@ class Position:
         begun = self._begin_source()
         found = begun if state is None or not self._resumed else state["source"]
         if found is not None:
-            return Resumed(dl, 0, self._source, found, at_end=not self._resumed, quiet=self._quiet)
+            return Resumed(dl, 0, self._source, found, at_end=not self._resumed, quiet=self._resumed)
         if not self._read:
             return dl
         if not isinstance(dl, Sequence):  # whose batches are in memory: nothing is read
@@ -314,72 +314,15 @@ class Position:
             own, self._own = self._own if self._resumed else {k: self._own.get(k) for k in ("source", "left")}, {}
         if self._source is not None and not self.over:
             own = {"source": self._begin_source()}
-        shared.begin(inf if ended else self._read, self.first_step, own, self._quiet)
+        shared.begin(inf if ended else self._read, self.first_step, own, self._resumed)
         return self.first_step
 
-    def _note_start(self, loader: Any) -> None:
-        """Note the states of the user's generators as they are when the index stream of `loader` begins."""
-        self._loader = loader
+    def note_start(self, loader: Any) -> None:
+        """Note the states that decide this epoch's data, as they are when reading of `loader` begins."""
         if self._forward and self.states is None:
             self.states = states_at_start(loader) if isinstance(loader, DataLoader) else world.seed_states()
-        generator = getattr(loader, "generator", None)
-        pending = any(generator is g for g in self._samplers.generators) and not has_iterator(loader)
-        with keep_seeds(loader) if pending else nullcontext():
-            if pending:
-                draw_seed(generator)  # as the loader is about to do
-            self._start = self._samplers.state()
-
-
-@contextmanager
-def reading(learn: "Learner") -> Iterator[None]:
-    """Seed what fetches the samples of the learner's loader, which is read in here."""
-    position = learn._position if learn._in_fit else None
-    loader: Any = learn.dl
-    while not isinstance(loader, DataLoader) and (inner := getattr(loader, "loader", None)) is not None:
-        loader = inner
-    rank = world.rank() if learn.n_ranks > 1 else 0
-    if position is None:
-        with _seeded(loader, rank, None, 0, training=False, quiet=False):
-            yield
-        return
-    training, seed = learn.training, position.seed(learn.training)
-    first = learn._first_batch - getattr(learn.dl, "read_again", 0)
-    with _seeded(loader, rank, seed, first, training, training and position._quiet):
-        if training:
-            position._note_start(loader)
-        yield
-
-
-@contextmanager
-def _seeded(loader: Any, rank: int, seed: int | None, first: int, training: bool, quiet: bool) -> Iterator[None]:
-    """Seed what a loader fetches in here; only in copies of the user's loader that `DataLoaders.twin` has made.
-
-    Args:
-        loader: any.
-        rank: whose loader it is.
-        seed: of this reading; by default the one that torch's loader draws for its workers.
-        first: the number of the first batch.
-        training: whether it is read for training.
-        quiet: whether no generator shall move when the loader starts.
-    """
-    numbered: Any = next(iter(samplers_of(loader)), None)
-    if not isinstance(numbered, Numbered):
-        yield
-        return
-    generator = loader.generator
-    numbered.first, numbered.seed, numbered.per_sample = first, None, isinstance(loader.dataset, PerSample)
-    if numbered.per_sample or starts_workers(loader):
-        # In training as torch's loader does; evaluation begins alike, whether its workers run already or not.
-        drawn = None if quiet or (training and has_iterator(loader)) else draw_seed(generator)
-        seed = drawn if seed is None else seed
-        numbered.seed = world.mixed_seed(seed, 0 if numbered.per_sample else rank)
-        loader.generator = torch.Generator().manual_seed(numbered.seed)
-    elif quiet:
-        loader.generator = torch.Generator()
-    try:
-        yield
-    finally:
-        loader.generator, numbered.seed = generator, None
+        if not self._resumed:
+            self._start = states_of(self._order_sources)
 
 
 def _after_epoch(state: dict[str, Any]) -> Any:

@@ -2,23 +2,21 @@
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len, map_batch, tensors_in
-from learnerkit.data.cuts import Cutter, Dims, cut_rows, even_sizes
-from learnerkit.data.iterable import Resumed, has_state, say_read_forward, source_of
-from learnerkit.data.lengths import LengthBatches
-from learnerkit.data.order import draws_globally, samplers_of, with_batches
-from learnerkit.data.streams import Draws, Numbered, Share, same_stream
+from learnerkit.data.cuts import Cutter, Dims, cut_rows
+from learnerkit.data.iterable import Resumed, say_read_forward, source_of
+from learnerkit.data.order import has_state, samplers_of, with_batches
+from learnerkit.data.stream import SampleStream, Share, replaced_sampler, same_stream, samples_in, split_evenly
 from learnerkit.metrics.combining import same
 from learnerkit.text import first_few
 from learnerkit.torch_internals import as_worker, worker_info
@@ -28,155 +26,12 @@ if TYPE_CHECKING:
     from learnerkit.parallel.rank_step import RankStep
 
 
-def split_evenly(batch: Any, parts: int, least: int) -> list:
-    """`batch` cut into `parts` consecutive pieces, as even as can be; the last ones are empty if there is too little.
-
-    Args:
-        batch: a list or tensor of indices.
-        parts: how many pieces.
-        least: samples below which no piece may fall while one piece can be given up for it.
-    """
-    sizes = even_sizes(len(batch), parts, least)
-    ends = list(accumulate(sizes))
-    return [batch[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-
-
-def join_batches(batches: list) -> Any:
-    """Index batches as one."""
-    if all(isinstance(b, Tensor) for b in batches):
-        return torch.cat(batches)
-    return [i for b in batches for i in b]
-
-
-def distribute(
-    batches: Iterable, ranks: int, split: bool, least: int, join: bool = True, n: int | None = None
-) -> Iterator[list]:
-    """Distribute a stream of index batches over ranks: for each step a list with a piece for each rank.
-
-    Nothing is drawn ahead of its step, as a sampler may go by what the model has learned until then.
-
-    Args:
-        batches: the user's stream, the same on every rank.
-        ranks: how many.
-        split: cut each batch into a piece for each rank; otherwise a step takes a batch for each rank, and the last,
-            uneven step is spread over all of them.
-        least: the fewest samples a rank should get of what is cut or spread; whole batches stay as they are.
-        join: whether the batches of an uneven step may be joined; otherwise each is cut by itself.
-        n: how many batches there are, where it is known: else a last step with a batch for each rank is not spread.
-    """
-    if split:
-        for batch in batches:
-            yield split_evenly(batch, ranks, least)
-        return
-    group: list = []
-    for number, batch in enumerate(batches, 1):
-        group.append(batch)
-        if number == n or len(group) == ranks:
-            yield _dealt(group, ranks, least, join, last=number == n)
-            group = []
-    if group:
-        yield _dealt(group, ranks, least, join, last=True)
-
-
-def _dealt(group: list, ranks: int, least: int, join: bool, last: bool) -> list:
-    """Give each rank its piece of the batches of a step; `last`: of the last one, which may be uneven."""
-    if len(group) == ranks and not (last and join and len({len(b) for b in group}) > 1):
-        return group
-    if join:
-        return split_evenly(join_batches(group), ranks, least)
-    pieces = [ranks // len(group) + (i < ranks % len(group)) for i in range(len(group))]
-    return [piece for batch, n in zip(group, pieces, strict=True) for piece in split_evenly(batch, n, least)]
-
-
-def _samples_in(batches: Iterable, count: Callable[[Any], int | None] | None) -> int | None:
-    """Return the samples of batches, where `count` knows those of each."""
-    counts = [None if count is None else count(batch) for batch in batches]
-    known = [n for n in counts if n is not None]
-    return sum(known) if len(known) == len(counts) else None
-
-
-class RankBatches(Numbered):
-    """A batch sampler with one rank's share of another one, which every rank draws alike.
-
-    Args:
-        batches: the user's batch sampler.
-        rank, ranks: whose share of how many.
-        split, least: as in `distribute`.
-        training: every rank takes every step, if need be with a sample that does not count; in evaluation steps
-            without samples are left out, and batches are never spread.
-        seed: makes all ranks draw alike from samplers that use the global generators (a seed, or states as those of
-            `world.seed_states`); `None` leaves them as they are.
-        opaque: the items stand for whole batches, whose sizes only their data tell. If they are to be split, every
-            rank takes each of them whole.
-        count: the number of samples of such an item, where it is known.
-    """
-
-    def __init__(
-        self, batches: Any, rank: int, ranks: int, *, split: bool = False, least: int = 1, training: bool = True,
-        seed: int | tuple | None = None, opaque: bool = False, count: Callable[[Any], int | None] | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(batches)
-        self.draws = Draws(_users(batches))
-        self.draws.own, self.draws.states, self.draws.advance = seed is not None, seed, rank == 0
-        self.rank, self.ranks, self.split, self.training, self.opaque = rank, ranks, split, training, opaque
-        self.least = 1 if opaque else least  # one item is all that a rank can take of them
-        self.count = count
-        self.shares: deque[Share] = deque()
-
-    def __len__(self) -> int:
-        n = len(self.batches)
-        if self.split:
-            return n
-        return -(-n // self.ranks) if self.training else len(range(self.rank, n, self.ranks))
-
-    def __iter__(self) -> Iterator:
-        # Loaders with workers draw ahead of what they give out, in the same order: the shares wait in a queue.
-        return self._given(self._mine(self.shares))
-
-    def _mine(self, shares: deque[Share]) -> Iterator:
-        stream: Iterator = self.draws.drawn()
-        if self.opaque and self.split:
-            for step, item in enumerate(stream, self.first):
-                shares.append(Share(step * self.ranks + self.rank, None, None))
-                yield item
-            return
-        if self.opaque:
-            stream = ([item] for item in stream)
-        for share, batch in self._spread(stream) if self.split or self.training else self._take_turns(stream):
-            shares.append(share._replace(size=None if share.size else 0) if self.opaque else share)
-            yield batch[0] if self.opaque else batch
-
-    def _spread(self, stream: Iterable) -> Iterator[tuple[Share, Any]]:
-        # Samples of other batches would be padded to the length of the longest, which may be more than fits.
-        join, n = not isinstance(self.draws.batches, LengthBatches), loader_len(self.draws.batches)
-        left = None if n is None or self.draws.skip == inf else n - int(self.draws.skip)
-        steps = distribute(stream, self.ranks, self.split, self.least, join, left)
-        for step, pieces in enumerate(steps, self.first):
-            sizes = [len(piece) for piece in pieces]
-            mine = sizes[self.rank]
-            if mine or self.training:
-                total = _samples_in(chain(*pieces), self.count) if self.opaque else sum(sizes)
-                share = Share(step * self.ranks + self.rank, mine, total)
-                # Real samples even where none counts: their empty slice has the right shapes and types.
-                yield share, pieces[self.rank] if mine else pieces[0][: self.least]
-
-    def _take_turns(self, stream: Iterable) -> Iterator[tuple[Share, Any]]:
-        for place, batch in enumerate(stream):
-            if place % self.ranks == self.rank:
-                yield Share(place, len(batch), None if self.opaque else len(batch)), batch
-
-
-def _users(batches: Any) -> Any:
-    """The user's batch sampler or sampler, of a copy of the loader too."""
-    return batches.batches if isinstance(batches, Draws) else batches
-
-
 class RankLoader:
     """The loader of a rank, in the place of the user's, whose other attributes it has.
 
     Args:
-        loader: a copy of the user's, which draws from `batches`.
-        batches: this rank's share.
+        loader: a copy of the user's, which draws from `stream`.
+        stream: this rank's share.
         dims: where the samples of a batch are, as `DataLoaders.batch_dim`.
         cut: takes this rank's piece of batches that are made already; `None`: they are this rank's alone.
         rank_step: the step that ranks take together in training; `None` in evaluation.
@@ -197,36 +52,36 @@ class RankLoader:
     parts: tuple[int, int] | None = None  # of an iterable dataset: how many, and by how many workers each is read
 
     def __init__(
-        self, loader: DataLoader, batches: Any, dims: Dims = 0, cut: "Cut | None" = None,
+        self, loader: DataLoader, stream: Any, dims: Dims = 0, cut: "Cut | None" = None,
         rank_step: "RankStep | None" = None,
     ) -> None:  # fmt: skip
-        self.loader, self.batches, self.dims, self.cut, self.rank_step = loader, batches, dims, cut, rank_step
+        self.loader, self.stream, self.dims, self.cut, self.rank_step = loader, stream, dims, cut, rank_step
         self.share: Share | None = None
         self.sample: Any = None
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.stream)
 
     @property
     def step_size(self) -> int | None:
         size = self.loader.batch_size
-        return size if size is None or self.batches.split else size * self.batches.ranks
+        return size if size is None or self.stream.split else size * self.stream.ranks
 
     def __iter__(self) -> Iterator:
-        # A queue for each iteration: one may run inside another (validation called in the middle of validation).
-        shares = self.batches.shares = deque()
-        self.is_last = False
+        shares, self.is_last = None, False
         for batch in self.loader:
+            if shares is None:  # of this iteration; another one may run inside it
+                shares = self.stream.shares
             share = shares.popleft()
             if self.cut is not None:
                 size, total, batch = self.cut(batch)
-                if not size and not self.batches.training:
+                if not size and not self.stream.training:
                     continue
                 share = share._replace(size=size, total=total)
             self.share, self.sample = share, batch
             yield first_rows(batch, self.dims, 0) if share.size == 0 else batch
         if self.share is not None and self.rank_step is not None and self.rank_step.mean.begun and self._is_unsized:
-            self.is_last, self.share = True, Share(self.share.place + self.batches.ranks, 0, 0)
+            self.is_last, self.share = True, Share(self.share.place + self.stream.ranks, 0, 0)
             yield first_rows(self.sample, self.dims, 0)
 
     @property
@@ -236,21 +91,17 @@ class RankLoader:
     @property
     def per_step(self) -> int:
         """The batches of the user's loader in a step of all ranks."""
-        return 1 if self.batches.split else self.batches.ranks
+        return 1 if self.stream.split else self.stream.ranks
 
-    def reseed(self, seed: int | tuple, since: tuple | None = None) -> None:
-        """Give a new epoch's seed to samplers that draw from the global generators; others ignore it.
+    def reseed(self, seed: Any, since: tuple | None = None) -> None:
+        """Give the states of the global generators to data without an index; those with one have the epoch's seed.
 
         Args:
-            seed: as in `RankBatches`.
-            since: as in `same_stream`.
+            seed, since: as in `same_stream`.
         """
-        draws = self.batches.draws
-        if draws.own:
-            draws.states, draws.since = seed, since
 
     def begin(self, skip: float, first: int, own: dict[str, Any], quiet: bool) -> None:
-        """Have the next epoch begin at a place.
+        """Have the next epoch of data without an index begin at a place; those with one have a `SampleStream`.
 
         Args:
             skip: batches of the user's loader before it; infinite at the end of an epoch.
@@ -258,7 +109,6 @@ class RankLoader:
             own: the `own_state` of a part of the data that is this rank's alone.
             quiet: as in `Resumed`.
         """
-        self.batches.draws.skip = skip
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -339,7 +189,7 @@ class RankStream(IterableDataset):
             # The loader takes its batches from the workers in turns.
             if step % workers == number:
                 count = self.count if self.batches.size is None else len
-                yield self._mine(found[mine] if mine < len(found) else None, _samples_in(found, count))
+                yield self._mine(found[mine] if mine < len(found) else None, samples_in(found, count))
 
     def _mine(self, batch: Any, total: int | None) -> Piece:
         if batch is None:
@@ -613,8 +463,7 @@ def rank_stream(
     if sharded:
         replaced: dict[str, Any] = {} if dl.batch_sampler is None else {"collate_fn": _Counting(dl.collate_fn)}
         if not has_state(dl):
-            name_of_batches = "sampler" if dl.batch_sampler is None else "batch_sampler"
-            replaced[name_of_batches] = Draws(_users(getattr(dl, name_of_batches)))
+            replaced |= replaced_sampler(dl)
         twin = with_batches(dl, **replaced)
         return RankStreamLoader(twin, steps, rank_step, join, size * ranks, sharded=True, dims=dims)
     if split:
@@ -630,7 +479,7 @@ def rank_stream(
         count = None  # which a worker may not know
     twin = with_batches(
         dl, dataset=RankStream(dl, world.rank(), ranks, split, seed, count), collate_fn=_Counted(dl.collate_fn),
-        batch_sampler=None, sampler=Draws(dl.sampler), worker_init_fn=None,
+        batch_sampler=None, sampler=SampleStream(dl.sampler, opaque=True), worker_init_fn=None,
         persistent_workers=False,  # they would not learn of the next epoch's seed
     )  # fmt: skip
     needs_cut = cut if split and dl.batch_size is None else None
@@ -638,7 +487,7 @@ def rank_stream(
 
 
 def rank_loader(
-    dl: Any, name: str, *, training: bool, split: bool, least: int, seed: int | tuple, sharded: bool = False,
+    dl: Any, name: str, *, training: bool, split: bool, least: int, seed: Any = None, sharded: bool = False,
     join: bool = False, rank_step: "RankStep | None" = None, dims: Dims = 0,
     count: Callable[[Any], int | None] | None = None,
 ) -> RankLoader:  # fmt: skip
@@ -647,8 +496,8 @@ def rank_loader(
     Args:
         dl: the user's loader, or a list of batches.
         name: what to call it in errors.
-        training, split, least: as in `RankBatches`.
-        seed: the same on every rank.
+        training, split, least: as in `SampleStream`.
+        seed: of an iterable dataset, as in `RankStream`; the same on every rank.
         sharded, join: of iterable datasets, as in `rank_stream`.
         rank_step, dims: as in `RankLoader`.
         count: the number of samples of a batch that is made already, where it is known.
@@ -689,14 +538,12 @@ def rank_loader(
             "one process (or shuffle=True), and every rank gets its part of it"
             " (errors.html#rank-loader)"
         )
-    opaque = dl.batch_sampler is None and not isinstance(dl.sampler, BatchSampler)
-    replaced = "sampler" if dl.batch_sampler is None else "batch_sampler"
-    batches = RankBatches(
-        getattr(dl, replaced), world.rank(), world.world_size(), split=split, least=least, training=training,
-        seed=seed if draws_globally(dl) else None, opaque=opaque, count=sizes,
-    )  # fmt: skip
-    whole = cut if opaque and split else None
-    return RankLoader(with_batches(dl, **{replaced: batches}), batches, dims, whole, rank_step)
+    replaced = replaced_sampler(
+        dl, rank=world.rank(), ranks=world.world_size(), split=split, least=least, training=training, count=sizes
+    )
+    stream = next(iter(replaced.values()))
+    whole = cut if stream.opaque and split else None
+    return RankLoader(with_batches(dl, **replaced), stream, dims, whole, rank_step)
 
 
 def _count_item(count: Callable[[Any], int | None], batches: Sequence[Any], item: int) -> int | None:

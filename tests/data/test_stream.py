@@ -10,7 +10,7 @@ from data.test_position import Noisy, Stream, fit
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from learnerkit import Callback, DataLoaders, Learner, set_seed, world
-from learnerkit.data.streams import Draws, Lot, PerSample, Seeded
+from learnerkit.data.stream import PerSample, SampleStream, Seeded
 
 
 class Seen(Callback):
@@ -156,14 +156,15 @@ def test_reproducible_augmentation_depends_on_seed_epoch_and_sample_alone():
 def test_reproducible_fetching_leaves_the_generators_of_the_process_alone():
     data = PerSample(Noisy())
     before = world.seed_states()
-    first = data.__getitems__(Lot(3, [2, 5, 2]))
+    first = data.__getitems__(Seeded(3, [2, 5, 2], True))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert torch.equal(first[0][0], first[2][0])
-    assert torch.equal(data[Lot(3, 5)][0], first[1][0])
-    assert not torch.equal(data[Lot(4, 5)][0], first[1][0])
-    assert (len(data), data.n) == (22, 22)
-    assert len(pickle.loads(pickle.dumps(data))) == 22
+    assert torch.equal(data[Seeded(3, 5, True)][0], first[1][0])
+    assert not torch.equal(data[Seeded(4, 5, True)][0], first[1][0])
+    assert len(pickle.loads(pickle.dumps(data))) == len(data) == 22
+    arrived = pickle.loads(pickle.dumps(Seeded(3, [5], True)))
+    assert torch.equal(data.__getitems__(arrived)[0][0], first[1][0])
 
 
 def test_a_skipped_stream_is_drawn_but_not_given():
@@ -178,11 +179,11 @@ def test_a_skipped_stream_is_drawn_but_not_given():
         def __iter__(self):
             return batches()
 
-    draws = Draws(Sampler(), counts=True)
-    draws.skip = 2
-    assert list(draws) == [[2] * 3, [3] * 4, [4] * 5]
-    assert list(draws.sizes) == [3, 4, 5]
+    stream = SampleStream(Sampler())
+    stream.place = 2
+    assert list(stream) == [[2] * 3, [3] * 4, [4] * 5]
+    assert [share.size for share in stream.shares] == [3, 4, 5]
     assert drawn == [0, 1, 2, 3, 4]
-    draws.skip = float("inf")
-    assert list(draws) == []
+    stream.place = float("inf")
+    assert list(stream) == []
     assert drawn == [0, 1, 2, 3, 4]
