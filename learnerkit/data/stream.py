@@ -114,7 +114,9 @@ class SampleStream:
     def _mine(self) -> Iterator[tuple[Share, Any]]:
         if self.place == inf:
             return
-        items = islice(self.sampler if self.seed is None else seeded(self.sampler, self.seed), int(self.place), None)
+        items = islice(
+            self.sampler if self.seed is None else same_stream(self.sampler, self.seed), int(self.place), None
+        )
         if self.ranks == 1 or (self.opaque and self.split):
             for step, item in enumerate(items, self.first):
                 size = None if self.opaque else loader_len(item)
@@ -227,26 +229,6 @@ def samples_in(batches: Iterable, count: Callable[[Any], int | None] | None) -> 
 
 
 # The random numbers of samplers
-
-
-def seeded(items: Iterable, seed: int) -> Iterator:
-    """Iterate with the host's random generators seeded with `seed`; neither side sees the other's draws."""
-    inside, stream = None, None
-    while True:
-        outside = world.seed_states()
-        try:
-            if stream is None:
-                world.seed_host(seed)
-                stream = iter(items)
-            else:
-                world.set_seed_states(cast(tuple, inside))
-            item = next(stream)
-            inside = world.seed_states()
-        except StopIteration:
-            return
-        finally:
-            world.set_seed_states(outside)
-        yield item
 
 
 def same_stream(
@@ -427,35 +409,39 @@ def reading(learn: "Learner") -> Iterator[None]:
     loader: Any = learn.dl
     while not isinstance(loader, DataLoader) and (inner := getattr(loader, "loader", None)) is not None:
         loader = inner
-    stream, is_loader = stream_of(loader), isinstance(loader, DataLoader)
-    indexed = is_loader and not isinstance(loader.dataset, IterableDataset)
+    stream, indexed = (
+        stream_of(loader),
+        isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset),
+    )
     goes_on = training and position is not None and position.goes_on
-    generator, seed, base = getattr(loader, "generator", None), 0, 0
-    if not goes_on:
-        if indexed or stream is not None:
-            base = draw_seed(generator)
-        if any(getattr(s, "generator", s) is None for s in samplers_of(loader)) or (indexed and draws_globally(loader)):
-            seed = draw_seed()
-            if position is None and learn.n_ranks > 1:
-                seed = world.broadcast(seed)  # every rank must reach this
+    draws = any(getattr(s, "generator", s) is None for s in samplers_of(loader)) or (indexed and draws_globally(loader))
+    seeds_loader, generator = indexed or stream is not None, getattr(loader, "generator", None)
+    base = draw_seed(generator) if seeds_loader and not goes_on else 0
+    seed = draw_seed() if draws and not goes_on else 0
     if position is not None:
         seed, base = position.epoch_seed if training else position.seed(False), position.seed(training)
-    if stream is not None:
-        stream.first = learn._first_batch - getattr(learn.dl, "read_again", 0)
-        stream.place = position.place if indexed and goes_on else 0  # type: ignore[union-attr]
-        per_sample = isinstance(loader.dataset, PerSample)
-        if per_sample or starts_workers(loader):
-            rank = world.rank() if learn.n_ranks > 1 and not per_sample else 0
-            stream.fetching = world.mixed_seed(base, rank), per_sample
-    if indexed or stream is not None:
-        loader.generator = torch.Generator().manual_seed(base)  # its own draw has been made
-    if training and position is not None:
-        position.note_start(loader)
+    elif draws and learn.n_ranks > 1:
+        seed = world.broadcast(seed)  # every rank must reach this
     try:
+        if seeds_loader:
+            loader.generator = torch.Generator().manual_seed(base)  # its own draw has been made
+        if stream is not None:
+            _set(stream, learn, loader, base, position.place if position is not None and indexed and goes_on else 0)
+        if position is not None and training:
+            position.note_start(loader)
         with seeded_samplers(loader, seed):
             yield
     finally:
-        if indexed or stream is not None:
+        if seeds_loader:
             loader.generator = generator
         if stream is not None:
             stream.fetching = None
+
+
+def _set(stream: SampleStream, learn: "Learner", loader: DataLoader, seed: int, place: float) -> None:
+    "Have a stream begin at a place, and seed those who fetch what it gives."
+    stream.place, stream.first = place, learn._first_batch - getattr(learn.dl, "read_again", 0)
+    per_sample = isinstance(loader.dataset, PerSample)
+    if per_sample or starts_workers(loader):
+        rank = world.rank() if learn.n_ranks > 1 and not per_sample else 0
+        stream.fetching = world.mixed_seed(seed, rank), per_sample
