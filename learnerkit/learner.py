@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from learnerkit import arguments, files, optim, parallel, world
+from learnerkit import arguments, files, optim, parallel, run_state, world
 from learnerkit.callback import Callback, Dispatch, acts_in_evaluation, describe_loop, kept_flags
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.augmentation import BatchTransform
@@ -287,6 +287,7 @@ class Learner(RunState):
         self._told_outside = False
         self._said_step = ""  # what a step sees, as it was said last
         self._number = next(_made)
+        self._resumes: Mapping[str, Any] | None = None  # a state, taken in a fit, that the next one goes on from
         self._lr_finds: list[dict[str, float]] = []  # what each call of `lr_find` suggested
         self._agreement: parallel.Agreement | None = None
         self._workers: Workers | None = None
@@ -336,7 +337,7 @@ class Learner(RunState):
 
     def _read(self, dl: Iterable[Any], training: bool) -> None:
         "Train on a loader, or validate on it."
-        self.dl, self.training, self._first_batch = self.dls.twin(dl, training), training, 0
+        self.dl, self.training, self.iter, self._first_batch = self.dls.twin(dl, training), training, -1, 0
         self._dispatch.phase(training)
         if training:
             self._level("train", self._all_batches, CancelTrainException)
@@ -530,7 +531,7 @@ class Learner(RunState):
             scheds: Any = {"lr": lr}
             cbs, lr = [ParamScheduler(scheds), *cbs], None
         budget = [] if n_steps is None else [StepBudget(n_steps)]
-        with self._running("fit", [*budget, *cbs]):
+        with self._running("fit", [*budget, *cbs, *run_state.going_on(self)]):
             self._say_step()
             self._prepare_opt(lr, wd, reset_opt)
             self.n_epoch, self.n_steps, self.start_epoch = n_epoch, n_steps, start_epoch
@@ -1103,7 +1104,10 @@ class Learner(RunState):
     def _say_step(self) -> None:
         "Say once what a step of several batches sees."
         if self.n_ranks > 1 or any(isinstance(cb, GradientAccumulation) for cb in self.cbs):
-            scaling_rate().say_step(self)
+            text = scaling_rate().combined_step(self)
+            if text and text != self._said_step:
+                self._said_step = text
+                self.say(text)
 
     @property
     def lr(self) -> Any:
@@ -1524,6 +1528,56 @@ class Learner(RunState):
         from learnerkit.export.writing import export  # here, as most fits never need it
 
         return export(self, fname)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the rest of a run depends on, as torch's `Stateful` objects do.
+
+        It can be taken between fits, and inside one from the events between two optimizer steps: then the next `fit`
+        after `load_state_dict`, of this learner or of one made alike in another process, goes on from there. On several
+        ranks every rank must reach this.
+
+        Returns:
+            A dict of plain values, tensors and arrays, which `torch.save` writes. As in torch, tensors are those of the
+            run and not copies: `copy.deepcopy` keeps them. Its keys, of which all but 'rank' are alike on all ranks:
+
+            - 'model': the state dict of the model, with the names that it has without wrappers;
+            - 'opt': the state dict of the optimizer, or of several by their names; `None` before there is one;
+            - 'scaler': the state of fp16's gradient scaler, or an empty dict;
+            - 'beside': parameters that are trained beside the model's, and buffers of the loss;
+            - 'eval', 'frozen': the names of modules in eval mode, and of parameters that are not trained;
+            - 'callbacks': by class name, what each callback's `state_dict` returns, schedules and the recorder's
+              history among them; of a callback of yours without `state_dict`, its attributes that can be saved, but for
+              those that have the name of an argument of its class;
+            - 'order': the names of the callbacks, in order;
+            - 'counters': how far the last fit has come;
+            - 'place': where in a fit it was taken: 'train', 'trained', 'epoch', or `None` between fits;
+            - 'position': in a fit, the place in the training data;
+            - 'loaders': between fits, what each loader, its samplers and its dataset have as state;
+            - 'rank': this rank's own: random states ('random'), the state of its part of the data ('position'), and
+              what its callbacks have for themselves ('callbacks', and 'alone' of those that run on rank 0 alone).
+
+        Raises:
+            RuntimeError: called during a validation, in the middle of a batch, or of a step of several batches.
+            CheckpointError: a callback's `state_dict` does not return a dict.
+        """
+        return run_state.state_dict(self)
+
+    @public
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` returned.
+
+        A state that was taken in a fit is put back between fits, and the next `fit` goes on from it: in the same epoch,
+        behind the batches that were read. Called inside a fit, it puts back everything but the place in the data, which
+        are read on. On several ranks each gives the state that it has taken itself; every rank must reach this.
+
+        Args:
+            state: as `state_dict` returns it.
+
+        Raises:
+            CheckpointError: parts are missing, or the weights are of another model; nothing is changed then.
+            ValueError: the state is of other optimizers; nothing is changed then.
+        """
+        run_state.load_state_dict(self, state)
 
     @staticmethod
     def _read_saved(file: Path | BinaryIO, device: Any) -> Saved:

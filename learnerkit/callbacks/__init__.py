@@ -40,5 +40,6 @@ they were added. The orders of all callbacks of the package, with those of the o
      101  ValidateEvery: not called at the last step of a budget, after which the epoch's validation follows
      102  CSVLogger: writes the rows that the recorder and ValidateEvery have added
     1000  ProfilerCallback, StepCheck, _Notes: look at what all others have done
+    9999  _GoOn: loads a state after all others have begun
    10000  CheckpointCallback: saves what all others have come to, and loads it after they have begun
 """

@@ -133,8 +133,8 @@ class Evaluation:
     """
 
     def __init__(self, meters: list[Meter], learn: "Learner") -> None:
-        self.meters, self.sharded = meters, learn.n_ranks > 1
-        self.loss, self.batches = LossMeter(learn._loss_weighting.parts), 0
+        self.meters, self.sharded, self.weighting = meters, learn.n_ranks > 1, learn._loss_weighting
+        self.loss, self.batches = LossMeter(self.weighting.parts), 0
         self._is_fresh = True
 
     def _begin(self) -> None:
@@ -155,7 +155,7 @@ class Evaluation:
         if learn.pred is None:  # the batch was cancelled
             return
         pred = map_batch(in_float32, learn.pred) if learn.training else learn.pred  # see MixedPrecision
-        weighting = learn._loss_weighting
+        weighting = self.weighting
         for meter in self.meters:
             try:
                 given, yb = pred, learn.yb
@@ -187,6 +187,10 @@ class Evaluation:
         why = "ranks may have different numbers of batches; update with the batch alone, all ranks are combined later"
         return world.no_collectives(f"the metric {meter.name!r}", why)
 
+    def mean_loss(self) -> float:
+        """The mean loss; every rank must reach this if the data are sharded."""
+        return self.loss.mean(self.weighting.sums, self.sharded)
+
     def metrics(self) -> list[float]:
         """The value of each metric; every rank must reach this if the data are sharded."""
         if not (world.reduce(self.batches) if self.sharded else self.batches):
@@ -201,9 +205,9 @@ class Evaluation:
         meters = [] if self._is_fresh else [meter.state_dict() for meter in self.meters]
         return self.loss.state_dict() | {"batches": self.batches, "meters": meters}
 
-    def load_state_dict(self, ranks: list[dict[str, Any]], sums: bool) -> None:
+    def load_state_dict(self, ranks: list[dict[str, Any]]) -> None:
         """Go on with what one rank had seen; of what several had, with the losses alone."""
-        self.loss = LossMeter.of_ranks(ranks, sums)
+        self.loss = LossMeter.of_ranks(ranks, self.weighting.sums)
         meters = ranks[0]["meters"] if len(ranks) == 1 else []
         self._is_fresh = True
         if meters:
@@ -239,9 +243,9 @@ class EvaluationCallback(Callback):
         self._evaluation.update(self.learn)
 
     def after_validate(self) -> None:
-        evaluation, sums = self._evaluation, self.learn._loss_weighting.sums
+        evaluation = self._evaluation
         with world.grouped_collectives():
-            self.values = [evaluation.loss.mean(sums, evaluation.sharded), *evaluation.metrics()]
+            self.values = [evaluation.mean_loss(), *evaluation.metrics()]
         if hasattr(self.learn, "recorder"):
             self.learn.recorder.note_columns(evaluation.meters)
 
@@ -482,12 +486,10 @@ class Recorder(Callback):
             self.lrs.append(lr if type(lr) is float else float(lr))
 
     def after_epoch(self) -> None:
-        sums = self.learn._loss_weighting.sums
         with world.grouped_collectives():
             values = [self._train_loss(), *self._train.metrics()]
             if self.learn.dls.valid is not None:
-                loss = self._valid.loss.mean(sums, self._valid.sharded)
-                values += self._columns([loss, *self._valid.metrics()])
+                values += self._columns([self._valid.mean_loss(), *self._valid.metrics()])
             logged = self._logged_means()
         self._write(self.learn.epoch, values, logged)
         self._start_epoch()
@@ -498,9 +500,9 @@ class Recorder(Callback):
         Args:
             validation: what `Learner.validate` returned.
         """
-        learn, sums = self.learn, self.learn._loss_weighting.sums
+        learn = self.learn
         with world.grouped_collectives():
-            values = [self._train.loss.mean(sums, self._train.sharded), *self._train.metrics()]
+            values = [self._train.mean_loss(), *self._train.metrics()]
             values += self._columns(validation if self._valid_meters else validation[:1])
             logged = self._logged_means()
         epoch = f"{learn.epoch} {(learn.iter + 1) / learn.n_iter:.0%}" if learn.n_iter else learn.epoch
@@ -510,7 +512,7 @@ class Recorder(Callback):
         """The values of a validation, without the loss if the model makes none; every rank must reach this."""
         if not math.isnan(validation[0]):  # equal on all ranks
             return validation
-        absent = int(self.learn._loss_weighting.absent)
+        absent = int(self._valid.weighting.absent)
         self._has_valid_loss = not (world.reduce(absent, "max") if self.learn.n_ranks > 1 else absent)
         return validation if self._has_valid_loss else validation[1:]
 
@@ -534,7 +536,7 @@ class Recorder(Callback):
 
     def _train_loss(self) -> float:
         """Make the losses of all ranks those of the epoch in `losses`, and return their mean."""
-        sums = self.learn._loss_weighting.sums
+        sums = self._train.weighting.sums
         totals, counts, cancelled = self._train.loss.totals(sums, self._train.sharded)
         steps = [(total if sums else total / n) if n else None for total, n in zip(totals, counts, strict=True)]
         self._tell_not_finite(steps)
@@ -545,7 +547,7 @@ class Recorder(Callback):
         self.lrs[self._first_batch :] = compress(lrs, recorded)
         self._in_epoch = False
         if self._train.loss.parts:
-            return self._train.loss.mean(sums, self._train.sharded)
+            return self._train.mean_loss()
         return sum(totals) / sum(counts) if sum(counts) else float("nan")
 
     def _tell_not_finite(self, losses: Sequence[float | None]) -> None:
@@ -600,7 +602,8 @@ class Recorder(Callback):
         ranks = [state["own"]] if "own" in state else state["ranks"]
         if "own" not in state and not world.is_main():
             ranks = [_nothing_of(rank) for rank in ranks]
-        self._train.load_state_dict([rank["train"] for rank in ranks], self.learn._loss_weighting.sums)
+        if "_train" in vars(self):  # else nothing has run here yet, so that no epoch goes on
+            self._train.load_state_dict([rank["train"] for rank in ranks])
         self.logged, self._weights = {}, {}
         for name, pairs in (item for rank in ranks for item in rank["logged"].items()):
             values, weights = (all_.setdefault(name, HostScalars()) for all_ in (self.logged, self._weights))

@@ -34,6 +34,7 @@ class Position:
         samples: samples of this epoch that it has read, on all ranks together.
         over: training of this epoch has ended, perhaps by a cancel.
         first_step: the first of this epoch's steps in this process.
+        goes_on: training of this epoch began in another process, or before an earlier end of this one.
         states: of the global generators when data without an index began this epoch; on all ranks alike.
     """
 
@@ -46,7 +47,7 @@ class Position:
         self._own: dict[str, Any] = {}  # this rank's part of it
         self._ended: Any = None  # the source's state after an epoch, until the next begins
         self._at_start: Any = None  # a dataset's state when this epoch began; several ranks read on from there
-        self._begun = self._resumed = False
+        self._begun = self.goes_on = False
         self._forward = False  # to go on, the data are read again up to the place, on one process
         self._read = 0  # batches that were read before `first_step`
         self._ranks = 1  # that share the data
@@ -58,7 +59,7 @@ class Position:
         self._source: Any = None  # what has the state of the data
         self._ahead: Ahead | None = None
         self._shared: Any = None  # the rank's loader
-        self._order_sources: list[Any] = []  # of the user's loader
+        self._order_sources: list[Any] | None = None  # of the user's loader
         self._start: list[Any] = []  # their states when the index stream of this epoch began
 
     @property
@@ -73,9 +74,9 @@ class Position:
         return inf if self.over else self._read
 
     @property
-    def goes_on(self) -> bool:
-        """Whether training of this epoch began in another process."""
-        return self._resumed
+    def stage(self) -> str:
+        """Where in a fit it is: 'train', in an epoch's training; 'trained', after it; 'epoch', between two epochs."""
+        return "trained" if self.over else "train" if self._begun else "epoch"
 
     @property
     def epoch_seed(self) -> int:
@@ -98,7 +99,7 @@ class Position:
 
     def _clear(self) -> None:
         self.steps = self.samples = self.first_step = self._read = 0
-        self.over = self._begun = self._resumed = False
+        self.over = self._begun = self.goes_on = False
         self.states, self._per_step = None, 1
 
     # Saving and restoring
@@ -119,8 +120,9 @@ class Position:
             "batches": self.batches,
             "samples": self.samples,
             "over": over,
+            "begun": self._begun,
             "order": self.order,
-            "samplers": self._start if reading else states_of(self._order_sources),
+            "samplers": self._start if reading else self._order_sources and states_of(self._order_sources),
             "states": self.states if reading else None,
             "batch_size": self._batch_size,
             "parts": self._parts,
@@ -204,21 +206,22 @@ class Position:
             if isinstance(self._source, DataLoader) and self._source.num_workers:
                 dl = self._ahead = Ahead(dl)
             return dl
-        return dls.twin(dl, training=True, always=True) if self._resumed else dl
+        return dls.twin(dl, training=True, always=True) if self.goes_on else dl
 
     def _resume(self, dl: Any, state: dict[str, Any]) -> None:
         self.samples, self.over, self.states = state["samples"], state["over"], state["states"]
         self._read = self._in_batches(state)
         self.steps = self.first_step = max(self._read, self.over)
-        self._resumed = bool(self._read or self.over)
+        self.goes_on = bool(self._read or self.over or state["begun"])
         self._check_source(dl, state)
-        if self._resumed and not self.over:
+        if self.goes_on and not self.over:
             self._at_start = state.get("source_at_start")  # earlier versions have not saved it
         else:
             self._ended = _after_epoch(state)
         self._parts = state["parts"]
-        self._start = state["samplers"]
-        put_states(self._order_sources, self._start)
+        if state["samplers"] is not None:  # else it was taken before the first epoch
+            self._start = state["samplers"]
+            put_states(order_sources(dl), self._start)
         if self._read and not getattr(dl, "in_order", True) and starts_workers(dl):
             world.warn_once(
                 "the training loader has in_order=False, so it is not known which batches of this epoch training has "
@@ -228,7 +231,7 @@ class Position:
     def _note_parts(self, now: tuple[int, int] | None) -> None:
         """Note in how many parts an iterable dataset is read; refuse other ones than when the state was saved."""
         then, self._parts = self._parts, now
-        if self._resumed and not self.over and None is not then != now is not None:
+        if self.goes_on and not self.over and None is not then != now is not None:
             before, after = (f"{r} part{'s' * (r > 1)} by {w} worker{'s' * (w > 1)} each" for r, w in (then, now))
             raise ValueError(
                 f"the iterable dataset was read in {before} and is read in {after} now, so the place in it cannot be "
@@ -276,9 +279,9 @@ class Position:
         if self.over:
             return Resumed(dl, inf)  # the next epoch needs the state
         begun = self._begin_source()
-        found = begun if state is None or not self._resumed else state["source"]
+        found = begun if state is None or not self.goes_on else state["source"]
         if found is not None:
-            return Resumed(dl, 0, self._source, found, at_end=not self._resumed, quiet=self._resumed)
+            return Resumed(dl, 0, self._source, found, at_end=not self.goes_on, quiet=self.goes_on)
         if not self._read:
             return dl
         if not isinstance(dl, Sequence):  # whose batches are in memory: nothing is read
@@ -287,7 +290,7 @@ class Position:
 
     def _begin_source(self) -> Any:
         """The state to load into the source so that it begins this epoch; `None`: it is there, or has no state."""
-        if self._resumed:
+        if self.goes_on:
             return self._at_start
         found, self._ended, self._at_start = self._ended, None, self._ended
         source: Any = self._source if isinstance(self._source, IterableDataset) else None
@@ -303,26 +306,26 @@ class Position:
         """
         self._shared, self._per_step, self._source = shared, shared.per_step, shared.source
         self._note_parts(shared.parts)
-        if self._resumed:
+        if self.goes_on:
             first = -(-self._read // self._per_step)
             if self._total is not None:  # the last step is the last also if the steps are other ones than before
                 first = len(shared) - -(-max(0, self._total - self._read) // self._per_step)
             self.steps = self.first_step = max(first, self.over)
         own: dict[str, Any] = {}
-        ended = self.over or (self._resumed and self._own.get("ended", False))
+        ended = self.over or (self.goes_on and self._own.get("ended", False))
         if not ended:  # else the next epoch needs it
-            own, self._own = self._own if self._resumed else {k: self._own.get(k) for k in ("source", "left")}, {}
+            own, self._own = self._own if self.goes_on else {k: self._own.get(k) for k in ("source", "left")}, {}
         if self._source is not None and not self.over:
             own = {"source": self._begin_source()}
-        shared.begin(inf if ended else self._read, self.first_step, own, self._resumed)
+        shared.begin(inf if ended else self._read, self.first_step, own, self.goes_on)
         return self.first_step
 
     def note_start(self, loader: Any) -> None:
         """Note the states that decide this epoch's data, as they are when reading of `loader` begins."""
         if self._forward and self.states is None:
             self.states = states_at_start(loader) if isinstance(loader, DataLoader) else world.seed_states()
-        if not self._resumed:
-            self._start = states_of(self._order_sources)
+        if not self.goes_on:
+            self._start = states_of(self._order_sources or [])
 
 
 def _after_epoch(state: dict[str, Any]) -> Any:

@@ -55,9 +55,10 @@ class ScalingMonitor(Callback):
 
     def _stamp(self) -> Any:
         "The time on the host, or an event on the device, which is read later."
-        if self.learn._device.type == "cpu":
+        device = self.learn.dls.device
+        if device.type == "cpu":
             return perf_counter()
-        event = torch.Event(device=self.learn._device, enable_timing=True)
+        event = torch.Event(device=device, enable_timing=True)
         event.record()
         return event
 

@@ -202,11 +202,11 @@ class GradientNoiseScale(Callback):
 
     def _listen(self) -> None:
         """Hear of the gradients of the backward pass that follows."""
-        learn = self.learn
+        learn, gradient = self.learn, self.learn._gradient
         if self._row is None:
             return
         params = self._params()
-        if learn._gradient is None or not learn._gradient.mean.begun:
+        if gradient is None or not gradient.mean.begun:
             left = [p.grad for p in params if p.grad is not None]  # of steps that a callback has left out
             if left:
                 self._row["left"] = _square(left)
@@ -233,15 +233,16 @@ class GradientNoiseScale(Callback):
     def _take_part(self) -> None:
         """Add what the backward pass of this rank's batch has shown."""
         learn, row, norms, ran = self.learn, self._row, list(self._norms.values()), bool(self._hooks)
+        gradient = learn._gradient
         self._stop_listening()
         if row is None or not ran:
             return
         row["samples"] += learn.batch_size
         count = host_count(learn.loss_count)
-        if learn._gradient is None or not norms or (not isinstance(count, Tensor) and not count):
+        if gradient is None or not norms or (not isinstance(count, Tensor) and not count):
             return
         first = norms[0].device
-        factor = learn._gradient.mean.to_sum / self._scale()
+        factor = gradient.mean.to_sum / self._scale()
         square = torch.stack([norm.to(first) for norm in norms]).square().sum() * factor**2
         if isinstance(count, Tensor):  # on the device; where it counts nothing the loss may have been a NaN
             square = torch.where(count > 0, square, 0.0)

@@ -67,9 +67,9 @@ def step_of(learn: "Learner", cbs: Any = None) -> Step:
 
 def _ranks(learn: "Learner", cbs: list) -> tuple[int, bool, bool]:
     """Return how many ranks train together, whether they cut batches, and whether each has data of its own."""
-    if learn._workers is not None:  # of a notebook
-        options = learn._workers.options
-        return learn._workers.nproc, options.get("split_batches", False), options.get("sharded", False)
+    if (workers := learn._workers) is not None:  # of a notebook
+        options = workers.options
+        return workers.nproc, options.get("split_batches", False), options.get("sharded", False)
     member = member_of(cbs)
     if member is None or world.world_size() == 1:
         return 1, False, False
@@ -95,12 +95,10 @@ def _epoch_samples(dl: Any, size: int) -> int | None:
     return min(known, default=None)
 
 
-def say_step(learn: "Learner") -> None:
-    """Say what a step sees, if it is more than a batch, and if it was not said before."""
+def combined_step(learn: "Learner") -> str:
+    """Describe what a step sees, if it is more than a batch; else ''."""
     step = step_of(learn)
-    if step.combined and learn._said_step != str(step):
-        learn._said_step = str(step)
-        learn.say(str(step))
+    return str(step) if step.combined else ""
 
 
 def say_held(learn: "Learner") -> None:

@@ -1,0 +1,353 @@
+"""The state of a run: all that the rest of it depends on, taken from a learner and put back into one.
+
+This is the one list of what a run consists of. Checkpoints write it, a notebook's workers send it back, trials take it
+and put it back, `DriftCheck` compares it between ranks, and `check_distributed` copies it.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from learnerkit import optim, world
+from learnerkit.callback import Callback, is_ours
+from learnerkit.data.batches import map_batch
+from learnerkit.data.iterable import source_of
+from learnerkit.data.order import order_sources, put_states, states_of
+from learnerkit.files import CheckpointError, Saved, fitted
+from learnerkit.state import COUNTERS
+from learnerkit.tensor_files import why_not
+from learnerkit.text import in_one_line
+from learnerkit.utils import itself, unbound, unwrap
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+TRAIN, TRAINED, EPOCH = "train", "trained", "epoch"
+"""Where in a fit a state was taken: in an epoch's training, after it, or between two epochs."""
+
+_APART = ("CheckpointCallback", "DistributedCallback", "ParallelCallback", "ProgressCallback")
+"""Callbacks with which, and without which, the same run goes on."""
+
+
+# Taking it
+
+
+def state_dict(learn: "Learner") -> dict[str, Any]:
+    """Return the state of a learner; see `Learner.state_dict`. A host-device sync."""
+    _check_moment(learn)
+    model, opt, position = unwrap(learn.model), learn.opt, learn._position
+    states = {key: state_of(cb) for key, cb in keys(learn.cbs) if cb.run and not cb.rank0_only}
+    own = {key: state.pop("own") for key, state in states.items() if "own" in state}
+    alone = {key: state_of(cb) for key, cb in keys(learn.cbs) if cb.run and cb.rank0_only and world.is_main()}
+    mine = {
+        "random": [*map(_without_arrays, world.seed_states()), world.device_states(learn.dls.device)],
+        "seed": torch.initial_seed(),
+        "position": {} if position is None else position.own_state_dict(),
+        "callbacks": own,
+        "alone": alone,
+    }
+    return {
+        "model": model.state_dict(),
+        "opt": {name: o.state_dict() for name, o in opt.items()} if isinstance(opt, dict) else opt and opt.state_dict(),
+        "scaler": learn._scaler_state,
+        "beside": values_beside(learn),
+        "eval": [name for name, module in model.named_modules() if not module.training],
+        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
+        "callbacks": {key: state for key, state in states.items() if state},
+        "order": [key for key, _ in keys(learn.cbs)],
+        "counters": {name: getattr(learn, name) for name in COUNTERS},
+        "place": None if position is None else position.stage,
+        "position": None if position is None else position.state_dict(),
+        "loaders": [_loader_state(learn, dl) for dl in learn.dls.loaders] if position is None else None,
+        "rank": mine,
+    }
+
+
+def _check_moment(learn: "Learner") -> None:
+    """Refuse a moment at which the state is not that between two steps, so that nothing could go on from it."""
+    position, where = learn._position, ""
+    if learn.task in ("validate", "predict") or (position is not None and position.over and not learn.training):
+        where = "during a validation, which gives weights and random states back at its end"
+    elif position is not None and position.stage == TRAIN:
+        if learn.iter < position.first_step:
+            where = "in before_train"
+        elif position.steps <= learn.iter and learn.pred is not None:
+            where = "in the middle of a batch"
+        elif position.steps > learn.iter and not learn.step_due:
+            where = "in the middle of an optimizer step of several batches, whose gradients are not part of the state"
+    if where:
+        raise RuntimeError(
+            f"learn.state_dict() was called {where}; call it between two fits, or in before_fit, before_batch, "
+            "after_batch (if self.step_due), after_train or after_epoch, in a callback with order > 0"
+            " (errors.html#learner-state)"
+        )
+
+
+def keys(cbs: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
+    """The names of callbacks in a state: those of their classes, with a number from the second of a name on."""
+    seen: dict[str, int] = {}
+    for cb in cbs:
+        name = type(cb).__name__
+        if name.startswith("_") or name in _APART:
+            continue
+        seen[name] = seen.get(name, 0) + 1
+        yield name if seen[name] == 1 else f"{name}_{seen[name]}", cb
+
+
+def state_of(cb: Callback) -> dict[str, Any]:
+    """Return the state of a callback: what its `state_dict` returns, or the attributes of a user's that has none."""
+    if type(cb).state_dict is Callback.state_dict:
+        return {} if is_ours(type(cb)) else own_attributes(cb)
+    try:
+        state = cb.state_dict()
+    except Exception:
+        if cb.learn.task is not None:
+            raise
+        return {}  # before its first run it may have no state yet
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{cb!r}.state_dict() returned a {type(state).__name__}; it returns a dict")
+    return dict(state)
+
+
+def own_attributes(cb: Callback) -> dict[str, Any]:
+    """Return the attributes of a callback that can be saved: what a run has counted and collected.
+
+    Those with the name of an argument of its class are left out, as they are the script's, and so are tensors of the
+    model, which are in the state already.
+    """
+    arguments = type(cb).__init__.__code__.co_varnames if hasattr(type(cb).__init__, "__code__") else ()
+    modules = unwrap(cb.learn.model).modules() if cb.learn is not None else ()
+    apart = {id(t) for m in modules for t in (*m.parameters(False), *m.buffers(False))}
+    return {
+        name: value
+        for name, value in vars(cb).items()
+        if name not in _NOT_STATE and name not in arguments and _can_be_saved(value, apart)
+    }
+
+
+_NOT_STATE = ("learn", "order", "run", "run_train", "run_valid")
+
+
+def _can_be_saved(x: Any, apart: set[int]) -> bool:
+    if isinstance(x, Tensor):
+        return not why_not(x) and not x.requires_grad and id(x) not in apart
+    if isinstance(x, np.ndarray | np.generic):
+        return x.dtype.kind in "biufc"
+    if type(x) in (list, tuple):
+        return all(_can_be_saved(item, apart) for item in x)
+    if type(x) is dict:
+        return all(type(key) in (str, int, float, bool) and _can_be_saved(value, apart) for key, value in x.items())
+    return type(x) in (type(None), bool, int, float, str)
+
+
+def values_beside(learn: "Learner") -> list[Tensor]:
+    """Return the parameters that are trained beside the model, and the buffers of the loss: alike on every rank."""
+    loss = unbound(learn.loss_func)[0]
+    buffers = list(loss.buffers()) if isinstance(loss, nn.Module) else []
+    return [t.detach() for t in (*optim.parameters_beside(unwrap(learn.model), learn.loss_func, learn.opts), *buffers)]
+
+
+def _loader_state(learn: "Learner", dl: Any) -> dict[str, Any] | None:
+    if dl is None:
+        return None
+    source = source_of(dl)
+    return {
+        "samplers": states_of(order_sources(dl)),
+        "source": None if source is None else copy.deepcopy(source.state_dict()),
+    }
+
+
+def _without_arrays(x: Any) -> Any:
+    """Return numpy's random state with a list in the place of its array, which torch would not load by default."""
+    return tuple(part.tolist() if isinstance(part, np.ndarray) else part for part in x) if type(x) is tuple else x
+
+
+# Putting it back
+
+
+def load_state_dict(learn: "Learner", state: Mapping[str, Any]) -> None:
+    """Put a state back into a learner; see `Learner.load_state_dict`."""
+    check_parts(state)
+    put_model(learn, state)
+    if learn.task is None:
+        learn._resumes = state if state["place"] else None
+        for name, value in state["counters"].items():
+            setattr(learn, name, value)
+        for dl, found in zip(learn.dls.loaders, state["loaders"] or (), strict=False):
+            if found is not None:
+                _put_loader(learn, dl, found)
+        if learn._resumes is not None:
+            return  # the rest is put back in the fit, at the place where it was taken
+    put_rest(learn, state)
+
+
+def check_parts(state: Mapping[str, Any]) -> None:
+    """Refuse what is not a state of `state_dict`.
+
+    Raises:
+        CheckpointError: parts are missing.
+    """
+    missing = [name for name in _PARTS if not isinstance(state, Mapping) or name not in state]
+    if missing:
+        raise CheckpointError(
+            f"got a state without {', '.join(missing)}; load_state_dict takes what learn.state_dict() returned, and "
+            "learn.load takes files of weights"
+        )
+
+
+_PARTS = (
+    "model", "opt", "scaler", "beside", "eval", "frozen", "callbacks", "counters", "place", "position", "loaders",
+    "rank",
+)  # fmt: skip
+
+
+def put_model(learn: "Learner", state: Mapping[str, Any], with_opt: bool = True, name: str = "the state") -> None:
+    """Load weights, the optimizers' state, and what is trained beside; nothing is changed if something does not fit.
+
+    Args:
+        learn: the learner.
+        state: as `state_dict` returns it.
+        with_opt: also the optimizers' state; not if it is of other optimizers.
+        name: of the state, for errors.
+
+    Raises:
+        CheckpointError, ValueError: weights or parameter groups are others.
+    """
+    model = unwrap(learn.model)
+    weights = copy.copy(state["model"])  # which may lose the prefixes of its names
+    saved = fitted(Saved(name, weights), model, strict=True)
+    if with_opt and state["opt"] is not None:
+        learn._make_opt()
+        optim.load_state(learn.opt, state["opt"])
+    model.load_state_dict(saved.weights)
+    with torch.no_grad():
+        for t, value in zip(values_beside(learn), state["beside"], strict=True):
+            t.copy_(value)
+    frozen = set(state["frozen"])
+    for name, p in model.named_parameters():
+        if p.is_floating_point() or p.is_complex():
+            p.requires_grad_(name not in frozen)
+    learn._scaler_state = dict(state["scaler"])
+
+
+def put_rest(learn: "Learner", state: Mapping[str, Any]) -> None:
+    """Give modules their modes, and callbacks and random generators what they had."""
+    evaluating, rank = set(state["eval"]), state["rank"]
+    for name, module in unwrap(learn.model).named_modules():
+        module.training = name not in evaluating
+    for key, cb in keys(learn.cbs):
+        if cb.rank0_only:
+            found = rank.get("alone", {}).get(key)
+        else:
+            found = dict(state["callbacks"].get(key, {}))
+            if key in rank.get("callbacks", {}):
+                found["own"] = rank["callbacks"][key]
+        if found and cb.run:
+            _put_callback(cb, map_batch(itself, found))  # a copy, as torch's own methods take things out
+    if "random" in rank:
+        *states, devices = rank["random"]
+        world.set_seed_states(tuple(states))
+        world.set_device_states(learn.dls.device, devices)
+    else:  # of a rank that there was not
+        seed = world.stream_seed(rank["seed"], world.rank())
+        world.set_seed(world.stream_seed(seed, state["counters"]["train_iter"]))
+
+
+def _put_callback(cb: Callback, state: dict[str, Any]) -> None:
+    try:
+        if type(cb).load_state_dict is not Callback.load_state_dict:
+            cb.load_state_dict(state)
+            return
+        for name, value in state.items():
+            _put_attribute(cb, name, value)
+    except Exception as e:
+        raise CheckpointError(
+            f"{cb!r}.load_state_dict() did not take what its state_dict() had returned: {in_one_line(e)}"
+        ) from e
+
+
+def _put_attribute(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, in place where it is a list, a dict, a tensor or an array, as others may refer to it."""
+    here: Any = vars(owner).get(name)
+    if type(here) is type(value) is list:
+        here[:] = value
+    elif type(here) is type(value) is dict:
+        here.clear()
+        here.update(value)
+    elif isinstance(here, Tensor | np.ndarray) and type(here) is type(value) and here.shape == value.shape:
+        here[...] = value  # type: ignore[assignment]
+    else:
+        object.__setattr__(owner, name, value)
+
+
+def _put_loader(learn: "Learner", dl: Any, state: Mapping[str, Any]) -> None:
+    put_states(order_sources(dl), state["samplers"])
+    if state["source"] is not None:
+        source_of(dl).load_state_dict(copy.deepcopy(state["source"]))
+
+
+class Resumption:
+    """Has a fit go on from a state that was taken inside of another one; each part of it is put back once.
+
+    Model, optimizers and the place in the data are put back in `before_fit`. What callbacks and random generators had
+    is put back at the place in the loop where the state was taken, when the hooks before it have run again.
+
+    Args:
+        state: as `state_dict` returns it.
+        with_opt: also the optimizers' state.
+        name: of the state, for errors.
+    """
+
+    def __init__(self, state: Mapping[str, Any], with_opt: bool = True, name: str = "the state") -> None:
+        self.state, self.with_opt, self.name = state, with_opt, name
+        self.place: str | None = state["place"]  # where the rest is to be put back; `None`: it is
+
+    def begin(self, learn: "Learner") -> None:
+        """Put back what is needed from the start on; to be called in `before_fit`, after other callbacks."""
+        put_model(learn, self.state, self.with_opt, self.name)
+        if self.state["position"] is not None and learn._position is not None:
+            learn._position.load_state_dict(self.state["position"])
+            learn._position.load_own_state_dict(self.state["rank"].get("position"))
+            learn.start_epoch = self.state["position"]["epoch"]
+        self.reach(learn, EPOCH)
+
+    def reach(self, learn: "Learner", place: str) -> None:
+        """Put back the rest, if the state was taken at this place; to be called when the loop comes there."""
+        if self.place != place:
+            return
+        self.place, counters = None, self.state["counters"]
+        learn.train_iter = counters["train_iter"]
+        if learn.n_epoch and counters["n_epoch"]:  # a budget of steps counts for itself
+            same = learn.n_epoch == counters["n_epoch"]  # then exactly what it was, without a rounding
+            learn.pct_train = counters["pct_train"] * (1 if same else counters["n_epoch"] / learn.n_epoch)
+        put_rest(learn, self.state)
+
+
+class _GoOn(Callback):
+    """Has a fit go on from the state that `Learner.load_state_dict` was given."""
+
+    order = 9_999
+    only_fit = True
+
+    def __init__(self, resumption: Resumption) -> None:
+        super().__init__()
+        self.resumption = resumption
+
+    def before_fit(self) -> None:
+        self.resumption.begin(self.learn)
+
+    def before_train(self) -> None:
+        self.resumption.reach(self.learn, TRAIN)
+
+    def after_train(self) -> None:
+        self.resumption.reach(self.learn, TRAINED)
+
+
+def going_on(learn: "Learner") -> list[Callback]:
+    """Return the callback that has a fit go on from what `load_state_dict` was given before it; none otherwise."""
+    state, learn._resumes = learn._resumes, None
+    return [] if state is None else [_GoOn(Resumption(state))]

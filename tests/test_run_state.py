@@ -1,0 +1,176 @@
+"""The state of a run: what it holds, and that a learner to which it is given goes on exactly."""
+
+import copy
+import io
+
+import pytest
+import torch
+from helpers import make_data, make_learner, make_model, raises, same_weights
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+from learnerkit import EMA, Callback, CheckpointError, DataLoaders, EarlyStoppingCallback, GradientAccumulation
+
+
+class Counting(Callback):
+    """Has a state without a word about it, and changes the loss by it."""
+
+    def __init__(self, share=0.01):
+        super().__init__()
+        self.share = share
+        self.steps, self.seen = 0, []
+        self.mean = torch.zeros(())
+
+    def before_fit(self):
+        self.steps = 0
+
+    def before_train(self):
+        self.seen.clear()
+
+    def after_loss(self):
+        if self.training:
+            self.learn.loss_grad = self.learn.loss_grad * (1 + self.share * self.steps)
+
+    def after_step(self):
+        self.steps += 1
+        self.seen.append(self.train_iter)
+        self.mean = 0.9 * self.mean + self.learn.loss
+
+
+class Taking(Callback):
+    """Takes the learner's state at an event, the n-th time that it comes."""
+
+    order = 20_000
+
+    def __init__(self, event, n):
+        super().__init__(**{event: Taking.take})
+        self.run_valid = False
+        self.left, self.file = n, io.BytesIO()
+
+    def take(self):
+        self.left -= 1
+        if not self.left:
+            torch.save(self.learn.state_dict(), self.file)
+
+    @property
+    def state(self):
+        return torch.load(io.BytesIO(self.file.getvalue()), weights_only=True)
+
+
+def make(seed=0, **kwargs):
+    torch.manual_seed(seed)
+    train = DataLoader(make_data(22), 4, shuffle=True)
+    dls = DataLoaders(train, DataLoader(make_data(8, seed=1), 4), device="cpu")
+    cbs = [Counting(), EMA(decay=0.9), *kwargs.pop("cbs", [])]
+    return make_learner(
+        dls,
+        make_model(dropout=0.2, seed=seed),
+        opt_func=lambda params, lr: SGD(params, lr, momentum=0.9),
+        cbs=cbs,
+        **kwargs,
+    )
+
+
+PLACES = {"after_batch": 8, "after_train": 2, "after_epoch": 1, "before_fit": 1, "before_batch": 7, "before_epoch": 2}
+
+
+@pytest.mark.parametrize("event", PLACES)
+def test_a_fit_goes_on_from_a_state_that_was_taken_in_another(event):
+    taking = Taking(event, PLACES[event])
+    first = make(cbs=[taking])
+    first.fit_one_cycle(3, 0.1)
+    again = make(seed=1)
+    again.load_state_dict(taking.state)
+    again.fit_one_cycle(3, 0.1)
+    assert same_weights(first.model, again.model)
+    assert same_weights(first.ema.model, again.ema.model)
+    assert again.recorder.values[-1][:-1] == first.recorder.values[-1][:-1]
+    assert again.recorder.losses == first.recorder.losses
+    for name in ("steps", "seen", "mean"):
+        assert getattr(again.counting, name) == getattr(first.counting, name)
+
+
+def test_what_is_loaded_between_fits_is_there_at_once():
+    first = make()
+    first.fit(1, 0.1)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    again = make(seed=1)
+    again.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    assert same_weights(first.model, again.model)
+    assert (again.epoch, again.train_iter, again.n_fits) == (first.epoch, first.train_iter, 1)
+    assert again.counting.seen == first.counting.seen
+    assert again.recorder.values == first.recorder.values
+    first.fit(1, 0.05)
+    again.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    again.fit(1, 0.05)
+    assert same_weights(first.model, again.model)
+    assert again.recorder.losses == first.recorder.losses
+
+
+def test_a_run_is_rolled_back_in_the_middle_of_a_fit():
+    weights = []
+
+    class Rolling(Callback):
+        order = 20_000
+
+        def after_batch(self):
+            if self.training and self.train_iter == 3:
+                self.state = copy.deepcopy(self.learn.state_dict())
+            if self.training and self.iter == 5 and not weights:
+                weights.append([p.detach().clone() for p in self.model.parameters()])
+                self.learn.load_state_dict(self.state)
+                weights.append([p.detach().clone() for p in self.model.parameters()])
+                assert self.learn.train_iter == 6  # the data go on
+
+    learn = make(cbs=[Rolling()])
+    learn.fit(1, 0.1)
+    assert not torch.equal(weights[0][0], weights[1][0])
+    assert learn.train_iter == 6
+
+
+def test_a_state_with_missing_parts_is_refused():
+    learn = make()
+    with raises(CheckpointError, "got a state without model, opt", "learn.load takes files of weights"):
+        learn.load_state_dict({})
+
+
+def test_an_argument_of_a_callback_is_the_scripts():
+    learn = make()
+    state = learn.state_dict()
+    assert state["callbacks"]["Counting"].keys() == {"steps", "seen", "mean"}
+    assert "share" not in state["callbacks"]["Counting"]
+
+
+def test_a_list_that_the_user_holds_stays_the_callbacks():
+    learn = make()
+    seen, state = learn.counting.seen, copy.deepcopy(learn.state_dict())
+    learn.fit(1)
+    assert seen
+    learn.load_state_dict(state)
+    assert learn.counting.seen is seen
+    assert seen == []
+
+
+def test_states_of_other_callbacks_are_put_back_with_accumulation():
+    taking = Taking("after_batch", 8)
+    kwargs = {"cbs": [taking, GradientAccumulation(n_batches=2), EarlyStoppingCallback(patience=5)]}
+    first = make(**kwargs)
+    first.fit(3, 0.1)
+    again = make(seed=1, cbs=[GradientAccumulation(n_batches=2), EarlyStoppingCallback(patience=5)])
+    again.load_state_dict(taking.state)
+    again.fit(3, 0.1)
+    assert same_weights(first.model, again.model)
+
+
+@pytest.mark.parametrize("event", ["before_train", "after_pred", "after_step", "before_validate"])
+def test_no_state_is_taken_where_nothing_could_go_on_from_it(event):
+    learn = make(cbs=[Taking(event, 1)])
+    with raises(RuntimeError, "learn.state_dict() was called", "in before_fit, before_batch, after_batch"):
+        learn.fit(1)
+
+
+def test_no_state_is_taken_inside_of_a_step_of_several_batches():
+    learn = make(cbs=[Taking("after_batch", 1), GradientAccumulation(n_batches=2)])
+    with raises(RuntimeError, "optimizer step of several batches"):
+        learn.fit(1)
