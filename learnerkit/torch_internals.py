@@ -7,8 +7,8 @@ import linecache
 import os
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any, BinaryIO
@@ -212,21 +212,6 @@ def workers_of(iterator: Any) -> Sequence[Any]:
 def set_worker_dataset(dataset: Any) -> None:
     """Let `torch.utils.data.get_worker_info()` return this dataset in the loader's worker that calls it."""
     object.__setattr__(loader_worker._worker_info, "dataset", dataset)  # it is frozen
-
-
-def worker_info(number: int, workers: int, seed: int, dataset: Any) -> Any:
-    """What `torch.utils.data.get_worker_info()` returns in a worker of a loader."""
-    return loader_worker.WorkerInfo(id=number, num_workers=workers, seed=seed, dataset=dataset)
-
-
-@contextmanager
-def as_worker(info: Any) -> Iterator[None]:
-    """Let `torch.utils.data.get_worker_info()` return this; `None`: as in the main process."""
-    before, loader_worker._worker_info = loader_worker._worker_info, info
-    try:
-        yield
-    finally:
-        loader_worker._worker_info = before
 
 
 # Threads and frames

@@ -11,18 +11,9 @@ from torch.profiler import profile, schedule
 from learnerkit import arguments, world
 from learnerkit.callback import Callback
 from learnerkit.data.batches import loader_len, map_batch, to_device
+from learnerkit.data.iterable import LoaderView
 from learnerkit.data.stream import Share
 from learnerkit.utils import warn
-
-
-class LoaderView:
-    """A wrapper around a loader; attributes that it does not have itself are the loader's."""
-
-    def __init__(self, dl: Any) -> None:
-        self.loader = dl
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
 
 
 class ShortLoader(LoaderView):
@@ -58,9 +49,6 @@ class RepeatingLoader(LoaderView):
     def __init__(self, dl: Any, n: int, device: torch.device, kept: list[tuple[Any, dict]], first: int = 0) -> None:
         super().__init__(dl)
         self.n, self.device, self.kept, self.first = n, device, kept, first
-
-    def __len__(self) -> int:
-        return len(self.loader)
 
     def __iter__(self) -> Iterator:
         length, step = loader_len(self.loader), self.first - 1

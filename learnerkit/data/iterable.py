@@ -1,9 +1,10 @@
 """Data without an index: streams and loaders of other kinds, with their states, and reading them on from a place."""
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import islice
-from math import inf
 from typing import Any
 
 import torch
@@ -14,115 +15,94 @@ from learnerkit.data.order import draw_seed, has_state, keep_seeds
 from learnerkit.utils import warn
 
 
-class Resumed:
-    """A loader without an index stream, read on from a place; its other attributes are the loader's.
+class LoaderView:
+    """A loader in the place of another one, whose other attributes it has.
 
     Args:
-        loader: the user's.
-        skip: batches to read and drop; if infinite, nothing is read.
+        loader: the other one.
+        read: returns an iterator over the batches of the view, given the other loader.
+    """
+
+    def __init__(self, loader: Any, read: Callable[[Any], Iterator] = iter) -> None:
+        self.loader, self._read = loader, read
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator:
+        return self._read(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+def read_nothing(loader: Any) -> Iterator:
+    """Return no batches: the epoch was over."""
+    return iter(())
+
+
+def read_on(
+    loader: Any, skip: int = 0, source: Any = None, state: Any = None, at_end: bool = False, quiet: bool = True,
+    states: Any = None,
+) -> Iterator:  # fmt: skip
+    """Iterate over a loader from a place on.
+
+    Args:
+        loader: the user's, or a copy of it.
+        skip: batches to read and drop.
         source: what has the state of the data.
         state: its state, which makes skipping needless.
         at_end: the state is that after an epoch. Some sources then begin the next one, others first end the last.
-        quiet: nothing is drawn from the global generators when the loader starts.
+        quiet: in the run without a break the loader drew nothing from the global generators here.
         states: of the global generators when the epoch began, with which what is dropped is read.
     """
-
-    def __init__(
-        self, loader: Any, skip: float, source: Any = None, state: Any = None, at_end: bool = False, quiet: bool = True,
-        states: Any = None,
-    ) -> None:  # fmt: skip
-        self.loader, self.skip, self.source, self.state = loader, skip, source, state
-        self.at_end, self.quiet, self.states = at_end, quiet, states
-
-    @property
-    def read_again(self) -> int:
-        """The batches that were trained on before, and are read and dropped."""
-        return 0 if self.skip == inf else int(self.skip)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-    def __iter__(self) -> Iterator:
-        if self.skip == inf:
-            return
-        if self.state is not None:
-            self.source.load_state_dict(deepcopy(self.state))
-        # What workers draw does not count here; without them the first batch is for the generators as they are.
-        ahead = int(getattr(self.loader, "num_workers", 0) > 0)
-        if not self.at_end:
-            with keep_seeds():
-                batches = self._begun()
-                if self.read_again and next(batches, self) is self:  # the source first ended the epoch before
-                    batches = self._begun()
-                    next(batches, None)
-                for _ in islice(batches, max(0, self.read_again - 1)):
-                    pass
-                first = list(islice(batches, ahead))
-            yield from first
-            yield from batches
-            return
+    if state is None and not skip:
+        yield from loader
+        return
+    if state is not None:
+        source.load_state_dict(deepcopy(state))  # the source may go on to change what it got
+    if at_end:
         before = world.seed_states()
-        batches = iter(self.loader)
-        first = list(islice(batches, ahead))
-        if isinstance(self.loader, DataLoader):  # torchdata's makes two iterators
+        for _ in range(2):  # once more, if the source has only ended the epoch before
             world.set_seed_states(before)
-            if not self.quiet and self.loader.generator is None:
-                draw_seed()
-        first = first or list(islice(batches, 1))
-        if not first:
-            world.set_seed_states(before)
-            batches = iter(self.loader)
-        yield from first
-        yield from batches
-
-    def _begun(self) -> Iterator:
-        if self.states is None:
-            return iter(self.loader)
-        world.set_seed_states(self.states)
-        if not isinstance(self.loader, DataLoader) or self.loader.generator is not None:
-            return iter(self.loader)
-        self.loader.generator = torch.Generator()  # the states are those after its draw for workers
-        try:
-            return iter(self.loader)
-        finally:
-            self.loader.generator = None
+            with _workers_seeded_apart(loader, quiet):
+                batches = iter(loader)
+                first = list(islice(batches, 1))
+            if first:
+                break
+    else:
+        with keep_seeds():
+            if states is not None:
+                world.set_seed_states(states)
+            with _workers_seeded_apart(loader):
+                batches = iter(loader)
+            deque(islice(batches, skip), 0)
+            # What workers draw does not count here; without them the first batch is for the generators as they are.
+            first = list(islice(batches, int(getattr(loader, "num_workers", 0) > 0)))
+    yield from first
+    yield from batches
 
 
-class Ahead:
-    """A loader with workers and a state, of which a batch can be read ahead to see whether the epoch has ended.
+@contextmanager
+def _workers_seeded_apart(loader: Any, quiet: bool = True) -> Iterator[None]:
+    """Let a loader that begins here draw its workers' seed from a copy of the global generator.
+
+    Some loaders draw it twice, or not when an iterator is made but later.
 
     Args:
-        loader: the user's, or a `Resumed`.
+        quiet: else one seed is drawn from the global generator itself, as by torch's loader.
     """
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-        self._batches: Iterator = iter(())
-        self._ahead: list[Any] = []
-        self._state: Any = None
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-    def __iter__(self) -> Iterator:
-        self._batches, self._ahead = iter(self.loader), []
-        while (batch := self._ahead.pop() if self._ahead else next(self._batches, self)) is not self:
-            yield batch
-
-    def state(self, source: Any) -> tuple[Any, bool]:
-        """The state of the source behind the batch that was given out last, and whether that was the last one."""
-        if not self._ahead:
-            self._state = source.state_dict()
-            self._ahead.append(next(self._batches, self))
-            if self._ahead[0] is self:
-                self._state = source.state_dict()
-        return self._state, self._ahead[0] is self
+    if not isinstance(loader, DataLoader) or loader.generator is not None:
+        yield
+        return
+    loader.generator = torch.Generator()
+    loader.generator.set_state(torch.get_rng_state())
+    if not quiet:
+        draw_seed()
+    try:
+        yield
+    finally:
+        loader.generator = None
 
 
 def say_read_forward(dl: Any, batches: int, advice: str = "") -> None:

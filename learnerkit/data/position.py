@@ -1,7 +1,7 @@
 """The place in the training data that a fit has come to, and reading on from it."""
 
 from collections.abc import Sequence
-from copy import deepcopy
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len
-from learnerkit.data.iterable import Ahead, Resumed, say_read_forward, source_of
+from learnerkit.data.iterable import LoaderView, read_nothing, read_on, say_read_forward, source_of
 from learnerkit.data.order import epoch_seed, has_state, order_sources, put_states, states_at_start, states_of
 from learnerkit.data.stream import starts_workers
 
@@ -34,19 +34,20 @@ class Position:
         samples: samples of this epoch that it has read, on all ranks together.
         over: training of this epoch has ended, perhaps by a cancel.
         first_step: the first of this epoch's steps in this process.
+        again: steps before it that are read again.
         goes_on: training of this epoch began in another process, or before an earlier end of this one.
         states: of the global generators when data without an index began this epoch; on all ranks alike.
     """
 
     def __init__(self) -> None:
         self.order = torch.get_rng_state()
-        self.epoch = self.steps = self.samples = self.first_step = 0
+        self.epoch = self.steps = self.samples = self.first_step = self.again = 0
         self.over = False
         self.states: Any = None
         self._loaded: dict[str, Any] | None = None  # a state, until its epoch begins
         self._own: dict[str, Any] = {}  # this rank's part of it
-        self._ended: Any = None  # the source's state after an epoch, until the next begins
-        self._at_start: Any = None  # a dataset's state when this epoch began; several ranks read on from there
+        self._found: Any = None  # the source's state at the place or after an epoch, until it is read from there
+        self._stream: Any = None  # the states at the place of the generators by which ranks read a source alike
         self._begun = self.goes_on = False
         self._forward = False  # to go on, the data are read again up to the place, on one process
         self._read = 0  # batches that were read before `first_step`
@@ -57,7 +58,6 @@ class Position:
         self._batch_size: int | None = None
         self._parts: tuple[int, int] | None = None  # of an iterable dataset: how many parts, and workers of each
         self._source: Any = None  # what has the state of the data
-        self._ahead: Ahead | None = None
         self._shared: Any = None  # the rank's loader
         self._order_sources: list[Any] | None = None  # of the user's loader
         self._start: list[Any] = []  # their states when the index stream of this epoch began
@@ -98,9 +98,9 @@ class Position:
         self._clear()
 
     def _clear(self) -> None:
-        self.steps = self.samples = self.first_step = self._read = 0
+        self.steps = self.samples = self.first_step = self._read = self.again = 0
         self.over = self._begun = self.goes_on = False
-        self.states, self._per_step = None, 1
+        self.states, self._stream, self._per_step = None, None, 1
 
     # Saving and restoring
 
@@ -111,10 +111,8 @@ class Position:
         """
         if self._loaded is not None:
             return self._loaded
-        shared = self._shared is not None
-        known = self._source is not None and not (shared and self._begun and not self.over)
-        found, over = self._source_state() if known else (None, self.over)
-        reading = self._begun and not over
+        found, over = (None, self.over) if self._source is None else self._source_state()
+        reading = self._begun and not self.over
         return {
             "epoch": self.epoch,
             "batches": self.batches,
@@ -122,12 +120,12 @@ class Position:
             "over": over,
             "begun": self._begun,
             "order": self.order,
-            "samplers": self._start if reading else self._order_sources and states_of(self._order_sources),
+            "samplers": self._start if reading and not over else self._order_sources and states_of(self._order_sources),
             "states": self.states if reading else None,
+            "stream": getattr(self._shared, "stream", None) if reading else None,
             "batch_size": self._batch_size,
             "parts": self._parts,
-            "source": None if shared else found,
-            "source_at_start": self._at_start if reading else found,
+            "source": found,
         }
 
     def _source_state(self) -> tuple[Any, bool]:
@@ -135,13 +133,12 @@ class Position:
 
         Behind the last batch many sources are already where the next epoch begins.
         """
-        if self._ended is not None:
-            return self._ended, True
-        if self._ahead is not None and self._begun and not self.over:
-            return self._ahead.state(self._source)
+        if self._found is not None:
+            return self._found, True
         # Without workers torch's loader gives a short batch only at the end of its dataset, of which it then knows.
         short = not isinstance(self._source, DataLoader) and self.samples < self.batches * (self._batch_size or 1)
-        return self._source.state_dict(), self.over or (self._begun and (short or self.batches == self._length))
+        last = short or self.batches >= (self._length or inf)
+        return self._source.state_dict(), self.over or (self._begun and last)
 
     def own_state_dict(self) -> dict[str, Any]:
         """What `load_own_state_dict` takes: the part of the state that is this rank's alone."""
@@ -157,7 +154,7 @@ class Position:
     @property
     def is_unread(self) -> bool:
         """The data of the epoch were read in another process, so what has their state is not at their end."""
-        return self._ended is not None or bool(self._own)
+        return self._found is not None or bool(self._own)
 
     def follow(self, state: dict[str, Any], own: dict[str, Any]) -> None:
         """Go on behind an earlier fit.
@@ -166,7 +163,7 @@ class Position:
             state: what `state_dict` returned at its end.
             own: what `own_state_dict` returned then on this rank.
         """
-        self._ended, self._own = _after_epoch(state), own
+        self._found, self._own = state["source"], own
 
     def load_own_state_dict(self, state: dict[str, Any] | None) -> None:
         """Take what `own_state_dict` returned on this rank."""
@@ -193,19 +190,14 @@ class Position:
         self._length, self._batch_size = loader_len(dl), getattr(dl, "batch_size", None)
         self._total = self._length if drawn or isinstance(dl, Sequence) else None
         self._order_sources = order_sources(dl)  # before samplers are lent generators
-        self._source, self._shared, self._ahead = source_of(dl), None, None
+        self._source, self._shared = source_of(dl), None
         if state is not None and state["epoch"] == epoch:
             self._resume(dl, state)
-        else:
-            state = None
         self._forward = not drawn and self._source is None and ranks == 1
         if ranks > 1:  # `share` does the rest
             return dl
         if not drawn:
-            dl = self._go_on(dl, state)
-            if isinstance(self._source, DataLoader) and self._source.num_workers:
-                dl = self._ahead = Ahead(dl)
-            return dl
+            return self._go_on(dl)
         return dls.twin(dl, training=True, always=True) if self.goes_on else dl
 
     def _resume(self, dl: Any, state: dict[str, Any]) -> None:
@@ -214,11 +206,7 @@ class Position:
         self.steps = self.first_step = max(self._read, self.over)
         self.goes_on = bool(self._read or self.over or state["begun"])
         self._check_source(dl, state)
-        if self.goes_on and not self.over:
-            self._at_start = state.get("source_at_start")  # earlier versions have not saved it
-        else:
-            self._ended = _after_epoch(state)
-        self._parts = state["parts"]
+        self._found, self._stream, self._parts = state["source"], state.get("stream"), state["parts"]
         if state["samplers"] is not None:  # else it was taken before the first epoch
             self._start = state["samplers"]
             put_states(order_sources(dl), self._start)
@@ -273,29 +261,24 @@ class Position:
             )
         return batches
 
-    def _go_on(self, dl: Any, state: dict[str, Any] | None) -> Any:
+    def _go_on(self, dl: Any) -> Any:
         """Return `dl`, whose batches no index stream decides, from the place on."""
         self._note_parts((1, max(1, dl.num_workers)) if isinstance(dl, DataLoader) else None)
         if self.over:
-            return Resumed(dl, inf)  # the next epoch needs the state
-        begun = self._begin_source()
-        found = begun if state is None or not self.goes_on else state["source"]
-        if found is not None:
-            return Resumed(dl, 0, self._source, found, at_end=not self.goes_on, quiet=self.goes_on)
+            return LoaderView(dl, read_nothing)
+        if (found := self._take_found()) is not None:
+            options = {"source": self._source, "state": found, "at_end": not self.goes_on, "quiet": self.goes_on}
+            return LoaderView(dl, partial(read_on, **options))
         if not self._read:
             return dl
         if not isinstance(dl, Sequence):  # whose batches are in memory: nothing is read
+            self.again = self._read
             say_read_forward(dl, self._read)
-        return Resumed(dl, self._read, self._source, begun, states=self.states)
+        return LoaderView(dl, partial(read_on, skip=self._read, states=self.states))
 
-    def _begin_source(self) -> Any:
-        """The state to load into the source so that it begins this epoch; `None`: it is there, or has no state."""
-        if self.goes_on:
-            return self._at_start
-        found, self._ended, self._at_start = self._ended, None, self._ended
-        source: Any = self._source if isinstance(self._source, IterableDataset) else None
-        if found is None and source is not None:
-            self._at_start = deepcopy(source.state_dict())  # the dataset may go on to change what it gave
+    def _take_found(self) -> Any:
+        """Return the state to load into the source; `None`: it is where the epoch begins, or has no state."""
+        found, self._found = self._found, None
         return found
 
     def share(self, shared: Any) -> int:
@@ -315,9 +298,9 @@ class Position:
         ended = self.over or (self.goes_on and self._own.get("ended", False))
         if not ended:  # else the next epoch needs it
             own, self._own = self._own if self.goes_on else {k: self._own.get(k) for k in ("source", "left")}, {}
-        if self._source is not None and not self.over:
-            own = {"source": self._begin_source()}
-        shared.begin(inf if ended else self._read, self.first_step, own, self.goes_on)
+        if self._source is not None:
+            own = {"source": None if self.over else self._take_found(), "stream": self._stream}
+        self.again = shared.begin(inf if ended else self._read, self.first_step, own, self.goes_on)
         return self.first_step
 
     def note_start(self, loader: Any) -> None:
@@ -326,8 +309,3 @@ class Position:
             self.states = states_at_start(loader) if isinstance(loader, DataLoader) else world.seed_states()
         if not self.goes_on:
             self._start = states_of(self._order_sources or [])
-
-
-def _after_epoch(state: dict[str, Any]) -> Any:
-    """The state of the source after an epoch, of a `Position.state_dict` that was taken then."""
-    return state.get("source_at_start") if state["source"] is None else state["source"]

@@ -440,8 +440,10 @@ def reading(learn: "Learner") -> Iterator[None]:
 
 def _set(stream: SampleStream, learn: "Learner", loader: DataLoader, seed: int, place: float) -> None:
     "Have a stream begin at a place, and seed those who fetch what it gives."
-    stream.place, stream.first = place, learn._first_batch - getattr(learn.dl, "read_again", 0)
+    again = learn._position.again if learn.training and learn._position is not None else 0
+    stream.place, stream.first = place, learn._first_batch - again
     per_sample = isinstance(loader.dataset, PerSample)
     if per_sample or starts_workers(loader):
-        rank = world.rank() if learn.n_ranks > 1 and not per_sample else 0
+        alike = per_sample or learn.n_ranks == 1 or getattr(learn.dl, "alike", False)
+        rank = 0 if alike else world.rank()
         stream.fetching = world.mixed_seed(seed, rank), per_sample

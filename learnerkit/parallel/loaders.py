@@ -1,6 +1,5 @@
 """The sampler swap: each rank reads its share of the batches that the user's own loader would give."""
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -9,29 +8,28 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len, map_batch, tensors_in
 from learnerkit.data.cuts import Cutter, Dims, cut_rows
-from learnerkit.data.iterable import Resumed, say_read_forward, source_of
+from learnerkit.data.iterable import LoaderView, read_on, say_read_forward, source_of
 from learnerkit.data.order import has_state, samplers_of, with_batches
-from learnerkit.data.stream import SampleStream, Share, replaced_sampler, same_stream, samples_in, split_evenly
-from learnerkit.metrics.combining import same
+from learnerkit.data.stream import Share, replaced_sampler, same_stream, split_evenly
 from learnerkit.text import first_few
-from learnerkit.torch_internals import as_worker, worker_info
 from learnerkit.utils import digests, itself, library_of, warn
 
 if TYPE_CHECKING:
     from learnerkit.parallel.rank_step import RankStep
 
 
-class RankLoader:
+class RankLoader(LoaderView):
     """The loader of a rank, in the place of the user's, whose other attributes it has.
 
     Args:
-        loader: a copy of the user's, which draws from `stream`.
-        stream: this rank's share.
+        loader: a copy of the user's, which draws from `indices`.
+        indices: the `SampleStream` of this rank's share.
         dims: where the samples of a batch are, as `DataLoaders.batch_dim`.
         cut: takes this rank's piece of batches that are made already; `None`: they are this rank's alone.
         rank_step: the step that ranks take together in training; `None` in evaluation.
@@ -52,36 +50,37 @@ class RankLoader:
     parts: tuple[int, int] | None = None  # of an iterable dataset: how many, and by how many workers each is read
 
     def __init__(
-        self, loader: DataLoader, stream: Any, dims: Dims = 0, cut: "Cut | None" = None,
+        self, loader: DataLoader, indices: Any, dims: Dims = 0, cut: "Cut | None" = None,
         rank_step: "RankStep | None" = None,
     ) -> None:  # fmt: skip
-        self.loader, self.stream, self.dims, self.cut, self.rank_step = loader, stream, dims, cut, rank_step
+        super().__init__(loader)
+        self.indices, self.dims, self.cut, self.rank_step = indices, dims, cut, rank_step
         self.share: Share | None = None
         self.sample: Any = None
 
     def __len__(self) -> int:
-        return len(self.stream)
+        return len(self.indices)
 
     @property
     def step_size(self) -> int | None:
         size = self.loader.batch_size
-        return size if size is None or self.stream.split else size * self.stream.ranks
+        return size if size is None or self.indices.split else size * self.indices.ranks
 
     def __iter__(self) -> Iterator:
         shares, self.is_last = None, False
         for batch in self.loader:
             if shares is None:  # of this iteration; another one may run inside it
-                shares = self.stream.shares
+                shares = self.indices.shares
             share = shares.popleft()
             if self.cut is not None:
                 size, total, batch = self.cut(batch)
-                if not size and not self.stream.training:
+                if not size and not self.indices.training:
                     continue
                 share = share._replace(size=size, total=total)
             self.share, self.sample = share, batch
             yield first_rows(batch, self.dims, 0) if share.size == 0 else batch
         if self.share is not None and self.rank_step is not None and self.rank_step.mean.begun and self._is_unsized:
-            self.is_last, self.share = True, Share(self.share.place + self.stream.ranks, 0, 0)
+            self.is_last, self.share = True, Share(self.share.place + self.indices.ranks, 0, 0)
             yield first_rows(self.sample, self.dims, 0)
 
     @property
@@ -91,7 +90,7 @@ class RankLoader:
     @property
     def per_step(self) -> int:
         """The batches of the user's loader in a step of all ranks."""
-        return 1 if self.stream.split else self.stream.ranks
+        return 1 if self.indices.split else self.indices.ranks
 
     def reseed(self, seed: Any, since: tuple | None = None) -> None:
         """Give the states of the global generators to data without an index; those with one have the epoch's seed.
@@ -100,18 +99,17 @@ class RankLoader:
             seed, since: as in `same_stream`.
         """
 
-    def begin(self, skip: float, first: int, own: dict[str, Any], quiet: bool) -> None:
+    def begin(self, skip: float, first: int, own: dict[str, Any], quiet: bool) -> int:
         """Have the next epoch of data without an index begin at a place; those with one have a `SampleStream`.
+
 
         Args:
             skip: batches of the user's loader before it; infinite at the end of an epoch.
             first: the number of the first step.
             own: the `own_state` of a part of the data that is this rank's alone.
-            quiet: as in `Resumed`.
+            quiet: as in `read_on`.
         """
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
+        return 0
 
 
 def first_rows(batch: Any, dims: Dims, n: int) -> Any:
@@ -153,170 +151,69 @@ class Cut:
 
 # Iterable datasets
 
-
-class RankStream(IterableDataset):
-    """One rank's part of an iterable dataset, batch by batch, as `Piece`s.
-
-    Every rank and every worker reads the whole, in the batches that the user's loader gives on one process.
-
-    Args:
-        loader: the user's.
-        rank, ranks: whose part of how many.
-        split: each batch is cut into a piece for each rank, one that is made already by the reader; otherwise each
-            takes its turn.
-        seed: the stream is read with the host's generators seeded with it, or put into these states.
-        count: the number of samples of a batch that is made already, where it is known.
-    """
-
-    def __init__(
-        self, loader: DataLoader, rank: int, ranks: int, split: bool, seed: Any,
-        count: Callable[[Any], int | None] | None = None,
-    ) -> None:  # fmt: skip
-        self.dataset, self.batches = loader.dataset, _BatchesAlone(loader)
-        self.rank, self.ranks, self.split, self.seed, self.count = rank, ranks, split, seed, count
-        self.skip: float = 0  # batches to leave out, as they have been read before
-        self.since: tuple | None = None  # as in `same_stream`
-
-    def __iter__(self) -> Iterator:
-        worker = get_worker_info()
-        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        if self.skip == inf:
-            return
-        batches = islice(same_stream(self.batches, self.seed, self.rank == 0, self.since), int(self.skip), None)
-        per_step, mine = (1, 0) if self.split else (self.ranks, self.rank)
-        # Every rank reads all batches of a step before it: the model may make them, and is another one after it.
-        for step, found in enumerate(iter(lambda: list(islice(batches, per_step)), [])):
-            # The loader takes its batches from the workers in turns.
-            if step % workers == number:
-                count = self.count if self.batches.size is None else len
-                yield self._mine(found[mine] if mine < len(found) else None, samples_in(found, count))
-
-    def _mine(self, batch: Any, total: int | None) -> Piece:
-        if batch is None:
-            return Piece(0, total, None)
-        if self.batches.size is None:
-            return Piece(None, total, batch)
-        mine = split_evenly(batch, self.ranks, 1)[self.rank] if self.split else batch
-        return Piece(len(mine), total, mine or batch[:1])  # a real sample even where none counts, for its shapes
-
-
-class _BatchesAlone:
-    """The batches, as lists of samples, that a loader of an iterable dataset gives on one process.
-
-    A dataset that shares itself out among the loader's workers is read as each of them in turn; any other is read
-    once, as a whole. Which it is, is told by the first samples of two workers.
-    """
-
-    def __init__(self, loader: DataLoader) -> None:
-        self.dataset, self.workers, self.init = loader.dataset, loader.num_workers, loader.worker_init_fn
-        self.size = None if loader.batch_sampler is None else loader.batch_size
-        self.drop_last = loader.drop_last
-
-    def __iter__(self) -> Iterator:
-        if not self.workers:
-            streams = [self._read(None)]
-        else:
-            seed = int(torch.empty((), dtype=torch.int64).random_())
-            numbers = range(self.workers)
-            # A copy of the dataset for each, as each worker has one: `worker_init_fn` may change it.
-            infos = [worker_info(i, self.workers, seed + i, copy.copy(self.dataset)) for i in numbers]
-            streams = list(map(self._read, infos))
-        if len(streams) > 1:
-            streams = _those_needed(streams)
-        batches = [stream if self.size is None else self._in_batches(stream, self.size) for stream in streams]
-        while batches:
-            for each in list(batches):  # as the loader takes them; one that has ended is left out
-                batch = next(each, _END)
-                if batch is _END:
-                    batches.remove(each)
-                else:
-                    yield batch
-
-    def _read(self, info: Any) -> Iterator:
-        with as_worker(info):
-            if info is not None and self.init is not None:
-                self.init(info.id)
-            found = iter(self.dataset if info is None else info.dataset)
-        while True:
-            with as_worker(info):  # a generator looks for its worker only when it starts to run
-                sample = next(found, _END)
-            if sample is _END:
-                return
-            yield sample
-
-    def _in_batches(self, samples: Iterator, size: int) -> Iterator[list]:
-        while batch := list(islice(samples, size)):
-            if len(batch) == size or not self.drop_last:
-                yield batch
-
-
-_END = object()
 _NOTHING = Piece(0, None, None)
 
 
-def _those_needed(streams: list[Iterator]) -> list[Iterator]:
-    """The streams of several workers that share a dataset out; the first alone, if all begin with the same sample."""
-    states = world.seed_states()
-    first = next(streams[0], _END)
-    after = world.seed_states()
-    world.set_seed_states(states)
-    second = next(streams[1], _END)
-    world.set_seed_states(after)
-    alike = first is not _END and same(first, second)
-    begun = [() if sample is _END else (sample,) for sample in (first, second)]
-    streams[:2] = [chain(samples, stream) for samples, stream in zip(begun, streams, strict=False)]
-    return streams[:1] if alike else streams
+class CollatePiece:
+    """A loader's collate function, which returns a `Piece`: of the batch, or of this rank's part of it.
 
+    Args:
+        collate: the function of the loader.
+        rank, ranks: whose part of how many; by default the batch is not cut.
+    """
 
-class _Counting:
-    """A loader's collate function, which returns the number of samples with the batch."""
-
-    def __init__(self, collate: Callable[[list], Any]) -> None:
-        self.collate = collate
+    def __init__(self, collate: Callable[[list], Any], rank: int = 0, ranks: int = 1) -> None:
+        self.collate, self.rank, self.ranks = collate, rank, ranks
 
     def __call__(self, samples: list) -> Piece:
-        return Piece(len(samples), None, self.collate(samples))
-
-
-class _Counted(_Counting):
-    """The same for what a `RankStream` gives, which has counted them."""
-
-    def __call__(self, found: Any) -> Piece:
-        return found if found.batch is None else found._replace(batch=self.collate(found.batch))
+        mine = split_evenly(samples, self.ranks, 1)[self.rank]
+        # A real sample even where none counts, for its shapes.
+        return Piece(len(mine), len(samples), self.collate(mine or samples[:1]))
 
 
 class RankStreamLoader(RankLoader):
     """A `RankLoader` of an iterable dataset, of which nobody knows where it ends.
 
     In training a batch is read when its step begins, as on one process, since the model may make the data. Then the
-    ranks count those of them that have one, so that all end together.
+    ranks count those of them that have one, so that all end together. Unless the dataset is sharded, every rank reads
+    all batches, alike.
 
     Args:
-        loader: a copy of the user's that reads this rank's part.
+        loader: a copy of the user's.
         steps: the number of steps, where it is known.
-        dims, cut, rank_step: as in `RankLoader`.
+        rank_step, dims, cut: as in `RankLoader`.
         join: go on, with empty batches, until the data of all ranks have ended, rather than of the first.
         usual_total: as in `RankLoader`.
         sharded: the dataset gives each rank its own part by itself.
         split: each batch of the user's loader is cut into a piece for each rank.
+        finish: makes a batch of what the loader gives for this rank.
+        count: the number of samples of a batch that the dataset makes, where it is known.
+
+    Attributes:
+        alike: every rank reads the same.
+        stream: the states of the generators that the ranks read the `source` with, at the place.
     """
 
     def __init__(
         self, loader: DataLoader, steps: int | None, rank_step: "RankStep | None", join: bool, usual_total: int | None,
         sharded: bool = False, split: bool = False, dims: Dims = 0, cut: Cut | None = None,
+        finish: Callable[[Any], Any] = itself, count: Callable[[Any], int | None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(loader, None, dims, cut, rank_step)
         self.steps, self.join, self.usual_total = steps, join, usual_total
-        self.sharded, self.split = sharded, split
-        self.parts = (world.world_size(), max(1, loader.num_workers)) if sharded else (1, 1)
+        self.sharded, self.split, self.alike = sharded, split, not sharded
+        self.finish, self.count = finish, count
+        self.parts = (world.world_size() if sharded else 1, max(1, loader.num_workers))
         self._source = source_of(loader) if sharded and rank_step is not None else None
-        alike = not sharded and rank_step is not None and not loader.num_workers
-        whole = loader.dataset.dataset if alike else None  # type: ignore[attr-defined]
-        self.source = whole if has_state(whole) else None
+        known = not sharded and rank_step is not None and not loader.num_workers and has_state(loader.dataset)
+        self.source = loader.dataset if known else None
+        self.stream: Any = None
         self._ended = False  # whether this rank has no more data, while others have
         self._left = False  # whether all have stopped before this rank's data ended
-        self._first = 0
-        self._from: Any = loader
+        self._seed: Any = None  # as in `same_stream`
+        self._since: tuple | None = None
+        self._own_generator = loader.generator
+        self.begin(0, 0, {}, quiet=False)
 
     @property
     def per_step(self) -> int:
@@ -333,14 +230,8 @@ class RankStreamLoader(RankLoader):
         short = size is not None and size * world.world_size() < (self.usual_total or 0)
         return {"source": source, "ended": self._ended or short, "left": self._left}
 
-    @property
-    def read_again(self) -> int:
-        """As in `Resumed`."""
-        return self._from.read_again if isinstance(self._from, Resumed) else 0
-
-    def begin(self, skip: float, first: int, own: dict[str, Any], quiet: bool) -> None:
-        self._first, self._from = first, self.loader
-        state = own.get("source")
+    def begin(self, skip: float, first: int, own: dict[str, Any], quiet: bool) -> int:
+        self._first, state = first, own.get("source")
         if state is not None and not first and own.get("left"):
             warn(
                 f"the data of rank {world.rank()} had not been read to their end when all stopped with the first "
@@ -348,17 +239,22 @@ class RankStreamLoader(RankLoader):
                 "the dataset begins each epoch anew. uneven='join' uses all data"
                 " (errors.html#place-in-data)"
             )
-        if not self.sharded:
-            self.loader.dataset.skip = skip  # type: ignore[attr-defined]
-            if state is not None:
-                self._from = Resumed(self.loader, 0, self.source, state, at_end=True, quiet=quiet)
-        elif state is not None:
-            self._from = Resumed(self.loader, 0, self._source, state, not first, quiet)
-        elif skip:
-            self._from = Resumed(self.loader, skip if skip == inf else first)
-        if first and skip != inf and (state is None or not self.sharded):
-            advice = "" if self.sharded else "let each rank have a part with a state of its own (sharded=True)"
-            say_read_forward(self.loader, first, advice)
+        self._over, self._skip, self._place = skip == inf, 0, {}
+        self.stream = own.get("stream")
+        if state is not None:
+            # The generators that ranks read alike with draw nothing for workers.
+            source, quiet = (self._source, quiet) if self.sharded else (self.source, True)
+            self._place = {"source": source, "state": state, "at_end": not first, "quiet": quiet}
+        elif self.sharded:
+            self._place = {"skip": first}
+        elif not self._over:
+            self._skip = int(skip)
+        if not first or self._over or state is not None:
+            return 0
+        name = type(self.loader.dataset).__name__
+        advice = "" if self.sharded else f"give the {name} (with num_workers=0) state_dict and load_state_dict"
+        say_read_forward(self.loader, first, advice)
+        return first
 
     def __len__(self) -> int:
         if self.steps is None:
@@ -378,10 +274,32 @@ class RankStreamLoader(RankLoader):
                 yield self._given(piece, step)
 
     def _pieces(self) -> Iterator[Piece]:
-        "This rank's pieces, with their numbers of samples if the loader collates them."
-        for found in self._from:
-            piece = found if isinstance(self.loader.collate_fn, _Counting) else Piece(None, None, found)
-            yield piece if self.cut is None or piece.batch is None else self.cut(piece.batch)
+        "This rank's pieces of the steps, with their numbers of samples if the loader collates them."
+        batches = islice(self._batches(), self._skip, None)
+        ranks, mine = (1, 0) if self.sharded or self.split else (world.world_size(), world.rank())
+        # All batches of a step are read before it: the model may make them, and is another one after it.
+        for found in iter(lambda: list(islice(batches, ranks)), []):
+            if self.loader.batch_sampler is None:
+                found = [Piece(None, self.count and self.count(batch), batch) for batch in found]
+            totals = [piece.total for piece in found]
+            total = None if self.sharded or None in totals else sum(totals)
+            if mine >= len(found):
+                yield Piece(0, total, None)
+            else:
+                batch = self.finish(found[mine].batch)
+                yield Piece(found[mine].size, total, batch) if self.cut is None else self.cut(batch)
+
+    def _batches(self) -> Iterator:
+        "What the loader gives from the place on; if all ranks read it, with random numbers that are the same on each."
+        batches: Iterator = iter(()) if self._over else read_on(self.loader, **self._place)
+        if self.sharded or self.loader.num_workers or (self._over and self.stream is None):
+            return batches
+        return same_stream(self._noting(batches), self.stream or self._seed, world.rank() == 0, self._since)
+
+    def _noting(self, batches: Iterator) -> Iterator:
+        for batch in batches:
+            self.stream = None if self.source is None else world.seed_states()
+            yield batch
 
     def _compare(self, first: Any) -> list[bool]:
         "Tell for each rank whether it has data, and warn if some have the same; every rank must reach this."
@@ -438,8 +356,13 @@ class RankStreamLoader(RankLoader):
             )
 
     def reseed(self, seed: int | tuple, since: tuple | None = None) -> None:
-        if isinstance(self.loader.dataset, RankStream):
-            self.loader.dataset.seed, self.loader.dataset.since = seed, since
+        self._seed, self._since = seed, since
+        if self.alike and self.loader.num_workers and self._own_generator is None:  # workers are seeded from it
+            self.loader.generator = torch.Generator()
+            if isinstance(seed, int):
+                self.loader.generator.manual_seed(seed)
+            else:
+                self.loader.generator.set_state(seed[0])
 
 
 def rank_stream(
@@ -458,32 +381,35 @@ def rank_stream(
     Raises:
         ValueError: batches that cannot be cut into a piece for each rank.
     """
-    ranks, size = world.world_size(), dl.batch_size or 1
-    steps = loader_len(dl)
-    if sharded:
-        replaced: dict[str, Any] = {} if dl.batch_sampler is None else {"collate_fn": _Counting(dl.collate_fn)}
-        if not has_state(dl):
-            replaced |= replaced_sampler(dl)
-        twin = with_batches(dl, **replaced)
-        return RankStreamLoader(twin, steps, rank_step, join, size * ranks, sharded=True, dims=dims)
-    if split:
-        if dl.batch_size is not None and size < ranks:
-            raise ValueError(
-                f"{name} has batch_size={size}, which cannot be cut into a piece for each of {ranks} ranks; "
-                "use split_batches=False or larger batches"
-            )
-    elif steps is not None:
+    ranks, size, steps = world.world_size(), dl.batch_size or 1, loader_len(dl)
+    if split and not sharded and dl.batch_size is not None and size < ranks:
+        raise ValueError(
+            f"{name} has batch_size={size}, which cannot be cut into a piece for each of {ranks} ranks; "
+            "use split_batches=False or larger batches"
+        )
+    if not split and not sharded and steps is not None:
         steps = -(-steps // ranks) if join or rank_step is None else steps // ranks
-    total = None if dl.batch_size is None else size if split else size * ranks
-    if dl.num_workers:
-        count = None  # which a worker may not know
-    twin = with_batches(
-        dl, dataset=RankStream(dl, world.rank(), ranks, split, seed, count), collate_fn=_Counted(dl.collate_fn),
-        batch_sampler=None, sampler=SampleStream(dl.sampler, opaque=True), worker_init_fn=None,
-        persistent_workers=False,  # they would not learn of the next epoch's seed
+    made, split = dl.batch_sampler is None, split and not sharded
+    finish: Callable[[Any], Any] = itself
+    collate: Callable[[Any], Any] = dl.collate_fn
+    replaced: dict[str, Any] = {}
+    if not sharded and not dl.num_workers:  # what is not for this rank needs no joining
+        finish, collate, replaced = partial(_joined, dl), itself, {"pin_memory": False}
+    replaced["collate_fn"] = collate if made else CollatePiece(collate, *(world.rank(), ranks) * split)
+    if not (sharded and has_state(dl)):
+        replaced |= replaced_sampler(dl)
+    found = RankStreamLoader(
+        with_batches(dl, **replaced), steps, rank_step, join,
+        None if made and not sharded else size if split else size * ranks,
+        sharded, split, dims, cut if made and split else None, finish, None if split or sharded else count,
     )  # fmt: skip
-    needs_cut = cut if split and dl.batch_size is None else None
-    return RankStreamLoader(twin, steps, rank_step, join, total, split=split, dims=dims, cut=needs_cut)
+    found.reseed(seed)
+    return found
+
+
+def _joined(dl: DataLoader, samples: Any) -> Any:
+    batch = dl.collate_fn(samples)
+    return map_batch(Tensor.pin_memory, batch) if dl.pin_memory and torch.cuda.is_available() else batch
 
 
 def rank_loader(

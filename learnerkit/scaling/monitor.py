@@ -1,5 +1,6 @@
 """The lasting form of the scaling report: how fast all ranks are, how much they wait, and which is the slowest."""
 
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -7,7 +8,8 @@ import torch
 
 from learnerkit import arguments, world
 from learnerkit.callback import Callback
-from learnerkit.scaling.parts import WatchedLoader, call_when_ready
+from learnerkit.data.iterable import LoaderView
+from learnerkit.scaling.parts import call_when_ready, watched
 
 
 class ScalingMonitor(Callback):
@@ -42,7 +44,7 @@ class ScalingMonitor(Callback):
 
     def before_train(self) -> None:
         learn = self.learn
-        learn.dl = WatchedLoader(learn.dl, self._ask, self._get)
+        learn.dl = LoaderView(learn.dl, partial(watched, before=self._ask, after=self._get))
         self._busy = torch.zeros(learn.n_ranks, dtype=torch.float64)
         self._clear()
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from learnerkit.callback import Callback
-from learnerkit.callbacks.debugging import LoaderView
 from learnerkit.callbacks.training import StepBudget
+from learnerkit.data.iterable import LoaderView
 from learnerkit.events import INNER_EVENTS
 from learnerkit.torch_internals import call_after_backward
 
@@ -189,39 +189,31 @@ class Stopwatch(Clock):
 
     def _attach(self) -> None:
         learn = self.learn
-        learn.dl = WatchedLoader(learn.dl, partial(self.enter, INPUT), partial(self.enter, COPY))
+        input_begins, input_is_there = partial(self.enter, INPUT), partial(self.enter, COPY)
+        learn.dl = LoaderView(learn.dl, partial(watched, before=input_begins, after=input_is_there))
 
     def _begin_backward(self) -> None:
         self.enter(BACKWARD)
         call_when_ready(self.learn, partial(self.enter, REDUCE), begins=partial(self.enter, BACKWARD))
 
 
-class WatchedLoader(LoaderView):
-    """A loader that says when its batches are waited for.
+def watched(loader: Any, before: Callable[[], object], after: Callable[[], object]) -> Iterator:
+    """Iterate over a loader, and say when its batches are waited for.
 
     Args:
-        dl: the loader.
+        loader: the loader.
         before, after: called when the wait for a batch, or for the end, begins and when it is over.
     """
-
-    def __init__(self, dl: Any, before: Callable[[], object], after: Callable[[], object]) -> None:
-        super().__init__(dl)
-        self.before, self.after = before, after
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator:
-        batches = iter(self.loader)
-        while True:
-            self.before()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            finally:
-                self.after()
-            yield batch
+    batches = iter(loader)
+    while True:
+        before()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            after()
+        yield batch
 
 
 def call_when_ready(learn: "Learner", ready: Callable[[], Any], begins: Callable[[], Any] = lambda: None) -> None:

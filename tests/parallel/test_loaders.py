@@ -26,8 +26,7 @@ from learnerkit import world
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.stream import SampleStream, distribute, seeded_samplers, split_evenly
-from learnerkit.parallel.loaders import RankStream, rank_loader
-from learnerkit.torch_internals import as_worker, worker_info
+from learnerkit.parallel.loaders import rank_loader
 
 # World-size invariance as a property: drawn cases, read through real loaders, each rank's after the other
 
@@ -392,7 +391,7 @@ def test_the_swap_keeps_what_the_user_set():
     for name in [*kept.split(), "persistent_workers", "batch_size", "drop_last", "multiprocessing_context"]:
         assert getattr(twin, name) is getattr(dl, name), name
     assert type(twin.loader) is Fancy
-    assert twin.stream.sampler is dl.batch_sampler
+    assert twin.indices.sampler is dl.batch_sampler
     assert type(dl.batch_sampler) is BatchSampler  # the user's own loader is as it was
 
 
@@ -452,13 +451,6 @@ class Strided(Range):
         return iter(range(info.id, self.end, info.num_workers) if info else range(self.end))
 
 
-class Late(Strided):
-    """It looks for its worker only when the first sample is asked for."""
-
-    def __iter__(self):
-        yield from super().__iter__()
-
-
 class Uneven(Range):
     """The first worker has most of the samples."""
 
@@ -468,11 +460,13 @@ class Uneven(Range):
         return iter(share)
 
 
-class Noisy(Range):
-    """Every worker gives all samples, with random numbers."""
+class Shuffled(Strided):
+    """The order is drawn in the worker."""
 
     def __iter__(self):
-        yield from (i + random.random() / 2 for i in range(self.end))
+        share = list(super().__iter__())
+        random.shuffle(share)
+        return iter(share)
 
 
 def take_a_part(worker_id):
@@ -489,34 +483,41 @@ class Parted(Range):
         return iter(range(self.end) if self.part is None else self.part)
 
 
-def pieces_of_ranks(loader, ranks, split, skip=0):
-    """For each step, what each rank gets of it: (size, samples)."""
-    found = []
-    for rank in range(ranks):
-        stream = RankStream(loader, rank, ranks, split, seed=3)
-        stream.skip = skip
-        given = []
-        for number in range(max(1, loader.num_workers)):
-            info = worker_info(number, loader.num_workers, 0, stream) if loader.num_workers else None
-            with as_worker(info):
-                given.append([(piece.size, [] if piece.batch is None else piece.batch) for piece in stream])
-        # The loader takes a batch from each worker in turn.
-        found.append([each[i] for i in range(max(map(len, given))) for each in given if i < len(each)])
-    return list(zip_longest(*found, fillvalue=(0, [])))
+@pytest.fixture
+def pieces_of_ranks(monkeypatch):
+    """A function that returns for each step what each rank gets of it: (size, samples)."""
+
+    def pieces(loader, ranks, split, skip=0):
+        found = []
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        for rank in range(ranks):
+            monkeypatch.setenv("RANK", str(rank))
+            shared = share_out(loader, split=split, training=False, seed=3)
+            shared.begin(skip, 0, {}, quiet=False)
+            found.append([(piece.size, [] if piece.batch is None else piece.batch) for piece in shared._pieces()])
+        return list(zip_longest(*found, fillvalue=(0, [])))
+
+    return pieces
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than the machine has cores
 @pytest.mark.parametrize("drop_last", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    ("kind", "init"), [(Range, None), (Strided, None), (Late, None), (Uneven, None), (Parted, take_a_part)]
+    ("kind", "init", "workers"),
+    [
+        (Strided, None, 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(Strided, None, 2), (Uneven, None, 3), (Parted, take_a_part, 2), (Range, None, 2)]
+        ),
+    ],
 )
-def test_ranks_read_a_stream_in_the_batches_of_one_process(kind, init, workers, ranks, drop_last):
-    def loader(workers=workers):
+def test_ranks_read_a_stream_in_the_batches_of_one_process(kind, init, workers, ranks, drop_last, pieces_of_ranks):
+    def loader():
         return DataLoader(kind(22), 4, num_workers=workers, collate_fn=list, drop_last=drop_last, worker_init_fn=init)
 
-    alone = list(loader(0 if kind is Range else workers))  # each worker would give the whole
+    alone = list(loader())  # of a `Range` each worker gives the whole
     together = pieces_of_ranks(loader(), ranks, split=True)
     assert [[i for n, samples in step for i in samples[:n]] for step in together] == alone
     assert all(samples for step in together for _, samples in step)
@@ -525,14 +526,30 @@ def test_ranks_read_a_stream_in_the_batches_of_one_process(kind, init, workers, 
         assert [samples for step in turns for n, samples in step if n] == alone[skip:]
 
 
-def test_a_stream_that_is_not_shared_out_among_workers_is_read_once_whatever_its_random_numbers():
-    together = pieces_of_ranks(DataLoader(Noisy(9), 4, num_workers=2, collate_fn=list), 2, split=True)
-    found = [i for step in together for n, samples in step for i in samples[:n]]
-    assert list(map(int, found)) == list(range(9))
-    assert any(i % 1 for i in found)
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_order_that_a_stream_draws_is_the_same_on_every_rank(workers, pieces_of_ranks):
+    random.seed(workers)
+    turns = pieces_of_ranks(DataLoader(Shuffled(22), 4, num_workers=workers, collate_fn=list), 2, split=False)
+    found = [i for step in turns for _, samples in step for i in samples]
+    assert sorted(found) == list(range(22))
+    assert found != list(range(22))
 
 
-def test_batches_that_a_dataset_makes_itself_are_taken_in_turns():
+def test_batches_of_other_ranks_are_not_joined(pieces_of_ranks):
+    joined = []
+
+    def collate(samples):
+        joined.append(samples)
+        return samples
+
+    pieces_of_ranks(DataLoader(Range(22), 4, collate_fn=collate), 2, split=False)
+    assert sorted(joined) == [list(range(22))[i : i + 4] for i in range(0, 22, 4)]
+    joined.clear()
+    pieces_of_ranks(DataLoader(Range(22), 4, collate_fn=collate), 2, split=True)
+    assert sorted(sum(joined, [])) == list(range(22))
+
+
+def test_batches_that_a_dataset_makes_itself_are_taken_in_turns(pieces_of_ranks):
     turns = pieces_of_ranks(DataLoader(Range(5), None), 2, split=False)
     assert [[samples for _, samples in step] for step in turns] == [[0, 1], [2, 3], [4, []]]
     assert all(n is None for step in turns[:2] for n, _ in step)

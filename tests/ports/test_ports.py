@@ -94,7 +94,7 @@ def test_a_killed_run_goes_on_exactly(name, tmp_path):
 
 @pytest.mark.ranks(soak=[2])
 @pytest.mark.filterwarnings("ignore:.*batches of this epoch are read again")
-@pytest.mark.parametrize("name", [name for name in PORTS if name != "dqn"])  # one stream of which is read again
+@EACH_PORT
 def test_a_killed_run_goes_on_exactly_on_ranks(name, tmp_path):
     check_resume(name, tmp_path)
 
