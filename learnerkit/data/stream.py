@@ -419,14 +419,16 @@ def reading(learn: "Learner") -> Iterator[None]:
     base = draw_seed(generator) if seeds_loader and not goes_on else 0
     seed = draw_seed() if draws and not goes_on else 0
     if position is not None:
-        seed, base = position.epoch_seed if training else position.seed(False), position.seed(training)
+        seed, base = position.seed() if training else position.seed(False), position.seed(training)
     elif draws and learn.n_ranks > 1:
         seed = world.broadcast(seed)  # every rank must reach this
     try:
         if seeds_loader:
             loader.generator = torch.Generator().manual_seed(base)  # its own draw has been made
         if stream is not None:
-            _set(stream, learn, loader, base, position.place if position is not None and indexed and goes_on else 0)
+            _set(stream, learn, loader, base)
+            if position is not None and indexed and goes_on:
+                stream.place = inf if position.over else position.read
         if position is not None and training:
             position.note_start(loader)
         with seeded_samplers(loader, seed):
@@ -438,10 +440,10 @@ def reading(learn: "Learner") -> Iterator[None]:
             stream.fetching = None
 
 
-def _set(stream: SampleStream, learn: "Learner", loader: DataLoader, seed: int, place: float) -> None:
-    "Have a stream begin at a place, and seed those who fetch what it gives."
-    again = learn._position.again if learn.training and learn._position is not None else 0
-    stream.place, stream.first = place, learn._first_batch - again
+def _set(stream: SampleStream, learn: "Learner", loader: DataLoader, seed: int) -> None:
+    "Have a stream begin, and seed those who fetch what it gives."
+    again = learn._position.data.again if learn.training and learn._position is not None else 0
+    stream.place, stream.first = 0, learn._first_batch - again
     per_sample = isinstance(loader.dataset, PerSample)
     if per_sample or starts_workers(loader):
         alike = per_sample or learn.n_ranks == 1 or getattr(learn.dl, "alike", False)

@@ -211,7 +211,7 @@ class DistributedCallback(Callback):
         dataset, key = getattr(dl, "dataset", None), (id(dl), training)
         iterable = isinstance(dataset, IterableDataset)
         position = learn._position if training else None
-        seed = since = None if position is None else position.states  # known, if a run goes on in mid-epoch
+        seed = since = None if position is None else position.data.states  # known, if a run goes on in mid-epoch
         if seed is None and iterable:
             seed = world.broadcast(states_at_start(dl))  # the order is the one that rank 0 would draw
         if key in self._loaders:
@@ -232,7 +232,7 @@ class DistributedCallback(Callback):
                 self._loaders[key] = dl, shared  # with the loader itself, so that its id stays its own
         shared.reseed(seed, since)
         if position is not None:
-            position.states = seed
+            position.data.states = seed
             learn._first_batch = position.share(shared)
         learn.dl = shared
 

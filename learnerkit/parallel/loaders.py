@@ -42,12 +42,16 @@ class RankLoader(LoaderView):
             if a step of several batches is still to be taken.
         usual_total: samples of all ranks in a step, roughly, where the shares do not tell.
         source: what has the state of data that every rank reads alike.
+        stream: the states of the generators that the ranks read the `source` with, at the place.
+        alike: every rank reads all batches, of which each takes its part.
     """
 
     source: Any = None
     is_last = False
     usual_total: int | None = None
     parts: tuple[int, int] | None = None  # of an iterable dataset: how many, and by how many workers each is read
+    stream: Any = None
+    alike = False
 
     def __init__(
         self, loader: DataLoader, indices: Any, dims: Dims = 0, cut: "Cut | None" = None,
@@ -188,10 +192,6 @@ class RankStreamLoader(RankLoader):
         split: each batch of the user's loader is cut into a piece for each rank.
         finish: makes a batch of what the loader gives for this rank.
         count: the number of samples of a batch that the dataset makes, where it is known.
-
-    Attributes:
-        alike: every rank reads the same.
-        stream: the states of the generators that the ranks read the `source` with, at the place.
     """
 
     def __init__(
@@ -207,7 +207,6 @@ class RankStreamLoader(RankLoader):
         self._source = source_of(loader) if sharded and rank_step is not None else None
         known = not sharded and rank_step is not None and not loader.num_workers and has_state(loader.dataset)
         self.source = loader.dataset if known else None
-        self.stream: Any = None
         self._ended = False  # whether this rank has no more data, while others have
         self._left = False  # whether all have stopped before this rank's data ended
         self._seed: Any = None  # as in `same_stream`
