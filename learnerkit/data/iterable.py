@@ -42,26 +42,23 @@ class LoaderView:
         return getattr(self.loader, name)
 
 
-def read_nothing(loader: Any) -> Iterator:
-    """Return no batches: the epoch was over."""
-    return iter(())
-
-
 def read_on(
-    loader: Any, skip: int = 0, source: Any = None, state: Any = None, at_end: bool = False, quiet: bool = True,
+    loader: Any, skip: float = 0, source: Any = None, state: Any = None, at_end: bool = False, quiet: bool = True,
     states: Any = None,
 ) -> Iterator:  # fmt: skip
     """Iterate over a loader from a place on.
 
     Args:
         loader: the user's, or a copy of it.
-        skip: batches to read and drop.
+        skip: batches to read and drop; if infinite, nothing is read.
         source: what has the state of the data.
         state: its state, which makes skipping needless.
         at_end: the state is that after an epoch. Some sources then begin the next one, others first end the last.
         quiet: in the run without a break the loader drew nothing from the global generators here.
         states: of the global generators when the epoch began, with which what is dropped is read.
     """
+    if skip == inf:
+        return
     if state is None and not skip:
         yield from loader
         return
@@ -82,7 +79,7 @@ def read_on(
                 world.set_seed_states(states)
             with _workers_seeded_apart(loader):
                 batches = iter(loader)
-            deque(islice(batches, skip), 0)
+            deque(islice(batches, int(skip)), 0)
             # What workers draw does not count here; without them the first batch is for the generators as they are.
             first = list(islice(batches, int(getattr(loader, "num_workers", 0) > 0)))
     yield from first
@@ -248,7 +245,7 @@ class IterablePlace:
         """Return `dl` from the place on, on one process."""
         self._note_parts((1, max(1, dl.num_workers)) if isinstance(dl, DataLoader) else None, place)
         if place.over:  # the next epoch needs the state
-            return LoaderView(dl, read_nothing)
+            return LoaderView(dl, partial(read_on, skip=inf))
         found, self.found = self.found, None
         if found is not None:
             options = {"source": self.source, "state": found, "at_end": not place.goes_on, "quiet": place.goes_on}
@@ -262,6 +259,7 @@ class IterablePlace:
 
     def share(self, shared: Any, place: "Position") -> None:
         """Have a rank's loader begin at the place."""
+        # The end of a stream is known at a short batch, or when it gives none.
         self.shared, self.source, self.length = shared, shared.source, None
         self._note_parts(shared.parts, place)
         own: dict[str, Any] = {}

@@ -238,17 +238,19 @@ class RankStreamLoader(RankLoader):
                 "the dataset begins each epoch anew. uneven='join' uses all data"
                 " (errors.html#place-in-data)"
             )
-        self._over, self._skip, self._place = skip == inf, 0, {}
-        self.stream = own.get("stream")
-        if state is not None:
+        self.stream, self._skip = own.get("stream"), 0
+        self._place: dict[str, Any] = {}
+        if skip == inf:
+            self._place = {"skip": skip}
+        elif state is not None:
             # The generators that ranks read alike with draw nothing for workers.
             source, quiet = (self._source, quiet) if self.sharded else (self.source, True)
             self._place = {"source": source, "state": state, "at_end": not first, "quiet": quiet}
         elif self.sharded:
             self._place = {"skip": first}
-        elif not self._over:
+        else:
             self._skip = int(skip)
-        if not first or self._over or state is not None:
+        if not first or skip == inf or state is not None:
             return 0
         name = type(self.loader.dataset).__name__
         advice = "" if self.sharded else f"give the {name} (with num_workers=0) state_dict and load_state_dict"
@@ -278,6 +280,8 @@ class RankStreamLoader(RankLoader):
         ranks, mine = (1, 0) if self.sharded or self.split else (world.world_size(), world.rank())
         # All batches of a step are read before it: the model may make them, and is another one after it.
         for found in iter(lambda: list(islice(batches, ranks)), []):
+            if self.source is not None and (found[-1].total or 0) < (self.loader.batch_size or 0):
+                deque(batches, 0)  # they have ended with a short one; so do the random numbers they are read with
             if self.loader.batch_sampler is None:
                 found = [Piece(None, self.count and self.count(batch), batch) for batch in found]
             totals = [piece.total for piece in found]
@@ -290,8 +294,8 @@ class RankStreamLoader(RankLoader):
 
     def _batches(self) -> Iterator:
         "What the loader gives from the place on; if all ranks read it, with random numbers that are the same on each."
-        batches: Iterator = iter(()) if self._over else read_on(self.loader, **self._place)
-        if self.sharded or self.loader.num_workers or (self._over and self.stream is None):
+        batches = read_on(self.loader, **self._place)
+        if self.sharded or self.loader.num_workers or self._place.get("skip"):
             return batches
         return same_stream(self._noting(batches), self.stream or self._seed, world.rank() == 0, self._since)
 

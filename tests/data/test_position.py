@@ -133,6 +133,7 @@ class Log(Callback):
     order = 2000
 
     numbers_only = False  # of the samples, not what was drawn for them
+    draws = True  # as dropout would
 
     def __init__(self, stop=None):
         super().__init__()
@@ -140,7 +141,7 @@ class Log(Callback):
 
     def before_batch(self):
         learn = self.learn
-        noise = (torch.rand(()).item(), random.random(), np.random.rand()) if learn.training else ()  # as dropout would
+        noise = (torch.rand(()).item(), random.random(), np.random.rand()) if learn.training and self.draws else ()
         x = learn.xb[0][:, :1] if self.numbers_only else learn.xb[0]
         self.seen.append((learn.training, learn.epoch, learn.iter, learn.n_iter, x.tolist(), noise))
 

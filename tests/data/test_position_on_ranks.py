@@ -98,7 +98,7 @@ def stream(workers, n=22):
 )
 @pytest.mark.filterwarnings("ignore:.*batches of this epoch are read again")
 def test_t8_a_stream_goes_on_in_another_number_of_ranks(workers, split):
-    made, how = stream(workers, 24), {"split_batches": split}
+    made, how = stream(workers, 24), {"split_batches": split, "uneven": "join"}
     one, whole = fit(made, Log()), fit(made, Log(), distributed=how)
     for epoch, steps in ((1, 2), (1, "trained")):
         stopped = fit(made, Log((epoch, steps)), distributed=how)
@@ -141,6 +141,26 @@ def test_t9_a_stream_with_a_state_goes_on_in_the_order_of_its_epoch(empties, spl
         rest = samples(fit(made, Log(), fit(made, Log(place)).state, distributed=how), 1)
         before = 4 * RANKS * (place[0] == 1)
         assert rest == alone(one, 1)[before : before + len(rest)] != []
+
+
+@pytest.mark.parametrize("n", [26, pytest.param(28, marks=pytest.mark.slow)])  # the last batch is a short or a full one
+@pytest.mark.parametrize("empties", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_place_behind_the_last_batch_of_a_stream_with_a_state(n, empties):
+    """Also of the random numbers that it draws, where the model draws none."""
+
+    class Quiet(Log):
+        draws = False
+
+    def made():
+        data = Remembering(empties)
+        data.n = n
+        return DataLoaders(DataLoader(data, 4), device="cpu")
+
+    how = {"split_batches": True}
+    whole = fit(made, Quiet(), distributed=how)
+    stopped = fit(made, Quiet((0, 7)), distributed=how)
+    again = fit(made, Quiet(), stopped.state, distributed=how)
+    assert again.seen == whole.seen[stopped.count :] != []
 
 
 def test_an_epoch_that_cannot_be_read_again_is_refused():
