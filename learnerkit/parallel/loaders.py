@@ -54,7 +54,7 @@ class RankLoader(LoaderView):
     alike = False
 
     def __init__(
-        self, loader: DataLoader, indices: Any, dims: Dims = 0, cut: "Cut | None" = None,
+        self, loader: DataLoader, indices: Any, dims: Dims = 0, cut: "Callable[[Any], Piece] | None" = None,
         rank_step: "RankStep | None" = None,
     ) -> None:  # fmt: skip
         super().__init__(loader)
@@ -135,22 +135,17 @@ class Piece(NamedTuple):
     batch: Any
 
 
-class Cut:
-    """Takes this rank's piece of batches that are made already.
+def cut_piece(cutter: Cutter, count: Callable[[Any], int | None] | None, batch: Any) -> Piece:
+    """Cut this rank's piece out of a batch that is made already; without samples of its own, one to be emptied.
 
     Args:
-        cutter: cuts them.
+        cutter: cuts the batch.
         count: the number of samples of a batch, as `DataLoaders.count`; by default that of its rows.
+        batch: of all ranks.
     """
-
-    def __init__(self, cutter: Cutter, count: Callable[[Any], int | None] | None) -> None:
-        self.cutter, self.count = cutter, count
-
-    def __call__(self, batch: Any) -> Piece:
-        """Return the piece; without samples of its own, one that is to be emptied."""
-        mine, size, total = self.cutter(batch, world.rank(), world.world_size())
-        counted = None if self.count is None else self.count(batch)
-        return Piece(size, total if counted is None else counted, mine)
+    mine, size, total = cutter(batch, world.rank(), world.world_size())
+    counted = None if count is None else count(batch)
+    return Piece(size, total if counted is None else counted, mine)
 
 
 # Iterable datasets
@@ -158,21 +153,17 @@ class Cut:
 _NOTHING = Piece(0, None, None)
 
 
-class CollatePiece:
-    """A loader's collate function, which returns a `Piece`: of the batch, or of this rank's part of it.
+def collated_piece(collate: Callable[[list], Any], rank: int, ranks: int, samples: list) -> Piece:
+    """Join the samples of a batch, or this rank's part of them.
 
     Args:
-        collate: the function of the loader.
-        rank, ranks: whose part of how many; by default the batch is not cut.
+        collate: the collate function of the loader.
+        rank, ranks: whose part of how many; with 1 the batch is not cut.
+        samples: of the batch.
     """
-
-    def __init__(self, collate: Callable[[list], Any], rank: int = 0, ranks: int = 1) -> None:
-        self.collate, self.rank, self.ranks = collate, rank, ranks
-
-    def __call__(self, samples: list) -> Piece:
-        mine = split_evenly(samples, self.ranks, 1)[self.rank]
-        # A real sample even where none counts, for its shapes.
-        return Piece(len(mine), len(samples), self.collate(mine or samples[:1]))
+    mine = split_evenly(samples, ranks, 1)[rank]
+    # A real sample even where none counts, for its shapes.
+    return Piece(len(mine), len(samples), collate(mine or samples[:1]))
 
 
 class RankStreamLoader(RankLoader):
@@ -196,7 +187,7 @@ class RankStreamLoader(RankLoader):
 
     def __init__(
         self, loader: DataLoader, steps: int | None, rank_step: "RankStep | None", join: bool, usual_total: int | None,
-        sharded: bool = False, split: bool = False, dims: Dims = 0, cut: Cut | None = None,
+        sharded: bool = False, split: bool = False, dims: Dims = 0, cut: Callable[[Any], Piece] | None = None,
         finish: Callable[[Any], Any] = itself, count: Callable[[Any], int | None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(loader, None, dims, cut, rank_step)
@@ -370,7 +361,7 @@ class RankStreamLoader(RankLoader):
 
 def rank_stream(
     dl: DataLoader, name: str, *, rank_step: "RankStep | None", split: bool, seed: int | tuple, sharded: bool,
-    join: bool, dims: Dims, cut: Cut, count: Callable[[Any], int | None] | None,
+    join: bool, dims: Dims, cut: Callable[[Any], Piece], count: Callable[[Any], int | None] | None,
 ) -> RankStreamLoader:  # fmt: skip
     """`dl`, which reads an iterable dataset, reading this rank's part.
 
@@ -398,7 +389,9 @@ def rank_stream(
     replaced: dict[str, Any] = {}
     if not sharded and not dl.num_workers:  # what is not for this rank needs no joining
         finish, collate, replaced = partial(_joined, dl), itself, {"pin_memory": False}
-    replaced["collate_fn"] = collate if made else CollatePiece(collate, *(world.rank(), ranks) * split)
+    if not made:
+        collate = partial(collated_piece, collate, *((world.rank(), ranks) if split else (0, 1)))
+    replaced["collate_fn"] = collate
     if not (sharded and has_state(dl)):
         replaced |= replaced_sampler(dl)
     found = RankStreamLoader(
@@ -454,7 +447,7 @@ def rank_loader(
         )
     if not dl.in_order and dl.num_workers:
         raise ValueError(f"{name} has in_order=False; sharing batches out among ranks needs their order")
-    cut = Cut(Cutter(dims, least, name), count)
+    cut = partial(cut_piece, Cutter(dims, least, name), count)
     if isinstance(dl.dataset, IterableDataset):
         return rank_stream(
             dl, name, rank_step=rank_step, split=split, seed=seed, sharded=sharded, join=join, dims=dims, cut=cut,
