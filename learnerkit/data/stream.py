@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, chain, islice
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len
-from learnerkit.data.cuts import even_sizes
+from learnerkit.data.cuts import Share, even_sizes
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.order import draw_seed, samplers_of
 from learnerkit.data.rows import IndexBatches
@@ -33,21 +33,6 @@ from learnerkit.torch_internals import set_worker_dataset
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
-
-
-class Share(NamedTuple):
-    """The place of one batch of a rank in the whole.
-
-    Attributes:
-        place: of the batch in the order of all ranks' batches.
-        size: samples of it that count; 0 for a rank that only takes part in the others' collectives; `None` where only
-            the data tell.
-        total: samples of all ranks in this step; `None` where only the data tell.
-    """
-
-    place: int
-    size: int | None
-    total: int | None
 
 
 class SampleStream:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len, map_batch, tensors_in
-from learnerkit.data.cuts import Cutter, Dims, cut_rows
+from learnerkit.data.cuts import Dims, Share, cut_rows, cut_share
 from learnerkit.data.iterable import LoaderView, read_on, say_read_forward, source_of
 from learnerkit.data.order import has_state, samplers_of, with_batches
-from learnerkit.data.stream import Share, replaced_sampler, same_stream, split_evenly
+from learnerkit.data.stream import replaced_sampler, same_stream, split_evenly
 from learnerkit.text import first_few
 from learnerkit.utils import digests, itself, library_of, warn
 
@@ -54,7 +54,7 @@ class RankLoader(LoaderView):
     alike = False
 
     def __init__(
-        self, loader: DataLoader, indices: Any, dims: Dims = 0, cut: "Callable[[Any], Piece] | None" = None,
+        self, loader: DataLoader, indices: Any, dims: Dims = 0, cut: "Callable[[Any], Share] | None" = None,
         rank_step: "RankStep | None" = None,
     ) -> None:  # fmt: skip
         super().__init__(loader)
@@ -77,7 +77,7 @@ class RankLoader(LoaderView):
                 shares = self.indices.shares
             share = shares.popleft()
             if self.cut is not None:
-                size, total, batch = self.cut(batch)
+                _, size, total, batch = self.cut(batch)
                 if not size and not self.indices.training:
                     continue
                 share = share._replace(size=size, total=total)
@@ -121,39 +121,12 @@ def first_rows(batch: Any, dims: Dims, n: int) -> Any:
     return map_batch(lambda t: t[:n] if t.ndim else t, batch) if dims == 0 else cut_rows(batch, dims, 0, n)
 
 
-class Piece(NamedTuple):
-    """What a rank has of the batches of a step.
-
-    Attributes:
-        size: samples of it; `None` where only the data tell.
-        total: those of all ranks, where they are known.
-        batch: the samples, joined or still to be joined, or a batch that is made already; `None`: there is nothing.
-    """
-
-    size: int | None
-    total: int | None
-    batch: Any
-
-
-def cut_piece(cutter: Cutter, count: Callable[[Any], int | None] | None, batch: Any) -> Piece:
-    """Cut this rank's piece out of a batch that is made already; without samples of its own, one to be emptied.
-
-    Args:
-        cutter: cuts the batch.
-        count: the number of samples of a batch, as `DataLoaders.count`; by default that of its rows.
-        batch: of all ranks.
-    """
-    mine, size, total = cutter(batch, world.rank(), world.world_size())
-    counted = None if count is None else count(batch)
-    return Piece(size, total if counted is None else counted, mine)
-
-
 # Iterable datasets
 
-_NOTHING = Piece(0, None, None)
+_NOTHING = Share(0, 0, None)
 
 
-def collated_piece(collate: Callable[[list], Any], rank: int, ranks: int, samples: list) -> Piece:
+def collated_share(collate: Callable[[list], Any], rank: int, ranks: int, samples: list) -> Share:
     """Join the samples of a batch, or this rank's part of them.
 
     Args:
@@ -163,7 +136,7 @@ def collated_piece(collate: Callable[[list], Any], rank: int, ranks: int, sample
     """
     mine = split_evenly(samples, ranks, 1)[rank]
     # A real sample even where none counts, for its shapes.
-    return Piece(len(mine), len(samples), collate(mine or samples[:1]))
+    return Share(0, len(mine), len(samples), collate(mine or samples[:1]))
 
 
 class RankStreamLoader(RankLoader):
@@ -187,7 +160,7 @@ class RankStreamLoader(RankLoader):
 
     def __init__(
         self, loader: DataLoader, steps: int | None, rank_step: "RankStep | None", join: bool, usual_total: int | None,
-        sharded: bool = False, split: bool = False, dims: Dims = 0, cut: Callable[[Any], Piece] | None = None,
+        sharded: bool = False, split: bool = False, dims: Dims = 0, cut: Callable[[Any], Share] | None = None,
         finish: Callable[[Any], Any] = itself, count: Callable[[Any], int | None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(loader, None, dims, cut, rank_step)
@@ -265,23 +238,24 @@ class RankStreamLoader(RankLoader):
             if piece.size != 0:
                 yield self._given(piece, step)
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[Share]:
         "This rank's pieces of the steps, with their numbers of samples if the loader collates them."
         batches = islice(self._batches(), self._skip, None)
         ranks, mine = (1, 0) if self.sharded or self.split else (world.world_size(), world.rank())
         # All batches of a step are read before it: the model may make them, and is another one after it.
         for found in iter(lambda: list(islice(batches, ranks)), []):
-            if self.source is not None and (found[-1].total or 0) < (self.loader.batch_size or 0):
-                deque(batches, 0)  # they have ended with a short one; so do the random numbers they are read with
-            if self.loader.batch_sampler is None:
-                found = [Piece(None, self.count and self.count(batch), batch) for batch in found]
+            if self.loader.batch_sampler is not None:
+                if self.source is not None and found[-1].total < (self.loader.batch_size or 0):
+                    deque(batches, 0)  # they have ended with a short one; so do the random numbers they are read with
+            else:
+                found = [Share(0, None, self.count and self.count(batch), batch) for batch in found]
             totals = [piece.total for piece in found]
             total = None if self.sharded or None in totals else sum(totals)
             if mine >= len(found):
-                yield Piece(0, total, None)
+                yield Share(0, 0, total)
             else:
                 batch = self.finish(found[mine].batch)
-                yield Piece(found[mine].size, total, batch) if self.cut is None else self.cut(batch)
+                yield Share(0, found[mine].size, total, batch) if self.cut is None else self.cut(batch)
 
     def _batches(self) -> Iterator:
         "What the loader gives from the place on; if all ranks read it, with random numbers that are the same on each."
@@ -309,8 +283,8 @@ class RankStreamLoader(RankLoader):
             )
         return [found is not None for found in everyone]
 
-    def _given(self, piece: Piece, step: int) -> Any:
-        self.share = Share(step * world.world_size() + world.rank(), piece.size, piece.total)
+    def _given(self, piece: Share, step: int) -> Any:
+        self.share = piece._replace(place=step * world.world_size() + world.rank(), batch=None)
         return first_rows(self.sample, self.dims, 0) if piece.size == 0 else piece.batch
 
     def _together(self, rank_step: "RankStep") -> Iterator:
@@ -361,7 +335,7 @@ class RankStreamLoader(RankLoader):
 
 def rank_stream(
     dl: DataLoader, name: str, *, rank_step: "RankStep | None", split: bool, seed: int | tuple, sharded: bool,
-    join: bool, dims: Dims, cut: Callable[[Any], Piece], count: Callable[[Any], int | None] | None,
+    join: bool, dims: Dims, cut: Callable[[Any], Share], count: Callable[[Any], int | None] | None,
 ) -> RankStreamLoader:  # fmt: skip
     """`dl`, which reads an iterable dataset, reading this rank's part.
 
@@ -390,7 +364,7 @@ def rank_stream(
     if not sharded and not dl.num_workers:  # what is not for this rank needs no joining
         finish, collate, replaced = partial(_joined, dl), itself, {"pin_memory": False}
     if not made:
-        collate = partial(collated_piece, collate, *((world.rank(), ranks) if split else (0, 1)))
+        collate = partial(collated_share, collate, *((world.rank(), ranks) if split else (0, 1)))
     replaced["collate_fn"] = collate
     if not (sharded and has_state(dl)):
         replaced |= replaced_sampler(dl)
@@ -447,7 +421,9 @@ def rank_loader(
         )
     if not dl.in_order and dl.num_workers:
         raise ValueError(f"{name} has in_order=False; sharing batches out among ranks needs their order")
-    cut = partial(cut_piece, Cutter(dims, least, name), count)
+    cut = partial(
+        cut_share, rank=world.rank(), ranks=world.world_size(), dims=dims, least=least, name=name, count=count
+    )
     if isinstance(dl.dataset, IterableDataset):
         return rank_stream(
             dl, name, rank_step=rank_step, split=split, seed=seed, sharded=sharded, join=join, dims=dims, cut=cut,

@@ -163,6 +163,23 @@ def test_a_place_behind_the_last_batch_of_a_stream_with_a_state(n, empties):
     assert again.seen == whole.seen[stopped.count :] != []
 
 
+def test_a_stream_with_a_state_may_make_its_batches_itself():
+    class Batches(Remembering):
+        def __iter__(self):
+            return map(batch_of_one, super().__iter__())
+
+    def made():
+        return DataLoaders(DataLoader(Batches(empties=False), None), device="cpu", batch_size=lambda batch: 1)
+
+    whole = fit(made, Log(), distributed={})
+    stopped = fit(made, Log((1, 2)), distributed={})
+    assert fit(made, Log(), stopped.state, distributed={}).seen == whole.seen[stopped.count :]
+
+
+def batch_of_one(sample):
+    return [t[None] for t in sample]
+
+
 def test_an_epoch_that_cannot_be_read_again_is_refused():
     class Stateful(DataLoader):
         """Stands for torchdata's: it has the state of its dataset."""
