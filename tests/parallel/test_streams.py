@@ -156,6 +156,18 @@ def test_a_dataset_that_shuffles_does_so_alike_on_every_rank_and_anew_in_every_e
     assert first != second
 
 
+def test_workers_draw_what_they_draw_on_one_process():
+    seen, alone = Seen(), Seen()
+    fit_alone(make_learner(Stream(24, shuffled=True), workers=1, cbs=alone), 1)
+    learn = make_learner(Stream(24, shuffled=True), Stream(11, shuffled=True), workers=1, cbs=seen)
+    fit(learn, 1, split_batches=True)
+    assert together(seen) == [sorted(step) for step in alone.steps]
+    torch.manual_seed(RANK)
+    with learn.distrib_ctx(), learn.no_logging():
+        inputs, *_ = learn.get_preds(with_input=True)
+    assert sorted(places(inputs)) == list(range(11))
+
+
 @pytest.mark.parametrize("sizes", [[9, 3, 5], [8, 0, 4], [0, 8, 4]], ids=str)
 def test_a_dataset_that_shares_itself_out_is_left_alone(sizes):
     """A rank without any data keeps the others company."""
