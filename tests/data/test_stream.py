@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from data.test_position import Noisy, Stream, fit
+from data.test_position import Noisy, Shuffled, Stream, fit
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from learnerkit import Callback, DataLoaders, Learner, set_seed, world
@@ -66,6 +66,13 @@ def test_workers_streams_do_not_depend_on_their_number(batch_size):
         assert read(Noisy(), **kwargs, **other).train == one
     assert len({*noise(one)}) == len(noise(one))  # no stream comes twice, in the second epoch neither
     assert read(Noisy(), num_workers=1, seed=2, **kwargs).train != one
+
+
+def test_what_a_stream_draws_before_its_first_sample_differs_by_epoch():
+    batches = read(Shuffled(), num_workers=1).train
+    first, second = ([x[0] for e, batch in batches if e == epoch for x in batch] for epoch in (0, 1))
+    assert first != second
+    assert sorted(first) == sorted(second) == [float(i) for i in range(22)]
 
 
 def test_validation_has_one_stream_in_an_epoch_which_does_not_change_training():
