@@ -244,11 +244,10 @@ class RankStreamLoader(RankLoader):
         ranks, mine = (1, 0) if self.sharded or self.split else (world.world_size(), world.rank())
         # All batches of a step are read before it: the model may make them, and is another one after it.
         for found in iter(lambda: list(islice(batches, ranks)), []):
-            if self.loader.batch_sampler is not None:
-                if self.source is not None and found[-1].total < (self.loader.batch_size or 0):
-                    deque(batches, 0)  # they have ended with a short one; so do the random numbers they are read with
-            else:
+            if self.loader.batch_sampler is None:
                 found = [Share(0, None, self.count and self.count(batch), batch) for batch in found]
+            elif self.source is not None and found[-1].total < self.loader.batch_size:
+                deque(batches, 0)  # they have ended with a short one; so do the random numbers they are read with
             totals = [piece.total for piece in found]
             total = None if self.sharded or None in totals else sum(totals)
             if mine >= len(found):

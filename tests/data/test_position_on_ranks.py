@@ -143,6 +143,20 @@ def test_t9_a_stream_with_a_state_goes_on_in_the_order_of_its_epoch(empties, spl
         assert rest == alone(one, 1)[before : before + len(rest)] != []
 
 
+@pytest.mark.filterwarnings("ignore:the data of rank")
+@pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_t9_a_stream_of_batches_with_a_state_goes_on_at_its_place(split):
+    class Batches(Remembering):
+        def __iter__(self):
+            for x, y in super().__iter__():
+                yield torch.stack([x] * RANKS), torch.stack([y] * RANKS)
+
+    made = lambda: DataLoaders(DataLoader(Batches(True), None), device="cpu")  # noqa: E731
+    how = {"split_batches": split}
+    whole, stopped = (fit(made, Log(stop), distributed=how) for stop in (None, (1, 2)))
+    assert fit(made, Log(), stopped.state, distributed=how).seen == whole.seen[stopped.count :]
+
+
 @pytest.mark.parametrize("n", [26, pytest.param(28, marks=pytest.mark.slow)])  # the last batch is a short or a full one
 @pytest.mark.parametrize("empties", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_place_behind_the_last_batch_of_a_stream_with_a_state(n, empties):
@@ -161,23 +175,6 @@ def test_a_place_behind_the_last_batch_of_a_stream_with_a_state(n, empties):
     stopped = fit(made, Quiet((0, 7)), distributed=how)
     again = fit(made, Quiet(), stopped.state, distributed=how)
     assert again.seen == whole.seen[stopped.count :] != []
-
-
-def test_a_stream_with_a_state_may_make_its_batches_itself():
-    class Batches(Remembering):
-        def __iter__(self):
-            return map(batch_of_one, super().__iter__())
-
-    def made():
-        return DataLoaders(DataLoader(Batches(empties=False), None), device="cpu", batch_size=lambda batch: 1)
-
-    whole = fit(made, Log(), distributed={})
-    stopped = fit(made, Log((1, 2)), distributed={})
-    assert fit(made, Log(), stopped.state, distributed={}).seen == whole.seen[stopped.count :]
-
-
-def batch_of_one(sample):
-    return [t[None] for t in sample]
 
 
 def test_an_epoch_that_cannot_be_read_again_is_refused():
