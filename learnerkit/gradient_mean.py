@@ -42,7 +42,7 @@ class GradientMean:
     Attributes:
         begun: whether gradients of batches wait for their step.
         expected: what the step was expected to count when it began.
-        counted: what its batches have counted so far.
+        counted: what its batches have counted so far; of several ranks, once they have told each other, the mean.
     """
 
     def __init__(self, sums: bool, ranks: int = 1) -> None:
@@ -86,20 +86,20 @@ class GradientMean:
             return zero_loss(output)
         return loss if weight == 1 else loss * weight
 
-    def correction(self, counted: float | Tensor, tolerance: float = 0.0) -> float | Tensor:
+    def correction(self, tolerance: float = 0.0) -> float | Tensor:
         """Return what the step's gradients are to be multiplied by: 1.0 where they are right, or nothing was counted.
 
         Args:
-            counted: what the step has counted in all.
             tolerance: the share of what was expected that counts as rounding.
         """
+        counted = self.counted
         if self.sums:
             return 1.0
         if isinstance(counted, Tensor):
             return torch.where(counted > 0, self.expected / counted, 1.0)
-        if abs(counted - self.expected) <= tolerance * self.expected:
-            return 1.0
-        return self.expected / counted if counted else 1.0  # a callback may have kept gradients of earlier steps
+        if not counted or abs(counted - self.expected) <= tolerance * self.expected:
+            return 1.0  # where nothing was counted, a callback may have kept gradients of earlier steps
+        return self.expected / counted
 
 
 def counts_something(count: float | Tensor) -> bool:
@@ -109,7 +109,7 @@ def counts_something(count: float | Tensor) -> bool:
 
 def host_count(count: float | Tensor) -> float | Tensor:
     """Return a count as a number where reading it costs nothing; one on a device stays there."""
-    return count if not isinstance(count, Tensor) or count.device.type != "cpu" else count.item()
+    return count.item() if isinstance(count, Tensor) and count.is_cpu else count
 
 
 def zero_loss(output: object) -> Tensor:

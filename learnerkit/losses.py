@@ -7,7 +7,8 @@ count of its own.
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -655,7 +656,7 @@ def take_loss(learn: "Learner") -> None:
         weighting.told = True
         if why := doubtful_count(learn):
             world.warn_once(f"{why}. {_UNTIL_THEN} (errors.html#loss-weight)")
-    several = learn.task == "fit" and (learn.n_ranks > 1 or learn._gradient is not None)
+    several = learn.task == "fit" and learn._gradient is not None
     if several and isinstance(count, int) and count != learn.batch_size and not _is_known(learn.loss_func):
         world.warn_once(
             f"the loss compares {count} rows of a batch of {learn.batch_size} samples, and is taken for their mean; if "
@@ -665,7 +666,17 @@ def take_loss(learn: "Learner") -> None:
 
 _UNTIL_THEN = "Until then it may be that steps of several batches or ranks are not exactly those of one batch"
 
-_OF_PASS = ("xb", "yb", "pred", "output", "loss", "loss_grad", "loss_count")
+_OF_PASS = ("batch_size", "xb", "yb", "pred", "output", "loss", "loss_grad", "loss_count")
+
+
+@contextmanager
+def pass_kept(learn: "Learner") -> Iterator[None]:
+    """Give the learner back, at the end, what the loop's own pass over the present batch has left on it."""
+    before = {name: getattr(learn, name) for name in _OF_PASS}
+    try:
+        yield
+    finally:
+        vars(learn).update(before)
 
 
 def evaluate_again(learn: "Learner") -> Tensor:
@@ -675,22 +686,20 @@ def evaluate_again(learn: "Learner") -> Tensor:
     backward pass; every rank must reach this.
     """
     dispatch, precision = learn._dispatch, getattr(learn, "mixed_precision", None)
-    before = {name: getattr(learn, name) for name in _OF_PASS}
     learn._zero_grad()
     if precision is not None:
         precision.before_batch()  # autocast, which it leaves in `after_loss`
     try:
-        with torch.enable_grad():
+        with pass_kept(learn), torch.enable_grad():
             learn._forward()
             dispatch.fire("after_pred")
             take_loss(learn)
             dispatch.fire("after_loss")
             learn._events("backward", learn._backward, CancelBackwardException)
-        return learn.loss_grad
+            return learn.loss_grad
     finally:
         if precision is not None:
             precision.cleanup_batch()
-        vars(learn).update(before)
 
 
 def batch_count(learn: "Learner") -> int | Tensor:

@@ -106,7 +106,7 @@ class GradientAccumulation(Callback):
         if mean is None or not (learn.step_due and mean.begun):
             return
         mean.begun = False
-        factor = mean.correction(mean.counted)
+        factor = mean.correction()
         if isinstance(factor, Tensor) or factor != 1:  # else spare the search for the parameters
             beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
             scale_gradients([*learn.model.parameters(), *beside], factor)

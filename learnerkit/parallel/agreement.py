@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -77,6 +77,9 @@ def end_at_once() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+STEP, AFTER_BATCH, NEXT_BATCH = 1, 2, 3
+"""The points of a batch that a rank may leave out, while others wait there."""
+
 _PLACES: dict[str, int] = {
     event: i for i, event in enumerate(INNER_EVENTS) if not event.startswith(("after_cancel_", "cleanup_"))
 }
@@ -88,6 +91,9 @@ class Agreement:
 
     Args:
         learn: the learner.
+
+    Attributes:
+        alone_from: from this training batch on each rank trains by itself; outside of batches the ranks vote as ever.
     """
 
     def __init__(self, learn: "Learner") -> None:
@@ -98,12 +104,7 @@ class Agreement:
         self.votes = 0
         self.event = "before_fit"  # which has taken place last
         self.left_batch: Any = None  # this rank's `LeftBatch` once it trains, with its `RankStep`
-        self._alone_from = math.inf  # a training batch
-
-    @property
-    def dispatch(self) -> "RankDispatch":
-        """The dispatch of the run, or of the evaluation that goes on inside it."""
-        return cast(RankDispatch, self.learn._dispatch)
+        self.alone_from = math.inf
 
     @contextmanager
     def run(self, what: str, timeout: float) -> Iterator[None]:
@@ -116,8 +117,9 @@ class Agreement:
         Raises:
             PeerError: another rank has failed, has not come, or is at another place.
         """
-        if self.learn.dls.device.type != "cpu":  # NCCL's object collectives go by the current device
-            torch.accelerator.set_device_index(self.learn.dls.device.index or 0)
+        device = self.learn.dls.device
+        if device.type != "cpu":  # NCCL's object collectives go by the current device
+            torch.accelerator.set_device_index(device.index or 0)
         # A collective must not give up before the watch can tell what it waits for.
         world.join(timeout + 60, what, wait=timeout)
         with ExitStack() as stack:
@@ -159,9 +161,10 @@ class Agreement:
                 end_at_once()  # the launcher has sent SIGTERM since another rank is dead
             if self.watch.first_failure(patience=0.0 if known.standstill else 2.0):  # else no other rank will say more
                 return
-        event = known.event or f"the loop, after {self.event}"
-        epoch, step = self.learn.epoch, max(self.learn.iter, 0)
-        mark(error, rank=self.watch.rank, event=event, epoch=epoch, step=step, cause=in_one_line(error))
+        mark(
+            error, rank=self.watch.rank, event=known.event or f"the loop, after {self.event}",
+            epoch=self.learn.epoch, step=max(self.learn.iter, 0), cause=in_one_line(error),
+        )  # fmt: skip
         self.watch.fail(ending_of(error))
 
     # Cancels
@@ -181,8 +184,8 @@ class Agreement:
 
     def flags(self) -> list[float]:
         """Return a number for each of `TOLD`: 1 for what this rank has to tell, else 0."""
-        asked = [what == self.request.mine for what in (SAVE, INTERRUPT, END)]
-        return [*asked, *(isinstance(self.pending, kind) for kind in LEAVING)]
+        own, asked = self.pending, self.request.mine
+        return [what == asked if isinstance(what, int) else isinstance(own, what) for what in TOLD]
 
     def obey(self, flags: list[float]) -> None:
         """Note what is asked of any rank, and raise the strongest reason to leave that any has.
@@ -243,14 +246,18 @@ class Agreement:
         learn = self.learn
         learn._batch_index = learn.dl.share.place
         if not learn.training:
+            dispatch: Any = learn._dispatch  # the run's, or that of an evaluation that goes on inside it
+            dispatch.begin()
             with self.keeping():
                 one_batch()
+            if "after_batch" in dispatch.stopped:
+                dispatch.resume("after_batch")  # as on one process, where all hear of such a batch
             if self.pending is not None:
-                self.watch.tell(self.watch.others, "leaving", self.votes)
+                self.watch.tell("leaving", self.votes)
             if self.pending is not None or self.watch.called == self.votes:
                 self.vote()
             return
-        if learn.train_iter >= self._alone_from:
+        if learn.train_iter >= self.alone_from:
             learn._gradient = None
             with world.alone():
                 one_batch()
@@ -261,27 +268,20 @@ class Agreement:
             one_batch()  # also with a reason to leave, which is reduced with its gradients
         if step.is_open():
             self.left_batch.finish_batch()
-        if self.dispatch.last != "after_batch":
-            self._leave_if_all_do("after_batch")
-        self.dispatch.resume("after_batch")  # the others have it, and it may hold a collective
-        self._leave_if_all_do("next batch")
+        if not step.dispatch.has_passed("after_batch"):
+            self._leave_if_all_do(AFTER_BATCH)
+        step.dispatch.resume("after_batch")  # the others have it, and it may hold a collective
+        self._leave_if_all_do(NEXT_BATCH)
 
-    def separate(self, after: int) -> None:
-        """Let each rank train by itself after so many batches; outside of batches the ranks vote as ever."""
-        self._alone_from = after
-
-    def _leave_if_all_do(self, point: str) -> None:
+    def _leave_if_all_do(self, point: int) -> None:
         """Leave at once, as one process would, if all ranks have a reason to before they come to this point."""
         if self.pending is not None and self.left_batch.step.all_skip(point):
             self.vote()
 
     def end_batches(self) -> None:
-        """Vote after the last batch, whose flags no step has read; every rank must reach this."""
+        """Vote after the last batch, whose flags perhaps no step has read; every rank must reach this."""
         if self.learn.training:
-            step = self.left_batch.step
-            step.end()
-            if flags := step.message.exchange_flags(None):
-                self.obey(flags)
+            self.left_batch.step.number += 1
         self.vote("the end of the batches")
 
 
@@ -300,8 +300,8 @@ class RankDispatch(Dispatch):
 
     def begin(self) -> None:
         """Begin a batch: none of its events has taken place."""
-        self.last: str | None = None  # the last one that has
-        self.stopped: tuple[str, Any] = ("", ())  # the event that an error has stopped, and its hooks to come
+        self._place = -1  # of the last one that has
+        self.stopped: dict[str, list] = {}  # the event that an error has stopped, with its hooks to come
 
     def _resolve(self) -> dict[str, list]:
         "The table, each entry with the place that the heartbeat is to show."
@@ -309,7 +309,7 @@ class RankDispatch(Dispatch):
         for event in Event:
             table[event] = [(cb, hook, f"{event}/{cb!r}".encode()) for cb, hook in table[event]]
             if not table[event] and event not in INNER_EVENTS:  # it takes place on all ranks, listeners or not
-                table[event] = [(None, _nothing, f"{event}/".encode())]
+                table[event] = [(None, self.agreement.watch.check, f"{event}/".encode())]
         return table
 
     def fire(self, event: str) -> None:
@@ -321,6 +321,10 @@ class RankDispatch(Dispatch):
             self._call(event, self.table[event])
         self.agreement.vote(f"the end of {event}")
 
+    def has_passed(self, event: str) -> bool:
+        """Tell whether an event of this batch has taken place, or begun."""
+        return _PLACES[event] <= self._place
+
     def resume(self, event: str) -> bool:
         """Go on with an event of this batch after the callback that stopped it, or fire it if it is still to come.
 
@@ -329,29 +333,27 @@ class RankDispatch(Dispatch):
         Returns:
             Whether it was to come.
         """
-        hooks = self.table[event]
-        if self.stopped[0] == event:
-            hooks, self.stopped = self.stopped[1], ("", ())
-        elif self.last is not None and _PLACES[event] <= _PLACES[self.last]:
+        if self.has_passed(event) and event not in self.stopped:
             return False
+        hooks = self.stopped.pop(event, self.table[event])
         of_this_rank = suppress(CancelBatchException, CancelBackwardException, CancelStepException)
         with self.agreement.keeping(), of_this_rank:
             self._call(event, hooks)
         return True
 
     def _call(self, event: str, hooks: list) -> None:
-        if event in _PLACES and (self.last is None or _PLACES[event] > _PLACES[self.last]):  # not again in a closure
-            self.last = event
+        self._place = max(self._place, _PLACES.get(event, -1))  # a closure has earlier ones again
         self.agreement.event = event
         learn, watch = self.agreement.learn, self.agreement.watch
-        for i, (_, hook, place) in enumerate(hooks):
+        rest = iter(hooks)
+        for _, hook, place in rest:
             watch.heartbeat.beat(monotonic(), learn.epoch, learn.iter, place)
             if watch.failure is not None:
                 watch.check()
             try:
                 hook()
             except BaseException as error:
-                self.stopped = event, hooks[i + 1 :]
+                self.stopped = {event: list(rest)}
                 raised_in(error, event, place.decode().partition("/")[2])
                 raise
 
@@ -372,7 +374,3 @@ class RankDispatch(Dispatch):
 def strength(error: BaseException | None) -> int:
     """Return the place of an error among `LEAVING`: the lower, the stronger; that of no error is the last."""
     return next((i for i, kind in enumerate(LEAVING) if isinstance(error, kind)), len(LEAVING))
-
-
-def _nothing() -> None:
-    """The hook of an event that nobody listens to."""

@@ -1,6 +1,7 @@
 """How the gradients of a fit are averaged: chosen by what is known, put on the model, and taken off."""
 
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
@@ -8,7 +9,7 @@ from torch.optim import Optimizer
 from learnerkit import optim, world
 from learnerkit.callback import is_ours
 from learnerkit.gradient_mean import StepGradient
-from learnerkit.parallel.deferred import Deferred, First
+from learnerkit.parallel.deferred import Deferred
 from learnerkit.parallel.model_checks import buffer_marks, check_parts, rank_norms, synchronised
 from learnerkit.parallel.rank_step import Overlapped, RankStep
 from learnerkit.text import first_few
@@ -71,8 +72,9 @@ class Averager:
         for opt in learn.opts:
             if opt not in self._heard:  # a callback may have put it there since the last epoch
                 self._heard.append(opt)
-                hook = self._before_optimizer if self._own else step.note_optimizer_step
-                self.cb.ends.callback(opt.register_step_pre_hook(hook).remove)
+                # The passes are those that there are when it is called.
+                own = (lambda _, *given: step.passes.before_optimizer(*given)) if self._own else None
+                self.cb.ends.callback(opt.register_step_pre_hook(own or step.note_optimizer_step).remove)
         beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
         if self.cb.wrap_names:
             check_parts(learn.model, self.cb.wrap_names, beside)
@@ -90,7 +92,7 @@ class Averager:
         """
         step, learn, cb = self.step, self.learn, self.cb
         model = self.model = learn.model
-        step.sends = model if cb.sends_buffers and any(True for _ in model.buffers()) else None
+        step.sends = model if cb.sends_buffers and list(model.buffers()) else None
         if cb.sync_bn is not False and rank_norms(model):
             if learn.dls.device.type != "cpu":
                 cb.ends.enter_context(synchronised(model))
@@ -104,27 +106,27 @@ class Averager:
                 f"comm_hook={cb.comm_hook!r} rounds the gradients: the numbers are not those of one process any more"
             )
         world.give_values([*named.values(), *model.buffers()])
-        table = learn._dispatch.table
-        theirs = any(not (is_ours(hook) or other.rank0_only) for event in _LATER for other, hook, *_ in table[event])
+        heard = [heard for event in _LATER for heard in learn._dispatch.table[event]]
+        theirs = any(not (is_ours(hook) or other.rank0_only) for other, hook, *_ in heard)
         step.take_parameters(named, watches=bool(self._own) or theirs)
         self._take(Deferred(step, self._own == "_backward", self._settle))
 
-    def _settle(self, first: First | None) -> bool:
+    def _settle(self, first: tuple[list[str], list[str]] | None) -> bool:
         """Choose how gradients are averaged, by the first batch of all ranks; every rank must reach this.
 
         Args:
-            first: what this rank's has shown.
+            first: what this rank's has shown, as `Deferred` tells it.
 
         Returns:
             Whether any rank had data.
         """
         self._check_foreign()
         learn, given, engine = self.learn, self.cb.find_unused_parameters, self._engine
-        mine = first and (first, buffer_marks(learn.model, learn.loss_func))
+        mine = first and (*first, buffer_marks(learn.model, learn.loss_func))
         everyone = [found for found in world.all_gather(mine) if found is not None]
         if not everyone:
             return False
-        firsts, marks = zip(*everyone, strict=True)
+        left_out, why, marks = zip(*everyone, strict=True)
         apart = [name for name in marks[0] if any(other.get(name) != marks[0][name] for other in marks)]
         if apart:
             self.cb.tell_once(
@@ -137,14 +139,13 @@ class Averager:
             several = f"{type(learn.opt).__name__} evaluates the loss several times in a step"
             self._say_deferred(several if learn._by_closure else f"{type(learn).__name__} has a {self._own} of its own")
             return True
-        reasons = list(dict.fromkeys(reason for found in firsts for reason in found.reasons))
-        unused = dict.fromkeys(name for found in firsts for name in found.unused)
+        unused, reasons = dict.fromkeys(chain(*left_out)), list(dict.fromkeys(chain(*why)))
         if unused and given is False:
             raise RuntimeError(
                 f"parameters that take no part in the loss: {first_few(unused)}. DDP waits for the gradient of each: "
                 "freeze them, use them, or leave find_unused_parameters=False out"
             )
-        against = reasons.copy()
+        against = [*reasons]
         against += [f"the loss does not depend on {first_few(unused)} (which could be frozen)"] if unused else []
         against += ["find_unused_parameters=True asks for the other way"] if given else []
         if engine == "comm_hook" and against:
@@ -169,8 +170,8 @@ class Averager:
         known = set(self.step.named.values())
         for owner in (self.learn, *self.learn.cbs):
             for name, opt in vars(owner).items():
-                groups = opt.param_groups if isinstance(opt, Optimizer) else ()
-                if any(p.grad is not None and p not in known for group in groups for p in group["params"]):
+                trained = optim.parameters_of([opt]) if isinstance(opt, Optimizer) else ()
+                if any(p.grad is not None and p not in known for p in trained):
                     holder = f"{type(owner).__name__}.{name}"
                     raise ValueError(
                         f"{holder} trains parameters that are neither the model's nor in learn.opt, and the loss "
@@ -194,8 +195,3 @@ class Averager:
 
     def _say_deferred(self, why: str) -> None:
         self.cb.tell_once(f"gradients are averaged after the backward pass, as {why}", by=self.learn.say)
-
-    def _before_optimizer(self, opt: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """The hook of each optimizer's `step`, where the learner makes passes of its own."""
-        self.step.note_optimizer_step()  # first: a rank that has left asks if any has come here, and then comes, too
-        return self.step.passes.before_optimizer(args, kwargs)

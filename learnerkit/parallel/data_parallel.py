@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from learnerkit import world
 from learnerkit.callback import Callback, is_ours
-from learnerkit.data.batches import in_float32, map_batch, rows_of, tensors_in
+from learnerkit.data.batches import in_float32, map_batch, rows_of, tensors_in, to_device
 from learnerkit.events import INNER_EVENTS, Event
 from learnerkit.losses import (
     LossWeight,
@@ -62,7 +62,7 @@ class ParallelCallback(Callback):
             raise ValueError(f"got device_ids={device_ids}; each GPU can be used once")
         self.device_ids, self.loss_on_replicas = device_ids, loss_on_replicas
         self._whole: Any = None
-        self._asked: tuple[tuple | None, bool] = None, True  # targets whose loss is taken; whether output is kept
+        self._asked: tuple[tuple | None, bool] | None = None  # targets whose loss is taken; whether output is kept
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -92,8 +92,8 @@ class ParallelCallback(Callback):
         ids.sort(key=lambda i: i != (learn.dls.device.index or 0))
         self._whole, model = learn.model, unwrap(learn.model)
         own_seams = learn._overrides("_forward", "_loss")
-        takes = self.loss_on_replicas and not own_seams and can_replicate(learn.loss_func)
-        takes = takes and not weighting.asks  # for what is there once, and not for each replica
+        # What a loss asks for is there once, and not for each replica.
+        takes = self.loss_on_replicas and not (own_seams or weighting.asks) and can_replicate(learn.loss_func)
         self._loss_func = learn.loss_func if takes else None
         replicas = nn.DataParallel(_Replica(model, self._loss_func), device_ids=ids)
         learn.model = look_through(model, partial(self._call, replicas), ids)
@@ -108,7 +108,7 @@ class ParallelCallback(Callback):
 
     def _call(self, replicas: nn.DataParallel, *args: Any, **kwargs: Any) -> Any:
         """Call the model on all devices: for a batch of the loop as that asks, else for the output alone."""
-        learn, (targets, keep) = self.learn, self._asked
+        learn, (targets, keep) = self.learn, self._asked or (None, True)
         kind = learn.dls.device.type
         autocast = kind, torch.get_autocast_dtype(kind)
         weighting = learn._loss_weighting
@@ -134,7 +134,7 @@ class ParallelCallback(Callback):
                 self._ask()
             type(learn)._forward(learn)
         finally:
-            self._asked = None, True
+            self._asked = None
 
     def _ask(self) -> None:
         """Say what the replicas are to make of the batch: the loss where they can, the output where it is read."""
@@ -212,9 +212,9 @@ class _Replica(nn.Module):
     def _loss(self, pred: Any, targets: tuple) -> Any:
         pred = map_batch(in_float32, pred)  # as MixedPrecision has them
         check_shapes(self.loss_func, pred, targets)
-        loss_func, device = self.loss_func, targets[0].device
+        loss_func = self.loss_func
         if isinstance(loss_func, partial):  # whose tensors do not move with the module
-            args, keywords = map_batch(lambda t: t.to(device), (loss_func.args, loss_func.keywords))
+            args, keywords = to_device((loss_func.args, loss_func.keywords), targets[0].device)
             loss_func = partial(loss_func.func, *args, **keywords)
         try:
             return loss_func(pred, *targets)
@@ -283,13 +283,13 @@ def _with(output: Any, loss: Tensor | None, entries: dict[str, Any]) -> Any:
     """A model's output with another loss, and other entries by name, which an object gets as a dict."""
     if output is None or isinstance(output, Tensor):
         return loss
-    if isinstance(output, tuple | list) and not hasattr(output, "_replace"):
-        places = [i for i, x in enumerate(output) if is_scalar(x)] or [i for i, x in enumerate(output) if x is None]
-        return type(output)(loss if i == places[0] else x for i, x in enumerate(output))
     named = {"loss": loss, **entries}
     if hasattr(output, "_replace"):
         return output._replace(**named)
+    if isinstance(output, tuple | list):
+        places = [i for i, x in enumerate(output) if is_scalar(x)] or [i for i, x in enumerate(output) if x is None]
+        return type(output)(loss if i == places[0] else x for i, x in enumerate(output))
     if isinstance(output, MutableMapping):
         output.update(named)
         return output
-    return {**vars(output), **named}  # of an object without entries, which DataParallel cannot gather
+    return vars(output) | named  # of an object without entries, which DataParallel cannot gather

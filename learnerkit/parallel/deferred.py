@@ -1,7 +1,7 @@
 """A step whose gradients are averaged after its backward passes: its first batch, and what DDP cannot average."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,18 +13,6 @@ if TYPE_CHECKING:
     from learnerkit.parallel.rank_step import RankStep
 
 
-class First(NamedTuple):
-    """The facts that the first batch of a rank has shown.
-
-    Attributes:
-        unused: names of the parameters to which the backward pass gave no gradient.
-        reasons: why DDP cannot average the gradients during the pass.
-    """
-
-    unused: list[str]
-    reasons: list[str]
-
-
 class Deferred:
     """Averages the gradients after the backward passes, whichever there are.
 
@@ -32,10 +20,14 @@ class Deferred:
         step: of the ranks.
         own: the learner's `_backward` is its own. It may make any number of passes, of losses that nobody else sees, so
             its gradients are weighed rather than its loss, and averaged at the end of each pass.
-        settle: called once, by every rank, with what its first batch has shown; `None`: without data.
+        settle: called once, by every rank, with what its first batch has shown: the names of the parameters to which
+            the backward pass gave no gradient, and why DDP cannot average the gradients during the pass. `None` stands
+            for a rank without data.
     """
 
-    def __init__(self, step: "RankStep", own: bool, settle: Callable[[First | None], bool] | None = None) -> None:
+    def __init__(
+        self, step: "RankStep", own: bool, settle: Callable[[tuple[list[str], list[str]] | None], bool] | None = None
+    ) -> None:
         self.step, self.mean, self.own, self._settle = step, step.mean, own, settle
 
     def backward(self) -> None:
@@ -60,23 +52,22 @@ class Deferred:
         if self._settle is not None and self._settle(self._first(pieces) if something else None):
             self._settle = None
         learn.loss_grad = loss  # without its weight, as on one process: a closure gives it to the optimizer
-        self._finish()
+        step.reduced = True
+        if learn.step_due:
+            self._finish()
 
-    def _first(self, pieces: list[Tensor]) -> First:
+    def _first(self, pieces: list[Tensor]) -> tuple[list[str], list[str]]:
         params, found, reasons = self.step.params, set(pieces), list[str]()
         if any(p.grad is not None and p.grad.layout is not torch.strided for p in params.values()):
             reasons.append("gradients are sparse")
         if len(found) < len(pieces):
             reasons.append("gradients come in pieces, as those of a checkpoint with use_reentrant=True")
-        return First([name for name, p in params.items() if p not in found], reasons)
+        return [name for name, p in params.items() if p not in found], reasons
 
     def _finish(self) -> None:
         """Average the gradients of a step that is due, but for those that are averaged already."""
-        step = self.step
-        step.reduced = True
-        if not step.learn.step_due:
-            return
-        vector, factor = world.reduce(step.vector(), "mean", among="gradients"), 1.0
+        step, factor = self.step, 1.0
+        vector = world.reduce(step.vector(), "mean", among="gradients")
         if self.own:
             self.mean.expected = vector[0].item()  # a host-device sync
             factor = step.weight(self.mean.expected)

@@ -137,7 +137,11 @@ class DistributedCallback(Callback):
                 world.give_values([*learn.model.parameters(), *learn.model.buffers()])
             else:
                 self._compare()
-                self._take_part(agreement)
+                # This rank takes part in all batches of the fit, also in those that it leaves.
+                step = RankStep(learn, agreement)
+                agreement.left_batch = LeftBatch(step)
+                self._averager = Averager(self, step)
+                self.ends.enter_context(learn.added_cbs([agreement.left_batch, StandIn()]))
             world.spread_seeds()
 
     def _compare(self) -> None:
@@ -168,13 +172,6 @@ class DistributedCallback(Callback):
                 optim.load_state(opt, state)
         if learn._position is not None:
             learn._position.order = world.broadcast(learn._position.order)
-
-    def _take_part(self, agreement: Agreement) -> None:
-        """Have this rank take part in all batches of the fit, also in those that it leaves."""
-        step = RankStep(self.learn, agreement)
-        agreement.left_batch = LeftBatch(step)
-        self._averager = Averager(self, step)
-        self.ends.enter_context(self.learn.added_cbs([agreement.left_batch, StandIn()]))
 
     def cleanup_fit(self) -> None:
         self.ends.close()
@@ -220,8 +217,10 @@ class DistributedCallback(Callback):
             made = self.split_batches and getattr(dl, "batch_sampler", None) is None  # batches, which are cut
             n = None if made else loader_len(dataset)
             if training and n is not None and n < world.world_size():
-                some = f"{n} sample{'s' if n > 1 else ''} for {world.world_size()} ranks"
-                self.tell_once(f"the training data has {some}: some of them have nothing to do")
+                self.tell_once(
+                    f"the training data has {n} sample{'s' if n > 1 else ''} for {world.world_size()} ranks: some of "
+                    "them have nothing to do"
+                )
             # With statistics per rank, BatchNorm needs two samples on a rank, or none.
             shared = rank_loader(
                 dl, "the training loader" if training else "the loader", training=training, split=self.split_batches,

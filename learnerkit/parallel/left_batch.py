@@ -3,17 +3,16 @@
 from contextlib import suppress
 from typing import cast
 
-import torch
 from torch import nn
 
 from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.events import CancelException
 from learnerkit.gradient_mean import StepGradient, counts_something
+from learnerkit.losses import pass_kept
+from learnerkit.parallel.agreement import STEP
 from learnerkit.parallel.loaders import first_rows
 from learnerkit.parallel.rank_step import RankStep
-
-_OF_BATCH = ("xb", "pred", "output", "loss", "loss_grad", "batch_size", "loss_count")
 
 
 class LeftBatch(Callback):
@@ -74,7 +73,7 @@ class LeftBatch(Callback):
         """Do, with weight 0, what the other ranks wait for in this batch, if this rank has not done it."""
         learn, step = self.learn, self.step
         self.finish_backward()
-        if learn.step_due and float(step.counted):  # a host-device sync; only where a rank has left a batch
+        if learn.step_due and float(step.mean.counted):  # a host-device sync; only where a rank has left a batch
             self.step_unless_all_skip()
         if step.stepped and step.dispatch.resume("after_step"):
             learn._zero_grad()  # as the others do
@@ -85,22 +84,18 @@ class LeftBatch(Callback):
         if step.reduced:
             return
         dispatch.resume("before_batch")  # schedules, for one: the step will be taken here, too
-        batch = {name: getattr(learn, name) for name in _OF_BATCH}
-        learn.batch_size = 0
-        try:
-            with torch.enable_grad():
-                if learn._overrides("_backward"):  # whose passes, and the steps in it, this rank must make, too
+        vars(learn).pop("_forward", None)
+        with pass_kept(learn):
+            learn.batch_size = 0
+            if learn._overrides("_backward"):  # whose passes, and the steps in it, this rank must make, too
+                learn._forward()
+                learn._loss()
+            elif learn._model_output is None and asks_ranks(learn.model):
+                learn.xb = first_rows(learn.xb, 0, 0)
+                with suppress(CancelException):  # that of a hook of the model, again
                     learn._forward()
-                    learn._loss()
-                elif learn._model_output is None and asks_ranks(learn.model):
-                    learn.xb = first_rows(learn.xb, 0, 0)
-                    with suppress(CancelException):  # that of a hook of the model, again
-                        learn._forward()
-                cast(StepGradient, learn._gradient).backward()
-        finally:
-            vars(learn).update(batch)
-            vars(learn).pop("_forward", None)
-        if learn.step_due and not (step.kept or float(step.counted)):  # no rank had data: as if it had not been
+            cast(StepGradient, learn._gradient).backward()
+        if learn.step_due and not (step.kept or float(step.mean.counted)):  # no rank had data: as if it had not been
             learn._zero_grad()
 
     def step_unless_all_skip(self) -> None:
@@ -109,7 +104,7 @@ class LeftBatch(Callback):
         if step.stepped is not None:
             return
         events = ["after_backward", "before_step"]
-        if step.all_skip("step"):
+        if step.all_skip(STEP):
             # Where all have cancelled the last batch of an accumulated step, the step is taken with the others.
             if world.reduce(int(counts_something(step.count)), "max", among="votes"):
                 step.stepped = False

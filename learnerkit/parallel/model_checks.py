@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
@@ -62,11 +62,14 @@ def check_devices(placed: list[tuple[str, list[str]]]) -> None:
 
 def buffer_marks(model: nn.Module, loss_func: Any) -> dict[str, int]:
     """Return fingerprints of buffers by name, without those of BatchNorm. A host-device sync."""
-    named: dict[str, Tensor] = {}
-    for whose, root in (("", model), ("the loss's ", loss_func)):
-        for prefix, module in root.named_modules() if isinstance(root, nn.Module) else ():
-            if not isinstance(module, BatchNorm):
-                named |= {whose + name: b for name, b in module.named_buffers(prefix, recurse=False)}
+    named = {
+        whose + name: buffer
+        for whose, root in (("", model), ("the loss's ", loss_func))
+        if isinstance(root, nn.Module)
+        for prefix, module in root.named_modules()
+        if not isinstance(module, BatchNorm)
+        for name, buffer in module.named_buffers(prefix, recurse=False)
+    }
     return dict(zip(named, digests(named.values()), strict=True))
 
 

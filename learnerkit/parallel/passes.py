@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from learnerkit import world
 from learnerkit.gradient_mean import scale_gradients
@@ -14,7 +14,7 @@ from learnerkit.torch_internals import call_after_backward, remove_hooks
 if TYPE_CHECKING:
     from learnerkit.parallel.rank_step import RankStep
 
-_DENSE, _SPARSE = 1, 1000  # what a rank that gives a gradient adds: so many ranks can be told apart
+_NONE, _DENSE, _SPARSE = 0, 1, 2  # of the gradients that ranks give the greatest counts
 
 
 class Passes:
@@ -67,23 +67,26 @@ class Passes:
                 self._running = True
                 call_after_backward(self._average)
 
+    def _weight(self) -> float:
+        """Return the weight of this rank's batch among those of all; every rank must reach this."""
+        return self.step.weight(world.reduce(float(self.step.count), "mean"))  # host-device syncs
+
     def _average(self) -> None:
-        step, self._running = self.step, False
-        counted = world.reduce(float(step.count), "mean")  # host-device syncs
-        self.average(1.0 if step.mean.sums else step.weight(counted))
+        self._running = False
+        self.average(1.0 if self.step.mean.sums else self._weight())
 
     def before_optimizer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Average what has been put into `p.grad`, and let a closure return the loss of all ranks.
 
         It is a hook of the `step` of the optimizers of a learner that overrides `_backward` or `_step`.
         """
+        self.step.note_optimizer_step()  # first: a rank that has left asks if any has come here, and then comes, too
         if not self._open:
             return None
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._together(args[1]), *args[2:]), kwargs
-        closure = kwargs.get("closure")
-        if closure is not None:
-            return args, {**kwargs, "closure": self._together(closure)}
+        if closure := kwargs.get("closure"):
+            return args, kwargs | {"closure": self._together(closure)}
         self._average()
         return None
 
@@ -91,15 +94,12 @@ class Passes:
         """Return a closure that returns the loss of all ranks, so that they all go on alike."""
 
         def together() -> Any:
-            with torch.enable_grad():
-                loss = closure()
+            loss = closure()
             if loss is None:
                 return None
-            # Host-device syncs; the optimizer looks at the loss, too.
-            loss, count, sums = torch.as_tensor(loss).detach(), float(self.step.count), self.step.mean.sums
-            weighed = loss.item() * (1.0 if sums else count) if count else 0.0  # not a NaN
-            total, counted = world.reduce(torch.tensor([weighed, count], dtype=torch.float64)).tolist()
-            return loss.new_tensor(total if sums else total / counted)
+            loss, weight = torch.as_tensor(loss), self._weight()
+            # A host-device sync; the optimizer looks at the loss, too. What weighs nothing may be a NaN.
+            return loss.new_tensor(world.reduce(loss.item() * weight if weight else 0.0, "mean"))
 
         return together
 
@@ -118,23 +118,16 @@ class Passes:
             grad = None if self.averaged.get(p) is p.grad else p.grad
             if grad is not None and not factor:
                 grad = p.grad = None  # it may be that of the mean of nothing, a NaN
-            kinds.append(0 if grad is None else _DENSE if grad.layout is torch.strided else _SPARSE)
-        marks = world.reduce(torch.tensor(kinds), among=among).tolist()
-        given = {p: mark for p, mark in zip(self.params, marks, strict=True) if mark}
+            kinds.append(_NONE if grad is None else _DENSE if grad.layout is torch.strided else _SPARSE)
+        kinds = world.reduce(torch.tensor(kinds), "max", among).tolist()
+        given = {p: kind for p, kind in zip(self.params, kinds, strict=True) if kind}
         scale_gradients(given, factor)
-        for p, mark in given.items():
-            if mark >= _SPARSE:
-                p.grad = _mean_of_sparse(p, among)
+        for p, kind in given.items():
+            if kind == _SPARSE:
+                grad = p.new_zeros(1).expand_as(p) if p.grad is None else p.grad
+                grad = grad.to_sparse(1) if grad.layout is torch.strided else grad
+                p.grad = world.reduce(grad.coalesce(), "mean", among).coalesce()
             elif p.grad is None:
                 p.grad = torch.zeros_like(p)
             self.averaged[p] = p.grad
-        world.mean_into([self.averaged[p] for p, mark in given.items() if mark < _SPARSE], among)
-
-
-def _mean_of_sparse(p: nn.Parameter, among: str) -> Tensor:
-    grad = p.grad
-    if grad is None:
-        none = torch.zeros(1, 0, dtype=torch.long), p.new_zeros((0, *p.shape[1:]))
-        grad = torch.sparse_coo_tensor(*none, p.shape, device=p.device, check_invariants=False)
-    grad = grad if grad.layout is torch.sparse_coo else grad.to_sparse(1)
-    return world.reduce(grad.coalesce(), "mean", among).coalesce()
+        world.mean_into([self.averaged[p] for p, kind in given.items() if kind == _DENSE], among)

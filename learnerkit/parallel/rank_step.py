@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from learnerkit import world
 from learnerkit.gradient_mean import GradientMean, StepGradient, counts_something, host_count, scale_gradients
 from learnerkit.host_scalars import HostCopy
-from learnerkit.parallel.agreement import TOLD, Agreement
+from learnerkit.parallel.agreement import AFTER_BATCH, NEXT_BATCH, STEP, TOLD, Agreement, RankDispatch
 from learnerkit.parallel.passes import Passes
 from learnerkit.text import first_few
 from learnerkit.torch_internals import check_reduced
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 
-_POINTS = ("begin", "step", "after_batch", "next batch")  # of a batch, in order; all but the first may be left out
+_SLOTS = 16  # of the vector: so many that the gradients after it in DDP's bucket stay aligned for vector instructions
 
 
 class RankStep:
@@ -41,19 +41,19 @@ class RankStep:
         passes: averages the backward passes that come after the gradients of the step are finished.
         sends: the module of which rank 0's buffers are given to all ranks before each step, if there are any.
         mean: weighs the batches.
-        message: makes the small vector.
         count: what this rank's batch counts.
-        counted: what all ranks have counted in the step, as a mean over the ranks.
         kept: gradients of an earlier batch, which a callback accumulates, are there when the batch begins.
-        number: grows with each batch, the same on every rank.
+        number: grows with each batch, the same on every rank, as soon as this rank leaves nothing more of the one
+            before out.
         reduced: this rank has taken part in the reduction of the batch's gradients.
         stepped: its optimizer has stepped after the batch; False: all ranks leave that out; `None`: neither as yet.
+        reads_late: read the flags of a step after the next one, at the same place on every rank, so that the host need
+            not wait for the device.
     """
 
     def __init__(self, learn: "Learner", agreement: Agreement) -> None:
-        self.learn, self.agreement, self.dispatch = learn, agreement, agreement.dispatch
+        self.learn, self.agreement, self.dispatch = learn, agreement, cast(RankDispatch, learn._dispatch)
         self.mean = GradientMean(learn._loss_weighting.sums, world.world_size())
-        self.message = Message(learn.dls.device)
         self.named: dict[str, nn.Parameter] = {}
         self.params: dict[str, nn.Parameter] = {}
         self.passes = Passes(self, watches=False)
@@ -61,8 +61,9 @@ class RankStep:
         self.kept = self.reduced = False
         self.stepped: bool | None = None
         self.count: float | Tensor = 0
-        self.counted: float | Tensor = 0.0
         self.number = 0
+        self.reads_late = learn.dls.device.type != "cpu"
+        self._last_flags: HostCopy | None = None
         self._witness: nn.Parameter | None = None  # a parameter whose gradient tells whether they were cleared
         agreement.watch.passed = self._passed
 
@@ -76,7 +77,8 @@ class RankStep:
         self.passes.remove()
         self.named, kept = named, self._are_kept()
         self.params = {name: p for name, p in named.items() if p.requires_grad}
-        self._witness = self._find_witness() if kept else None
+        # Before the first step ranks may differ in what they have kept, and only a sum needs no collective for it.
+        self._witness = self._find_witness() if kept or self.mean.sums else None
         self.passes = Passes(self, watches)
 
     def _find_witness(self) -> nn.Parameter | None:
@@ -91,8 +93,7 @@ class RankStep:
 
     def start(self) -> None:
         """Begin training, perhaps after one that was cut short."""
-        self.mean.begun = False
-        self.message = Message(self.message.device)  # without the flags of an earlier step
+        self.mean.begun, self._last_flags = False, None
 
     # A batch
 
@@ -100,15 +101,14 @@ class RankStep:
         """Begin a batch."""
         self.dispatch.begin()
         self.reduced, self.stepped = False, None
-        self.end()  # of the batch before
+        self.number += 1
         if self.passes.watches:
             self.passes.close()
-        self.learn.pred = self.learn.output = None  # those of the batch before say nothing of this one
 
     def before_batch(self) -> None:
         """Prepare the batch, after the callbacks that may still change it: the hook of that event."""
-        learn, self.kept = self.learn, self._are_kept()
-        if learn.dl.share.size == 0:
+        self.kept = self._are_kept()
+        if self.learn.dl.share.size == 0:
             self.agreement.left_batch.begin()
         if self.sends is not None and not self.mean.begun:
             world.broadcast_into(list(self.sends.buffers()), among="gradients")
@@ -150,26 +150,38 @@ class RankStep:
         return float(self.mean.weight(float(self.count), total))
 
     def vector(self) -> Tensor:
-        """Return this rank's vector of a step that is due, with its reasons to leave."""
-        return self.message.vector(self.mean.counted, self.agreement.flags())
+        """Return this rank's vector of a step that is due: what its batches count, and the flags of `TOLD`."""
+        vector = torch.zeros(_SLOTS, dtype=torch.float64, device=self.learn.dls.device)  # counts need many digits
+        # Numbers are filled in on the device, without a sync.
+        for place, number in enumerate([self.mean.counted, *self.agreement.flags()]):
+            if counts_something(number):
+                vector[place] = number
+        return vector
 
     def complete(self, vector: Tensor) -> None:
         """Correct the gradients of the step, which are averaged, and leave if the ranks say so.
 
+        A host-device sync; where the flags are read late it is one with an earlier step, and the device has work
+        meanwhile.
+
         Args:
             vector: the mean of those of all ranks.
         """
-        mean, message = self.mean, self.message
+        mean, flags = self.mean, vector[1 : 1 + len(TOLD)]
         mean.begun = False
         if self._witness is None:
             self._witness = self._find_witness()
-        self.counted = vector[0] if message.reads_late else vector[0].item()
+        mean.counted = vector[0] if self.reads_late else vector[0].item()
         rounding = 8 * torch.finfo(vector.dtype).eps
-        scale_gradients(self.params.values(), mean.correction(self.counted, rounding))
-        flags = message.exchange_flags(vector)
-        if any(flags):
+        scale_gradients(self.params.values(), mean.correction(rounding))
+        if self.reads_late:
+            last, self._last_flags = self._last_flags, HostCopy(flags)
+            told = last.numbers() if last else []
+        else:
+            told = flags.tolist()
+        if any(told):
             self.agreement.watch.check()  # of a reduction that was broken off they would mean nothing
-            self.agreement.obey(flags)
+            self.agreement.obey(told)
         if self.passes.watches:
             self.passes.open_now()
 
@@ -177,90 +189,32 @@ class RankStep:
 
     def is_open(self) -> bool:
         """Tell whether this rank has left out something of the batch that other ranks may wait for."""
-        left = not self.reduced or (self.learn.step_due and self.stepped is None)
-        return left or self.dispatch.stopped[0] == "after_step"
+        is_left = self.learn.step_due and self.stepped is None
+        return is_left or not self.reduced or "after_step" in self.dispatch.stopped
 
     def note_optimizer_step(self, *_: Any) -> None:
         """Note that this rank's optimizer has stepped."""
-        if self.stepped is None:
-            self.stepped = True
-
-    def end(self) -> None:
-        """Note that this rank leaves nothing of the batch out any more."""
-        self.number += 1
+        self.stepped = True
 
     def count_ranks(self, with_data: bool) -> int:
         """Return how many ranks have data for another batch; every rank must reach this.
 
         What a rank leaves for is told with the gradients, or after the last batch.
         """
-        self.end()  # no rank waits in `all_skip` for this one, which waits for all here
+        self.number += 1  # no rank waits in `all_skip` for this one, which waits for all here
         with world.before_collective(None):
             return world.reduce(int(with_data), among="votes")
 
-    def all_skip(self, point: str) -> bool:
+    def all_skip(self, point: int) -> bool:
         """Tell whether every rank leaves a point of the batch out; ranks that come to it never call this."""
-        return self.agreement.watch.all_skip(self._number_of(point))
-
-    def _number_of(self, point: str) -> int:
-        return len(_POINTS) * self.number + _POINTS.index(point)
+        return self.agreement.watch.all_skip(NEXT_BATCH * self.number + point)
 
     def _passed(self) -> int:
         """The number of the last point that this rank has come to; the watch reads it in a thread of its own."""
-        begin = self._number_of("begin")  # first: what follows may soon be of the next batch
-        point = "step" if self.stepped else "begin"
-        if self.dispatch.last == "after_batch" and (self.stepped is not None or not self.learn.step_due):
-            point = "after_batch"
-        return begin + _POINTS.index(point)
-
-
-# The vector
-
-_SLOTS = 16  # so many that the gradients that follow in DDP's bucket stay aligned for vector instructions
-
-
-class Message:
-    """Makes the small vector of this rank: what its batches count, and flags.
-
-    Args:
-        device: of the gradients.
-
-    Attributes:
-        reads_late: read the flags of a step after the next one, at the same place on every rank, so that the host need
-            not wait for the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.reads_late = device, device.type != "cpu"
-        self._last_flags: HostCopy | None = None
-
-    def vector(self, count: float | Tensor, flags: list[float]) -> Tensor:
-        """Return this rank's vector.
-
-        Args:
-            count: what its batches count.
-            flags: of `TOLD`, each 1 or 0; none: all are 0.
-        """
-        vector = torch.zeros(_SLOTS, dtype=torch.float64, device=self.device)  # counts need many digits
-        # Numbers are filled in on the device, without a sync.
-        for place, number in enumerate([count, *flags]):
-            if counts_something(number):
-                vector[place] = number
-        return vector
-
-    def exchange_flags(self, vector: Tensor | None) -> list[float]:
-        """Return the flags of a step, or start to copy them, and return those of the last one; none: there are none.
-
-        A host-device sync, but with an earlier step: the device has work meanwhile.
-
-        Args:
-            vector: of this step; `None` after the last step of an epoch.
-        """
-        flags = None if vector is None else vector[1 : 1 + len(TOLD)]
-        if not self.reads_late:
-            return [] if flags is None else flags.tolist()
-        last, self._last_flags = self._last_flags, None if flags is None else HostCopy(flags)
-        return [] if last is None else last.numbers()
+        begin = NEXT_BATCH * self.number  # first: what follows may soon be of the next batch
+        if self.dispatch.has_passed("after_batch") and (self.stepped is not None or not self.learn.step_due):
+            return begin + AFTER_BATCH
+        return begin + STEP if self.stepped else begin
 
 
 # DDP
@@ -290,7 +244,7 @@ class Overlapped:
     ) -> None:
         self.step, self.mean, self._give_up = step, step.mean, give_up
         self._carrier: nn.Parameter | None = None  # its gradient is the vector, which then needs no collective
-        device, params = step.message.device, list(step.params.values())
+        device, params = step.learn.dls.device, list(step.params.values())
         held = nn.Identity()  # returns the loss that it is called with
         if comm_hook is None:  # which would round the vector
             dtype = torch.float64 if {p.dtype for p in params} == {torch.float64} else torch.float32

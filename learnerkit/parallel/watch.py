@@ -103,27 +103,24 @@ class Watch:
     def __exit__(self, *error: object) -> None:
         self._over.set()
         self.passed = lambda: -1
-        if self._aside(self._leave) is None:
-            return  # the process that hosts the store is stopped, and this run is over anyway
+        self._aside(self._leave)
         for thread in self._threads:
             thread.join(timeout=ANSWER_SECONDS)
         self.heartbeat.close()
 
-    def _leave(self) -> bool:
+    def _leave(self) -> None:
         with suppress(RuntimeError):  # the store has gone with rank 0; then the listener has noticed, too
-            self.tell([self.rank], "stop")
+            self.tell("stop", ranks=[self.rank])
             if self.failure is not None:
                 # Rank 0, which may host the store, last: torch would print long messages on the others.
                 self._meet("left", 0 if self.rank else ANSWER_SECONDS)
-        return True
 
     def _meet(self, where: str, patience: float) -> None:
         """Wait until all ranks have come here, but not longer than so many seconds."""
-        end = time.monotonic() + patience
-        come = self.store.add(where, 1)
-        while come < self.ranks and time.monotonic() < end:
+        end, come = time.monotonic() + patience, 1
+        while self.store.add(where, come) < self.ranks and time.monotonic() < end:
+            come = 0  # this rank counts once
             time.sleep(0.01)
-            come = self.store.add(where, 0)
 
     def _aside(self, work: Callable, *args: Any) -> Any:
         """Do something with the store in a thread, with signs of life meanwhile, and return what it returns.
@@ -142,9 +139,9 @@ class Watch:
 
     # Messages
 
-    def tell(self, ranks: Iterable[int], kind: str, about: Any = None) -> None:
-        """Put a message into the inboxes of ranks."""
-        for rank in ranks:
+    def tell(self, kind: str, about: Any = None, ranks: Iterable[int] = ()) -> None:
+        """Put a message into the inboxes of ranks; by default those of all others."""
+        for rank in ranks or self.others:
             number = self.store.add(f"inbox/{rank}/length", 1)
             self.store.set(f"inbox/{rank}/{number}", json.dumps([kind, about]))
 
@@ -159,8 +156,7 @@ class Watch:
                     return
                 case "failed":
                     self._over.wait(GRACE_SECONDS)
-                    self.failure = self.failure or Ending.of(about)
-                    self.hang_up()
+                    self.hang_up(Ending.of(about))
                 case "leaving":
                     self.called = about
                 case "report?":
@@ -169,13 +165,15 @@ class Watch:
     def report(self) -> dict:
         """Describe where this rank is, whether it waits for others, and its main thread's stack."""
         frame = frame_of_thread(self._main)
-        waits, stack = waits_for_ranks(frame, _WAITING), "".join(traceback.format_stack(frame, 6))
-        return self.heartbeat.read() | {"alive": 0.0, "waits": waits, "stack": stack, "passed": self.passed()}
+        return self.heartbeat.read() | {
+            "alive": 0.0, "waits": waits_for_ranks(frame, _WAITING), "passed": self.passed(),
+            "stack": "".join(traceback.format_stack(frame, 6)),
+        }  # fmt: skip
 
     def _ask(self) -> dict[int, dict]:
         """Collect the reports of the other ranks, as far as they answer soon."""
         question = f"report/{self.rank}/{time.monotonic_ns()}"
-        self.tell(self.others, "report?", question)
+        self.tell("report?", question)
         keys = {rank: f"{question}/{rank}" for rank in self.others}
         with suppress(dist.DistStoreError):  # the time is over
             self.store.wait(list(keys.values()), timedelta(seconds=ANSWER_SECONDS))
@@ -185,11 +183,10 @@ class Watch:
 
     def fail(self, mine: Ending) -> None:
         """Report to the others that this rank has failed, and end their waits for it."""
-        self.failure = self.failure or mine
         with suppress(RuntimeError):  # the store has gone with rank 0: the others see that their connections have, too
-            self.tell(self.others, "failed", vars(mine))
+            self.tell("failed", vars(mine))
             self._meet("failed", GRACE_SECONDS)
-        self.hang_up()
+        self.hang_up(mine)
 
     def first_failure(self, patience: float) -> Ending | None:
         """Return the first failure, if one becomes known within `patience` seconds."""
@@ -198,8 +195,13 @@ class Watch:
             time.sleep(0.01)
         return self.failure
 
-    def hang_up(self) -> None:
-        """End every wait in a collective, of this process and of others for it. The process group is dead then."""
+    def hang_up(self, failure: Ending) -> None:
+        """End every wait in a collective, of this process and of others for it. The process group is dead then.
+
+        Args:
+            failure: the reason, if no earlier one is known.
+        """
+        self.failure = self.failure or failure
         world.group_is_dead = True
         for pair, line in open_sockets():
             if pair in self._lines:
@@ -259,11 +261,10 @@ class Watch:
         failure = self._standstill(found, late)
         if self.rank == states.index("waits"):  # one rank prints for all
             print(self._describe(found, late), file=sys.stderr, flush=True)
-            self._aside(self.tell, self.others, "failed", vars(failure))
+            self._aside(self.tell, "failed", vars(failure))
         else:
             self.first_failure(2 * ANSWER_SECONDS)
-        self.failure = self.failure or failure
-        self.hang_up()
+        self.hang_up(failure)
         if not self._over.wait(10):  # nothing could free the main thread, and the run must end
             print(f"[rank {self.rank}] could not be freed from its wait; leaving", file=sys.stderr, flush=True)
             os._exit(1)
@@ -285,8 +286,8 @@ class Watch:
         """The facts that the ranks' errors will tell; `late` are those that have not come to where the others wait."""
         culprit = late[0] if late else self.rank
         if late:
-            state = f"is {found[culprit]['state']}"
-            cause = f"it {state}, and rank {self.rank} has waited for it for {self.timeout:.0f} s"
+            state = found[culprit]["state"]
+            cause = f"it is {state}, and rank {self.rank} has waited for it for {self.timeout:.0f} s"
         else:
             places = ", ".join(f"rank {rank} in {where(known)}" for rank, known in enumerate(found))
             cause = f"all ranks wait, in different calls ({places})"
@@ -300,8 +301,8 @@ class Watch:
             "waits": "waits for the others",
         }
         for rank, known in enumerate(found):
-            state, since = known["state"], f"{known['since']:.0f} s since {where(known)}"
-            lines.append(f"  rank {rank} {state:<6}  {since}; {states[state]}")
+            since = f"{known['since']:.0f} s since {where(known)}"
+            lines.append(f"  rank {rank} {known['state']:<6}  {since}; {states[known['state']]}")
         names = ", ".join(f"rank {rank}" for rank in late)
         lines.append(f"not arrived: {names or 'none; the ranks wait in different calls'}")
         for rank in sorted(range(self.ranks), key=lambda rank: rank not in late):

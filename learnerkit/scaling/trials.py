@@ -87,7 +87,7 @@ def run_trial(
             stack.callback(clock.watch_hooks())
             stack.enter_context(world.around_collectives(partial(clock.within, REDUCE)))
         if not network and learn._agreement is not None:
-            learn._agreement.separate(after=1)  # in the first batch the ranks find out about the model together
+            learn._agreement.alone_from = 1  # in the first batch the ranks find out about the model together
         learn._prepare_opt()
         learn.n_epoch, learn.n_steps, learn.start_epoch = None, clock.due, 0
         learn._level("fit", learn._fit, CancelFitException)

@@ -226,7 +226,7 @@ class Late(Callback):
     order = 12  # after the DistributedCallback
 
     def before_train(self):
-        self.learn._gradient.step.message.reads_late = True
+        self.learn._gradient.step.reads_late = True
 
 
 @on_ranks
@@ -283,7 +283,7 @@ def test_a_cancel_before_a_collective_after_a_batch_without_a_step(training):
 @on_ranks
 def test_ranks_that_are_separated_train_by_themselves():
     seen = []
-    separate = Callback(before_train=lambda cb: cb.learn._agreement.separate(after=2))
+    separate = Callback(before_train=lambda cb: setattr(cb.learn._agreement, "alone_from", 2))
     count = Callback(before_batch=lambda cb: cb.training and seen.append(world.world_size()))
     error, _ = fit(make_learner([separate, count]), 1)
     assert error is None, error
@@ -293,14 +293,15 @@ def test_ranks_that_are_separated_train_by_themselves():
 # What is stepped
 
 
-def assert_equals_alone(make, epochs, **options):
+def assert_equals_alone(make, epochs, fits=1, **options):
     """The learner that `make` makes ends with the same weights and record on all ranks together and on one process."""
     found, records = [], []
     for way in (partial(fit, **options), lambda learn, epochs: learn.fit(epochs)):
         learn = make()
         with warnings.catch_warnings(), learn.no_logging():
             warnings.simplefilter("ignore")  # each process trains alone here, which is meant
-            way(learn, epochs)
+            for _ in range(fits):
+                way(learn, epochs)
         found.append(weights(learn))
         recorder = learn.recorder
         records.append([recorder.losses, recorder.lrs, recorder.iters, recorder.values, learn.train_iter])
@@ -403,6 +404,18 @@ def test_what_all_ranks_cancel_is_as_on_one_process(kind, event, order, batches)
 
 
 @on_ranks
+def test_hooks_that_a_cancel_of_training_has_stopped_are_not_called_in_validation():
+    everyone, leave = tuple(range(N)), throw(CancelTrainException(agreed=True))
+    assert_equals_alone(lambda: make_learner(Do("after_batch", leave, everyone)), epochs=1)
+
+
+@on_ranks
+def test_all_callbacks_hear_of_a_batch_of_validation_that_is_cancelled_after_its_end():
+    everyone, leave = tuple(range(N)), throw(CancelBatchException())
+    assert_equals_alone(lambda: make_learner(Do("after_batch", leave, everyone, training=False)), epochs=1)
+
+
+@on_ranks
 def test_a_group_in_which_all_ranks_leave_training_is_as_on_one_process():
     everyone, leave = tuple(range(N)), throw(CancelTrainException())
     cbs = GradientAccumulation(n_batches=4)
@@ -498,6 +511,34 @@ def test_gradients_that_are_kept_outlast_a_batch_that_all_ranks_leave():
     assert_equals_alone(lambda: make_learner(Keep()), epochs=1)
 
 
+def keep_last(cb):
+    if not cb.n_fits and cb.iter == cb.n_iter - 1:
+        raise CancelBatchException
+
+
+@on_ranks
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_that_one_rank_alone_has_before_a_fit_keep_no_other_rank_waiting(reduction):
+    learn = make_learner()
+    learn.loss_func = nn.CrossEntropyLoss(reduction=reduction)
+    if RANK == LAST:
+        learn.model(learn.dls.train_ds.tensors[0]).sum().backward()
+    error, took = fit(learn, 1)
+    assert error is None, error
+    check_after(learn, took=took)
+
+
+@on_ranks
+@pytest.mark.parametrize("unused", [None, True])
+def test_gradients_that_are_kept_from_one_fit_to_the_next_count_once(unused):
+    def keeping():
+        learn = make_learner(Callback(after_backward=keep_last), lr=0.01)
+        learn.loss_func = nn.CrossEntropyLoss(reduction="sum")
+        return learn
+
+    assert_equals_alone(keeping, epochs=1, fits=2, find_unused_parameters=unused)
+
+
 class Clip(Callback):
     """Changes gradients late in `before_step`."""
 
@@ -554,6 +595,17 @@ def test_a_model_that_cannot_run_without_samples_is_trained_as_on_one_process():
         return Learner(dls, Flat(), nn.CrossEntropyLoss(), opt_func=torch.optim.SGD, lr=0.1)
 
     assert_equals_alone(flat, epochs=2)
+
+
+@on_ranks
+def test_a_rank_without_data_takes_part_in_sparse_gradients():
+    def embedding():
+        torch.manual_seed(0)
+        tokens, model = torch.arange(8 * N + 1) % 5, nn.Embedding(5, 2, sparse=True, dtype=torch.float64)
+        dls = DataLoaders.from_datasets(TensorDataset(tokens, tokens % 2), bs=8)
+        return Learner(dls, model, nn.CrossEntropyLoss(), opt_func=torch.optim.SGD, lr=0.1)
+
+    assert_equals_alone(embedding, epochs=2)
 
 
 # Errors

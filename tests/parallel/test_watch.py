@@ -41,13 +41,16 @@ def test_a_rank_that_waits_now_and_then_has_not_come_to_a_standstill(monkeypatch
     assert not looks([1] * 9, monkeypatch, since=0.5)
 
 
-def test_the_first_failure_that_is_told_is_kept():
+def test_the_first_failure_that_is_told_is_kept(monkeypatch):
+    monkeypatch.setattr(watch, "open_sockets", lambda: ())
+    monkeypatch.setattr(watch.dist, "get_backend_config", lambda: "cpu:gloo")
+    monkeypatch.setattr(watch.world, "group_is_dead", False)
     told = [json.dumps(["failed", vars(Ending(rank=rank, cause="it"))]) for rank in (2, 1)]
     messages = iter([*told, STOP])
     rank = SimpleNamespace(
         rank=0,
         failure=None,
-        hang_up=lambda: None,
+        hang_up=lambda failure: Watch.hang_up(rank, failure),
         _over=SimpleNamespace(wait=lambda seconds: None),
         _inbox=SimpleNamespace(get=lambda key: next(messages)),
     )

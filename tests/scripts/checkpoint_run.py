@@ -70,7 +70,7 @@ class Faults(Callback):
 
     def before_train(self):
         if OPTIONS.late:
-            self.learn._gradient.step.message.reads_late = True
+            self.learn._gradient.step.reads_late = True
 
     def before_batch(self):
         if not (MINE and self.train_iter == DUE) or (KIND == "term-valid") == self.training:
