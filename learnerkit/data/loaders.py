@@ -390,16 +390,14 @@ class DataLoaders:
             return dl
         self._twins = {k: v for k, v in self._twins.items() if any(v[0] is known for known in self.loaders)}
         key = (id(dl), training, per_sample)
-        if key in self._twins:
-            return self._twins[key][1]
-        replaced: dict[str, Any] = {**replaced_sampler(dl)}
-        if per_sample:
-            replaced["dataset"] = PerSample(dl.dataset)
-        if per_sample or starts_workers(dl):
-            replaced["worker_init_fn"] = partial(begin_worker, dl.worker_init_fn, per_sample, handles_signals())
-        found = with_batches(dl, **replaced)
-        if any(dl is known for known in self.loaders):
-            self._twins[key] = dl, found
+        found = self._twins[key][1] if key in self._twins else None
+        if found is None:
+            dataset = PerSample(dl.dataset) if per_sample else dl.dataset
+            found = with_batches(dl, dataset=dataset, **replaced_sampler(dl))
+            if any(dl is known for known in self.loaders):
+                self._twins[key] = dl, found
+        if per_sample or starts_workers(dl):  # anew, as this process may handle signals by now
+            found.worker_init_fn = partial(begin_worker, dl.worker_init_fn, per_sample, handles_signals())
         return found
 
     def keeps(self, dl: Any) -> bool:

@@ -394,10 +394,8 @@ def reading(learn: "Learner") -> Iterator[None]:
     loader: Any = learn.dl
     while not isinstance(loader, DataLoader) and (inner := getattr(loader, "loader", None)) is not None:
         loader = inner
-    stream, indexed = (
-        stream_of(loader),
-        isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset),
-    )
+    indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    stream = stream_of(loader)
     goes_on = training and position is not None and position.goes_on
     draws = any(getattr(s, "generator", s) is None for s in samplers_of(loader)) or (indexed and draws_globally(loader))
     seeds_loader, generator = indexed or stream is not None, getattr(loader, "generator", None)
@@ -411,7 +409,7 @@ def reading(learn: "Learner") -> Iterator[None]:
         if seeds_loader:
             loader.generator = torch.Generator().manual_seed(base)  # its own draw has been made
         if stream is not None:
-            _set(stream, learn, loader, base)
+            _begin(stream, learn, loader, base)
             if position is not None and indexed and goes_on:
                 stream.place = inf if position.over else position.read
         if position is not None and training:
@@ -425,7 +423,7 @@ def reading(learn: "Learner") -> Iterator[None]:
             stream.fetching = None
 
 
-def _set(stream: SampleStream, learn: "Learner", loader: DataLoader, seed: int) -> None:
+def _begin(stream: SampleStream, learn: "Learner", loader: DataLoader, seed: int) -> None:
     "Have a stream begin, and seed those who fetch what it gives."
     again = learn._position.data.again if learn.training and learn._position is not None else 0
     stream.place, stream.first = 0, learn._first_batch - again

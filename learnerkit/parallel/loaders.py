@@ -106,7 +106,6 @@ class RankLoader(LoaderView):
     def begin(self, skip: float, first: int, own: dict[str, Any], quiet: bool) -> int:
         """Have the next epoch of data without an index begin at a place; those with one have a `SampleStream`.
 
-
         Args:
             skip: batches of the user's loader before it; infinite at the end of an epoch.
             first: the number of the first step.

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -108,6 +109,17 @@ def test_readings_outside_a_fit_differ():
         numbers = [reading[:, 1:].flatten().tolist() for reading in (*readings, *again)]
         assert len({*map(tuple, numbers)}) == 4
         dls._twins.clear()
+
+
+def test_workers_leave_signals_to_a_process_that_handles_them_by_now():
+    dls = DataLoaders(DataLoader(Noisy(), num_workers=1), device="cpu")
+    told = [dls.twin(dls.train, training=True).worker_init_fn.args[2]]
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    try:
+        told.append(dls.twin(dls.train, training=True).worker_init_fn.args[2])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert told == [False, True]
 
 
 class Editable(Dataset):
