@@ -17,10 +17,9 @@ from learnerkit.data.order import why_empty
 from learnerkit.explain.mends import NOT_ALONE
 from learnerkit.losses import loss_name, unwrap_partial
 from learnerkit.optim import parameters_of
-from learnerkit.snapshot import restorer
 from learnerkit.text import did_you_mean
 from learnerkit.torch_internals import BatchNorm
-from learnerkit.utils import describe, library_of
+from learnerkit.utils import describe, library_of, restorer
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

@@ -154,7 +154,8 @@ class Callback(_Read):
 
         It is asked for after a training step, after an epoch's training, and after an epoch. Values are numbers,
         strings, tensors, arrays, and lists, tuples and dicts of these; copies of what changes in validation. On several
-        ranks it is rank 0's that is kept; what each rank has of its own goes under the key 'own'.
+        ranks it is rank 0's that is kept, and `DriftCheck` compares it with the others; what each rank has of its own
+        goes under the key 'own'.
 
         Outside of a fit `check`, `lr_find` and `scaling_report` ask for it, and give it to `load_state_dict` at their
         end.

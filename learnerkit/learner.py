@@ -55,6 +55,7 @@ from learnerkit.events import (
 )
 from learnerkit.explain import explain
 from learnerkit.files import CheckpointError, File, Saved, fitted, name_or_path, save_whole
+from learnerkit.inspection.undoing import give_shapes, unchanged
 from learnerkit.launch.rank_main import shorten, wants_short
 from learnerkit.losses import (
     LossWeight,
@@ -74,7 +75,6 @@ from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import Workers, distrib_ctx
 from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
-from learnerkit.snapshot import give_shapes, restorer, unchanged
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
 from learnerkit.utils import (
     PlainLock,
@@ -83,6 +83,7 @@ from learnerkit.utils import (
     is_placed,
     listify,
     own_loss_arguments,
+    restorer,
     spanned_devices,
     suggests_keywords,
     training_modes,
@@ -761,7 +762,7 @@ class Learner(RunState):
         parallel.warn_outside_context(self)
         if (recorded := self._recorded_lr_find(finder)) is not None:
             return recorded
-        with self._running("lr_find", finder), unchanged(self, finder):
+        with self._running("lr_find", finder), unchanged(self, but=[finder]):
             self._prepare_opt()
             self.n_epoch, self.n_steps, self.start_epoch = None, num_it, 0
             self._level("fit", self._fit, CancelFitException)
@@ -1333,9 +1334,9 @@ class Learner(RunState):
         """Take one training step and one of validation, and print what is right and what is wrong with them.
 
         Shapes, types, devices, the range of targets, gradients, the optimizer, metrics: what one would rather know
-        before a long run. Afterwards everything is as it was: weights, optimizer, random streams, order of samples,
-        attributes of the model's and the loss's modules, and callbacks and streams of data that have `state_dict` and
-        `load_state_dict`. Callbacks and streams without these two have seen one more step. Under DDP every rank must
+        before a long run. Afterwards everything is as it was: the state of the run, as `state_dict` returns it, and
+        with it gradients and the attributes of callbacks, of the model's and of the loss's modules. Samplers and
+        streams of data without `state_dict` and `load_state_dict` have seen one more step. Under DDP every rank must
         reach this.
 
         Returns:
@@ -1352,8 +1353,8 @@ class Learner(RunState):
 
         The parts of a step are measured; then steps are run without the network, without input, and in one process
         alone, and with what may help: only what does is reported, with its gain. Afterwards all that `check` puts back
-        is exactly what it was, also after an error, and so are the attributes of all callbacks. Callbacks that are
-        `only_fit` take no part. Under DDP every rank must reach this.
+        is exactly what it was, also after an error. Callbacks that are `only_fit` take no part. Under DDP every rank
+        must reach this.
 
         Args:
             n_steps: the steps of each trial, after a few that do not count.
@@ -1654,8 +1655,8 @@ class Learner(RunState):
 
         In a script that a launcher has started in several processes, they train together; in one process it does
         nothing. In a notebook or at a Python prompt it starts worker processes, which carry out `fit`, `validate`,
-        `get_preds` and the like one call after the other; after each, weights, optimizer, recorder and the attributes
-        of callbacks are those that rank 0 has come to.
+        `get_preds` and the like one call after the other; after each, rank 0's `state_dict` is loaded here, and the
+        attributes of callbacks, metrics, modules and the learner have the values that they have there.
 
         Args:
             nproc: in a notebook or at a prompt, how many processes; by default one for each GPU.

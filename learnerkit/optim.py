@@ -25,7 +25,7 @@ from torch.optim import SGD, Optimizer
 
 from learnerkit.text import did_you_mean, first_few, in_one_line, printable
 from learnerkit.torch_internals import StatisticsNorm
-from learnerkit.utils import describe, library_of, unbound
+from learnerkit.utils import describe, library_of, restorer, unbound
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -708,6 +708,21 @@ def without_decay(model: nn.Module) -> set[int]:
         bare += [p for name, p in module.named_parameters() if any(fnmatchcase(name, each) for each in patterns)]
     last = [(name.rpartition(".")[2], p) for name, p in model.named_parameters()]
     return {id(p) for p in (*bare, *(p for name, p in last if name.startswith("bias") or name.endswith("bias")))}
+
+
+def group_restorer(opt: Optimizer) -> Callable[[], None]:
+    """Return a function that restores an optimizer's groups with the hyper-parameters they have now."""
+    held = opt.param_groups
+    groups = [(g, g["params"], restorer({k: v for k, v in g.items() if k != "params"})) for g in held]
+
+    def put_back() -> None:
+        for group, params, options in groups:
+            group.clear()
+            group.update(params=params, **options())
+        held[:] = [group for group, _, _ in groups]
+        opt.param_groups = held
+
+    return put_back
 
 
 def state_to_params(opt: Optimizer) -> None:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from learnerkit import optim, world
 from learnerkit.callback import Callback, is_ours
 from learnerkit.data.batches import map_batch
 from learnerkit.data.iterable import source_of
-from learnerkit.data.order import order_sources, put_states, states_of
+from learnerkit.data.order import has_state, order_sources, put_states, states_of
 from learnerkit.files import CheckpointError, Saved, fitted
 from learnerkit.state import COUNTERS
 from learnerkit.tensor_files import why_not
@@ -40,9 +41,10 @@ def state_dict(learn: "Learner") -> dict[str, Any]:
     """Return the state of a learner; see `Learner.state_dict`. A host-device sync."""
     _check_moment(learn)
     model, opt, position = unwrap(learn.model), learn.opt, learn._position
-    states = {key: state_of(cb) for key, cb in keys(learn.cbs) if cb.run and not cb.rank0_only}
+    cbs = taking_part(learn)
+    states = {key: state_of(cb) for key, cb in cbs if not cb.rank0_only}
     own = {key: state.pop("own") for key, state in states.items() if "own" in state}
-    alone = {key: state_of(cb) for key, cb in keys(learn.cbs) if cb.run and cb.rank0_only and world.is_main()}
+    alone = {key: state_of(cb) for key, cb in cbs if cb.rank0_only and world.is_main()}
     mine = {
         "random": [*map(_without_arrays, world.seed_states()), world.device_states(learn.dls.device)],
         "seed": torch.initial_seed(),
@@ -92,10 +94,16 @@ def keys(cbs: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
     seen: dict[str, int] = {}
     for cb in cbs:
         name = type(cb).__name__
-        if name.startswith("_") or name in _APART:
+        if (name.startswith("_") and is_ours(type(cb))) or name in _APART:
             continue
         seen[name] = seen.get(name, 0) + 1
         yield name if seen[name] == 1 else f"{name}_{seen[name]}", cb
+
+
+def taking_part(learn: "Learner") -> list[tuple[str, Callback]]:
+    """Return the callbacks whose state counts now, with their names: in a trial those of a fit alone change nothing."""
+    fitting = learn.task in (None, "fit")
+    return [(key, cb) for key, cb in keys(learn.cbs) if cb.run and (fitting or not cb.only_fit)]
 
 
 def state_of(cb: Callback) -> dict[str, Any]:
@@ -105,7 +113,7 @@ def state_of(cb: Callback) -> dict[str, Any]:
     try:
         state = cb.state_dict()
     except Exception:
-        if cb.learn.task is not None:
+        if cb.learn.task == "fit":
             raise
         return {}  # before its first run it may have no state yet
     if not isinstance(state, dict):
@@ -154,11 +162,17 @@ def values_beside(learn: "Learner") -> list[Tensor]:
 def _loader_state(learn: "Learner", dl: Any) -> dict[str, Any] | None:
     if dl is None:
         return None
-    source = source_of(dl)
+    source = _source_of(dl)
     return {
         "samplers": states_of(order_sources(dl)),
         "source": None if source is None else copy.deepcopy(source.state_dict()),
     }
+
+
+def _source_of(dl: Any) -> Any:
+    """What has the state of the data: between fits a dataset with an index may have one too."""
+    dataset = getattr(dl, "dataset", None)
+    return dataset if has_state(dataset) and not isinstance(dataset, IterableDataset) else source_of(dl)
 
 
 def _without_arrays(x: Any) -> Any:
@@ -175,14 +189,19 @@ def load_state_dict(learn: "Learner", state: Mapping[str, Any]) -> None:
     put_model(learn, state)
     if learn.task is None:
         learn._resumes = state if state["place"] else None
-        for name, value in state["counters"].items():
-            setattr(learn, name, value)
-        for dl, found in zip(learn.dls.loaders, state["loaders"] or (), strict=False):
-            if found is not None:
-                _put_loader(learn, dl, found)
+        put_place(learn, state)
         if learn._resumes is not None:
             return  # the rest is put back in the fit, at the place where it was taken
     put_rest(learn, state)
+
+
+def put_place(learn: "Learner", state: Mapping[str, Any]) -> None:
+    """Set the counters, and between fits have the loaders go on where they were."""
+    for name, value in state["counters"].items():
+        setattr(learn, name, value)
+    for dl, found in zip(learn.dls.loaders, state["loaders"] or (), strict=False):
+        if found is not None:
+            _put_loader(learn, dl, found)
 
 
 def check_parts(state: Mapping[str, Any]) -> None:
@@ -220,15 +239,24 @@ def put_model(learn: "Learner", state: Mapping[str, Any], with_opt: bool = True,
     model = unwrap(learn.model)
     weights = copy.copy(state["model"])  # which may lose the prefixes of its names
     saved = fitted(Saved(name, weights), model, strict=True)
+    put_trained(learn, state, with_opt)
+    model.load_state_dict(saved.weights)
+
+
+def put_trained(learn: "Learner", state: Mapping[str, Any], with_opt: bool = True) -> None:
+    """Load what belongs to the weights: the optimizers' state, and what is trained beside; the arguments are as above.
+
+    Raises:
+        ValueError: parameter groups are others.
+    """
     if with_opt and state["opt"] is not None:
         learn._make_opt()
         optim.load_state(learn.opt, state["opt"])
-    model.load_state_dict(saved.weights)
     with torch.no_grad():
         for t, value in zip(values_beside(learn), state["beside"], strict=True):
             t.copy_(value)
     frozen = set(state["frozen"])
-    for name, p in model.named_parameters():
+    for name, p in unwrap(learn.model).named_parameters():
         if p.is_floating_point() or p.is_complex():
             p.requires_grad_(name not in frozen)
     learn._scaler_state = dict(state["scaler"])
@@ -239,14 +267,14 @@ def put_rest(learn: "Learner", state: Mapping[str, Any]) -> None:
     evaluating, rank = set(state["eval"]), state["rank"]
     for name, module in unwrap(learn.model).named_modules():
         module.training = name not in evaluating
-    for key, cb in keys(learn.cbs):
+    for key, cb in taking_part(learn):
         if cb.rank0_only:
             found = rank.get("alone", {}).get(key)
         else:
             found = dict(state["callbacks"].get(key, {}))
             if key in rank.get("callbacks", {}):
                 found["own"] = rank["callbacks"][key]
-        if found and cb.run:
+        if found:
             _put_callback(cb, map_batch(itself, found))  # a copy, as torch's own methods take things out
     if "random" in rank:
         *states, devices = rank["random"]
@@ -271,23 +299,41 @@ def _put_callback(cb: Callback, state: dict[str, Any]) -> None:
 
 
 def _put_attribute(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, in place where it is a list, a dict, a tensor or an array, as others may refer to it."""
-    here: Any = vars(owner).get(name)
-    if type(here) is type(value) is list:
+    object.__setattr__(owner, name, filled(vars(owner).get(name), value))
+
+
+def filled(here: Any, value: Any) -> Any:
+    """Return `value`; or `here` with the content of `value`, where that can be put into it, as others may refer to it.
+
+    That is so of lists, dicts and sets, and of tensors and arrays of the same shape and type which are not trained.
+    """
+    if type(here) is not type(value):
+        return value
+    if type(here) is list:
         here[:] = value
-    elif type(here) is type(value) is dict:
+    elif isinstance(here, dict | set):
         here.clear()
         here.update(value)
-    elif isinstance(here, Tensor | np.ndarray) and type(here) is type(value) and here.shape == value.shape:
-        here[...] = value  # type: ignore[assignment]
+    elif (
+        isinstance(here, np.ndarray) and here.flags.writeable and (here.shape, here.dtype) == (value.shape, value.dtype)
+    ):
+        here[...] = value
+    elif isinstance(here, Tensor) and not (here.requires_grad or value.requires_grad) and _kind(here) == _kind(value):
+        if not torch.equal(here, value.to(here.device)):  # a host-device sync; else its memory may be read-only
+            here.copy_(value)
     else:
-        object.__setattr__(owner, name, value)
+        return value
+    return here
+
+
+def _kind(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.dtype, t.layout
 
 
 def _put_loader(learn: "Learner", dl: Any, state: Mapping[str, Any]) -> None:
     put_states(order_sources(dl), state["samplers"])
     if state["source"] is not None:
-        source_of(dl).load_state_dict(copy.deepcopy(state["source"]))
+        _source_of(dl).load_state_dict(copy.deepcopy(state["source"]))
 
 
 class Resumption:

@@ -1,5 +1,6 @@
 """Small helpers that do not depend on the rest of the library."""
 
+import copy
 import sys
 import threading
 import warnings
@@ -221,6 +222,46 @@ def is_placed(modules: Iterable[nn.Module], device: torch.device) -> bool:
             if t.device != device or is_lazy(t):
                 return False
     return True
+
+
+def host_copy(t: Tensor) -> Tensor:
+    """Return a copy of a tensor on the host. A host-device sync."""
+    return t.detach().to("cpu", copy=True)
+
+
+def restorer(x: Any, keep: Callable[[Tensor], Tensor] = host_copy) -> Callable[[], Any]:
+    """Return a function that returns `x` as it is now; it gives the tensors in it, in place, their present values.
+
+    Args:
+        x: nested containers of tensors and other values.
+        keep: copies a tensor.
+    """
+    if isinstance(x, Tensor):
+        values = keep(unexpanded(x))
+
+        def put_back() -> Tensor:
+            with torch.no_grad():
+                unexpanded(x).copy_(values)
+            return x
+
+        return put_back
+    if isinstance(x, dict):
+        entries = {k: restorer(v, keep) for k, v in x.items()}
+        return lambda: {k: entry() for k, entry in entries.items()}
+    if type(x) in (list, tuple):
+        items = [restorer(v, keep) for v in x]
+        return lambda: type(x)(item() for item in items)
+    value = copy.deepcopy(x)
+    return lambda: value
+
+
+def unexpanded(x: Tensor) -> Tensor:
+    """Return `x` without its expanded (stride 0) dimensions, so that it can be written in place."""
+    if x.layout is torch.strided:
+        for dim in range(x.ndim):
+            if x.stride(dim) == 0 and x.shape[dim] > 1:
+                x = x.narrow(dim, 0, 1)
+    return x
 
 
 class PlainLock:

@@ -860,20 +860,19 @@ def own_stream(seed: int, device: torch.device) -> Iterator[None]:
 
 def device_states(device: torch.device) -> list[Tensor]:
     """The states of the random generators of all devices of this one's type, on the host; of the host itself none."""
-    if device.type == "cpu":
-        return []
-    module = torch.get_device_module(device)
-    return [module.get_rng_state(*place) for place in _places(device)]
+    return [torch.get_device_module(device).get_rng_state(*place) for place in _places(device)]
 
 
 def set_device_states(device: torch.device, states: Sequence[Tensor]) -> None:
     """Put `device_states` back, on as many devices as there are."""
-    for state, place in zip(states, _places(device) if states else (), strict=False):
+    for state, place in zip(states, _places(device), strict=False):
         torch.get_device_module(device).set_rng_state(state, *place)
 
 
 def _places(device: torch.device) -> list[tuple]:
-    """The arguments by which torch finds each device of a type; MPS is one device."""
+    """The arguments by which torch finds each device of a type: of the host none, and MPS is one device."""
+    if device.type == "cpu":
+        return []
     return [()] if device.type == "mps" else [(i,) for i in range(torch.get_device_module(device).device_count())]
 
 

@@ -230,7 +230,7 @@ LEVEL_OF = dict(zip(CANCELS, words("batch backward step train validate epoch fit
 
 # What a run must leave as it was
 
-COUNTERS = {"epoch", "n_epoch", "train_iter", "pct_train"}  # how far the last fit came: kept, as in fastai
+COUNTERS = {"n_fits", "epoch", "n_epoch", "start_epoch", "train_iter", "pct_train"}  # how far the last fit came: kept
 
 
 def state_of(learn):

@@ -30,7 +30,7 @@ LAYERS = [
     ["world", "optim", "processes"],
     ["callback", "data", "datasets"],
     ["explain"],
-    ["gradient_mean", "run_state", "snapshot"],
+    ["gradient_mean", "run_state"],
     ["losses"],
     ["arguments", "metrics"],
     ["callbacks", "parallel"],
@@ -151,7 +151,7 @@ def test_the_launcher_knows_the_standard_library_alone_but_to_meet_other_machine
 
 
 def test_the_top_has_few_files():
-    assert len(list(PACKAGE.glob("[!_]*.py"))) <= 20
+    assert len(list(PACKAGE.glob("[!_]*.py"))) < 20
 
 
 @pytest.mark.parametrize("name", MODULES)

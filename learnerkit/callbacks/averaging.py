@@ -326,19 +326,31 @@ class EMA(_Averaging):
             world.broadcast_into(buffers if self._average else [])
 
     def state_dict(self) -> dict[str, Any]:
-        """The average, what the module has of its own, and how often it was updated, after how many steps."""
+        """The average, what the module has of its own, and how often it was updated, after how many steps.
+
+        Of buffers, which each rank makes of its own data, what this rank has.
+        """
         if self.module is None:
             average = self._average if self._steps > self.start else {}
         else:
             copies = {id(average) for _, average in self._copies}
             average = {name: t for name, t in self._average.items() if id(t) in copies}
-        return {"n": self.n_averaged, "steps": self._steps, "average": dict(average), "module": self._beside()}
+        owner = self.of if self.module is None else self.module
+        parameters = dict(unwrap(self.learn.model if owner is None else owner).named_parameters())
+        state: dict[str, Any] = {"n": self.n_averaged, "steps": self._steps, "own": {}}
+        for part, tensors in (("average", average), ("module", self._beside())):
+            for name, t in tensors.items():
+                (state if name in parameters else state["own"]).setdefault(part, {})[name] = t
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = self._beside()
-        for name, value in state["module"].items():
-            own[name].copy_(value.view_as(own[name]))
-        super().load_state_dict(state)
+        """Go on with the average; with another number of ranks, all have the buffers that rank 0 had."""
+        own = state.get("own") or state.get("ranks", [{}])[0]  # earlier versions had the buffers among the others
+        average, beside = (state.get(part, {}) | own.get(part, {}) for part in ("average", "module"))
+        mine = self._beside()
+        for name, value in beside.items():
+            mine[name].copy_(value.view_as(mine[name]))
+        super().load_state_dict({"n": state["n"], "average": average})
         self._steps = state["steps"]
 
 

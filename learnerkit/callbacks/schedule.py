@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchPlateau
 from learnerkit import arguments, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
-from learnerkit.snapshot import group_restorer
 from learnerkit.text import did_you_mean
 from learnerkit.utils import listify, warn
 
@@ -320,7 +319,7 @@ class TorchScheduler(Callback):
         if self.monitor is not None:
             check_monitor(learn, self.monitor)
         for opt in learn.opts:
-            self._undo += [group_restorer(opt), partial(_put_back_attributes, opt, set(vars(opt)))]
+            self._undo += [optim.group_restorer(opt), partial(_put_back_attributes, opt, set(vars(opt)))]
             for group in opt.param_groups:
                 group.pop("initial_lr", None)  # left by an earlier scheduler; this one starts with this fit's rates
         self._schedulers = [self.make(opt) for opt in learn.opts]

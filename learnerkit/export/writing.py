@@ -19,7 +19,7 @@ from learnerkit.data.order import first_batch
 from learnerkit.export import programs
 from learnerkit.export.facts import KEY, Facts, facts_of
 from learnerkit.files import CheckpointError, name_or_path, replacing, save_weights
-from learnerkit.snapshot import give_shapes, trial
+from learnerkit.inspection.undoing import give_shapes, trial
 from learnerkit.utils import unwrap, warn
 
 if TYPE_CHECKING:

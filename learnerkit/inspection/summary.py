@@ -12,8 +12,8 @@ from learnerkit.callbacks.precision import MODES, MixedPrecision
 from learnerkit.data.batches import entries, tensors_in
 from learnerkit.data.order import first_batch
 from learnerkit.data.show import WIDTH, Table
+from learnerkit.inspection.undoing import give_shapes, predict, trial
 from learnerkit.losses import loss_name
-from learnerkit.snapshot import give_shapes, predict, trial
 from learnerkit.text import in_units
 from learnerkit.utils import count_parameters, unwrap
 

@@ -248,7 +248,7 @@ class Workers:
         states = settings.get_random_states()
         moved = not settings.same_random_states(states, self._random_states)
         call = transfer.Call(self.learn, method, args, kwargs, self.options)
-        file, path, objects = transfer.send(call, states if moved else None)
+        file, path, shared = transfer.send(call, states if moved else None)
         try:
             with self._counted_stops():
                 with file:
@@ -262,7 +262,7 @@ class Workers:
                     self._send("go")
                     self._wait_for("done")
                 back = self._processes[0].path
-                result = transfer.bring_back(back, objects) if back is not None else None
+                result = transfer.bring_back(back, self.learn, shared) if back is not None else None
         except BaseException:  # of the kernel, such as its logger's; the next call would get these workers' answers
             self._end()
             raise

@@ -15,13 +15,18 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
+from learnerkit.callback import Callback
 from learnerkit.launch.environment import shared_file
 from learnerkit.torch_internals import loader_attributes
 
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, tuple, frozenset})
-"""Types of objects that need no identity, and are never listed."""
+"""Types of objects that need no identity."""
+
+SHARED = (type, FunctionType, nn.Module, Optimizer, Callback, Dataset, DataLoader)
+"""Types of objects of which the kernel and its workers have a list, so that they are not copied on the way back."""
 
 
 def numbered(objects: Sequence[Any]) -> dict[int, int]:
@@ -39,22 +44,20 @@ def make_pickler(known: Mapping[int, int]) -> Any:
         def __init__(self) -> None:
             self._buffer = io.BytesIO()
             super().__init__(self._buffer)
-            self.lists = False  # whether the objects pickled now are listed in `met`; classes and functions always are
-            self.met: list[Any] = []  # in order
-            self._met_ids: set[int] = set()
+            self.met: dict[int, Any] = {}  # objects of `SHARED` and tensors that are trained, by id, in order
             self._tensors: dict[int, tuple[int, Tensor]] = {}  # (number, tensor) by id
 
-        def persistent_id(self, obj: Any) -> tuple[str, int] | None:
+        def persistent_id(self, obj: Any) -> int | None:
+            self.last = obj  # after an error the one that cannot be pickled
             if type(obj) in _VALUES:
                 return None
             if id(obj) in known:
-                return "known", known[id(obj)]
-            if (self.lists or isinstance(obj, type | FunctionType)) and id(obj) not in self._met_ids:
-                self._met_ids.add(id(obj))
-                self.met.append(obj)  # which also keeps its id from being used again
+                return known[id(obj)]
+            if obj.requires_grad if isinstance(obj, Tensor) else isinstance(obj, SHARED):
+                self.met.setdefault(id(obj), obj)  # which also keeps its id from being used again
             if type(obj) not in (Tensor, nn.Parameter) or vars(obj):
                 return None
-            return "tensor", self._tensors.setdefault(id(obj), (len(self._tensors), obj))[0]
+            return ~self._tensors.setdefault(id(obj), (len(self._tensors), obj))[0]  # below 0
 
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:  # torch.backends.cudnn, say
@@ -108,12 +111,10 @@ def read(path: str, known: Sequence[Any], count: int, mapped: bool) -> list[Any]
         mapped: leave the tensors in the file, which then exists as long as they do.
     """
     pickled, *tensors = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-    tables: dict[str, Sequence[Any]] = {"known": known, "tensor": tensors}
 
     class Unpickler(pickle.Unpickler):
-        def persistent_load(self, pid: tuple[str, int]) -> Any:
-            table, number = pid
-            return tables[table][number]
+        def persistent_load(self, number: int) -> Any:
+            return known[number] if number >= 0 else tensors[~number]
 
     unpickler = Unpickler(io.BytesIO(pickled.numpy()))
     return [unpickler.load() for _ in range(count)]

@@ -7,9 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from learnerkit import world
 from learnerkit.launch.environment import Topology, rank_environment
@@ -47,8 +45,8 @@ def set_options(options: Mapping[str, Any]) -> None:
     warnings.filters[:] = options["warnings"]  # type: ignore[index]  # a list, which typeshed calls a Sequence
     logging.getLogger().setLevel(options["logging"])
     torch.set_default_dtype(options["dtype"])
-    deterministic, warn_only = options["deterministic"]
-    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    if (chosen := options["deterministic"]) != get_options()["deterministic"]:  # as the call takes seconds
+        torch.use_deterministic_algorithms(chosen[0], warn_only=chosen[1])
     torch.set_float32_matmul_precision(options["matmul"])
     torch.set_anomaly_enabled(*options["anomaly"])
     torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = options["cudnn"]
@@ -71,7 +69,9 @@ def set_random_states(states: tuple) -> None:
 
 
 def same_random_states(a: Any, b: Any) -> bool:
-    """Tell whether two results of `get_random_states`, or parts of them, are equal."""
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(same_random_states, a, b))
-    return bool(np.array_equal(a, b)) if isinstance(a, Tensor | np.ndarray) else a == b
+    """Tell whether two results of `get_random_states` are equal."""
+    return _plain(a) == _plain(b)
+
+
+def _plain(x: Any) -> Any:
+    return tuple(map(_plain, x)) if isinstance(x, tuple) else getattr(x, "tolist", lambda: x)()

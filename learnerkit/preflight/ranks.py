@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from learnerkit import world
+from learnerkit import optim, run_state, world
 from learnerkit.arguments import check_count
 from learnerkit.callback import Callback
 from learnerkit.callbacks.progress import ProgressCallback
 from learnerkit.checkpoints.callback import CheckpointCallback
-from learnerkit.data.batches import map_batch, tensors_in
+from learnerkit.data.batches import map_batch, on_host, tensors_in
 from learnerkit.data.order import in_order, with_batches
 from learnerkit.endings import ExceptionReport
 from learnerkit.events import CancelFitException
@@ -77,9 +77,9 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
     """
     _check_call(learn, n, steps)
     callback = DistributedCallback(split_batches=True, sync_bn=False, timeout=timeout / 3, **kwargs)
-    host, seeds, end, left_out = _on_host(learn), world.seed_states(), time.monotonic() + timeout, []
+    host, end, left_out = _on_host(learn), time.monotonic() + timeout, []
     for dtype in (torch.float64, None):
-        run = partial(_run, learn, host, seeds, steps, dtype)
+        run = partial(_run, learn, *host, steps, dtype)
         joins = [partial(_join, learn, callback, timedelta(seconds=timeout), n, rank) for rank in range(n)]
         runs = run_in_forks([partial(run, join) for join in (None, *joins)], end)
         failed = sorted((r.order, job, r.traceback) for job, r in enumerate(runs) if isinstance(r, ExceptionReport))
@@ -129,22 +129,30 @@ def _check_call(learn: "Learner", n: int, steps: int) -> None:
 # What each process does
 
 
-def _on_host(learn: "Learner") -> list[tuple]:
-    """(owner, key, copy on the host) of the learner's tensors: a child cannot reach a GPU that its parent has used."""
-    found: list[tuple] = []
-    for module in (learn.model, learn.loss_func):
-        if isinstance(module, nn.Module):
-            found += [(t, None, t.detach().cpu()) for t in chain(module.parameters(), module.buffers())]
-    for state in chain.from_iterable(opt.state.values() for opt in learn.opts):
-        found += [(state, key, value.cpu()) for key, value in state.items() if isinstance(value, Tensor)]
-    return found
+def _on_host(learn: "Learner") -> tuple[list[tuple[Tensor, Tensor]], dict[str, Any]]:
+    """Return the learner's tensors, each with a copy, and the state of the run without those of the model.
+
+    The copies, and the tensors of the state, are on the host: a child cannot reach a GPU that its parent has used.
+    """
+    held = (learn.model, learn.loss_func, *chain.from_iterable(vars(cb).values() for cb in learn.cbs))
+    modules = [x for x in held if isinstance(x, nn.Module)]
+    tensors = chain(optim.parameters_of(learn.opts), *((*m.parameters(), *m.buffers()) for m in modules))
+    state = run_state.state_dict(learn)
+    del state["model"]
+    return [(t, t.detach().cpu()) for t in tensors], on_host(state)
 
 
 _Join = Callable[[Path], None] | None  # makes the process a rank, with the store in that folder
 
 
 def _run(
-    learn: "Learner", host: list[tuple], seeds: tuple, steps: int, dtype: torch.dtype | None, join: _Join, folder: Path
+    learn: "Learner",
+    tensors: list[tuple[Tensor, Tensor]],
+    state: dict[str, Any],
+    steps: int,
+    dtype: torch.dtype | None,
+    join: _Join,
+    folder: Path,
 ) -> dict:
     """Train and predict, and return what is to be compared. The learner is a copy, as this process is a fork."""
 
@@ -153,12 +161,8 @@ def _run(
 
     if dtype is not None:
         torch.set_default_dtype(dtype)
-    for owner, key, value in host:
-        value = cast(value.clone())  # a clone, as the parent's may be in shared memory
-        if key is None:
-            owner.data, owner.grad = value, None
-        else:
-            owner[key] = value
+    for t, value in tensors:
+        t.data, t.grad = cast(value.clone()), None  # a clone, as the parent's may be in shared memory
     learn.dls._device = torch.device("cpu")
     for i, dl in enumerate(learn.dls.loaders):
         if isinstance(dl, DataLoader):  # the copy keeps what has workers, because its end would end the parent's
@@ -179,7 +183,9 @@ def _run(
         join(folder)
     for expected in (re.escape(UNKNOWN_COUNT), f"metric .* {DEPENDS_ON_CUT}"):  # the report has it
         warnings.filterwarnings("ignore", expected)
-    world.set_seed_states(seeds)  # python seeds its generator again in a fork
+    state = map_batch(lambda t: cast(t.clone()), state)
+    run_state.put_trained(learn, state)
+    run_state.put_rest(learn, state)  # with random states, as python seeds its generator again in a fork
     start = [p.detach().clone() for p in learn.model.parameters()]
     learn.fit(1)
     if not notes.steps:

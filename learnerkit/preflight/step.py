@@ -17,9 +17,9 @@ from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.data.batches import likely_sizes, map_batch, tensors_in
 from learnerkit.endings import ending_of
 from learnerkit.events import CancelFitException, CancelValidException
+from learnerkit.inspection.undoing import trial, unchanged
 from learnerkit.metrics import make_meters
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
-from learnerkit.snapshot import trial, unchanged
 from learnerkit.text import first_few, in_one_line
 from learnerkit.utils import describe, unwrap
 from learnerkit.world import PeerError
@@ -43,7 +43,8 @@ def check(learn: "Learner") -> bool:
     try:
         arguments.check_fit(learn, n_epoch=1)
         step.check_loaders(learn)
-        with learn.no_bar(), learn._running("check", [step, step.first]), unchanged(learn):
+        cbs = [step, step.first]
+        with learn.no_bar(), learn._running("check", cbs), unchanged(learn, but=cbs):
             sharded = learn.n_ranks > 1
             step.stage = "optimizer"
             learn._prepare_opt()

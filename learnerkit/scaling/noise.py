@@ -16,9 +16,9 @@ from learnerkit.data.batches import in_float32, likely_sizes, map_batch
 from learnerkit.events import CancelException
 from learnerkit.gradient_mean import host_count
 from learnerkit.host_scalars import HostScalars
+from learnerkit.inspection.undoing import trial
 from learnerkit.losses import batch_count
 from learnerkit.parallel.distributed import member_of
-from learnerkit.snapshot import trial
 from learnerkit.torch_internals import BatchNorm, remove_hooks
 from learnerkit.utils import add_note_once, unwrap
 

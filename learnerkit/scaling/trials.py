@@ -16,9 +16,9 @@ from learnerkit.callbacks.debugging import OverfitBatch
 from learnerkit.callbacks.training import StepBudget
 from learnerkit.data.order import with_batches
 from learnerkit.events import CancelEpochException, CancelFitException
+from learnerkit.inspection.undoing import unchanged
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.scaling.parts import REDUCE, Clock, Stopwatch
-from learnerkit.snapshot import put_back_attributes, unchanged
 from learnerkit.text import in_one_line
 
 if TYPE_CHECKING:
@@ -72,17 +72,15 @@ def run_trial(
         cbs: callbacks for the trial alone.
         quiet: give no warnings.
     """
-    cbs = [TrialSteps(clock.due), *cbs, *([] if loader else [_one_batch()])]
+    cbs = [TrialSteps(clock.due), *cbs, *([] if loader else [_one_batch()]), *clock.callbacks()]
     with ExitStack() as stack:
         if quiet:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-        for cb in learn.cbs:
-            put_back_attributes(cb, stack)
         stack.enter_context(learn.no_bar())
         stack.enter_context(replaced(learn.dls, _said=True))  # the views of loaders here do not tell sizes
-        stack.enter_context(learn._running("scaling", [*cbs, *clock.callbacks()]))
-        stack.enter_context(unchanged(learn))
+        stack.enter_context(learn._running("scaling", cbs))
+        stack.enter_context(unchanged(learn, but=cbs))
         if isinstance(clock, Stopwatch):
             stack.callback(clock.watch_hooks())
             stack.enter_context(world.around_collectives(partial(clock.within, REDUCE)))

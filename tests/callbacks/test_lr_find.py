@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,28 +115,31 @@ def test_suggestions_of_ones_own():
 
 
 class Rates(Callback):
-    """The rates of all groups at every step, and what else is seen from inside."""
+    """The rates of all groups at every step, and what else is seen from inside.
+
+    They are in an object, as a callback's own lists are afterwards what they were.
+    """
 
     order = 1000
 
     def __init__(self):
         super().__init__()
-        self.rates, self.losses, self.tasks = [], [], set()
+        self.seen = SimpleNamespace(rates=[], losses=[], tasks=set())
 
     def before_step(self):
-        self.rates.append([g["lr"] for opt in self.opts for g in opt.param_groups])
-        self.tasks.add(self.task)
+        self.seen.rates.append([g["lr"] for opt in self.opts for g in opt.param_groups])
+        self.seen.tasks.add(self.task)
 
     def after_loss(self):
-        self.losses.append(self.loss.item())
+        self.seen.losses.append(self.loss.item())
 
 
 def test_the_rate_grows_by_the_same_factor_at_every_step_in_every_group():
     watch = Rates()
     learn = learner(cbs=watch, splitter=lambda m: [m[:2].parameters(), m[2:].parameters()], wd=0.1)
     learn.lr_find(1e-4, 1e-2, num_it=20, stop_div=False)
-    assert watch.rates == [pytest.approx([1e-4 * 100 ** (i / 20)] * 4) for i in range(20)]
-    assert watch.tasks == {"lr_find"}
+    assert watch.seen.rates == [pytest.approx([1e-4 * 100 ** (i / 20)] * 4) for i in range(20)]
+    assert watch.seen.tasks == {"lr_find"}
 
 
 def test_it_stops_when_the_loss_diverges_and_only_then():
@@ -143,11 +147,11 @@ def test_it_stops_when_the_loss_diverges_and_only_then():
         watch = Rates()
         learn = learner(SGD, cbs=watch)
         learn.lr_find(end_lr=1e4, stop_div=stop_div)
-        assert len(watch.rates) in count
+        assert len(watch.seen.rates) in count
     smooth, average = [], 0.0
     watch = Rates()
     learner(SGD, cbs=watch).lr_find(end_lr=1e4)
-    for i, loss in enumerate(watch.losses):
+    for i, loss in enumerate(watch.seen.losses):
         average = 0.98 * average + 0.02 * loss
         smooth.append(average / (1 - 0.98 ** (i + 1)))
     assert smooth[-1] > 4 * min(smooth)
@@ -162,7 +166,7 @@ def test_a_loss_that_is_no_number_ends_it():
             cb.learn.loss = cb.learn.loss * math.nan
 
     learner(cbs=[watch, Callback(after_loss=spoil)]).lr_find()
-    assert len(watch.rates) == 41
+    assert len(watch.seen.rates) == 41
 
 
 def test_what_cannot_work_is_refused():
@@ -230,15 +234,6 @@ def test_everything_is_what_it_was_and_the_next_fit_too(fitted, error, tmp_path)
     assert same_weights(rows[0][1], rows[1][1])
 
 
-class Order(Callback):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def before_batch(self):
-        self.seen.append(self.x.tolist())
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_order_of_the_data_is_what_it_was(workers):
     seen = []
@@ -246,14 +241,15 @@ def test_the_order_of_the_data_is_what_it_was(workers):
         set_seed(3)
         generator = torch.Generator().manual_seed(7)
         loader = DataLoader(make_data(12), 4, shuffle=True, generator=generator, num_workers=workers)
-        order = Order()
-        learn = make_learner(DataLoaders(loader, device="cpu"), cbs=order)
+        order = []
+        look = Callback(before_batch=lambda cb, order=order: order.append(cb.x.tolist()))
+        learn = make_learner(DataLoaders(loader, device="cpu"), cbs=look)
         if tried:
             learn.lr_find(num_it=10, show_plot=False, stop_div=False, suggest_funcs=valley)
-            assert len(order.seen) == 10
-            order.seen.clear()
+            assert len(order) == 10
+            order.clear()
         learn.fit(2)
-        seen.append(order.seen)
+        seen.append(order)
     assert seen[0] == seen[1]
 
 
@@ -287,7 +283,7 @@ def test_steps_of_several_batches_are_one_loss():
     watch = Rates()
     with halves.added_cbs([watch, GradientAccumulation(n_batches=2)]):
         found = halves.lr_find(num_it=20, stop_div=False)
-    assert len(watch.rates) == 20
+    assert len(watch.seen.rates) == 20
     assert list(found) == pytest.approx(list(whole.lr_find(num_it=20, stop_div=False)), rel=1e-4)
 
 
@@ -306,7 +302,7 @@ def test_a_group_left_over_at_the_end_is_a_step():
     with learn.added_cbs([watch, GradientAccumulation(n_batches=2)]):
         learn.lr_find(1e-5, 1e-3, num_it=20, stop_div=False, suggest_funcs=suggestion)
     expected = [1e-5 * 100 ** (i / 20) for i in range(20)]
-    assert [rate for (rate,) in watch.rates] == pytest.approx(expected)
+    assert [rate for (rate,) in watch.seen.rates] == pytest.approx(expected)
     assert rates == pytest.approx(expected[2:-5])
 
 
@@ -320,7 +316,7 @@ def test_a_cancelled_batch_counts_nothing():
     cancel = raising("before_batch", CancelBatchException(), lambda cb: cb.train_iter == 7)
     watch = Rates()
     learner(cbs=[cancel, watch]).lr_find(num_it=30, stop_div=False)
-    assert len(watch.rates) == 29
+    assert len(watch.seen.rates) == 29
 
 
 def test_a_loss_that_sums():

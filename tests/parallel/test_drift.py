@@ -1,11 +1,12 @@
 """DriftCheck: what it compares and what it says; on real ranks in test_drift_on_ranks.py."""
 
+import numpy as np
 import pytest
 import torch
 from helpers import make_learner
 from torch import nn
 
-from learnerkit import DriftCheck, world
+from learnerkit import EMA, Callback, DriftCheck, EarlyStoppingCallback, world
 from learnerkit.learner import Learner
 from learnerkit.parallel.drift import describe_drift, state_table
 
@@ -90,6 +91,28 @@ def test_the_table_follows_the_state():
     }  # fmt: skip
 
 
+class Counting(Callback):
+    def __init__(self, steps=0):
+        super().__init__()
+        self.steps, self.means = steps, np.zeros(2)
+
+    def state_dict(self):
+        return {"steps": [self.steps], "means": self.means, "own": {"clock": 1}}
+
+
+def test_the_state_of_callbacks():
+    learn = make_learner(cbs=[Counting(), Counting(), EMA(), EarlyStoppingCallback(), Callback()])
+    names = [name.removeprefix("callback ") for name in state_table(learn) if name.startswith("callback")]
+    assert names == [
+        "Counting steps[0]",
+        "Counting means",
+        "Counting_2 steps[0]",
+        "Counting_2 means",
+        "EMA n",
+        "EMA steps",
+    ]
+
+
 # What is said
 
 
@@ -103,6 +126,12 @@ def test_what_one_rank_alone_has():
     a, b = {"x": "1"}, {"x": "1", "extra": "2"}
     assert describe_drift([a, b]) == "extra is missing on rank 0 and 2 on rank 1; 1 of 2 entries differ"
     assert describe_drift([b, a]) == "extra is 2 on rank 0 and missing on rank 1; 1 of 2 entries differ"
+
+
+def test_a_callback_that_only_some_ranks_have_is_no_difference():
+    a, b = {"x": "1", "callback Log n": "1", "callback Own n": "1"}, {"x": "1", "callback Own n": "1"}
+    assert describe_drift([a, b]) == ""
+    assert describe_drift([a, b | {"callback Own m": "2"}]).startswith("callback Own m is missing on rank 0 and 2 on")
 
 
 def test_a_long_list_is_cut():

@@ -499,13 +499,24 @@ def test_gradients_modes_callbacks_and_metrics_are_what_they_were():
 
 
 def test_callbacks_of_ones_own_see_one_step_and_those_of_a_fit_none():
-    inner, outer = Seen(), Seen()
+    heard = []
+
+    def look(event):
+        return lambda cb: heard.append((event, cb.training))
+
+    inner = Callback(before_batch=look("batch"), after_step=look("step"))
+    outer = Callback(before_batch=look("outer"))
     outer.only_fit = True
-    outer.__class__ = type("Other", (Seen,), {})
     assert make_learner(make_dls(40, 20, 4), cbs=[inner, outer]).check()
-    assert (len(inner.train), inner.steps, len(inner.valid)) == (1, 1, 1)
-    assert not outer.train
-    assert not outer.valid
+    assert heard == [("batch", True), ("step", True), ("batch", False)]
+
+
+def test_what_callbacks_have_counted_is_what_it_was():
+    learn = make_learner(make_dls(40, 20, 4), cbs=Seen())
+    train = learn.seen.train
+    assert learn.check()
+    assert learn.seen.train is train
+    assert (train, learn.seen.steps, learn.seen.valid) == ([], 0, [])
 
 
 # A GPU

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from learnerkit import Callback, DataLoaders
-from learnerkit.snapshot import trial, unchanged
+from learnerkit import Callback, CheckpointError, DataLoaders
+from learnerkit.inspection.undoing import trial, unchanged
 
 
 class Network(nn.Module):
@@ -95,6 +95,28 @@ def test_nothing_changes(opt_func, fitted, wd, error):
     assert [id(t) for t in (*learn.model.parameters(), *learn.model.buffers())] == tensors
 
 
+class Wide(SGD):
+    """Sums up what it does in float64, which torch's own loading would make float32."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            total = self.state[p].setdefault("total", torch.zeros_like(p, dtype=torch.float64))
+            total.add_(p.grad, alpha=1 / 3)
+        super().step()
+
+
+def test_an_optimizers_state_is_given_back_in_place_and_in_its_type():
+    learn = learner(Wide)
+    totals = [learn.opt.state[p]["total"] for p in learn.opt.param_groups[0]["params"]]
+    before = copy.deepcopy(totals)
+    with unchanged(learn):
+        learn.fit(1)
+        assert not torch.equal(before[0], totals[0])
+    found = [learn.opt.state[p]["total"] for p in learn.opt.param_groups[0]["params"]]
+    assert all(a is b and torch.equal(b, c) for a, b, c in zip(totals, found, before, strict=True))
+
+
 def test_training_goes_on_as_if_nothing_had_been():
     losses = []
     for tried in (False, True):
@@ -119,7 +141,10 @@ def test_a_loss_with_weights_is_put_back_too():
 
 
 class Shuffled(Sampler):
-    """Draws from a random generator of its own, which may be of any kind, and shuffles what it shuffled before."""
+    """Draws from a random generator of its own, which may be of any kind, and shuffles what it shuffled before.
+
+    The generator is found; of the rest it tells by `state_dict`.
+    """
 
     def __init__(self, n, kind):
         self.rows, self.epoch = list(range(n)), 0
@@ -131,10 +156,15 @@ class Shuffled(Sampler):
 
     def __iter__(self):
         self.epoch += 1
-        self.latest = self.rows[0]
         self.draw.shuffle(self.rows)
         self.draw.shuffle(self.array)
         return iter([(a + b + self.epoch) % len(self) for a, b in zip(self.rows, self.array.tolist(), strict=True)])
+
+    def state_dict(self):
+        return {"rows": list(self.rows), "array": self.array.copy(), "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.rows, self.array, self.epoch = list(state["rows"]), state["array"].copy(), state["epoch"]
 
 
 @pytest.mark.parametrize("kind", ["python", "numpy", "legacy"])
@@ -147,8 +177,7 @@ def test_a_sampler_remembers_nothing_of_it(kind):
         if tried:
             with unchanged(learn):
                 disturb_data(learn)
-        attributes = set(vars(sampler))
-        orders.append((list(sampler), list(sampler), attributes))
+        orders.append((list(sampler), list(sampler)))
     assert orders[0] == orders[1]
 
 
@@ -308,6 +337,34 @@ def test_what_has_a_state_is_where_it_was(before):
     assert same_weights(*found)
 
 
+class Counted(Dataset):
+    """Gives each sample with how often samples were read."""
+
+    def __init__(self):
+        self.reads = [0]
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        self.reads[0] += 1
+        return torch.full((4,), 0.01 * self.reads[0]), torch.ones(1)
+
+    def state_dict(self):
+        return {"reads": self.reads[0]}
+
+    def load_state_dict(self, state):
+        self.reads = [state["reads"]]
+
+
+def test_a_dataset_with_a_state_and_an_index_is_what_it_was():
+    learn = make_learner(DataLoaders(DataLoader(Counted(), 4), device="cpu"))
+    with learn.no_logging():
+        learn.fit(1)
+    assert learn.check()
+    assert learn.dls.train.dataset.reads == [8]
+
+
 class Ends(IterableDataset):
     """A stream whose state after an epoch is its end, from which it would give nothing more."""
 
@@ -363,12 +420,37 @@ def test_an_expanded_buffer_is_given_back():
     assert wide.stride() == (0,)
 
 
-def test_what_cannot_be_given_back_does_not_stop_the_rest():
+def test_a_sealed_buffer_is_given_back():
     learn = make_learner(DataLoaders(DataLoader(make_classes(8), 4), device="cpu"), Odd(True), nn.CrossEntropyLoss())
-    before = weights(learn.model)
-    with pytest.raises(RuntimeError, match="inference"), unchanged(learn):
+    sealed, before = learn.model.sealed, weights(learn.model)
+    with unchanged(learn):
         learn.fit(1)
+        with torch.inference_mode():
+            sealed.add_(1)
     assert same_weights(before, learn.model)
+    assert learn.model.sealed is sealed
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_what_cannot_be_given_back_does_not_stop_the_rest(before):
+    class Refusing(Callback):
+        steps = 0
+
+        def after_step(self):
+            self.steps += 1
+
+        def state_dict(self):
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state):
+            raise OSError("no")
+
+    learn = learner(fitted=before, cbs=Refusing())
+    opt, before = learn.opt, facts(learn)
+    with pytest.raises(CheckpointError, match=r"Refusing.load_state_dict\(\) did not take"), unchanged(learn):
+        learn.fit(1)
+    assert learn.opt is opt
+    assert same(before[:4], facts(learn)[:4])
 
 
 def test_a_lazy_module_must_have_its_shape_first():

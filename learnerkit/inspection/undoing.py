@@ -1,0 +1,253 @@
+"""Undoing what a trial changes: training, or running a model, that leaves no trace on a learner."""
+
+import copy
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from learnerkit import run_state
+from learnerkit.callback import Callback
+from learnerkit.data.batches import rows_of, to_device
+from learnerkit.data.iterable import source_of
+from learnerkit.data.order import (
+    GENERATORS,
+    first_batch,
+    generator_state,
+    has_state,
+    keep_seeds,
+    samplers_of,
+    set_generator_state,
+    with_batches,
+)
+from learnerkit.explain import explain, explanation
+from learnerkit.optim import group_restorer
+from learnerkit.state import TRANSIENT
+from learnerkit.torch_internals import own_tensors, uncompiled
+from learnerkit.utils import host_copy, own_loss_arguments, restorer, training_modes, unbound, unexpanded, unwrap
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+
+@contextmanager
+def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None]:
+    """Restore at the end everything that training changes on a learner, exactly, also after an error.
+
+    That is the state of a run, as `Learner.state_dict` returns it, and what a step may change that is no part of it:
+    gradients, `requires_grad`, and the attributes of modules, callbacks and data with a state. Tensors are restored in
+    place. The copies are on the host, so the device needs no more memory.
+
+    Args:
+        learn: the learner.
+        but: callbacks that keep what they have seen.
+
+    Raises:
+        ValueError: the model has parameters that get their shape from the first batch.
+    """
+    loaders, keep = learn.dls.loaders, cache(host_copy)
+    owners = unwrap(learn.model), unbound(learn.loss_func)[0]
+    check_shaped([owner for owner in owners if isinstance(owner, nn.Module)])
+    found = run_state.state_dict(learn)
+    del found["model"]  # which is restored tensor by tensor, as some buffers cannot be loaded
+    state, held = restorer(found, keep), chain(learn.opts, *map(_held, learn.opts))  # with those inside of others
+    opts = [_put_back_optimizer(x, keep) for x in held if isinstance(x, Optimizer)]
+
+    def put_back() -> None:
+        values = state()
+        run_state.put_trained(learn, values)
+        run_state.put_place(learn, values)
+        run_state.put_rest(learn, values)
+
+    with ExitStack() as stack:
+        samplers = [sampler for dl in loaders for sampler in samplers_of(dl) if not has_state(sampler)]
+        for part in (*map(source_of, loaders), *samplers):
+            put_back_attributes(part, stack)  # after its state, from which at its end some would not begin again
+        for calls in (opts, [put_back], opts):  # optimizers again, to which loading gives other groups and tensors
+            for call in calls:
+                stack.callback(call)
+        stack.callback(setattr, learn, "opt", learn.opt)
+        for cb in learn.cbs:
+            if not cb.only_fit and cb not in but:
+                put_back_attributes(cb, stack)
+        stack.callback(loaders.__setitem__, slice(None), list(loaders))
+        stack.callback(setattr, learn.dls, "_twins", learn.dls._twins)  # workers of copies made in here end
+        for i, dl in enumerate(loaders):
+            if isinstance(dl, DataLoader) and dl.persistent_workers:
+                loaders[i] = with_batches(dl)  # a copy, with other workers: theirs have random states out of reach
+        for owner in owners:
+            _put_back_modules(owner, stack, keep)
+        yield
+
+
+@contextmanager
+def trial(learn: "Learner", model: nn.Module) -> Iterator[None]:
+    """Restore model and loss, random states and the learner's batch after running a model on a batch.
+
+    For as long as it lasts it takes the memory of the weights once more, on their device, and the time to copy them
+    twice: a forward pass may change any of them, frozen ones too.
+
+    Args:
+        learn: the learner.
+        model: its unwrapped model; in the context it is `learn.model`.
+    """
+    # Uncompiled, as to compile a model would take longer than the trial.
+    with keep_seeds(device=learn.dls.device), training_modes(model), uncompiled(), _run_kept(learn) as stack:
+        for owner in (model, unbound(learn.loss_func)[0]):
+            _put_back_modules(owner, stack, _clone)
+        stack.callback(torch.clear_autocast_cache)  # it may have weights that were cast in the graph of this trial
+        learn.model = model
+        yield
+
+
+def _run_kept(learn: "Learner") -> ExitStack:
+    """Return a context at whose end the learner has the model and the batch that it has now, and all of its run."""
+    stack = ExitStack()
+    stack.callback(vars(learn).update, {name: getattr(learn, name) for name in ("model", *TRANSIENT)})
+    return stack
+
+
+def give_shapes(learn: "Learner") -> None:
+    """Give lazy layers their shapes and first weights, by a training batch and alike on every rank.
+
+    Raises:
+        ValueError: the model cannot run on the batch as the loader gives it, or the batch could not be read again.
+    """
+    model, dl = unwrap(learn.model), learn.dls.train
+    lazy = next((name for name, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)), None)
+    if lazy is None:
+        return
+    advice = "run the model on a batch before the fit: learn.model(x)"
+    if hasattr(dl, "__next__"):
+        raise ValueError(
+            f"{lazy} has no shape until the model has seen a batch, and the loader can be read only once; {advice}"
+        )
+    with _run_kept(learn):
+        batch = first_batch(dl)
+        try:
+            with torch.no_grad(), training_modes(model), ExitStack() as stack:
+                _put_back_modules(model, stack, _clone)
+                learn.model = model.eval()
+                predict(learn, batch)
+        except Exception as error:
+            mend = next(iter(explanation(learn, error)), "")
+            explain(learn, error)
+            raise ValueError(
+                f"{lazy} has no shape until the model has seen a batch, and it cannot run on the first training batch "
+                f"as the loader gives it ({type(error).__name__}: {error}); {mend or advice}"
+            ) from error
+
+
+def predict(learn: "Learner", batch: Any) -> None:
+    """Run `learn.model` on a batch of the training loader; it becomes the learner's batch."""
+    learn.batch = to_device(batch, learn.dls.device)
+    learn.xb, learn.yb = learn.dls.split(learn.batch, own_loss_arguments(learn.loss_func, learn.model))
+    learn.batch_size = rows_of(learn.xb)
+    learn._forward()
+
+
+def check_shaped(modules: Iterable[nn.Module]) -> None:
+    """Refuse parameters that get their shape from the first batch, since they cannot be copied before it."""
+    for module in modules:
+        for name, t in (*module.named_parameters(), *module.named_buffers()):
+            if is_lazy(t):
+                raise ValueError(
+                    f"{name} of {type(module).__name__} has no shape until the model has seen a batch (a lazy module): "
+                    "run it on one first, with learn.validate() or learn.model(x)"
+                )
+
+
+def put_back_attributes(owner: Any, stack: ExitStack) -> None:
+    """Register on `stack` what restores an object's attributes: which they are, what is in containers, generators."""
+    for x in (getattr(owner, "__dict__", {}), *_held(owner)):
+        if type(x) in _CONTAINERS:
+            stack.callback(_refill, x, copy.copy(x))
+        elif isinstance(x, GENERATORS):
+            stack.callback(set_generator_state, x, generator_state(x))
+
+
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+
+
+def _held(owner: Any) -> list[Any]:
+    """The attributes of an object, and what those that are containers hold: no deeper, as that may be anything."""
+    values = list(getattr(owner, "__dict__", {}).values())
+    inside = [x.values() if isinstance(x, dict) else x for x in values if type(x) in (tuple, *_CONTAINERS)]
+    return [*values, *(item for items in inside for item in items)]
+
+
+def _refill(x: Any, content: Any) -> None:
+    x.clear()
+    (x.update if isinstance(x, dict | set) else x.extend)(content)
+
+
+def _put_back_modules(owner: Any, stack: ExitStack, keep: Callable[[Tensor], Tensor]) -> None:
+    """Register on `stack` what restores a module, or another object, whole.
+
+    That is, of each module in it: parameters and buffers with values, gradient and `requires_grad`, and attributes,
+    tensors among them; also if they have been replaced, removed or added. What other objects that are attributes hold
+    is not restored. A module that gets its shape meanwhile keeps what it gets.
+
+    Args:
+        owner: the module; of another object the attributes are restored.
+        stack: where to register it.
+        keep: copies a tensor.
+    """
+    parts = list(owner.modules()) if isinstance(owner, nn.Module) else [owner]
+    seen = set(map(id, parts))
+    for part in parts:  # which grows
+        own = own_tensors(part) if isinstance(part, nn.Module) else []
+        if any(map(is_lazy, own)):
+            continue
+        put_back_attributes(part, stack)
+        for x in (*own, *_held(part)):
+            if id(x) in seen:
+                continue
+            seen.add(id(x))
+            if isinstance(x, nn.Module):  # in a list, where torch does not look for modules
+                parts.append(x)
+                continue
+            is_own = any(x is t for t in own)
+            if is_own or (isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested):
+                stack.callback(_tensor_restorer(x, keep, is_own))
+
+
+def _tensor_restorer(x: Tensor, keep: Callable[[Tensor], Tensor], is_own: bool) -> Callable[[], None]:
+    """Return a function that restores a tensor in place; one that `is_own` a module's is written in any case."""
+    values, requires_grad = keep(unexpanded(x)), x.requires_grad
+    grad = restorer(x.grad if x.is_leaf else None, keep)
+
+    def put_back() -> None:
+        place = unexpanded(x).detach()
+        # A host-device sync; what has not changed may be memory that cannot be written.
+        if is_own or not torch.equal(place, values.to(x.device)):
+            place.copy_(values)
+        if x.is_leaf:
+            x.requires_grad_(requires_grad).grad = grad()
+
+    return put_back
+
+
+def _clone(x: Tensor) -> Tensor:
+    return x.detach().clone()
+
+
+def _put_back_optimizer(opt: Optimizer, keep: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+    """Return a function that restores an optimizer's groups, their hyper-parameters, and its state."""
+    groups, held, state = group_restorer(opt), opt.state, restorer(opt.state, keep)
+
+    def put_back() -> None:
+        groups()
+        held.clear()
+        held.update(state())
+        opt.state = held
+
+    return put_back
