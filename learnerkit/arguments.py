@@ -19,7 +19,7 @@ from learnerkit.losses import loss_name, unwrap_partial
 from learnerkit.optim import parameters_of
 from learnerkit.text import did_you_mean
 from learnerkit.torch_internals import BatchNorm
-from learnerkit.utils import describe, library_of, restorer
+from learnerkit.utils import describe, library_of, overrides, restorer
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -97,7 +97,7 @@ def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any) -> None:
 
 def check_loss(learn: "Learner") -> None:
     """Refuse a loss function that asks for something that the learner does not have, and counts of unknown losses."""
-    if learn._loss_weighting.parts and learn._overrides("_loss"):
+    if learn._loss_weighting.parts and overrides(learn, "_loss"):
         raise ValueError(
             f"loss_weight= has a weight for each of several losses, and {type(learn).__name__} has a `_loss` of its "
             "own, of whose parts nothing is known: give one loss_weight for the whole, or let the model return the "

@@ -82,6 +82,7 @@ from learnerkit.utils import (
     count_parameters,
     is_placed,
     listify,
+    overrides,
     own_loss_arguments,
     restorer,
     spanned_devices,
@@ -307,7 +308,7 @@ class Learner(RunState):
 
     def __repr__(self) -> str:
         opts, rates = ", ".join(type(opt).__name__ for opt in self.opts), self.lr
-        if not opts and self._overrides("create_opt"):
+        if not opts and overrides(self, "create_opt"):
             opts, rates = "of create_opt", self._named_lr
         elif opts and isinstance(rates, int | float):
             rates = optim.rates_text(sum(optim.group_rates(self.opt, None, self._named_lr, lambda given: given), []))
@@ -440,11 +441,6 @@ class Learner(RunState):
         first = max(optim.rates(self.lr, len(self.lr) if isinstance(self.lr, list) else 2))
         groups = optim.make_groups(self.model, self.splitter)
         self.opt = optim.make_optimizer(self.opt_func, groups, first, self.model)
-
-    def _overrides(self, *seams: str) -> bool:
-        "Tell whether a subclass, or this run, has its own version of one of these seams."
-        given = vars(self).keys() & {"_backward", "_step"}  # of the others `ParallelCallback` puts its own there
-        return any(seam in given or getattr(type(self), seam) is not getattr(Learner, seam) for seam in seams)
 
     def closure(self, reuse: bool = False) -> Callable[[], Tensor]:
         """A function for an optimizer that evaluates the loss several times in a step, such as LBFGS or SAM.
@@ -897,7 +893,7 @@ class Learner(RunState):
         with self._lock, world.alone():
             arguments.check_thread(self, "predict")
             heard = any(type(cb) not in _LEFT_OUT and acts_in_evaluation(cb) for cb in self.cbs)
-            return (self._predict_in_loop if heard or self._overrides("_forward") else self._predict_alone)(items, act)
+            return (self._predict_in_loop if heard or overrides(self, "_forward") else self._predict_alone)(items, act)
 
     def _predict_alone(self, items: list[Any], act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
         "Do what the loop does with a batch that no callback listens to; nothing of this learner changes."
@@ -1031,7 +1027,7 @@ class Learner(RunState):
             self._loss_weighting = LossWeight(self.loss_func, self.loss_weight, self.model, self.dls.aligned, by_rows)
             arguments.check_loss(self)
             self._note_modes()
-        self._loss_without_targets = self.loss_func is None or self._overrides("_loss") or self._loss_weighting.alone
+        self._loss_without_targets = self.loss_func is None or overrides(self, "_loss") or self._loss_weighting.alone
         kept = TRANSIENT if fitting else (*TRANSIENT, *COUNTERS)
         outer = {name: getattr(self, name) for name in kept}
         with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.agreement_for(self, task):
@@ -1086,7 +1082,7 @@ class Learner(RunState):
     def _prepare_opt(self, lr: Any = None, wd: float | Mapping | None = None, reset: bool = False) -> None:
         "An optimizer with these hyper-parameters, or the Learner's own."
         self._make_opt(reset)
-        if not self._overrides("_step") and arguments.needs_closure(self.opts):
+        if not overrides(self, "_step") and arguments.needs_closure(self.opts):
             arguments.check_closure(self)
             vars(self)["_step"] = self._step_by_closure
         wd = self.wd if wd is None else wd
@@ -1140,11 +1136,6 @@ class Learner(RunState):
     def n_ranks(self) -> int:
         """The processes that share the data of the present run; 1 where this one has all of them."""
         return 1 if self._agreement is None else world.world_size()
-
-    @property
-    def _model_output(self) -> Any:
-        "All that the model returned, or the predictions where a subclass sets no `output`."
-        return self.pred if self.output is None else self.output
 
     @property
     def x(self) -> Any:

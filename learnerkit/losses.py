@@ -23,7 +23,7 @@ from learnerkit.data.loaders import unknown_keys
 from learnerkit.events import CancelBackwardException
 from learnerkit.gradient_mean import counts_something, host_count, zero_loss
 from learnerkit.text import did_you_mean
-from learnerkit.utils import describe, itself, library_of, unbound, unwrap, warn
+from learnerkit.utils import describe, itself, library_of, overrides, unbound, unwrap, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -634,7 +634,7 @@ def take_loss(learn: "Learner") -> None:
     """
     if learn.batch_size == 0 and not rows_of(learn.xb):
         # A rank without data: gradients of zero, since the mean of nothing would be NaN.
-        learn.loss_grad = zero_loss(learn._model_output)
+        learn.loss_grad = zero_loss(output_of(learn))
         learn.loss = learn.loss_grad.detach()
     else:
         if not learn.iter:
@@ -702,9 +702,14 @@ def evaluate_again(learn: "Learner") -> Tensor:
             precision.cleanup_batch()
 
 
+def output_of(learn: "Learner") -> Any:
+    """Return all that the model returned, or the predictions where a subclass sets no `output`."""
+    return learn.pred if learn.output is None else learn.output
+
+
 def batch_count(learn: "Learner") -> int | Tensor:
     """Return what the loss of the present batch averages over."""
-    return learn._loss_weighting.count(learn.yb, learn.batch_size, learn.pred, learn._model_output)
+    return learn._loss_weighting.count(learn.yb, learn.batch_size, learn.pred, output_of(learn))
 
 
 def loss_arguments(learn: "Learner") -> dict[str, Any]:
@@ -721,7 +726,7 @@ def found_loss(learn: "Learner") -> Any:
 
 def makes_loss(learn: "Learner") -> bool:
     """Tell whether the model makes the loss, rather than a loss function or the learner."""
-    return learn.loss_func is None and not learn._overrides("_loss")
+    return learn.loss_func is None and not overrides(learn, "_loss")
 
 
 def own_loss(output: Any, but: Collection[str] = ()) -> Any:
@@ -853,7 +858,7 @@ def doubtful_count(learn: "Learner") -> str:
             f"{UNKNOWN_COUNT}it is taken for the mean over {own.described(yb[0])}. If it is one, say "
             f"loss_weight=lambda y: ({y} != {own.ignored}).sum(); else give the Learner {SAY_COUNT}"
         )
-    if learn._overrides("_loss"):
+    if overrides(learn, "_loss"):
         return ""
     parts = " + ".join(loss_parts(learn.output)) or "it"
     return (

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from inspect import signature
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch.nn.parameter import is_lazy
 
 from learnerkit.text import did_you_mean, escaped, first_few
 from learnerkit.torch_internals import caller, own_tensors, without_compiler
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
 
 
 def itself(x: Any) -> Any:
@@ -175,6 +178,19 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = inner
         else:
             return model
+
+
+def overrides(learn: "Learner", *seams: str) -> bool:
+    """Tell whether a learner's class, or the present run, has its own version of one of these methods of the Learner.
+
+    The present run has that of `_step` where an optimizer needs a closure, and a `_backward` that a user has assigned.
+    """
+    given = vars(learn).keys() & {"_backward", "_step"}  # of the others `ParallelCallback` puts its own there
+    for seam in seams:
+        found = [vars(kind)[seam] for kind in type(learn).__mro__ if seam in vars(kind)]
+        if seam in given or found[0] is not found[-1]:  # the last one is the Learner's
+            return True
+    return False
 
 
 def own_loss_arguments(loss_func: Any, model: nn.Module) -> list[str] | None:

@@ -8,6 +8,7 @@ from learnerkit import arguments, optim
 from learnerkit.callback import Callback
 from learnerkit.events import CancelBatchException, CancelStepException
 from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients
+from learnerkit.losses import output_of
 
 
 class GradientAccumulation(Callback):
@@ -96,7 +97,7 @@ class GradientAccumulation(Callback):
         if not mean.begun:  # a count on the device is not read, to avoid a host-device sync
             mean.begin((learn.batch_size if isinstance(count, Tensor) else count) * learn.step_batches or 1.0)
         mean.counted = mean.counted + count
-        learn.loss_grad = mean.weigh(learn.loss_grad, count, learn._model_output)
+        learn.loss_grad = mean.weigh(learn.loss_grad, count, output_of(learn))
         learn._backward()
         self.finish()
 

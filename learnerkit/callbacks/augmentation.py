@@ -11,7 +11,7 @@ from learnerkit import arguments, world
 from learnerkit.callback import Callback
 from learnerkit.data.order import draw_seed
 from learnerkit.losses import no_loss
-from learnerkit.utils import describe
+from learnerkit.utils import describe, overrides
 
 
 class _Drawing(Callback):
@@ -119,7 +119,7 @@ class _Mixing(_Drawing):
 
     def before_fit(self) -> None:
         learn = self.learn
-        if learn.loss_func is None and not learn._overrides("_loss"):
+        if learn.loss_func is None and not overrides(learn, "_loss"):
             raise ValueError(
                 f"{self!r} mixes the losses of two targets, and this model makes its own loss from the batch: give "
                 "the Learner a loss_func, or mix in the model"

@@ -177,7 +177,7 @@ def _of_type(x: Tensor, weight: Tensor) -> str:
 def of_loss(learn: "Learner", frames: list[FrameType], text: str) -> str:
     """A loss that has failed, by what it got."""
     pred, yb = learn.pred, learn.yb
-    if learn._model_output is None:
+    if learn.output is None and learn.pred is None:
         return "the model returned None: has its forward a `return`?"
     if "positional argument" in text:
         return f"loss_func is called as f(pred, *targets), here with 1 + {len(yb)} arguments"

@@ -15,7 +15,7 @@ from learnerkit.data.show import WIDTH, Table
 from learnerkit.inspection.undoing import give_shapes, predict, trial
 from learnerkit.losses import loss_name
 from learnerkit.text import in_units
-from learnerkit.utils import count_parameters, unwrap
+from learnerkit.utils import count_parameters, overrides, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -183,7 +183,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
 def _state_bytes(learn: "Learner", trained: list[nn.Parameter]) -> int | None:
     """What the optimizer keeps: as it is, or tried out on parameters without data."""
     found = [t for opt in learn.opts for state in opt.state.values() for t in tensors_in(state)]
-    if found or learn._overrides("create_opt"):
+    if found or overrides(learn, "create_opt"):
         return _bytes(found) if found else None
     copies = [nn.Parameter(torch.empty_like(p, device="meta")) for p in trained]
     for p in copies:

@@ -13,6 +13,7 @@ from learnerkit.parallel.deferred import Deferred
 from learnerkit.parallel.model_checks import buffer_marks, check_parts, rank_norms, synchronised
 from learnerkit.parallel.rank_step import Overlapped, RankStep
 from learnerkit.text import first_few
+from learnerkit.utils import overrides
 
 if TYPE_CHECKING:
     from learnerkit.parallel.distributed import DistributedCallback
@@ -42,7 +43,7 @@ class Averager:
         self.model = nn.Module()  # none as yet
         self._heard: list[Optimizer] = []  # whose steps are heard of
         # The seam of the learner's own that may make backward passes, and the option that only DDP itself can serve.
-        self._own = own = next((seam for seam in ("_backward", "_step") if self.learn._overrides(seam)), "")
+        self._own = own = next((seam for seam in ("_backward", "_step") if overrides(self.learn, seam)), "")
         is_static = cb.ddp_kwargs.get("static_graph")
         self._engine = engine = "comm_hook" if cb.comm_hook else "static_graph" if is_static else ""
         cb.ends.callback(step.take_parameters, {}, watches=False)

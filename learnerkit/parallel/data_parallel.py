@@ -25,7 +25,7 @@ from learnerkit.losses import (
     unwrap_partial,
 )
 from learnerkit.text import first_few
-from learnerkit.utils import add_note_once, describe, spanned_devices, unwrap
+from learnerkit.utils import add_note_once, describe, overrides, spanned_devices, unwrap
 
 _AFTER_PRED = [e for e in INNER_EVENTS if e != Event.before_batch]
 
@@ -91,7 +91,7 @@ class ParallelCallback(Callback):
         # The model's own device must come first: DataParallel gathers there.
         ids.sort(key=lambda i: i != (learn.dls.device.index or 0))
         self._whole, model = learn.model, unwrap(learn.model)
-        own_seams = learn._overrides("_forward", "_loss")
+        own_seams = overrides(learn, "_forward", "_loss")
         # What a loss asks for is there once, and not for each replica.
         takes = self.loss_on_replicas and not (own_seams or weighting.asks) and can_replicate(learn.loss_func)
         self._loss_func = learn.loss_func if takes else None

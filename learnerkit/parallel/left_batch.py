@@ -9,10 +9,11 @@ from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.events import CancelException
 from learnerkit.gradient_mean import StepGradient, counts_something
-from learnerkit.losses import pass_kept
+from learnerkit.losses import output_of, pass_kept
 from learnerkit.parallel.agreement import STEP
 from learnerkit.parallel.loaders import first_rows
 from learnerkit.parallel.rank_step import RankStep
+from learnerkit.utils import overrides
 
 
 class LeftBatch(Callback):
@@ -32,7 +33,7 @@ class LeftBatch(Callback):
         self.step = step
         # An attribute rather than a method, so that a batch passes one file less on its way.
         self.before_batch = step.before_batch
-        if step.learn._overrides("_step"):  # which may step without the optimizer's `step`
+        if overrides(step.learn, "_step"):  # which may step without the optimizer's `step`
             self.after_step = step.note_optimizer_step
 
     def __repr__(self) -> str:
@@ -48,7 +49,7 @@ class LeftBatch(Callback):
         learn.batch_size = 0
         if asks_ranks(learn.model):
             return
-        if learn._overrides("_backward"):
+        if overrides(learn, "_backward"):
             self._take_sample()
         else:
             vars(learn)["_forward"] = self._forward
@@ -87,10 +88,10 @@ class LeftBatch(Callback):
         vars(learn).pop("_forward", None)
         with pass_kept(learn):
             learn.batch_size = 0
-            if learn._overrides("_backward"):  # whose passes, and the steps in it, this rank must make, too
+            if overrides(learn, "_backward"):  # whose passes, and the steps in it, this rank must make, too
                 learn._forward()
                 learn._loss()
-            elif learn._model_output is None and asks_ranks(learn.model):
+            elif output_of(learn) is None and asks_ranks(learn.model):
                 learn.xb = first_rows(learn.xb, 0, 0)
                 with suppress(CancelException):  # that of a hook of the model, again
                     learn._forward()

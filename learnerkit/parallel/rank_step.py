@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from learnerkit import world
 from learnerkit.gradient_mean import GradientMean, StepGradient, counts_something, host_count, scale_gradients
 from learnerkit.host_scalars import HostCopy
+from learnerkit.losses import output_of
 from learnerkit.parallel.agreement import AFTER_BATCH, NEXT_BATCH, STEP, TOLD, Agreement, RankDispatch
 from learnerkit.parallel.passes import Passes
 from learnerkit.text import first_few
@@ -135,7 +136,7 @@ class RankStep:
     def weigh(self) -> bool:
         """Take the batch's count, weigh its loss by it, and tell whether it may count anything."""
         learn, mean, something = self.learn, self.mean, self.take_count()
-        learn.loss_grad = mean.weigh(learn.loss_grad, self.count, learn._model_output)
+        learn.loss_grad = mean.weigh(learn.loss_grad, self.count, output_of(learn))
         if learn.step_due and learn.step_batches == 1 and not self.kept:
             # There may be gradients of a callback's own backward pass, which has the weight of the loss.
             if something:

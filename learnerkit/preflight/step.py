@@ -21,7 +21,7 @@ from learnerkit.inspection.undoing import trial, unchanged
 from learnerkit.metrics import make_meters
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
 from learnerkit.text import first_few, in_one_line
-from learnerkit.utils import describe, unwrap
+from learnerkit.utils import describe, overrides, unwrap
 from learnerkit.world import PeerError
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class StepCheck(Callback):
         learn, self.stage = self.learn, "optimizer"
         held = [value for cb in learn.cbs for value in vars(cb).values()]
         scaled = any(isinstance(x, torch.amp.GradScaler) and x.is_enabled() for x in held)
-        own_loop = learn._overrides("_backward", "_step")
+        own_loop = overrides(learn, "_backward", "_step")
         self.found["gradients"] += judge_gradients(self._named, scaled, own_loop, self._made)
 
     def after_batch(self) -> None:

@@ -20,7 +20,7 @@ from learnerkit.inspection.undoing import trial
 from learnerkit.losses import batch_count
 from learnerkit.parallel.distributed import member_of
 from learnerkit.torch_internals import BatchNorm, remove_hooks
-from learnerkit.utils import add_note_once, unwrap
+from learnerkit.utils import add_note_once, overrides, unwrap
 
 _LEAST = 20  # measured steps behind a value of the table, where there have been so many
 _OTHERWISE = "accumulate (GradientAccumulation(n_batches=2)), or train on several ranks, where no batch is cut"
@@ -175,7 +175,7 @@ class GradientNoiseScale(Callback):
     def _check(self) -> None:
         learn = self.learn
         ranks = member_of(learn.cbs) if learn.n_ranks > 1 else None
-        several = "a _backward of its own" if learn._overrides("_backward") else ""
+        several = "a _backward of its own" if overrides(learn, "_backward") else ""
         if ranks is not None and ranks.wrap_names:
             several = f"wrap={ranks.wrap_names}"
         if several:

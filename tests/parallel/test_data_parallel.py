@@ -826,7 +826,7 @@ def test_which_of_our_callbacks_read_predictions():
     readers = set()
     for path in (ROOT / "learnerkit" / "callbacks").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr in ("pred", "output", "_model_output"):
+            if getattr(node, "attr", "") in ("pred", "output") or getattr(node, "id", "") == "output_of":
                 readers.add(path.stem)
     known = {"prediction", "recorder", "precision", "accumulation"}
     assert readers == known, "a new reader: have ParallelCallback._wanted know it"
