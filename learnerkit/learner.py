@@ -41,7 +41,7 @@ from learnerkit.checkpoints.storage import read_checkpoint
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders, Unpacker
 from learnerkit.data.order import in_order, keep_seeds
-from learnerkit.data.position import reading
+from learnerkit.data.stream import reading
 from learnerkit.events import (
     CancelBackwardException,
     CancelBatchException,

@@ -19,8 +19,16 @@ from torch.utils.data import IterableDataset
 from learnerkit import optim, world
 from learnerkit.callback import Callback, is_ours
 from learnerkit.data.batches import map_batch, tensors_in, to_device
-from learnerkit.data.iterable import has_state, source_of
-from learnerkit.data.samplers import GENERATORS, generator_state, set_generator_state
+from learnerkit.data.iterable import source_of
+from learnerkit.data.order import (
+    GENERATORS,
+    generator_state,
+    has_state,
+    order_sources,
+    put_states,
+    set_generator_state,
+    states_of,
+)
 from learnerkit.events import CancelTrainException
 from learnerkit.files import CheckpointError, Saved, fitted, why_not
 from learnerkit.state import COUNTERS
@@ -91,14 +99,14 @@ def check_moment(learn: "Learner") -> None:
     elif position is not None and position.stage == TRAIN:
         if learn.iter < position.first_step:
             where = "in before_train"
-        elif position.steps <= learn.iter and learn.pred is not None:
+        elif position.steps <= learn.iter:  # also in `before_batch`, when its data have been read
             where = "in the middle of a batch"
         elif position.steps > learn.iter and not learn.step_due:
             where = "in the middle of an optimizer step of several batches, whose gradients are not part of the state"
     if where:
         raise RuntimeError(
-            f"learn.state_dict() was called {where}; call it between two fits, or in before_fit, before_batch, "
-            "after_batch (if self.step_due), after_train or after_epoch, in a callback with order > 0"
+            f"learn.state_dict() was called {where}; call it between two fits, or in before_fit, after_batch (if "
+            "self.step_due), after_train or after_epoch, in a callback with order > 0"
             " (errors.html#learner-state)"
         )
 
@@ -228,7 +236,7 @@ def _loader_state(learn: "Learner", dl: Any) -> dict[str, Any] | None:
         return None
     source = _source_of(dl)
     return {
-        "samplers": learn.dls.sampler_states(dl).state(),
+        "samplers": states_of(order_sources(dl)),
         "source": None if source is None else copy.deepcopy(source.state_dict()),
     }
 
@@ -414,7 +422,7 @@ def _kind(t: Tensor) -> tuple[Any, ...]:
 
 
 def _put_loader(learn: "Learner", dl: Any, state: Mapping[str, Any]) -> None:
-    learn.dls.sampler_states(dl).load(state["samplers"])
+    put_states(order_sources(dl), state["samplers"])
     if state["source"] is not None:
         _source_of(dl).load_state_dict(copy.deepcopy(state["source"]))
 
@@ -453,7 +461,7 @@ class Resumption:
             if place == FIT:
                 learn.epoch = counters["epoch"]
                 if data is not None and data["samplers"] is not None:
-                    learn.dls.sampler_states(learn.dls.train).load(data["samplers"])
+                    put_states(order_sources(learn.dls.train), data["samplers"])
                     ended = data, own
             elif data is None or learn._position is None:
                 learn.start_epoch = counters["epoch"] + (place == EPOCH)

@@ -204,11 +204,6 @@ def loader_attributes(loader: DataLoader) -> dict[str, Any]:
     return vars(loader) | {"_iterator": None}
 
 
-def has_iterator(loader: Any) -> bool:
-    """Tell whether a DataLoader has persistent workers that run: it draws no seed for them again."""
-    return getattr(loader, "persistent_workers", False) and loader._iterator is not None
-
-
 def workers_of(iterator: Any) -> Sequence[Any]:
     """Return the worker processes of a DataLoader's iterator."""
     return iterator._workers if isinstance(iterator, _MultiProcessingDataLoaderIter) else ()

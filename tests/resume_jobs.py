@@ -286,6 +286,12 @@ class Counting:
         self.epoch += 1
         return iter(torch.randperm(self.n, generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
+    def state_dict(self):
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.epoch = state["epoch"]
+
 
 class Shuffling(Counting):
     """Shuffles its lists and arrays in place, each epoch from the order of the one before."""
@@ -300,6 +306,12 @@ class Shuffling(Counting):
         self.random.shuffle(self.buckets)
         self.array[:] = self.array[[*self.buckets[0], *self.buckets[1]]]
         return iter(self.array.tolist())
+
+    def state_dict(self):
+        return {"array": self.array, "buckets": self.buckets}
+
+    def load_state_dict(self, state):
+        self.array, self.buckets = state["array"], state["buckets"]
 
 
 class Stream(IterableDataset):

@@ -214,12 +214,21 @@ class Own(Learner):
 
 
 class Listens(Callback):
-    """Has the rates of each batch."""
+    """Has the rates of each batch, in a list that is no attribute: `lr_find` would put it back."""
 
     run_valid = False
 
+    def __init__(self):
+        super().__init__()
+        rates = []
+        self.get = lambda: rates
+
+    @property
+    def rates(self):
+        return self.get()
+
     def before_fit(self):
-        self.rates = []
+        self.rates.clear()
 
     def after_step(self):
         self.rates.append([float(group["lr"]) for opt in self.opts for group in opt.param_groups])

@@ -71,7 +71,7 @@ def make(seed=0, **kwargs):
     )
 
 
-PLACES = {"after_batch": 8, "after_train": 2, "after_epoch": 1, "before_fit": 1, "before_batch": 7, "before_epoch": 2}
+PLACES = {"after_batch": 8, "after_train": 2, "after_epoch": 1, "before_fit": 1, "before_epoch": 2}
 
 
 @pytest.mark.parametrize("event", PLACES)
@@ -172,10 +172,10 @@ def test_states_of_other_callbacks_are_put_back_with_accumulation():
     assert same_weights(first.model, again.model)
 
 
-@pytest.mark.parametrize("event", ["before_train", "after_pred", "after_step", "before_validate"])
+@pytest.mark.parametrize("event", ["before_train", "before_batch", "after_pred", "after_step", "before_validate"])
 def test_no_state_is_taken_where_nothing_could_go_on_from_it(event):
     learn = make(cbs=[Taking(event, 1)])
-    with raises(RuntimeError, "learn.state_dict() was called", "in before_fit, before_batch, after_batch"):
+    with raises(RuntimeError, "learn.state_dict() was called", "in before_fit, after_batch"):
         learn.fit(1)
 
 

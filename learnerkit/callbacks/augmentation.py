@@ -27,7 +27,7 @@ class _Drawing(Callback):
 
     def before_train(self) -> None:
         learn = self.learn
-        seed = torch.initial_seed() if learn._position is None else learn._position.order.seed(learn.epoch)
+        seed = torch.initial_seed() if learn._position is None else learn._position.seed()
         self._seeds[True] = world.mixed_seed(seed, learn.n_fits, learn.epoch)
 
     def before_validate(self) -> None:

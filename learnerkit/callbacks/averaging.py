@@ -12,6 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from learnerkit import arguments, world
 from learnerkit.callback import Callback
 from learnerkit.data.iterable import source_of
+from learnerkit.data.order import order_sources, put_states, states_of
 from learnerkit.events import CancelBatchException
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
@@ -432,14 +433,14 @@ class SWA(_Averaging):
         if not norms:
             return
         measure, dl = _Statistics(norms), learn.dls.train if self.bn_dl is None else self.bn_dl
-        samplers = learn.dls.sampler_states(dl)
-        before = samplers.state()
+        order = order_sources(dl)
+        before = states_of(order)
         try:
             # An evaluation in mid-fit: random streams and the place in the data stay, and the mean is in the model.
             with learn._running("predict", measure) as nested:
                 learn._evaluate(dl, nested)
         finally:
-            samplers.load(before)
+            put_states(order, before)
         for norm, found in zip(norms, measure.found, strict=True):
             for kind, value in found.items():
                 self._average[names[id(getattr(norm, kind))]].copy_(value)

@@ -11,8 +11,8 @@ from torch.profiler import profile, schedule
 from learnerkit import arguments, world
 from learnerkit.callback import Callback
 from learnerkit.data.batches import loader_len, map_batch, to_device
+from learnerkit.data.cuts import Share
 from learnerkit.data.iterable import LoaderView
-from learnerkit.data.streams import Share
 from learnerkit.utils import warn
 
 

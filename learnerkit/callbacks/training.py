@@ -1,14 +1,12 @@
 """The course of training: train and eval mode, counters, sample order, and an end after a number of steps."""
 
 import sys
-from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
 from learnerkit import world
 from learnerkit.callback import Callback
-from learnerkit.data.order import seeded_samplers
 from learnerkit.data.position import Position
 from learnerkit.endings import ending_of
 from learnerkit.events import CancelTrainException
@@ -17,7 +15,7 @@ from learnerkit.utils import unwrap
 
 
 class TrainEvalCallback(Callback):
-    """Puts the model into train or eval mode, counts batches, and seeds the sample order of each epoch.
+    """Puts the model into train or eval mode, counts batches, and keeps the place in the training data.
 
     A run that ends without an error leaves the model in eval mode. If the user puts some modules of a model in train
     mode into eval mode, they stay in eval mode in this and later fits. To change that after a fit, call
@@ -27,10 +25,6 @@ class TrainEvalCallback(Callback):
 
     order = -10
     run_valid = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seeded = ExitStack()
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -50,11 +44,8 @@ class TrainEvalCallback(Callback):
                 module.training = False
         if learn.n_epoch:
             learn.pct_train = learn.epoch / learn.n_epoch
-        position, samplers = learn._position, learn.dl
-        learn.dl = position.begin(learn.dl, learn.epoch, learn.dls, learn.n_ranks)
-        learn._first_batch = position.first_step
-        self._seeded = ExitStack()  # a new one: a copy of this callback may be in the middle of an epoch
-        self._seeded.enter_context(seeded_samplers(samplers, position.order.seed(learn.epoch)))
+        learn.dl = learn._position.begin(learn.dl, learn.epoch, learn.dls, learn.n_ranks)
+        learn._first_batch = learn._position.first_step
 
     def after_cancel_batch(self) -> None:
         if ending_of(sys.exception()).event == "after_step":
@@ -74,9 +65,6 @@ class TrainEvalCallback(Callback):
     def after_epoch(self) -> None:
         if self.learn._position is not None:  # else an evaluation
             self.learn._position.end_epoch()
-
-    def cleanup_train(self) -> None:
-        self._seeded.close()
 
     def before_validate(self) -> None:
         self.learn.model.eval()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,39 +144,58 @@ def rows_in(part: Any, dims: Dims) -> list[Any]:
     return found
 
 
-class Cutter:
-    """Cuts batches that are made already into a piece for each of several ranks.
+class Share(NamedTuple):
+    """The share of a rank in the batches of a step.
+
+    Attributes:
+        place: of its batch in the order of all ranks' batches; 0 until it is known.
+        size: its samples that count; 0 for a rank that only takes part in the others' collectives; `None` where only
+            the data tell.
+        total: samples of all ranks in this step; `None` where only the data tell.
+        batch: its samples, joined or still to be joined, where they come together with these numbers; `None`: there
+            are none, or they come by themselves.
+    """
+
+    place: int
+    size: int | None
+    total: int | None
+    batch: Any = None
+
+
+def cut_share(
+    batch: Any, rank: int, ranks: int, dims: Dims, least: int, name: str,
+    count: Callable[[Any], int | None] | None = None,
+) -> Share:  # fmt: skip
+    """Cut a rank's share out of a batch that is made already; without samples of its own, the batch is to be emptied.
 
     Args:
+        batch: of all ranks.
+        rank, ranks: whose share of how many.
         dims: where the samples of a batch are.
         least: as in `even_sizes`.
         name: what to call the loader in errors.
+        count: the number of samples of a batch, as `DataLoaders.count`; by default that of its rows.
+
+    Raises:
+        ValueError: the parts of the batch do not have the same samples, or no known ones.
     """
 
-    def __init__(self, dims: Dims, least: int, name: str) -> None:
-        self.dims, self.least, self.name = dims, least, name
-
-    def __call__(self, batch: Any, rank: int, ranks: int) -> tuple[Any, int, int]:
-        """Return (the piece of a rank, its samples, those of the whole batch); without any, a piece to be emptied.
-
-        Raises:
-            ValueError: the parts of the batch do not have the same samples, or no known ones.
-        """
-        counts = row_counts(batch, self.dims, self._refuse)
-        if len(set(counts.values())) != 1:
-            found = ", ".join(f"{'.'.join(map(str, place)) or 'it'}: {n}" for place, n in counts.items())
-            raise ValueError(
-                f"a batch of {self.name} cannot be cut for {ranks} ranks, as its parts have different lengths along "
-                f"the dimension of the samples, or none ({found or describe(batch)}); {_ADVICE}"
-            )
-        total = next(iter(counts.values()))
-        ends = [0, *accumulate(even_sizes(total, ranks, self.least))]
-        start, stop = ends[rank], ends[rank + 1]
-        piece = cut_rows(batch, self.dims, start, stop) if start < stop else cut_rows(batch, self.dims, 0, self.least)
-        return piece, stop - start, total
-
-    def _refuse(self, part: Any) -> None:
+    def refuse(part: Any) -> None:
         raise ValueError(
-            f"a batch of {self.name} cannot be cut: it is not known where the samples of {describe(part)} are with "
-            f"batch_dim={self.dims!r}; {_ADVICE}"
+            f"a batch of {name} cannot be cut: it is not known where the samples of {describe(part)} are with "
+            f"batch_dim={dims!r}; {_ADVICE}"
         )
+
+    counts = row_counts(batch, dims, refuse)
+    if len(set(counts.values())) != 1:
+        found = ", ".join(f"{'.'.join(map(str, place)) or 'it'}: {n}" for place, n in counts.items())
+        raise ValueError(
+            f"a batch of {name} cannot be cut for {ranks} ranks, as its parts have different lengths along the "
+            f"dimension of the samples, or none ({found or describe(batch)}); {_ADVICE}"
+        )
+    rows = next(iter(counts.values()))
+    ends = [0, *accumulate(even_sizes(rows, ranks, least))]
+    start, stop = ends[rank], ends[rank + 1]
+    total = None if count is None else count(batch)
+    piece = cut_rows(batch, dims, start, stop) if start < stop else cut_rows(batch, dims, 0, least)
+    return Share(0, stop - start, rows if total is None else total, piece)

@@ -1,19 +1,24 @@
 """Data without an index: streams and loaders of other kinds, with their states, and reading them on from a place."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from itertools import islice
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from learnerkit import world
-from learnerkit.data.order import draw_seed, keep_seeds
+from learnerkit.data.batches import loader_len
+from learnerkit.data.order import draw_seed, has_state, keep_seeds, states_at_start
 from learnerkit.utils import warn
+
+if TYPE_CHECKING:
+    from learnerkit.data.position import Position
 
 
 class LoaderView:
@@ -133,6 +138,140 @@ def source_of(dl: Any) -> Any:
     return dl if has_state(dl) else None
 
 
-def has_state(x: Any) -> bool:
-    """Tell whether an object has `state_dict` and `load_state_dict`."""
-    return all(callable(getattr(x, name, None)) for name in ("state_dict", "load_state_dict"))
+class IterablePlace:
+    """The place in data without an index: the state of what gives them, or what it takes to read them again.
+
+    Attributes:
+        source: what has the state of the data, if something has one.
+        found: its state at the place, or after an epoch, until it is read from there.
+        states: of the global generators when this epoch began, on all ranks alike; data without a state are read
+            again with them.
+        stream: of the generators by which ranks read a source alike, at the place.
+        parts: of an iterable dataset: how many, and by how many workers each is read.
+        shared: the rank's loader, on several ranks.
+        own: the state of what only this rank reads.
+        again: steps that are read again up to the place.
+        length: batches that the loader says it has, on one process.
+    """
+
+    states: Any = None
+    stream: Any = None
+    again = 0
+
+    def __init__(self) -> None:
+        self.source: Any = None
+        self.found: Any = None
+        self.shared: Any = None
+        self.own: dict[str, Any] = {}
+        self.parts: tuple[int, int] | None = None
+        self.length: int | None = None
+        self._reads_again = False  # on one process
+
+    def clear(self) -> None:
+        """Forget the place in the epoch before."""
+        self.states, self.stream, self.again = None, None, 0
+
+    def state(self, place: "Position") -> dict[str, Any]:
+        """Return what `load` takes, and whether the epoch is over."""
+        source, over = (None, place.over) if self.source is None else self._source_state(place)
+        reading = place.begun and not over
+        return {
+            "over": over,
+            "states": self.states if reading else None,
+            "stream": self.shared.stream if reading and self.shared is not None else None,
+            "parts": self.parts,
+            "source": source,
+        }
+
+    def _source_state(self, place: "Position") -> tuple[Any, bool]:
+        """The state of the source, and whether it has come to the end of the epoch.
+
+        Behind the last batch many sources are already where the next epoch begins.
+        """
+        if self.found is not None:
+            return self.found, True
+        # Without workers torch's loader gives a short batch only at the end of its dataset, of which it then knows.
+        short = not isinstance(self.source, DataLoader) and place.lacks_samples
+        last = short or place.batches >= (self.length or inf)
+        return self.source.state_dict(), place.over or (place.begun and last)
+
+    def begin(self, dl: Any, again: bool) -> None:
+        """Take a loader for this epoch; `again`: if it has no state, it is read again up to the place."""
+        self.source, self.shared, self.length = source_of(dl), None, loader_len(dl)
+        self._reads_again = again and self.source is None
+
+    def load(self, dl: Any, state: dict[str, Any], ranks: int) -> None:
+        """Go on from a state; to be called after `begin`.
+
+        Raises:
+            ValueError: the epoch cannot be begun again as it was.
+        """
+        self._check(dl, state, ranks)
+        self.states, self.stream, self.found, self.parts = (state[k] for k in ("states", "stream", "source", "parts"))
+
+    def _check(self, dl: Any, state: dict[str, Any], ranks: int) -> None:
+        """Refuse to go on in an epoch that an iterable dataset with a state cannot begin again."""
+        epoch = state["epoch"]
+        if not epoch or not isinstance(dl, DataLoader) or not isinstance(dl.dataset, IterableDataset):
+            return
+        if self.source is None and has_state(dl.dataset) and dl.persistent_workers:
+            why = (
+                "its state is in loader workers that stay (persistent_workers=True) and is not saved; if its epochs "
+                "are all alike, go on with persistent_workers=False, else begin anew with num_workers=0"
+            )
+        elif ranks > 1 and state["source"] is not None and self.source is dl:
+            why = f"the state that was saved is that of the {type(dl).__name__} of one process; go on on one process"
+        else:
+            return
+        raise ValueError(
+            f"epoch {epoch} of the {type(dl.dataset).__name__} cannot be read again as it was, so some samples "
+            f"would come twice and others not at all: {why}"
+            " (errors.html#dataset-parts)"
+        )
+
+    def _note_parts(self, now: tuple[int, int] | None, place: "Position") -> None:
+        """Note in how many parts an iterable dataset is read; refuse other ones than when the state was saved."""
+        then, self.parts = self.parts, now
+        if place.goes_on and not place.over and None is not then != now is not None:
+            before, after = (f"{r} part{'s' * (r > 1)} by {w} worker{'s' * (w > 1)} each" for r, w in (then, now))
+            raise ValueError(
+                f"the iterable dataset was read in {before} and is read in {after} now, so the place in it cannot be "
+                "found again: some samples would come twice and others not at all. Go on with as many ranks and loader "
+                "workers, or from the end of an epoch"
+                " (errors.html#dataset-parts)"
+            )
+
+    def read_on(self, dl: Any, place: "Position") -> Any:
+        """Return `dl` from the place on, on one process."""
+        self._note_parts((1, max(1, dl.num_workers)) if isinstance(dl, DataLoader) else None, place)
+        if place.over:  # the next epoch needs the state
+            return LoaderView(dl, partial(read_on, skip=inf))
+        found, self.found = self.found, None
+        if found is not None:
+            options = {"source": self.source, "state": found, "at_end": not place.goes_on, "quiet": place.goes_on}
+            return LoaderView(dl, partial(read_on, **options))
+        if not place.read:
+            return dl
+        if not isinstance(dl, Sequence):  # whose batches are in memory: nothing is read
+            self.again = place.read
+            say_read_forward(dl, place.read)
+        return LoaderView(dl, partial(read_on, skip=place.read, states=self.states))
+
+    def share(self, shared: Any, place: "Position") -> None:
+        """Have a rank's loader begin at the place."""
+        # The end of a stream is known at a short batch, or when it gives none.
+        self.shared, self.source, self.length = shared, shared.source, None
+        self._note_parts(shared.parts, place)
+        own: dict[str, Any] = {}
+        ended = place.over or (place.goes_on and self.own.get("ended", False))
+        if not ended:  # else the next epoch needs it
+            own, self.own = self.own if place.goes_on else {k: self.own.get(k) for k in ("source", "left")}, {}
+        if self.source is not None:
+            own = {"source": None if place.over else self.found, "stream": self.stream}
+            self.found = self.found if place.over else None
+        self.again = shared.begin(inf if ended else place.read, place.first_step, own, place.goes_on)
+
+    def note_start(self, loader: Any) -> None:
+        """Note the states of the global generators when reading of `loader` begins, if it may be read again."""
+        if self._reads_again and self.states is None:
+            self.states = states_at_start(loader) if isinstance(loader, DataLoader) else world.seed_states()

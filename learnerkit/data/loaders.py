@@ -1,7 +1,7 @@
 """The loaders of a Learner, and the split of a batch into inputs and targets."""
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +21,17 @@ from torch.utils.data import (
 from learnerkit import world
 from learnerkit.data.batches import lengths_in, likely_sizes, loader_len, to_device
 from learnerkit.data.cuts import Dims, check_dims, parted, row_counts, rows_first
-from learnerkit.data.order import first_batch, keep_seeds, samplers_of, with_batches
+from learnerkit.data.order import first_batch, keep_seeds, with_batches
 from learnerkit.data.rows import IndexBatches, RowsLoader
-from learnerkit.data.samplers import SamplerStates
-from learnerkit.data.streams import Draws, InitWorker, Numbered, PerSample, starts_workers
+from learnerkit.data.stream import (
+    PerSample,
+    begin_worker,
+    draws_globally,
+    handles_signals,
+    replaced_sampler,
+    starts_workers,
+    stream_of,
+)
 from learnerkit.data.weights import count_classes, labels_of, sample_weights
 from learnerkit.text import did_you_mean
 from learnerkit.utils import check_keywords, describe, suggests_keywords, warn
@@ -116,7 +123,6 @@ class DataLoaders:
         self._said = False  # whether a doubtful number of samples was warned of
         self._inputs: tuple[Any, CollateInputs] | None = None  # a loader, and how its inputs are joined
         self._twins: dict[tuple[Any, ...], tuple[Any, DataLoader[Any]]] = {}  # loaders with their copies, by id and use
-        self._samplers: dict[int, tuple[Any, dict[str, Any]]] = {}  # by id, with the attributes that they had at first
 
     @classmethod
     def from_datasets(
@@ -366,45 +372,33 @@ class DataLoaders:
     def twin(self, dl: Any, training: bool, always: bool = False) -> Any:
         """Return `dl`, or a copy to read in its place.
 
-        The copy notes how many samples a batch sampler of the user's own draws, and seeds those who fetch them. It is
-        kept, with its persistent workers, for as long as `dl` is one of these loaders.
+        The copy has a `SampleStream`, which tells how many samples a batch sampler of the user's own draws, and seeds
+        those who fetch them. It is kept, with its persistent workers, for as long as `dl` is one of these loaders.
 
         Args:
             training: what for; a loader may be read for both at a time.
             always: make one in any case.
         """
-        if not isinstance(dl, DataLoader) or isinstance(next(iter(samplers_of(dl)), None), Numbered):
+        if not isinstance(dl, DataLoader) or stream_of(dl) is not None:
             return dl
-        stream = isinstance(dl.dataset, IterableDataset)
-        if stream and callable(getattr(dl, "state_dict", None)):
+        indexed = not isinstance(dl.dataset, IterableDataset)
+        if not indexed and callable(getattr(dl, "state_dict", None)):
             return dl  # its workers report their state in a way of their own
-        counts = not (stream or dl.batch_sampler is None or self.batch_size is not None or _drawn_by(dl)[1])
-        counts = counts and (dl.in_order or not dl.num_workers)
-        per_sample = (
-            torch.are_deterministic_algorithms_enabled() and not stream and not getattr(dl, "reads_rows", False)
-        )
-        if not (counts or per_sample or always or starts_workers(dl)):
+        counts = indexed and dl.batch_sampler is not None and not _drawn_by(dl)[1]
+        per_sample = torch.are_deterministic_algorithms_enabled() and indexed and not getattr(dl, "reads_rows", False)
+        if not (counts or draws_globally(dl) or per_sample or always or starts_workers(dl)):
             return dl
         self._twins = {k: v for k, v in self._twins.items() if any(v[0] is known for known in self.loaders)}
         key = (id(dl), training, per_sample)
-        if key in self._twins:
-            return self._twins[key][1]
-        name = "sampler" if dl.batch_sampler is None else "batch_sampler"
-        replaced: dict[str, Any] = {name: Draws(getattr(dl, name), counts)}
-        if per_sample:
-            replaced["dataset"] = PerSample(dl.dataset)
-        if per_sample or starts_workers(dl):
-            replaced["worker_init_fn"] = InitWorker(dl.worker_init_fn, per_sample)
-        found = with_batches(dl, **replaced)
-        if any(dl is known for known in self.loaders):
-            self._twins[key] = dl, found
+        found = self._twins[key][1] if key in self._twins else None
+        if found is None:
+            dataset = PerSample(dl.dataset) if per_sample else dl.dataset
+            found = with_batches(dl, dataset=dataset, **replaced_sampler(dl))
+            if any(dl is known for known in self.loaders):
+                self._twins[key] = dl, found
+        if per_sample or starts_workers(dl):  # anew, as this process may handle signals by now
+            found.worker_init_fn = partial(begin_worker, dl.worker_init_fn, per_sample, handles_signals())
         return found
-
-    def sampler_states(self, dl: Any) -> SamplerStates:
-        """What a loader and its samplers carry from one epoch to the next."""
-        known = {id(sampler) for each in (*self.loaders, dl) for sampler in samplers_of(each)}
-        self._samplers = {k: v for k, v in self._samplers.items() if k in known}
-        return SamplerStates(dl, self._samplers)
 
     def keeps(self, dl: Any) -> bool:
         """Tell whether `dl` is one of these loaders, or a copy that is kept for one."""
@@ -499,9 +493,9 @@ class Unpacker:
     ) -> None:
         self.dls, self.device, self.arguments, self.sharded = dls, device, arguments, sharded
         self.dl = dl
-        self._size, self._total = (0, 0) if sharded else _drawn_by(dl)
-        self._draws: Any = None if sharded else next(iter(samplers_of(dl)), None)
-        self._sizes: deque[int] | None = None
+        self._stream = None if sharded else stream_of(dl)
+        self._size, self._total = _drawn_by(dl) if self._stream is None and not sharded else (0, 0)
+        self._shares: Any = None  # of the stream, as it is read
         self._only_inputs = getattr(getattr(dl, "loader", dl), "only_inputs", False)
         plain = dls.batch_dim == 0 and not self._only_inputs and not dls.takes_targets(arguments, 1, 2)
         self._pairs = dls.n_inp in (None, 1) and dls.batch_size is None and plain
@@ -535,12 +529,12 @@ class Unpacker:
 
     def _drawn(self, index: int) -> int | None:
         "The samples that a loader on one process has drawn for a batch, if it knows."
-        if index * self._size < self._total:
-            return min(self._size, self._total - index * self._size)
-        if self._draws is not None:
-            self._sizes = self._draws.sizes if isinstance(self._draws, Draws) else None
-            self._draws = None
-        return self._sizes.popleft() if self._sizes else None
+        if self._stream is None:
+            left = self._total - index * self._size
+            return min(self._size, left) if left > 0 else None
+        if self._shares is None:  # a reading in the middle of this one has others
+            self._shares = self._stream.shares
+        return self._shares.popleft().size if self._shares else None
 
     def _count(self, batch: Any, drawn: int | None) -> int:
         "The samples of a batch, of which the loader has drawn so many, if it knows."
@@ -574,7 +568,7 @@ class Unpacker:
         dims = self.dls.batch_dim
         found = dict(lengths_in(batch)) if dims == 0 else row_counts(batch, dims)
         if not self._places:
-            size = getattr(getattr(self.dl, "batch_sampler", None), "batch_size", None)
+            size = getattr(self.dl, "batch_size", None)
             self._places = [place for place, length in found.items() if length == size]
         here = [found[place] for place in self._places if place in found]
         if here:
@@ -639,8 +633,6 @@ def _drawn_by(dl: Any) -> tuple[int, int]:
     if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset):
         return 0, 0
     batches: Any = dl.batch_sampler
-    if isinstance(batches, Draws):
-        batches = batches.batches
     total = loader_len(batches.sampler) if type(batches) in (BatchSampler, IndexBatches) else None
     return (0, 0) if total is None else (batches.batch_size, total)
 

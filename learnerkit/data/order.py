@@ -1,65 +1,40 @@
 """The order in which samples are drawn, and the random streams that decide it."""
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.rows import IndexBatches
-from learnerkit.data.streams import Numbered
-from learnerkit.torch_internals import has_iterator, loader_attributes
+from learnerkit.torch_internals import loader_attributes
 
 HOST = torch.device("cpu")
 
 
-class SampleOrder:
-    """Seeds for the sample order of each epoch of a fit.
+def epoch_seed(start: Tensor, epoch: int) -> int:
+    """Return the seed for the sample order of an epoch (counted from 0) of a fit.
 
-    The seed of an epoch is the one that torch's own loader would draw from the global generator if nothing else had
-    used the generator since the fit began. So the order is that of a plain torch loop with the same seed, and dropout,
-    augmentation, validation and the number of ranks do not change it.
+    It is the one that torch's own loader would draw from the global generator if nothing else had used the generator
+    since the fit began. So the order is that of a plain torch loop with the same seed, and dropout, augmentation,
+    validation and the number of ranks do not change it.
+
+    Args:
+        start: the generator's state when the fit began.
+        epoch: which one.
     """
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator()
-        self.generator.set_state(torch.get_rng_state())
-        self._seeds: list[int] = []
-        self._start: Tensor | None = None
-
-    @property
-    def start(self) -> Tensor:
-        """The generator's state before the first seed; setting it begins anew."""
-        return self.generator.get_state() if self._start is None else self._start
-
-    @start.setter
-    def start(self, state: Tensor) -> None:
-        self.generator.set_state(state)
-        self._seeds, self._start = [], None
-
-    def seed(self, epoch: int) -> int:
-        """Return the seed of an epoch (counted from 0)."""
-        if self._start is None:
-            self._start = self.generator.get_state()
-        while len(self._seeds) <= epoch:
-            # The first of the two draws is the one that torch's loader makes for its workers.
-            _, seed = (draw_seed(self.generator) for _ in range(2))
-            self._seeds.append(seed)
-        return self._seeds[epoch]
+    generator = torch.Generator()
+    generator.set_state(start)
+    # Of the two draws of each epoch the first is the one that torch's loader makes for its workers.
+    return [draw_seed(generator) for _ in range(2 * epoch + 2)][-1]
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
@@ -73,52 +48,78 @@ def samplers_of(dl: Any) -> list:
     inner = dl
     while True:
         # Compared with None, because the truth of a sampler is its length, which it may not have.
-        names = ("batches",) if isinstance(inner, Numbered) else ("batch_sampler", "sampler")
-        parts = [getattr(inner, name, None) for name in names]
+        parts = [getattr(inner, name, None) for name in ("batch_sampler", "sampler")]
         inner = next((part for part in parts if part is not None), None)
         if inner is None or any(inner is s for s in samplers):
             return samplers
         samplers.append(inner)
 
 
-@contextmanager
-def seeded_samplers(dl: Any, seed: int) -> Iterator[None]:
-    """Give the samplers behind `dl` that have no generator one with this seed, inside the context."""
-    without = [s for s in samplers_of(dl) if getattr(s, "generator", seed) is None]
-    for sampler in without:
-        sampler.generator = torch.Generator().manual_seed(seed)
-    if without:  # make the draw that they would have made, so that the next fit gets another order
-        draw_seed()
-    try:
-        yield
-    finally:
-        for sampler in without:
-            sampler.generator = None
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
-# Samplers that never draw from the global generators once `seeded_samplers` has given them a generator.
-_SEEDED = (BatchSampler, IndexBatches, SequentialSampler, DistributedSampler)
-# Those that `seeded_samplers` gives one.
-_LENT = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, LengthBatches)
+def has_state(x: Any) -> bool:
+    """Tell whether an object has `state_dict` and `load_state_dict`."""
+    return all(callable(getattr(x, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def draws_globally(dl: Any, seeded: bool = False) -> bool:
-    """Tell whether a sampler behind a map-style loader may draw from the global generators.
+def order_sources(dl: Any) -> list[Any]:
+    """What decides the order of a loader's next epoch: random generators that it and its samplers hold, and samplers.
 
-    Args:
-        seeded: when it is read, it will be inside `seeded_samplers`.
+    Of the samplers these are the ones with a state.
     """
-    if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset):
-        return False
-    own = (*_SEEDED, *_LENT) if seeded else _SEEDED
-    samplers = (s for s in samplers_of(dl) if not isinstance(s, Numbered))
-    return any(type(s) not in own and getattr(s, "generator", None) is None for s in samplers)
+    samplers = samplers_of(dl)
+    held = [getattr(dl, "generator", None), *(x for s in samplers for x in getattr(s, "__dict__", {}).values())]
+    found = [*(x for x in held if isinstance(x, GENERATORS)), *filter(has_state, samplers)]
+    return list({id(x): x for x in found}.values())
+
+
+def states_of(sources: Sequence[Any]) -> list[Any]:
+    """The states of `order_sources`, which `put_states` takes."""
+    return [generator_state(x) if isinstance(x, GENERATORS) else deepcopy(x.state_dict()) for x in sources]
+
+
+def put_states(sources: Sequence[Any], states: Sequence[Any]) -> None:
+    """Go on from the states of `states_of`.
+
+    Raises:
+        ValueError: they are of a loader with other generators or samplers.
+    """
+    if len(sources) != len(states):
+        raise ValueError(
+            f"the training loader and its samplers have {len(sources)} random generators and states, and had "
+            f"{len(states)} when they were saved; give them the same ones"
+        )
+    for source, state in zip(sources, states, strict=True):
+        if isinstance(source, GENERATORS):
+            set_generator_state(source, state)
+        else:
+            source.load_state_dict(deepcopy(state))
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of a random generator, one of `GENERATORS`."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()  # torch's and numpy's old one
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put a random generator into a state of `generator_state`."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 def states_at_start(dl: Any) -> tuple:
     """The states that the global generators will have when the samplers of `dl` draw, if an epoch begins now."""
     with keep_seeds():
-        if getattr(dl, "generator", None) is None and not has_iterator(dl):
+        if getattr(dl, "generator", None) is None:
             draw_seed()  # torch's loader first draws one for its workers
         return world.seed_states()
 

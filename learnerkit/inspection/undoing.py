@@ -18,8 +18,16 @@ from learnerkit import run_state
 from learnerkit.callback import Callback
 from learnerkit.data.batches import rows_of, to_device
 from learnerkit.data.iterable import source_of
-from learnerkit.data.order import first_batch, keep_seeds, with_batches
-from learnerkit.data.samplers import GENERATORS, generator_state, set_generator_state
+from learnerkit.data.order import (
+    GENERATORS,
+    first_batch,
+    generator_state,
+    has_state,
+    keep_seeds,
+    samplers_of,
+    set_generator_state,
+    with_batches,
+)
 from learnerkit.explain import explain, explanation
 from learnerkit.optim import group_restorer
 from learnerkit.state import TRANSIENT
@@ -60,8 +68,9 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
         run_state.put_rest(learn, values)
 
     with ExitStack() as stack:
-        for source in map(source_of, loaders):
-            put_back_attributes(source, stack)  # after its state, from which at its end some would not begin again
+        samplers = [sampler for dl in loaders for sampler in samplers_of(dl) if not has_state(sampler)]
+        for part in (*map(source_of, loaders), *samplers):
+            put_back_attributes(part, stack)  # after its state, from which at its end some would not begin again
         for calls in (opts, [put_back], opts):  # optimizers again, to which loading gives other groups and tensors
             for call in calls:
                 stack.callback(call)

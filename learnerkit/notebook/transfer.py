@@ -84,7 +84,6 @@ def send(call: Call, random_states: tuple | None) -> tuple[IO[bytes], str, list[
     logger: Any = call.learn.logger
     # A logger of the user's own stays here: the workers read a function that sends its rows.
     left_out: list[Any] = [] if isinstance(logger, TableLogger) or logger in call.learn.cbs else [logger]
-    call.learn.dls._samplers = {}  # so that here and there states are compared with what samplers have now
     pickler = make_pickler(numbered(left_out))
     try:
         pickler.dump((random_states, get_options(), typed_sources(), call))

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from learnerkit import optim, world
 from learnerkit.callback import Callback, Dispatch, is_ours
 from learnerkit.data.batches import loader_len, map_batch, on_host, tensors_in
-from learnerkit.data.order import draws_globally, states_at_start
+from learnerkit.data.order import states_at_start
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.averager import Averager
 from learnerkit.parallel.left_batch import LeftBatch, StandIn
@@ -171,8 +171,7 @@ class DistributedCallback(Callback):
             for opt, state in zip(learn.opts, world.broadcast(on_host(states)), strict=True):
                 optim.load_state(opt, state)
         if learn._position is not None:
-            order = learn._position.order.generator
-            order.set_state(world.broadcast(order.get_state()))
+            learn._position.order = world.broadcast(learn._position.order)
 
     def cleanup_fit(self) -> None:
         self.ends.close()
@@ -207,11 +206,11 @@ class DistributedCallback(Callback):
         """
         learn, dl, training = self.learn, self.learn.dl, step is not None
         dataset, key = getattr(dl, "dataset", None), (id(dl), training)
-        drawn = draws_globally(dl) or isinstance(dataset, IterableDataset)
+        iterable = isinstance(dataset, IterableDataset)
         position = learn._position if training else None
-        seed = since = None if position is None else position.states  # known, if a run goes on in mid-epoch
-        if seed is None:
-            seed = world.broadcast(states_at_start(dl)) if drawn else 0  # the order is the one that rank 0 would draw
+        seed = since = None if position is None else position.data.states  # known, if a run goes on in mid-epoch
+        if seed is None and iterable:
+            seed = world.broadcast(states_at_start(dl))  # the order is the one that rank 0 would draw
         if key in self._loaders:
             shared = self._loaders[key][1]
         else:
@@ -232,7 +231,7 @@ class DistributedCallback(Callback):
                 self._loaders[key] = dl, shared  # with the loader itself, so that its id stays its own
         shared.reseed(seed, since)
         if position is not None:
-            position.states = seed if drawn else None
+            position.data.states = seed
             learn._first_batch = position.share(shared)
         learn.dl = shared
 

@@ -1,23 +1,22 @@
 """The sampler swap: each rank reads its share of the batches that the user's own loader would give."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len, map_batch, tensors_in
-from learnerkit.data.cuts import Cutter, Dims, cut_rows, even_sizes
-from learnerkit.data.iterable import LoaderView, has_state, read_on, say_read_forward, source_of
-from learnerkit.data.lengths import LengthBatches
-from learnerkit.data.order import draws_globally, samplers_of, with_batches
-from learnerkit.data.streams import Draws, Numbered, Share, same_stream
+from learnerkit.data.cuts import Dims, Share, cut_rows, cut_share
+from learnerkit.data.iterable import LoaderView, read_on, say_read_forward, source_of
+from learnerkit.data.order import has_state, samplers_of, with_batches
+from learnerkit.data.stream import replaced_sampler, same_stream, split_evenly
 from learnerkit.text import first_few
 from learnerkit.utils import digests, itself, library_of, warn
 
@@ -25,155 +24,12 @@ if TYPE_CHECKING:
     from learnerkit.parallel.rank_step import RankStep
 
 
-def split_evenly(batch: Any, parts: int, least: int) -> list:
-    """`batch` cut into `parts` consecutive pieces, as even as can be; the last ones are empty if there is too little.
-
-    Args:
-        batch: a list or tensor of indices.
-        parts: how many pieces.
-        least: samples below which no piece may fall while one piece can be given up for it.
-    """
-    sizes = even_sizes(len(batch), parts, least)
-    ends = list(accumulate(sizes))
-    return [batch[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-
-
-def join_batches(batches: list) -> Any:
-    """Index batches as one."""
-    if all(isinstance(b, Tensor) for b in batches):
-        return torch.cat(batches)
-    return [i for b in batches for i in b]
-
-
-def distribute(
-    batches: Iterable, ranks: int, split: bool, least: int, join: bool = True, n: int | None = None
-) -> Iterator[list]:
-    """Distribute a stream of index batches over ranks: for each step a list with a piece for each rank.
-
-    Nothing is drawn ahead of its step, as a sampler may go by what the model has learned until then.
-
-    Args:
-        batches: the user's stream, the same on every rank.
-        ranks: how many.
-        split: cut each batch into a piece for each rank; otherwise a step takes a batch for each rank, and the last,
-            uneven step is spread over all of them.
-        least: the fewest samples a rank should get of what is cut or spread; whole batches stay as they are.
-        join: whether the batches of an uneven step may be joined; otherwise each is cut by itself.
-        n: how many batches there are, where it is known: else a last step with a batch for each rank is not spread.
-    """
-    if split:
-        for batch in batches:
-            yield split_evenly(batch, ranks, least)
-        return
-    group: list = []
-    for number, batch in enumerate(batches, 1):
-        group.append(batch)
-        if number == n or len(group) == ranks:
-            yield _dealt(group, ranks, least, join, last=number == n)
-            group = []
-    if group:
-        yield _dealt(group, ranks, least, join, last=True)
-
-
-def _dealt(group: list, ranks: int, least: int, join: bool, last: bool) -> list:
-    """Give each rank its piece of the batches of a step; `last`: of the last one, which may be uneven."""
-    if len(group) == ranks and not (last and join and len({len(b) for b in group}) > 1):
-        return group
-    if join:
-        return split_evenly(join_batches(group), ranks, least)
-    pieces = [ranks // len(group) + (i < ranks % len(group)) for i in range(len(group))]
-    return [piece for batch, n in zip(group, pieces, strict=True) for piece in split_evenly(batch, n, least)]
-
-
-def _samples_in(batches: Iterable, count: Callable[[Any], int | None] | None) -> int | None:
-    """Return the samples of batches, where `count` knows those of each."""
-    counts = [None if count is None else count(batch) for batch in batches]
-    known = [n for n in counts if n is not None]
-    return sum(known) if len(known) == len(counts) else None
-
-
-class RankBatches(Numbered):
-    """A batch sampler with one rank's share of another one, which every rank draws alike.
-
-    Args:
-        batches: the user's batch sampler.
-        rank, ranks: whose share of how many.
-        split, least: as in `distribute`.
-        training: every rank takes every step, if need be with a sample that does not count; in evaluation steps
-            without samples are left out, and batches are never spread.
-        seed: makes all ranks draw alike from samplers that use the global generators (a seed, or states as those of
-            `world.seed_states`); `None` leaves them as they are.
-        opaque: the items stand for whole batches, whose sizes only their data tell. If they are to be split, every
-            rank takes each of them whole.
-        count: the number of samples of such an item, where it is known.
-    """
-
-    def __init__(
-        self, batches: Any, rank: int, ranks: int, *, split: bool = False, least: int = 1, training: bool = True,
-        seed: int | tuple | None = None, opaque: bool = False, count: Callable[[Any], int | None] | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(batches)
-        self.draws = Draws(_users(batches))
-        self.draws.own, self.draws.states, self.draws.advance = seed is not None, seed, rank == 0
-        self.rank, self.ranks, self.split, self.training, self.opaque = rank, ranks, split, training, opaque
-        self.least = 1 if opaque else least  # one item is all that a rank can take of them
-        self.count = count
-        self.shares: deque[Share] = deque()
-
-    def __len__(self) -> int:
-        n = len(self.batches)
-        if self.split:
-            return n
-        return -(-n // self.ranks) if self.training else len(range(self.rank, n, self.ranks))
-
-    def __iter__(self) -> Iterator:
-        # Loaders with workers draw ahead of what they give out, in the same order: the shares wait in a queue.
-        return self._given(self._mine(self.shares))
-
-    def _mine(self, shares: deque[Share]) -> Iterator:
-        stream: Iterator = self.draws.drawn()
-        if self.opaque and self.split:
-            for step, item in enumerate(stream, self.first):
-                shares.append(Share(step * self.ranks + self.rank, None, None))
-                yield item
-            return
-        if self.opaque:
-            stream = ([item] for item in stream)
-        for share, batch in self._spread(stream) if self.split or self.training else self._take_turns(stream):
-            shares.append(share._replace(size=None if share.size else 0) if self.opaque else share)
-            yield batch[0] if self.opaque else batch
-
-    def _spread(self, stream: Iterable) -> Iterator[tuple[Share, Any]]:
-        # Samples of other batches would be padded to the length of the longest, which may be more than fits.
-        join, n = not isinstance(self.draws.batches, LengthBatches), loader_len(self.draws.batches)
-        left = None if n is None or self.draws.skip == inf else n - int(self.draws.skip)
-        steps = distribute(stream, self.ranks, self.split, self.least, join, left)
-        for step, pieces in enumerate(steps, self.first):
-            sizes = [len(piece) for piece in pieces]
-            mine = sizes[self.rank]
-            if mine or self.training:
-                total = _samples_in(chain(*pieces), self.count) if self.opaque else sum(sizes)
-                share = Share(step * self.ranks + self.rank, mine, total)
-                # Real samples even where none counts: their empty slice has the right shapes and types.
-                yield share, pieces[self.rank] if mine else pieces[0][: self.least]
-
-    def _take_turns(self, stream: Iterable) -> Iterator[tuple[Share, Any]]:
-        for place, batch in enumerate(stream):
-            if place % self.ranks == self.rank:
-                yield Share(place, len(batch), None if self.opaque else len(batch)), batch
-
-
-def _users(batches: Any) -> Any:
-    """The user's batch sampler or sampler, of a copy of the loader too."""
-    return batches.batches if isinstance(batches, Draws) else batches
-
-
 class RankLoader(LoaderView):
     """The loader of a rank, in the place of the user's, whose other attributes it has.
 
     Args:
-        loader: a copy of the user's, which draws from `batches`.
-        batches: this rank's share.
+        loader: a copy of the user's, which draws from `indices`.
+        indices: the `SampleStream` of this rank's share.
         dims: where the samples of a batch are, as `DataLoaders.batch_dim`.
         cut: takes this rank's piece of batches that are made already; `None`: they are this rank's alone.
         rank_step: the step that ranks take together in training; `None` in evaluation.
@@ -198,37 +54,37 @@ class RankLoader(LoaderView):
     alike = False
 
     def __init__(
-        self, loader: DataLoader, batches: Any, dims: Dims = 0, cut: "Callable[[Any], Piece] | None" = None,
+        self, loader: DataLoader, indices: Any, dims: Dims = 0, cut: "Callable[[Any], Share] | None" = None,
         rank_step: "RankStep | None" = None,
     ) -> None:  # fmt: skip
         super().__init__(loader)
-        self.batches, self.dims, self.cut, self.rank_step = batches, dims, cut, rank_step
+        self.indices, self.dims, self.cut, self.rank_step = indices, dims, cut, rank_step
         self.share: Share | None = None
         self.sample: Any = None
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.indices)
 
     @property
     def step_size(self) -> int | None:
         size = self.loader.batch_size
-        return size if size is None or self.batches.split else size * self.batches.ranks
+        return size if size is None or self.indices.split else size * self.indices.ranks
 
     def __iter__(self) -> Iterator:
-        # A queue for each iteration: one may run inside another (validation called in the middle of validation).
-        shares = self.batches.shares = deque()
-        self.is_last = False
+        shares, self.is_last = None, False
         for batch in self.loader:
+            if shares is None:  # of this iteration; another one may run inside it
+                shares = self.indices.shares
             share = shares.popleft()
             if self.cut is not None:
-                size, total, batch = self.cut(batch)
-                if not size and not self.batches.training:
+                _, size, total, batch = self.cut(batch)
+                if not size and not self.indices.training:
                     continue
                 share = share._replace(size=size, total=total)
             self.share, self.sample = share, batch
             yield first_rows(batch, self.dims, 0) if share.size == 0 else batch
         if self.share is not None and self.rank_step is not None and self.rank_step.mean.begun and self._is_unsized:
-            self.is_last, self.share = True, Share(self.share.place + self.batches.ranks, 0, 0)
+            self.is_last, self.share = True, Share(self.share.place + self.indices.ranks, 0, 0)
             yield first_rows(self.sample, self.dims, 0)
 
     @property
@@ -238,21 +94,17 @@ class RankLoader(LoaderView):
     @property
     def per_step(self) -> int:
         """The batches of the user's loader in a step of all ranks."""
-        return 1 if self.batches.split else self.batches.ranks
+        return 1 if self.indices.split else self.indices.ranks
 
-    def reseed(self, seed: int | tuple, since: tuple | None = None) -> None:
-        """Give a new epoch's seed to samplers that draw from the global generators; others ignore it.
+    def reseed(self, seed: Any, since: tuple | None = None) -> None:
+        """Give the states of the global generators to data without an index; those with one have the epoch's seed.
 
         Args:
-            seed: as in `RankBatches`.
-            since: as in `same_stream`.
+            seed, since: as in `same_stream`.
         """
-        draws = self.batches.draws
-        if draws.own:
-            draws.states, draws.since = seed, since
 
     def begin(self, skip: float, first: int, own: dict[str, Any], quiet: bool) -> int:
-        """Have the next epoch begin at a place; return how many steps before it are read again.
+        """Have the next epoch of data without an index begin at a place; those with one have a `SampleStream`.
 
         Args:
             skip: batches of the user's loader before it; infinite at the end of an epoch.
@@ -260,7 +112,6 @@ class RankLoader(LoaderView):
             own: the `own_state` of a part of the data that is this rank's alone.
             quiet: as in `read_on`.
         """
-        self.batches.draws.skip = skip
         return 0
 
 
@@ -269,39 +120,12 @@ def first_rows(batch: Any, dims: Dims, n: int) -> Any:
     return map_batch(lambda t: t[:n] if t.ndim else t, batch) if dims == 0 else cut_rows(batch, dims, 0, n)
 
 
-class Piece(NamedTuple):
-    """What a rank has of the batches of a step.
-
-    Attributes:
-        size: samples of it; `None` where only the data tell.
-        total: those of all ranks, where they are known.
-        batch: the samples, joined or still to be joined, or a batch that is made already; `None`: there is nothing.
-    """
-
-    size: int | None
-    total: int | None
-    batch: Any
-
-
-def cut_piece(cutter: Cutter, count: Callable[[Any], int | None] | None, batch: Any) -> Piece:
-    """Cut this rank's piece out of a batch that is made already; without samples of its own, one to be emptied.
-
-    Args:
-        cutter: cuts the batch.
-        count: the number of samples of a batch, as `DataLoaders.count`; by default that of its rows.
-        batch: of all ranks.
-    """
-    mine, size, total = cutter(batch, world.rank(), world.world_size())
-    counted = None if count is None else count(batch)
-    return Piece(size, total if counted is None else counted, mine)
-
-
 # Iterable datasets
 
-_NOTHING = Piece(0, None, None)
+_NOTHING = Share(0, 0, None)
 
 
-def collated_piece(collate: Callable[[list], Any], rank: int, ranks: int, samples: list) -> Piece:
+def collated_share(collate: Callable[[list], Any], rank: int, ranks: int, samples: list) -> Share:
     """Join the samples of a batch, or this rank's part of them.
 
     Args:
@@ -311,7 +135,7 @@ def collated_piece(collate: Callable[[list], Any], rank: int, ranks: int, sample
     """
     mine = split_evenly(samples, ranks, 1)[rank]
     # A real sample even where none counts, for its shapes.
-    return Piece(len(mine), len(samples), collate(mine or samples[:1]))
+    return Share(0, len(mine), len(samples), collate(mine or samples[:1]))
 
 
 class RankStreamLoader(RankLoader):
@@ -335,7 +159,7 @@ class RankStreamLoader(RankLoader):
 
     def __init__(
         self, loader: DataLoader, steps: int | None, rank_step: "RankStep | None", join: bool, usual_total: int | None,
-        sharded: bool = False, split: bool = False, dims: Dims = 0, cut: Callable[[Any], Piece] | None = None,
+        sharded: bool = False, split: bool = False, dims: Dims = 0, cut: Callable[[Any], Share] | None = None,
         finish: Callable[[Any], Any] = itself, count: Callable[[Any], int | None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(loader, None, dims, cut, rank_step)
@@ -413,23 +237,23 @@ class RankStreamLoader(RankLoader):
             if piece.size != 0:
                 yield self._given(piece, step)
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _pieces(self) -> Iterator[Share]:
         "This rank's pieces of the steps, with their numbers of samples if the loader collates them."
         batches = islice(self._batches(), self._skip, None)
         ranks, mine = (1, 0) if self.sharded or self.split else (world.world_size(), world.rank())
         # All batches of a step are read before it: the model may make them, and is another one after it.
         for found in iter(lambda: list(islice(batches, ranks)), []):
             if self.loader.batch_sampler is None:
-                found = [Piece(None, self.count and self.count(batch), batch) for batch in found]
+                found = [Share(0, None, self.count and self.count(batch), batch) for batch in found]
             elif self.source is not None and found[-1].total < self.loader.batch_size:
                 deque(batches, 0)  # they have ended with a short one; so do the random numbers they are read with
             totals = [piece.total for piece in found]
             total = None if self.sharded or None in totals else sum(totals)
             if mine >= len(found):
-                yield Piece(0, total, None)
+                yield Share(0, 0, total)
             else:
                 batch = self.finish(found[mine].batch)
-                yield Piece(found[mine].size, total, batch) if self.cut is None else self.cut(batch)
+                yield Share(0, found[mine].size, total, batch) if self.cut is None else self.cut(batch)
 
     def _batches(self) -> Iterator:
         "What the loader gives from the place on; if all ranks read it, with random numbers that are the same on each."
@@ -457,8 +281,8 @@ class RankStreamLoader(RankLoader):
             )
         return [found is not None for found in everyone]
 
-    def _given(self, piece: Piece, step: int) -> Any:
-        self.share = Share(step * world.world_size() + world.rank(), piece.size, piece.total)
+    def _given(self, piece: Share, step: int) -> Any:
+        self.share = piece._replace(place=step * world.world_size() + world.rank(), batch=None)
         return first_rows(self.sample, self.dims, 0) if piece.size == 0 else piece.batch
 
     def _together(self, rank_step: "RankStep") -> Iterator:
@@ -509,7 +333,7 @@ class RankStreamLoader(RankLoader):
 
 def rank_stream(
     dl: DataLoader, name: str, *, rank_step: "RankStep | None", split: bool, seed: int | tuple, sharded: bool,
-    join: bool, dims: Dims, cut: Callable[[Any], Piece], count: Callable[[Any], int | None] | None,
+    join: bool, dims: Dims, cut: Callable[[Any], Share], count: Callable[[Any], int | None] | None,
 ) -> RankStreamLoader:  # fmt: skip
     """`dl`, which reads an iterable dataset, reading this rank's part.
 
@@ -538,11 +362,10 @@ def rank_stream(
     if not sharded and not dl.num_workers:  # what is not for this rank needs no joining
         finish, collate, replaced = partial(_joined, dl), itself, {"pin_memory": False}
     if not made:
-        collate = partial(collated_piece, collate, *((world.rank(), ranks) if split else (0, 1)))
+        collate = partial(collated_share, collate, *((world.rank(), ranks) if split else (0, 1)))
     replaced["collate_fn"] = collate
     if not (sharded and has_state(dl)):
-        name_of_batches = "sampler" if made else "batch_sampler"
-        replaced[name_of_batches] = Draws(_users(getattr(dl, name_of_batches)))
+        replaced |= replaced_sampler(dl)
     found = RankStreamLoader(
         with_batches(dl, **replaced), steps, rank_step, join,
         None if made and not sharded else size if split else size * ranks,
@@ -558,7 +381,7 @@ def _joined(dl: DataLoader, samples: Any) -> Any:
 
 
 def rank_loader(
-    dl: Any, name: str, *, training: bool, split: bool, least: int, seed: int | tuple, sharded: bool = False,
+    dl: Any, name: str, *, training: bool, split: bool, least: int, seed: Any = None, sharded: bool = False,
     join: bool = False, rank_step: "RankStep | None" = None, dims: Dims = 0,
     count: Callable[[Any], int | None] | None = None,
 ) -> RankLoader:  # fmt: skip
@@ -567,8 +390,8 @@ def rank_loader(
     Args:
         dl: the user's loader, or a list of batches.
         name: what to call it in errors.
-        training, split, least: as in `RankBatches`.
-        seed: the same on every rank.
+        training, split, least: as in `SampleStream`.
+        seed: of an iterable dataset, as in `RankStream`; the same on every rank.
         sharded, join: of iterable datasets, as in `rank_stream`.
         rank_step, dims: as in `RankLoader`.
         count: the number of samples of a batch that is made already, where it is known.
@@ -596,7 +419,9 @@ def rank_loader(
         )
     if not dl.in_order and dl.num_workers:
         raise ValueError(f"{name} has in_order=False; sharing batches out among ranks needs their order")
-    cut = partial(cut_piece, Cutter(dims, least, name), count)
+    cut = partial(
+        cut_share, rank=world.rank(), ranks=world.world_size(), dims=dims, least=least, name=name, count=count
+    )
     if isinstance(dl.dataset, IterableDataset):
         return rank_stream(
             dl, name, rank_step=rank_step, split=split, seed=seed, sharded=sharded, join=join, dims=dims, cut=cut,
@@ -609,14 +434,12 @@ def rank_loader(
             "one process (or shuffle=True), and every rank gets its part of it"
             " (errors.html#rank-loader)"
         )
-    opaque = dl.batch_sampler is None and not isinstance(dl.sampler, BatchSampler)
-    replaced = "sampler" if dl.batch_sampler is None else "batch_sampler"
-    batches = RankBatches(
-        getattr(dl, replaced), world.rank(), world.world_size(), split=split, least=least, training=training,
-        seed=seed if draws_globally(dl) else None, opaque=opaque, count=sizes,
-    )  # fmt: skip
-    whole = cut if opaque and split else None
-    return RankLoader(with_batches(dl, **{replaced: batches}), batches, dims, whole, rank_step)
+    replaced = replaced_sampler(
+        dl, rank=world.rank(), ranks=world.world_size(), split=split, least=least, training=training, count=sizes
+    )
+    stream = next(iter(replaced.values()))
+    whole = cut if stream.opaque and split else None
+    return RankLoader(with_batches(dl, **replaced), stream, dims, whole, rank_step)
 
 
 def _count_item(count: Callable[[Any], int | None], batches: Sequence[Any], item: int) -> int | None:

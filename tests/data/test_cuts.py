@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from learnerkit import DataLoaders
-from learnerkit.data.cuts import Cutter, cut_rows, even_sizes, join_rows, row_counts, rows_first
+from learnerkit.data.cuts import cut_rows, cut_share, even_sizes, join_rows, row_counts, rows_first
 
 N, T = 7, 5
 
@@ -54,9 +54,9 @@ def leaves(part):
 def test_the_pieces_of_a_batch_are_the_batch(name, ranks, least):
     batch, dims = BATCHES[name]
     assert set(row_counts(batch, dims).values()) == {N}
-    cutter, start = Cutter(dims, least, "the loader"), 0
+    start = 0
     for rank, size in enumerate(even_sizes(N, ranks, least)):
-        piece, mine, total = cutter(batch, rank, ranks)
+        _, mine, total, piece = cut_share(batch, rank, ranks, dims, least, "the loader")
         assert (mine, total) == (size, N)
         assert type(piece) is type(batch)
         shown = leaves(piece)  # without samples, a real one
@@ -88,7 +88,7 @@ def test_pieces_joined_again_are_the_whole(dim):
 )
 def test_what_cannot_be_cut_is_refused(batch, dims, message):
     with pytest.raises(ValueError, match=message):
-        Cutter(dims, 1, "the loader")(batch, 0, 2)
+        cut_share(batch, 0, 2, dims, 1, "the loader")
 
 
 @pytest.mark.parametrize("dims", [None, -1, True, "1", 1.0, (1, -1), {"x": "1"}])

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.order import in_order
-from learnerkit.parallel.loaders import RankBatches, distribute
+from learnerkit.data.stream import SampleStream, distribute
 
 
 def lengths(n=500, seed=0):
@@ -71,7 +71,7 @@ def test_ranks_together_have_each_sample_once_and_no_rank_exceeds_the_budget(ran
     mine = []
     for rank in range(ranks):
         sampler.generator.manual_seed(1)
-        batches = RankBatches(sampler, rank, ranks, split=split)
+        batches = SampleStream(sampler, rank, ranks, split=split)
         taken = list(batches)
         mine.append([batch for share, batch in zip(batches.shares, taken, strict=True) if share.size])
     assert sorted(i for rank in mine for batch in rank for i in batch) == list(range(101))

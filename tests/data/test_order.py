@@ -3,15 +3,18 @@
 import random
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
-from helpers import make_learner
+from helpers import make_learner, raises
+from resume_jobs import Counting, Shuffling
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SubsetRandomSampler, TensorDataset
 
 from learnerkit import Callback, DataLoaders, Learner, set_seed
-from learnerkit.data.order import SampleOrder, in_order, keep_seeds, seeded_samplers
+from learnerkit.data.order import epoch_seed, in_order, keep_seeds, order_sources, put_states, states_of
 from learnerkit.data.rows import RowsLoader
+from learnerkit.data.stream import seeded_samplers
 
 Pair = namedtuple("Pair", "a b")
 
@@ -88,9 +91,9 @@ def test_validation_does_not_change_training():
 
 def test_sample_order_depends_on_the_epoch_alone():
     torch.manual_seed(3)
-    order, again = SampleOrder(), SampleOrder()
-    assert order.seed(2) == [again.seed(i) for i in range(3)][2]
-    assert order.seed(0) != order.seed(1)
+    start = torch.get_rng_state()
+    drawn = [int(torch.empty((), dtype=torch.int64).random_()) for _ in range(6)]  # by torch's loader and its sampler
+    assert [epoch_seed(start, epoch) for epoch in (2, 0, 1)] == [drawn[5], drawn[1], drawn[3]]
 
 
 def test_seeded_samplers_give_back_what_they_lent():
@@ -138,16 +141,61 @@ def orders(noise, epochs=3):
     return found
 
 
-def test_a_sampler_that_uses_the_global_generators_draws_as_in_a_plain_loop():
-    dl = DataLoader(TensorDataset(torch.arange(9.0)[:, None], torch.zeros(9, 1)), batch_size=4, sampler=Drawing())
-    torch.manual_seed(3), random.seed(3)
-    plain = [batch[0].flatten().tolist() for _ in range(3) for batch in dl]
-    assert orders(noise=0) == plain
+def test_what_others_draw_does_not_change_the_order_of_a_sampler_that_uses_the_global_generators():
+    quiet = orders(noise=0)
+    assert quiet == orders(noise=5)
+    by_epoch = [sum(quiet[i : i + 3], []) for i in (0, 3, 6)]
+    assert [sorted(order) for order in by_epoch] == [list(range(9))] * 3
+    assert by_epoch[0] != by_epoch[1] != by_epoch[2]
 
 
-def test_what_others_draw_does_not_change_the_order_within_an_epoch():
-    quiet, noisy = orders(noise=0, epochs=1), orders(noise=5, epochs=1)
-    assert quiet == noisy
-    first, second = orders(noise=5, epochs=2)[:3], orders(noise=5, epochs=2)[3:]
-    assert first != second
-    assert sorted(sum(second, [])) == list(range(9))
+def test_a_second_fit_has_another_order_also_where_the_loader_has_a_generator_of_its_own():
+    data = TensorDataset(torch.arange(9.0)[:, None], torch.zeros(9, 1))
+    dl = DataLoader(data, 9, sampler=Drawing(), generator=torch.Generator())
+    seen = []
+    look = Callback(before_batch=lambda cb: seen.append(cb.xb[0].flatten().tolist()))
+    learn = Learner(DataLoaders(dl, device="cpu"), nn.Linear(1, 1), nn.MSELoss())
+    torch.manual_seed(3)
+    with learn.no_logging(), learn.no_bar():
+        learn.fit(1, cbs=look)
+        learn.fit(1, cbs=look)
+    assert seen[0] != seen[1]
+
+
+# What decides the order of the next epoch
+
+
+@pytest.mark.parametrize("kind", [Counting, Shuffling])
+def test_the_next_epoch_is_the_one_that_would_have_followed(kind):
+    dl, other = (DataLoader(range(12), 4, sampler=kind(12)) for _ in range(2))
+    list(dl)
+    state = states_of(order_sources(dl))
+    before, expected = repr(state), [batch.tolist() for batch in dl]
+    for _ in range(2):  # the second time from elsewhere
+        put_states(order_sources(other), state)
+        assert [batch.tolist() for batch in other] == expected
+    assert repr(state) == before
+
+
+@pytest.mark.parametrize(
+    "generator", [random.Random(1), np.random.default_rng(1), np.random.RandomState(1), torch.Generator()]
+)
+def test_generators_of_all_kinds_are_kept(generator):
+    def draw():
+        return torch.rand((), generator=generator) if isinstance(generator, torch.Generator) else generator.random()
+
+    sampler = SubsetRandomSampler(range(12))
+    sampler.own = generator
+    own = generator if isinstance(generator, torch.Generator) else None
+    sources = order_sources(DataLoader(range(12), 4, sampler=sampler, generator=own))
+    assert sources == [generator]
+    state = states_of(sources)
+    expected = draw()
+    put_states(sources, state)
+    assert draw() == expected
+
+
+def test_other_generators_or_samplers_are_refused():
+    found, other = (order_sources(DataLoader(range(12), sampler=s)) for s in (Counting(12), range(12)))
+    with raises(ValueError, "have 0 random generators and states, and had 1", "give them the same"):
+        put_states(other, states_of(found))

@@ -297,7 +297,7 @@ def test_t7_the_resumed_loader_has_all_that_the_users_had():
     names = [*kwargs, "pin_memory", "dataset", "sampler", "persistent_workers", "in_order", "generator"]
     for name in {*names} - {"shuffle", "worker_init_fn"}:
         assert getattr(found[0][0], name) is getattr(dl, name), name
-    assert found[0][0].worker_init_fn.worker_init_fn is print_nothing
+    assert found[0][0].worker_init_fn.args[0] is print_nothing
 
 
 def print_nothing(worker):

@@ -17,7 +17,6 @@ PASSED_ON = {  # places where a text of elsewhere is passed on, which is collect
     "learnerkit/arguments.py": 2,  # lone_last_batch
     "learnerkit/checkpoints/storage.py": 4,  # the errors of all ranks
     "learnerkit/data/loaders.py": 1,  # _say
-    "learnerkit/data/streams.py": 1,  # a name, while the object is not complete
     "learnerkit/doctor.py": 1,  # an exit code, as in the other __main__ modules
     "learnerkit/endings.py": 1,  # raised in {callback}.{event}
     "learnerkit/explain/__init__.py": 1,  # Explanation

@@ -28,7 +28,7 @@ NAMES = [name for name in learnerkit.__all__ if name not in MODULES]
 WORLD = ("all_gather", "barrier", "broadcast", "is_main", "local_rank", "rank", "reduce", "world_size")
 INTERNAL = {  # methods without an underscore that are for other parts of the package
     "DataLoaders": {
-        "count", "keeps", "prefer", "row_sizes", "sampler_states", "samples_first", "split", "takes_targets", "twin",
+        "count", "keeps", "prefer", "row_sizes", "samples_first", "split", "takes_targets", "twin",
     }
 }  # fmt: skip
 

@@ -1,7 +1,6 @@
 """The sampler swap: what all ranks together read, without processes and, in the last test, with three."""
 
 import random
-from contextlib import nullcontext
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -26,8 +25,8 @@ from torch.utils.data import (
 from learnerkit import world
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
-from learnerkit.data.order import seeded_samplers
-from learnerkit.parallel.loaders import RankBatches, distribute, rank_loader, split_evenly
+from learnerkit.data.stream import SampleStream, distribute, seeded_samplers, split_evenly
+from learnerkit.parallel.loaders import rank_loader
 
 # World-size invariance as a property: drawn cases, read through real loaders, each rank's after the other
 
@@ -199,8 +198,8 @@ def read_alone(case, training=True, **kwargs):
     """What one process reads: a list of batches for each epoch, each a list of indices."""
     dl, epochs = make_loader(case, plain=True, **kwargs), []
     for seed in EPOCH_SEEDS:
-        world.seed_host(seed if training else 0)
-        with seeded_samplers(dl, seed) if training else nullcontext():  # as a fit does
+        world.seed_host(seed)
+        with seeded_samplers(dl, seed):  # as a fit does
             epochs.append([indices(batch) for batch in dl])
     return epochs
 
@@ -214,12 +213,10 @@ def read_on_ranks(case, monkeypatch, training=True, **kwargs):
         world.seed_host(100 + rank)  # ranks whose own random streams differ
         dl, shared = make_loader(case, **kwargs), None
         for seed, epoch in zip(EPOCH_SEEDS, epochs, strict=True):
-            seed = seed if training else 0
-            with seeded_samplers(dl, seed) if training else nullcontext():
-                if shared is None:
-                    least = case.least if training else 1
-                    shared = rank_loader(dl, "it", training=training, split=case.split, least=least, seed=seed)
-                shared.reseed(seed)
+            if shared is None:
+                least = case.least if training else 1
+                shared = rank_loader(dl, "it", training=training, split=case.split, least=least)
+            with seeded_samplers(shared.loader, seed):
                 epoch.append([(shared.share, indices(batch)) for batch in shared])
         lengths.append(loader_len(shared))
     return epochs, lengths
@@ -250,7 +247,7 @@ def check_step(case, step, group, last):
     mine = [batch for _, batch in step]
     if case.kind == OPAQUE:  # whole batches, which only their data know the sizes of
         assert mine == group + [[]] * (case.ranks - len(group)), case
-        assert [share[1:] for share, _ in step] == [(None if batch else 0, None) for batch in mine], case
+        assert [share[1:3] for share, _ in step] == [(None if batch else 0, None) for batch in mine], case
         return
     sizes, total = [len(batch) for batch in mine], len(flat(group))
     assert [share.size for share, _ in step] == sizes, case
@@ -321,7 +318,9 @@ def iter_shares(batches):
 def test_the_rank_generators_are_left_alone():
     torch.manual_seed(1), random.seed(1)
     before = torch.get_rng_state(), random.getstate()
-    list(RankBatches(Buckets(30), 0, 2, seed=9))
+    stream = SampleStream(Buckets(30), 0, 2)
+    stream.seed = 9
+    assert list(stream)
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1] == random.getstate()
 
@@ -360,7 +359,7 @@ def test_no_rank_is_left_with_a_single_sample_of_what_is_spread():
 
 
 def share_out(dl, **kwargs):
-    return rank_loader(dl, "the loader", **({"training": True, "split": True, "least": 1, "seed": 0} | kwargs))
+    return rank_loader(dl, "the loader", **({"training": True, "split": True, "least": 1} | kwargs))
 
 
 class Stream(IterableDataset):
@@ -392,7 +391,7 @@ def test_the_swap_keeps_what_the_user_set():
     for name in [*kept.split(), "persistent_workers", "batch_size", "drop_last", "multiprocessing_context"]:
         assert getattr(twin, name) is getattr(dl, name), name
     assert type(twin.loader) is Fancy
-    assert twin.batches.batches is dl.batch_sampler
+    assert twin.indices.sampler is dl.batch_sampler
     assert type(dl.batch_sampler) is BatchSampler  # the user's own loader is as it was
 
 
@@ -410,7 +409,7 @@ def test_what_cannot_be_shared_out_is_refused_with_the_reason(monkeypatch):
 
 
 def test_batches_made_by_the_dataset_are_dealt_whole():
-    batches = RankBatches(SequentialSampler(range(5)), 1, 2, opaque=True)
+    batches = SampleStream(SequentialSampler(range(5)), 1, 2, opaque=True)
     found = [(item, share) for item, share in zip(batches, iter_shares(batches), strict=False)]
     assert [item for item, share in found if share.size is None] == [1, 3]
     assert all(share.total is None for _, share in found)

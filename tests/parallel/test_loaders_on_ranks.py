@@ -2,12 +2,21 @@
 
 import random
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from helpers import mostly_slow
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, set_seed, world
 
@@ -143,3 +152,20 @@ def test_ranks_together_see_the_steps_and_the_evaluation_of_one_process(case):
     else:
         expected = alone.evaluated
     assert evaluated == expected, f"evaluation on ranks {evaluated}, on one process {expected}"
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler(VALID), Buckets(17, lent=False)])
+def test_an_evaluation_by_itself_reads_in_the_order_of_one_process(sampler):
+    """Not in a fit, whose seeds all ranks share."""
+    batches = BatchSampler(sampler, 3, False) if isinstance(sampler, RandomSampler) else sampler
+    learn = Learner(loaders()(), nn.Identity(), nn.MSELoss())
+    orders = []
+    for context in (nullcontext(), learn.distrib_ctx()):
+        set_seed(42)
+        with context:
+            readings = [learn.get_preds(dl=DataLoader(VALID, batch_sampler=batches))[0].flatten() for _ in range(2)]
+        orders.append([reading.int().tolist() for reading in readings])
+    assert [sorted(order) for order in orders[0]] == [[*range(17)]] * 2
+    assert orders[0][0] != orders[0][1]
+    assert orders[1][0] == orders[0][0]
+    assert sorted(orders[1][1]) == [*range(17)]

@@ -2,15 +2,16 @@
 
 import pickle
 import random
+import signal
 
 import numpy as np
 import pytest
 import torch
-from data.test_position import Noisy, Stream, fit
+from data.test_position import Noisy, Shuffled, Stream, fit
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from learnerkit import Callback, DataLoaders, Learner, set_seed, world
-from learnerkit.data.streams import Draws, Lot, PerSample, Seeded
+from learnerkit.data.stream import PerSample, SampleStream, Seeded
 
 
 class Seen(Callback):
@@ -68,6 +69,13 @@ def test_workers_streams_do_not_depend_on_their_number(batch_size):
     assert read(Noisy(), num_workers=1, seed=2, **kwargs).train != one
 
 
+def test_what_a_stream_draws_before_its_first_sample_differs_by_epoch():
+    batches = read(Shuffled(), num_workers=1).train
+    first, second = ([x[0] for e, batch in batches if e == epoch for x in batch] for epoch in (0, 1))
+    assert first != second
+    assert sorted(first) == sorted(second) == [float(i) for i in range(22)]
+
+
 def test_validation_has_one_stream_in_an_epoch_which_does_not_change_training():
     train, valid = Noisy(), Noisy(6)
 
@@ -101,6 +109,17 @@ def test_readings_outside_a_fit_differ():
         numbers = [reading[:, 1:].flatten().tolist() for reading in (*readings, *again)]
         assert len({*map(tuple, numbers)}) == 4
         dls._twins.clear()
+
+
+def test_workers_leave_signals_to_a_process_that_handles_them_by_now():
+    dls = DataLoaders(DataLoader(Noisy(), num_workers=1), device="cpu")
+    told = [dls.twin(dls.train, training=True).worker_init_fn.args[2]]
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    try:
+        told.append(dls.twin(dls.train, training=True).worker_init_fn.args[2])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert told == [False, True]
 
 
 class Editable(Dataset):
@@ -156,14 +175,15 @@ def test_reproducible_augmentation_depends_on_seed_epoch_and_sample_alone():
 def test_reproducible_fetching_leaves_the_generators_of_the_process_alone():
     data = PerSample(Noisy())
     before = world.seed_states()
-    first = data.__getitems__(Lot(3, [2, 5, 2]))
+    first = data.__getitems__(Seeded(3, [2, 5, 2], True))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert torch.equal(first[0][0], first[2][0])
-    assert torch.equal(data[Lot(3, 5)][0], first[1][0])
-    assert not torch.equal(data[Lot(4, 5)][0], first[1][0])
-    assert (len(data), data.n) == (22, 22)
-    assert len(pickle.loads(pickle.dumps(data))) == 22
+    assert torch.equal(data[Seeded(3, 5, True)][0], first[1][0])
+    assert not torch.equal(data[Seeded(4, 5, True)][0], first[1][0])
+    assert len(pickle.loads(pickle.dumps(data))) == len(data) == 22
+    arrived = pickle.loads(pickle.dumps(Seeded(3, [5], True)))
+    assert torch.equal(data.__getitems__(arrived)[0][0], first[1][0])
 
 
 def test_a_skipped_stream_is_drawn_but_not_given():
@@ -178,11 +198,11 @@ def test_a_skipped_stream_is_drawn_but_not_given():
         def __iter__(self):
             return batches()
 
-    draws = Draws(Sampler(), counts=True)
-    draws.skip = 2
-    assert list(draws) == [[2] * 3, [3] * 4, [4] * 5]
-    assert list(draws.sizes) == [3, 4, 5]
+    stream = SampleStream(Sampler())
+    stream.place = 2
+    assert list(stream) == [[2] * 3, [3] * 4, [4] * 5]
+    assert [share.size for share in stream.shares] == [3, 4, 5]
     assert drawn == [0, 1, 2, 3, 4]
-    draws.skip = float("inf")
-    assert list(draws) == []
+    stream.place = float("inf")
+    assert list(stream) == []
     assert drawn == [0, 1, 2, 3, 4]

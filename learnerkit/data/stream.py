@@ -1,0 +1,434 @@
+"""Who reads which sample: the index stream of a loader, from a place on and for one rank, and its random numbers."""
+
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate, chain, islice
+from math import inf
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from learnerkit import world
+from learnerkit.data.batches import loader_len
+from learnerkit.data.cuts import Share, even_sizes
+from learnerkit.data.lengths import LengthBatches
+from learnerkit.data.order import draw_seed, samplers_of
+from learnerkit.data.rows import IndexBatches
+from learnerkit.torch_internals import set_worker_dataset
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+
+class SampleStream:
+    """A batch sampler, or the sampler of a loader without batches, in the place of the user's.
+
+    It draws the user's items from a place on, alike on every rank, and gives out the share of this rank.
+
+    Args:
+        sampler: the user's.
+        rank, ranks: whose share of how many.
+        split, least: as in `distribute`.
+        training: every rank takes every step, if need be with a sample that does not count; in evaluation steps
+            without samples are left out, and batches are never spread.
+        opaque: the items do not tell how many samples a batch has, as they stand for whole batches. If these are to be
+            split, every rank takes each of them whole.
+        count: the number of samples of such an item, where it is known.
+
+    Attributes:
+        place: how many items were read before; they are drawn and left out. If it is infinite, nothing is drawn.
+        first: the number of the first step.
+        seed: the sampler draws with the host's generators seeded with this, and gives them back; `None`: as they are.
+        fetching: (seed, per sample): the seed of those who fetch the items, and whether each sample has one of its
+            own; `None`: they are not seeded.
+        shares: those of the items that were given out, until somebody takes them; a new queue in each iteration, as
+            one may run inside another.
+    """
+
+    place: float = 0
+    first = 0
+    seed: int | None = None
+    fetching: tuple[int, bool] | None = None
+
+    def __init__(
+        self, sampler: Any, rank: int = 0, ranks: int = 1, *, split: bool = False, least: int = 1,
+        training: bool = True, opaque: bool = False, count: Callable[[Any], int | None] | None = None,
+    ) -> None:  # fmt: skip
+        self.sampler, self.rank, self.ranks, self.split, self.training = sampler, rank, ranks, split, training
+        self.least = 1 if opaque else least  # one item is all that a rank can take of them
+        self.opaque, self.count = opaque, count
+        self.shares: deque[Share] = deque()
+
+    def __len__(self) -> int:
+        n = len(self.sampler)
+        if self.split:
+            return n
+        return -(-n // self.ranks) if self.training else len(range(self.rank, n, self.ranks))
+
+    def __iter__(self) -> Iterator:
+        # Loaders with workers draw ahead of what they give out, in the same order: the shares wait in a queue.
+        self.shares = deque()
+        return self._given(self.shares)
+
+    def _given(self, shares: deque[Share]) -> Iterator:
+        "This rank's items, as those who fetch them need them."
+        fetching = self.fetching
+        for number, (share, item) in enumerate(self._mine(), self.first):
+            shares.append(share)
+            if fetching is None:
+                yield item
+            else:
+                seed, per_sample = fetching
+                yield Seeded(seed if per_sample else world.mixed_seed(seed, number), item, per_sample)
+
+    def _mine(self) -> Iterator[tuple[Share, Any]]:
+        if self.place == inf:
+            return
+        items = islice(
+            self.sampler if self.seed is None else same_stream(self.sampler, self.seed), int(self.place), None
+        )
+        if self.ranks == 1 or (self.opaque and self.split):
+            for step, item in enumerate(items, self.first):
+                size = None if self.opaque else loader_len(item)
+                yield Share(step * self.ranks + self.rank, size, size), item
+            return
+        batches = ([item] for item in items) if self.opaque else items
+        for share, batch in self._spread(batches) if self.split or self.training else self._take_turns(batches):
+            if self.opaque:
+                yield share._replace(size=None if share.size else 0), batch[0]
+            else:
+                yield share, batch
+
+    def _spread(self, batches: Iterable) -> Iterator[tuple[Share, Any]]:
+        # Samples of other batches would be padded to the length of the longest, which may be more than fits.
+        join, n = not isinstance(self.sampler, LengthBatches), loader_len(self.sampler)
+        left = None if n is None else n - int(self.place)
+        steps = distribute(batches, self.ranks, self.split, self.least, join, left)
+        for step, pieces in enumerate(steps, self.first):
+            sizes = [len(piece) for piece in pieces]
+            mine = sizes[self.rank]
+            if mine or self.training:
+                total = samples_in(chain(*pieces), self.count) if self.opaque else sum(sizes)
+                # Real samples even where none counts: their empty slice has the right shapes and types.
+                piece = pieces[self.rank] if mine else pieces[0][: self.least]
+                yield Share(step * self.ranks + self.rank, mine, total), piece
+
+    def _take_turns(self, batches: Iterable) -> Iterator[tuple[Share, Any]]:
+        for place, batch in enumerate(batches):
+            if place % self.ranks == self.rank:
+                yield Share(place, len(batch), None if self.opaque else len(batch)), batch
+
+
+def stream_of(dl: Any) -> SampleStream | None:
+    """The `SampleStream` of a copy of a loader, or of a view of one."""
+    found = (getattr(dl, name, None) for name in ("batch_sampler", "sampler"))
+    return next((sampler for sampler in found if isinstance(sampler, SampleStream)), None)
+
+
+def replaced_sampler(dl: DataLoader, **kwargs: Any) -> dict[str, SampleStream]:
+    """Return what `with_batches` takes to put a `SampleStream` with these arguments into a copy of a loader."""
+    name = "sampler" if dl.batch_sampler is None else "batch_sampler"
+    stream, sampler = stream_of(dl), getattr(dl, name)
+    whole = dl.batch_sampler is None and not isinstance(sampler, BatchSampler)
+    opaque = whole or isinstance(dl.dataset, IterableDataset) or (dl.num_workers > 0 and not dl.in_order)
+    return {name: SampleStream(sampler if stream is None else stream.sampler, **{"opaque": opaque} | kwargs)}
+
+
+# Sharing batches out among ranks
+
+
+def split_evenly(batch: Any, parts: int, least: int) -> list:
+    """`batch` cut into `parts` consecutive pieces, as even as can be; the last ones are empty if there is too little.
+
+    Args:
+        batch: a list or tensor of indices.
+        parts: how many pieces.
+        least: samples below which no piece may fall while one piece can be given up for it.
+    """
+    sizes = even_sizes(len(batch), parts, least)
+    ends = list(accumulate(sizes))
+    return [batch[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def distribute(
+    batches: Iterable, ranks: int, split: bool, least: int, join: bool = True, n: int | None = None
+) -> Iterator[list]:
+    """Distribute a stream of index batches over ranks: for each step a list with a piece for each rank.
+
+    Nothing is drawn ahead of its step, as a sampler may go by what the model has learned until then.
+
+    Args:
+        batches: the user's stream, the same on every rank.
+        ranks: how many.
+        split: cut each batch into a piece for each rank; otherwise a step takes a batch for each rank, and the last,
+            uneven step is spread over all of them.
+        least: the fewest samples a rank should get of what is cut or spread; whole batches stay as they are.
+        join: whether the batches of an uneven step may be joined; otherwise each is cut by itself.
+        n: how many batches there are, where it is known: else a last step with a batch for each rank is not spread.
+    """
+    if split:
+        for batch in batches:
+            yield split_evenly(batch, ranks, least)
+        return
+    group: list = []
+    for number, batch in enumerate(batches, 1):
+        group.append(batch)
+        if number == n or len(group) == ranks:
+            yield _dealt(group, ranks, least, join, last=number == n)
+            group = []
+    if group:
+        yield _dealt(group, ranks, least, join, last=True)
+
+
+def _dealt(group: list, ranks: int, least: int, join: bool, last: bool) -> list:
+    """Give each rank its piece of the batches of a step; `last`: of the last one, which may be uneven."""
+    if len(group) == ranks and not (last and join and len({len(b) for b in group}) > 1):
+        return group
+    if join:
+        whole = torch.cat(group) if all(isinstance(b, Tensor) for b in group) else [i for b in group for i in b]
+        return split_evenly(whole, ranks, least)
+    pieces = [ranks // len(group) + (i < ranks % len(group)) for i in range(len(group))]
+    return [piece for batch, n in zip(group, pieces, strict=True) for piece in split_evenly(batch, n, least)]
+
+
+def samples_in(batches: Iterable, count: Callable[[Any], int | None] | None) -> int | None:
+    """Return the samples of batches, where `count` knows those of each."""
+    counts = [None if count is None else count(batch) for batch in batches]
+    known = [n for n in counts if n is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+# The random numbers of samplers
+
+
+def same_stream(
+    batches: Iterable, seed: int | tuple | None, advance: bool = False, since: tuple | None = None
+) -> Iterator:
+    """Iterate with a private copy of the global random state; neither side sees the other's draws.
+
+    Args:
+        seed: what to start with: a seed, states as from `world.seed_states`, or `None` for the current states.
+        advance: at the end leave the global generators in the final states of the private copy, if it started with
+            theirs and nothing else has used them since.
+        since: the global states when it started; by default those of now.
+    """
+    first, inside, stream = since, None, None
+    while True:
+        outside = world.seed_states()
+        if inside is not None:
+            world.set_seed_states(inside)
+        elif isinstance(seed, int):
+            world.seed_host(seed)
+        elif seed is not None:
+            world.set_seed_states(seed)
+        first = first or outside
+        try:
+            stream = iter(batches) if stream is None else stream
+            batch = next(stream)
+            inside = world.seed_states()
+        except StopIteration:
+            if advance and not isinstance(seed, int) and _same_states(first, outside):
+                outside = world.seed_states()
+            return
+        finally:
+            world.set_seed_states(outside)
+        yield batch
+
+
+def _same_states(a: tuple, b: tuple) -> bool:
+    numpy = a[2] is b[2] is None or (a[2][2:] == b[2][2:] and (a[2][1] == b[2][1]).all())
+    return torch.equal(a[0], b[0]) and a[1] == b[1] and bool(numpy)
+
+
+# What never draws from the global generators once `seeded_samplers` has lent it a generator.
+_SEEDED = (
+    BatchSampler, IndexBatches, SequentialSampler, DistributedSampler, RandomSampler, SubsetRandomSampler,
+    WeightedRandomSampler, LengthBatches, list, tuple, range,
+)  # fmt: skip
+
+
+def draws_globally(dl: DataLoader) -> bool:
+    """Tell whether a sampler of the user's own behind a loader may draw from the global generators."""
+    if isinstance(dl.dataset, IterableDataset):
+        return False
+    own = (s for s in samplers_of(dl) if type(s) not in (SampleStream, *_SEEDED))
+    return any(getattr(s, "generator", None) is None for s in own)
+
+
+@contextmanager
+def seeded_samplers(dl: Any, seed: int) -> Iterator[None]:
+    """Have the samplers behind `dl` draw by this seed, inside the context.
+
+    Torch's samplers without a generator are lent one, with which they draw what they would in a plain loop. Those of
+    other classes may use the global generators: a `SampleStream` reads them in a private copy of these.
+    """
+    stream, lent = stream_of(dl), [s for s in samplers_of(dl) if getattr(s, "generator", seed) is None]
+    if stream is not None and draws_globally(dl):
+        stream.seed = seed
+    for sampler in lent:
+        sampler.generator = torch.Generator().manual_seed(seed)
+    try:
+        yield
+    finally:
+        for sampler in lent:
+            sampler.generator = None
+        if stream is not None:
+            stream.seed = None
+
+
+# The random numbers of those who fetch samples
+
+
+class Seeded:
+    """What a loader fetches next, with the seed of the random numbers that are drawn for it.
+
+    When it arrives in a worker, the worker's generators are seeded, and what is left are the items. So these random
+    numbers do not depend on which worker it is, how many there are, and what it has fetched before.
+
+    Args:
+        seed: the seed.
+        items: the items of the sampler.
+        per_sample: each sample has a seed of its own: a `PerSample` takes this object as it is.
+    """
+
+    def __init__(self, seed: int, items: Any, per_sample: bool = False) -> None:
+        self.seed, self.items, self.per_sample = seed, items, per_sample
+
+    def __reduce__(self) -> tuple:
+        return Seeded if self.per_sample else _arrive, (self.seed, self.items, self.per_sample)
+
+
+def _arrive(seed: int, items: Any, per_sample: bool) -> Any:
+    world.seed_host(seed)
+    return items
+
+
+class PerSample(Dataset):
+    """The user's dataset, read by `Seeded` items, with a seed for each sample by its index; see `world.set_seed`.
+
+    The generators of the process that reads are put back.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, found: Seeded) -> Any:
+        return self._fetched(found.seed, [found.items])[0]
+
+    def __getitems__(self, found: Seeded) -> list:
+        return self._fetched(found.seed, found.items)
+
+    def _fetched(self, seed: int, indices: Iterable) -> list:
+        states, samples = world.seed_states(), []
+        several: Any = getattr(self.dataset, "__getitems__", None)
+        try:
+            for index in indices:
+                number = int(index) if hasattr(index, "__index__") else index
+                world.seed_host(world.mixed_seed(seed, number))
+                whole = several is None or not isinstance(number, int)
+                samples.append(self.dataset[index] if whole else several([index])[0])
+        finally:
+            world.set_seed_states(states)
+        return samples
+
+
+def begin_worker(init: Callable[[int], object] | None, per_sample: bool, leaves_signals: bool, worker: int) -> None:
+    """Begin a loader's worker: its `worker_init_fn`, but for the first arguments.
+
+    Args:
+        init: the user's `worker_init_fn`.
+        per_sample: show the worker the user's dataset rather than the `PerSample`.
+        leaves_signals: leave signals to the process that reads, which needs its workers in order to save.
+        worker: its number.
+    """
+    if leaves_signals:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # The second one may be torch's or Python's, at the end of the process that reads.
+        signal.signal(signal.SIGTERM, lambda signum, frame: signal.signal(signum, signal.SIG_DFL))
+    if per_sample:
+        set_worker_dataset(cast(Any, get_worker_info()).dataset.dataset)
+    if init is not None:
+        init(worker)
+
+
+def handles_signals() -> bool:
+    """Tell whether this process handles the signal that asks it to end."""
+    return callable(signal.getsignal(signal.SIGTERM))
+
+
+def starts_workers(dl: DataLoader) -> bool:
+    """Tell whether a loader reads in worker processes."""
+    return dl.num_workers > 0 and not getattr(dl, "reads_rows", False)
+
+
+# Reading
+
+
+@contextmanager
+def reading(learn: "Learner") -> Iterator[None]:
+    """Seed what draws and what fetches the samples of the learner's loader, which is read in here.
+
+    In a fit the seeds are those of the epoch, for training and for evaluation. From the global generators the numbers
+    are drawn that torch's loader and sampler would draw, so that readings outside of a fit differ, and so do fits.
+    Training that goes on in mid-epoch draws none: the generators have the states of then.
+    """
+    position, training = learn._position if learn._in_fit else None, learn.training
+    loader: Any = learn.dl
+    while not isinstance(loader, DataLoader) and (inner := getattr(loader, "loader", None)) is not None:
+        loader = inner
+    indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    stream = stream_of(loader)
+    goes_on = training and position is not None and position.goes_on
+    draws = any(getattr(s, "generator", s) is None for s in samplers_of(loader)) or (indexed and draws_globally(loader))
+    seeds_loader, generator = indexed or stream is not None, getattr(loader, "generator", None)
+    base = draw_seed(generator) if seeds_loader and not goes_on else 0
+    seed = draw_seed() if draws and not goes_on else 0
+    if position is not None:
+        seed, base = position.seed() if training else position.seed(False), position.seed(training)
+    elif draws and learn.n_ranks > 1:
+        seed = world.broadcast(seed)  # every rank must reach this
+    try:
+        if seeds_loader:
+            loader.generator = torch.Generator().manual_seed(base)  # its own draw has been made
+        if stream is not None:
+            _begin(stream, learn, loader, base)
+            if position is not None and indexed and goes_on:
+                stream.place = inf if position.over else position.read
+        if position is not None and training:
+            position.note_start(loader)
+        with seeded_samplers(loader, seed):
+            yield
+    finally:
+        if seeds_loader:
+            loader.generator = generator
+        if stream is not None:
+            stream.fetching = None
+
+
+def _begin(stream: SampleStream, learn: "Learner", loader: DataLoader, seed: int) -> None:
+    "Have a stream begin, and seed those who fetch what it gives."
+    again = learn._position.data.again if learn.training and learn._position is not None else 0
+    stream.place, stream.first = 0, learn._first_batch - again
+    per_sample = isinstance(loader.dataset, PerSample)
+    if per_sample or starts_workers(loader):
+        alike = per_sample or learn.n_ranks == 1 or getattr(learn.dl, "alike", False)
+        rank = 0 if alike else world.rank()
+        stream.fetching = world.mixed_seed(seed, rank), per_sample
