@@ -97,13 +97,14 @@ def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any) -> None:
 
 def check_loss(learn: "Learner") -> None:
     """Refuse a loss function that asks for something that the learner does not have, and counts of unknown losses."""
-    if learn._loss_weighting.parts and overrides(learn, "_loss"):
+    weighting = learn._loss_weighting
+    if weighting.parts and overrides(learn, "_loss"):
         raise ValueError(
             f"loss_weight= has a weight for each of several losses, and {type(learn).__name__} has a `_loss` of its "
             "own, of whose parts nothing is known: give one loss_weight for the whole, or let the model return the "
             "losses (errors.html#loss-weight)"
         )
-    asks = [name for name in learn._loss_weighting.asks if name != "learn"]
+    asks = [name for name in weighting.asks if name != "learn"]
     has = [n for n in dir(learn) if n[0] != "_" and not isroutine(getattr(type(learn), n, None))] if asks else []
     for name in asks:
         if name not in has:
@@ -147,9 +148,9 @@ def check_free(learn: "Learner", cb: Callback) -> None:
         )
 
 
-def check_thread(learn: "Learner", who: str) -> None:
+def check_thread(learn: "Learner", thread: int | None, who: str) -> None:
     """Refuse a run, or a prediction, while one of another thread goes on; `who` is the method that was called."""
-    if learn._thread not in (None, threading.get_ident()):
+    if thread not in (None, threading.get_ident()):
         raise RuntimeError(
             f"{who} was called while {learn.task or 'a run'!r} of the same learner goes on in another thread, whose "
             "model and callbacks it would disturb: call it afterwards, or of a learner of its own, such as "

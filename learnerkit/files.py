@@ -26,13 +26,16 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from learnerkit.text import first_few, printable
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
 
 T = TypeVar("T")
 
@@ -126,6 +129,20 @@ def path_or_file(file: Any) -> Path | BinaryIO:
     if isinstance(file, Path) or hasattr(file, "write") or hasattr(file, "read"):
         return file
     raise TypeError(f"got file={file!r}; it is a name, a path, or a file open in binary mode")
+
+
+def place_of(learn: "Learner", file: "str | Path | BinaryIO") -> Path | BinaryIO:
+    """Return where a learner saves and loads a file: a plain name lies in its model directory.
+
+    Raises:
+        TypeError, ValueError: neither a name, a path, nor an open file.
+    """
+    name = name_or_path(file) if isinstance(file, str) else path_or_file(file)
+    if not isinstance(name, str):
+        return name
+    if not name.endswith(SAFETENSORS):
+        name = f"{name.removesuffix('.pth')}.pth"
+    return learn.path / learn.model_dir / name
 
 
 def save_whole(obj: Any, file: Path | BinaryIO) -> None:

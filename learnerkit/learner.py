@@ -54,7 +54,7 @@ from learnerkit.events import (
     FitDone,
 )
 from learnerkit.explain import explain
-from learnerkit.files import CheckpointError, File, Saved, fitted, name_or_path, save_whole
+from learnerkit.files import CheckpointError, File, Saved, fitted, save_whole
 from learnerkit.inspection.undoing import give_shapes, unchanged
 from learnerkit.launch.rank_main import shorten, wants_short
 from learnerkit.losses import (
@@ -286,17 +286,15 @@ class Learner(RunState):
         self.opt, self.logger, self.cbs = None, TableLogger(self), []
         self._parting: list[Callback] = []
         self._scaler_state: dict[str, Any] = {}  # of the gradient scaler (MixedPrecision), between fits
-        self._told_outside = False
         self._said_step = ""  # what a step sees, as it was said last
-        self._number = next(_made)
+        self.number = next(_made)
         self._resumes: Mapping[str, Any] | None = None  # a state, taken in a fit, that the next one goes on from
-        self._lr_finds: list[dict[str, float]] = []  # what each call of `lr_find` suggested
+        self.lr_finds: list[dict[str, float]] = []  # what each call of `lr_find` suggested
         self._agreement: parallel.Agreement | None = None
         self._workers: Workers | None = None
         self._lock = PlainLock()  # held while a run begins, and during a prediction
         self._thread: int | None = None  # the one in which a run goes on
-        self._bare_model: Any = None  # the model of a run as it was before callbacks could wrap it
-        self._eval_modules: set[str] = set()  # the names of its modules that the user has put into eval mode
+        self._modes: tuple[Any, set[str]] = None, set()  # a run's model, and which of its modules the user set to eval
         self.add_cbs([TrainEvalCallback(), Recorder(), ProgressCallback()] if default_cbs else [])
         self.add_cbs([*dls.cbs, *listify(cbs)])
         arguments.check_loss(self)
@@ -332,6 +330,11 @@ class Learner(RunState):
         for self.epoch in epochs:
             self._level("epoch", self._one_epoch, CancelEpochException)
 
+    def _train(self, n_epoch: int | None, n_steps: int | None, start_epoch: int = 0) -> None:
+        "Train and validate, as long as is said."
+        self.n_epoch, self.n_steps, self.start_epoch = n_epoch, n_steps, start_epoch
+        self._level("fit", self._fit, CancelFitException)
+
     def _one_epoch(self) -> None:
         self._read(self.dls.train, training=True)
         if self.dls.valid is not None:
@@ -339,7 +342,7 @@ class Learner(RunState):
 
     def _read(self, dl: Iterable[Any], training: bool) -> None:
         "Train on a loader, or validate on it."
-        self.dl, self.training, self.iter, self._first_batch = self.dls.twin(dl, training), training, -1, 0
+        self.dl, self.training, self.iter, self.first_iter = self.dls.twin(dl, training), training, -1, 0
         self._dispatch.phase(training)
         if training:
             self._level("train", self._all_batches, CancelTrainException)
@@ -348,12 +351,12 @@ class Learner(RunState):
                 self._level("validate", self._all_batches, CancelValidException)
 
     def _all_batches(self) -> None:
-        self.n_iter, self.iter = loader_len(self.dl), self._first_batch - 1
+        self.n_iter, self.iter = loader_len(self.dl), self.first_iter - 1
         agreement = self._agreement
         arguments_taken = own_loss_arguments(self.loss_func, self.model)
         self._unpack = Unpacker(self.dls, self.dl, self._device, arguments_taken, agreement is not None)
         with arguments.last_batch_checked(self), optim.no_gradients_left(self), reading(self):
-            for self.iter, self.batch in enumerate(self._unpack.dl, self._first_batch):
+            for self.iter, self.batch in enumerate(self._unpack.dl, self.first_iter):
                 self._batch_index = self.iter
                 self._one_batch() if agreement is None else agreement.run_batch(self._one_batch)
         if agreement is not None:
@@ -528,12 +531,12 @@ class Learner(RunState):
             scheds: Any = {"lr": lr}
             cbs, lr = [ParamScheduler(scheds), *cbs], None
         budget = [] if n_steps is None else [StepBudget(n_steps)]
-        with self._running("fit", [*budget, *cbs, *run_state.going_on(self)]):
+        resumes, self._resumes = run_state.going_on(self._resumes), None
+        with self._running("fit", [*budget, *cbs, *resumes]):
             self._say_step()
             self._prepare_opt(lr, wd, reset_opt)
-            self.n_epoch, self.n_steps, self.start_epoch = n_epoch, n_steps, start_epoch
             with suppress(FitDone):
-                self._level("fit", self._fit, CancelFitException)
+                self._train(n_epoch, n_steps, start_epoch)
         self.n_fits += 1
 
     @public
@@ -760,24 +763,23 @@ class Learner(RunState):
             return recorded
         with self._running("lr_find", finder), unchanged(self, but=[finder]):
             self._prepare_opt()
-            self.n_epoch, self.n_steps, self.start_epoch = None, num_it, 0
-            self._level("fit", self._fit, CancelFitException)
+            self._train(None, num_it)
         suggested: Any = finder.suggest(show_plot)
         if hasattr(self, "recorder"):
             self.recorder.lr_find_curve = finder.curve
         if finder.curve is not None and (line := choice(*finder.curve)):
             self.say(line)
         scaling_rate().say_held(self)
-        self._lr_finds.append(suggested._asdict())
+        self.lr_finds.append(suggested._asdict())
         return suggested
 
     def _recorded_lr_find(self, finder: LRFinder) -> Any:
         "What this call has returned in an earlier process, whose run a CheckpointCallback goes on with."
         for cb in self.cbs:
             if isinstance(cb, CheckpointCallback) and cb.run:
-                rates = cb.recorded_lr_find(len(self._lr_finds))
+                rates = cb.recorded_lr_find(len(self.lr_finds))
                 if rates is not None and (found := finder.recorded(rates)) is not None:
-                    self._lr_finds.append(rates)
+                    self.lr_finds.append(rates)
                     return found
         return None
 
@@ -891,7 +893,7 @@ class Learner(RunState):
             return []
         act = activation_for(self, act, probs)
         with self._lock, world.alone():
-            arguments.check_thread(self, "predict")
+            arguments.check_thread(self, self._thread, "predict")
             heard = any(type(cb) not in _LEFT_OUT and acts_in_evaluation(cb) for cb in self.cbs)
             return (self._predict_in_loop if heard or overrides(self, "_forward") else self._predict_alone)(items, act)
 
@@ -1006,7 +1008,7 @@ class Learner(RunState):
     def _running(self, task: str, cbs: Callbacks = None) -> Iterator[bool]:
         "One run, which is refused while another thread has one; see `_run`."
         with self._lock:  # waits for a prediction in another thread
-            arguments.check_thread(self, "get_preds" if task == "predict" else task)
+            arguments.check_thread(self, self._thread, "get_preds" if task == "predict" else task)
             outer, self._thread = self._thread, threading.get_ident()
         try:
             with self._run(task, cbs) as nested:
@@ -1048,16 +1050,16 @@ class Learner(RunState):
                     if self._by_closure:
                         del vars(self)["_step"]
                     self._part()
-                    self._bare_model = None
+                    self._modes = None, self._modes[1]
         sets_modes = any(isinstance(cb, TrainEvalCallback) for cb in self.cbs)
         if sets_modes and not nested and task in ("fit", "validate", "predict"):  # others leave no trace
             self.model.eval()
 
     def _note_modes(self) -> None:
         "A model that is in eval mode as a whole is so after a run: then what was known before it still holds."
-        self._bare_model = unwrap(self.model)
-        found = {name for name, module in self._bare_model.named_modules() if not module.training}
-        self._eval_modules = found if self._bare_model.training else found & self._eval_modules
+        model, before = unwrap(self.model), self._modes[1]
+        found = {name for name, module in model.named_modules() if not module.training}
+        self._modes = model, found if model.training else found & before
 
     def _to_device(self) -> None:
         for module in (self.model, self.loss_func):
@@ -1428,10 +1430,10 @@ class Learner(RunState):
         Raises:
             CheckpointError: the file cannot be written; the old one is as it was.
         """
-        target = self._file(file)
+        target = files.place_of(self, file)
         if not world.is_main():
             return target
-        with self._as_validated():
+        with self.as_validated():
             state: Any = unwrap(self.model).state_dict()
             if isinstance(target, Path) and target.suffix == files.SAFETENSORS:
                 files.save_weights(state, target)
@@ -1469,7 +1471,7 @@ class Learner(RunState):
         """
         world.follow_rank0("load")
         model = unwrap(self.model)
-        saved = fitted(self._read_saved(self._file(file), "cpu" if device is None else device), model, strict)
+        saved = fitted(self._read_saved(files.place_of(self, file), "cpu" if device is None else device), model, strict)
         self._to_device()
         put_back = restorer({k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)})
         try:
@@ -1571,7 +1573,10 @@ class Learner(RunState):
             CheckpointError: parts are missing, or the weights are of another model; nothing is changed then.
             ValueError: the state is of other optimizers; nothing is changed then.
         """
-        run_state.load_state_dict(self, state)
+        run_state.check_parts(state)
+        if state["opt"] is not None:
+            self._make_opt()
+        self._resumes = run_state.load_state_dict(self, state)
 
     @staticmethod
     def _read_saved(file: Path | BinaryIO, device: Any) -> Saved:
@@ -1596,14 +1601,6 @@ class Learner(RunState):
             for cb in self.cbs:
                 if isinstance(cb, MixedPrecision):
                     cb.take_scale()
-
-    def _file(self, file: File) -> Path | BinaryIO:
-        name = name_or_path(file) if isinstance(file, str) else files.path_or_file(file)
-        if not isinstance(name, str):
-            return name
-        if not name.endswith(files.SAFETENSORS):
-            name = f"{name.removesuffix('.pth')}.pth"
-        return self.path / self.model_dir / name
 
     # Several devices and processes (learnerkit.parallel)
 

@@ -112,11 +112,14 @@ def check_moment(learn: "Learner") -> None:
 
 
 def keys(cbs: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
-    """The names of callbacks in a state: those of their classes, with a number from the second of a name on."""
+    """The names of callbacks in a state: those of their classes, with a number from the second of a name on.
+
+    A class whose name begins with an underscore is no part of a run.
+    """
     seen: dict[str, int] = {}
     for cb in cbs:
         name = type(cb).__name__
-        if (name.startswith("_") and is_ours(type(cb))) or name in _APART:
+        if name.startswith("_") or name in _APART:
             continue
         seen[name] = seen.get(name, 0) + 1
         yield name if seen[name] == 1 else f"{name}_{seen[name]}", cb
@@ -255,19 +258,20 @@ def _without_arrays(x: Any) -> Any:
 # Putting it back
 
 
-def load_state_dict(learn: "Learner", state: Mapping[str, Any]) -> None:
-    """Put a state back into a learner; see `Learner.load_state_dict`."""
-    check_parts(state)
+def load_state_dict(learn: "Learner", state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Put a state back into a learner; see `Learner.load_state_dict`.
+
+    Returns:
+        What the next fit goes on from, if the state was taken in one: the rest of it is put back there.
+    """
     state = {**state, "opt": copy.deepcopy(state["opt"])}  # optimizers go on to use the tensors that they are given
-    if state["opt"] is not None:
-        learn._make_opt()
     put_model(learn, state)
     if learn.task is None:
-        learn._resumes = state if state["place"] else None
         put_place(learn, state)
-        if learn._resumes is not None:
-            return  # the rest is put back in the fit, at the place where it was taken
+        if state["place"]:
+            return state
     put_rest(learn, state)
+    return None
 
 
 def put_place(learn: "Learner", state: Mapping[str, Any]) -> None:
@@ -536,7 +540,6 @@ class _Trained(Callback):
         raise CancelTrainException(agreed=True)
 
 
-def going_on(learn: "Learner") -> list[Callback]:
-    """Return the callback that has a fit go on from what `load_state_dict` was given before it; none otherwise."""
-    state, learn._resumes = learn._resumes, None
+def going_on(state: Mapping[str, Any] | None) -> list[Callback]:
+    """Return the callback that has a fit go on from a state; none if there is no state."""
     return [] if state is None else [_GoOn(Resumption(state))]

@@ -1,5 +1,6 @@
 """The state of a run: every attribute of the Learner that a callback may read while it trains or evaluates."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,9 @@ if TYPE_CHECKING:
     from learnerkit.callback import Dispatch
     from learnerkit.data.position import Position
     from learnerkit.gradient_mean import StepGradient
+    from learnerkit.losses import LossWeight
+    from learnerkit.notebook.kernel import Workers
+    from learnerkit.parallel.agreement import Agreement
 
 
 class PublicState:
@@ -45,6 +49,8 @@ class PublicState:
     """The loader that is read."""
     n_iter: int | None = None
     """The number of its batches; `None` if it does not say."""
+    first_iter: int = 0
+    """The place of the first batch that is read; it is not 0 where an epoch goes on in its middle."""
     iter: int = 0
     """The place of the batch among those that this process reads, from 0."""
     batch: Any = None
@@ -66,6 +72,9 @@ class PublicState:
     loss_count: float | Tensor = 0
     """What the batch's loss averages over: a number of samples, tokens, or the like."""
 
+    as_validated: Any = nullcontext
+    """A context, `with learn.as_validated():`, in which the model has the weights that are validated, as an average."""
+
     # The optimizer step
 
     step_batches: int = 1
@@ -80,11 +89,23 @@ class RunState(PublicState):
     _dispatch: "Dispatch" = None  # type: ignore[assignment]  # who is called at which event; None: nothing runs
     _in_fit: bool = False  # whether a fit is going on, whose random streams evaluation leaves alone
     _unpack: Any = None  # the `Unpacker` of the loader that is read
-    _position: "Position" = None  # type: ignore[assignment]  # the place in the training data of a fit
-    _first_batch: int = 0  # where reading begins: not at 0 if a run goes on in mid-epoch
     _batch_index: int = 0  # the place of the batch among those of all ranks
+    _position: "Position" = None  # type: ignore[assignment]  # the place in the training data of a fit
     _gradient: "StepGradient | None" = None  # what makes a step's gradient; None: that of its only batch is
-    _as_validated: Any = nullcontext  # a context in which the model has the weights that are validated, as an average
+
+    if TYPE_CHECKING:  # what lasts from run to run, and what of the Learner other parts of the package call
+        _agreement: "Agreement | None"  # what several ranks agree on; None: this process trains by itself
+        _loss_weighting: "LossWeight"  # counts what a batch's loss averages over
+        _modes: tuple[Any, set[str]]  # a run's model, and the names of its modules that the user has set to eval mode
+        _scaler_state: dict[str, Any]  # of fp16's gradient scaler, between fits
+        _workers: "Workers | None"  # of a notebook, which carry out the calls
+
+        # The seams of the loop, which a subclass may override
+        _forward: Callable[[], None]
+        _loss: Callable[[], None]
+        _backward: Callable[[], None]
+        _step: Callable[[], None]
+        _zero_grad: Callable[[], None]
 
     def __init__(self) -> None:
         for name in _NAMES:  # in the learner's own `__dict__`, with what else it has

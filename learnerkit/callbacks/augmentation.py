@@ -27,7 +27,8 @@ class _Drawing(Callback):
 
     def before_train(self) -> None:
         learn = self.learn
-        seed = torch.initial_seed() if learn._position is None else learn._position.seed()
+        position = learn._position
+        seed = torch.initial_seed() if position is None else position.seed()
         self._seeds[True] = world.mixed_seed(seed, learn.n_fits, learn.epoch)
 
     def before_validate(self) -> None:

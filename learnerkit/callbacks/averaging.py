@@ -60,7 +60,7 @@ class _Averaging(Callback):
         self.n_averaged = 0
         # The tensors themselves, which stay the same where wrappers and other norm layers come and go.
         self._own = self._chosen(unwrap(learn.model))
-        learn._as_validated = self._in_model
+        learn.as_validated = self._in_model
 
     def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
         "The tensors to average, by name."

@@ -111,7 +111,7 @@ class ShortEpochCallback(_LoaderSwap):
         self.pct, self.n, self.short_valid = pct, n, short_valid
 
     def before_train(self) -> None:
-        self._swap(ShortLoader(self.learn.dl, self._batches(), self.learn._first_batch))
+        self._swap(ShortLoader(self.learn.dl, self._batches(), self.learn.first_iter))
 
     def before_validate(self) -> None:
         if self.short_valid:
@@ -154,7 +154,7 @@ class OverfitBatch(_LoaderSwap):
 
     def before_train(self) -> None:
         learn = self.learn
-        self._swap(RepeatingLoader(learn.dl, self.n, learn.dls.device, self._kept, learn._first_batch))
+        self._swap(RepeatingLoader(learn.dl, self.n, learn.dls.device, self._kept, learn.first_iter))
 
     def cleanup_fit(self) -> None:
         self._kept = []

@@ -63,7 +63,7 @@ class ProgressCallback(Callback):
         learn = self.learn
         steps = loader_len(learn.dl)
         # Batches that this fit has not read: those before `start_epoch`, or of epochs that were cancelled.
-        self._skipped = steps * learn.epoch + learn._first_batch - learn.train_iter if steps else 0
+        self._skipped = steps * learn.epoch + learn.first_iter - learn.train_iter if steps else 0
         self._show_bar(self._where(), learn.n_steps or (steps or 0) * (learn.n_epoch or 0) or None)
 
     def before_validate(self) -> None:

@@ -19,7 +19,7 @@ from learnerkit.callbacks.schedule import check_nobody_schedules
 from learnerkit.callbacks.training import StepBudget, StepCounter
 from learnerkit.endings import mark
 from learnerkit.events import CancelException, CancelFitException
-from learnerkit.files import name_or_path
+from learnerkit.files import name_or_path, place_of
 from learnerkit.host_scalars import HostScalars
 from learnerkit.utils import warn
 
@@ -180,7 +180,7 @@ class SaveModelCallback(TrackerCallback):
 
     def _overwrites(self) -> object:
         "The file that it writes more than once or at the end; `None` if there is none, or if it does not run."
-        return self.learn._file(self.fname) if self.run and (self.at_end or not self.every_epoch) else None
+        return place_of(self.learn, self.fname) if self.run and (self.at_end or not self.every_epoch) else None
 
     def after_epoch(self) -> None:
         if not self.every_epoch:
@@ -212,7 +212,7 @@ class SaveModelCallback(TrackerCallback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the best model at the end, if there is one; its place is this callback's, not what a file says."""
         super().load_state_dict(state)
-        file: Any = self.learn._file(self.fname)
+        file: Any = place_of(self.learn, self.fname)
         self._best_path = file if state["saved"] else None
 
     def _load_best(self, path: Path) -> None:

@@ -32,20 +32,22 @@ class TrainEvalCallback(Callback):
         if callable(reset):
             reset()
         if learn.task not in ("validate", "predict"):
-            _warn_of_dropout(learn._bare_model, learn._eval_modules)
+            _warn_of_dropout(*learn._modes)
             learn.train_iter, learn.pct_train = 0, 0.0
             learn._position = Position()
 
     def before_train(self) -> None:
         learn = self.learn
         learn.model.train()
-        for name, module in learn._bare_model.named_modules() if learn._eval_modules else ():
-            if name in learn._eval_modules:
+        model, in_eval = learn._modes
+        for name, module in model.named_modules() if in_eval else ():
+            if name in in_eval:
                 module.training = False
         if learn.n_epoch:
             learn.pct_train = learn.epoch / learn.n_epoch
-        learn.dl = learn._position.begin(learn.dl, learn.epoch, learn.dls, learn.n_ranks)
-        learn._first_batch = learn._position.first_step
+        position = learn._position
+        learn.dl = position.begin(learn.dl, learn.epoch, learn.dls, learn.n_ranks)
+        learn.first_iter = position.first_step
 
     def after_cancel_batch(self) -> None:
         if ending_of(sys.exception()).event == "after_step":
@@ -63,8 +65,8 @@ class TrainEvalCallback(Callback):
         self.learn._position.over = True
 
     def after_epoch(self) -> None:
-        if self.learn._position is not None:  # else an evaluation
-            self.learn._position.end_epoch()
+        if (position := self.learn._position) is not None:  # else an evaluation
+            position.end_epoch()
 
     def before_validate(self) -> None:
         self.learn.model.eval()

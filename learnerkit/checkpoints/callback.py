@@ -141,9 +141,9 @@ class CheckpointCallback(StepCounter):
         self._enter()
         self._looked = self._looked and learn.n_fits > self._fit  # else this is another learner
         follows, self._fit = learn.n_fits == self._fit + 1, learn.n_fits
-        self._alone = learn._agreement is None
-        if learn._agreement is not None:
-            self._request = learn._agreement.request
+        self._alone = learn.n_ranks == 1
+        if (agreement := learn._agreement) is not None:
+            self._request = agreement.request
         self._lock = Lock(self.path)
         with world.grouped_collectives():
             self._lock.acquire()
@@ -165,7 +165,7 @@ class CheckpointCallback(StepCounter):
 
     def _enter(self) -> None:
         """Choose the learner's own directory, if each has one."""
-        path = self._above / f"learner{self.learn._number}" if self.per_learner else self.path
+        path = self._above / f"learner{self.learn.number}" if self.per_learner else self.path
         if path != self.path:
             self.path, self._looked, self._fit = path, False, -1
 
@@ -397,7 +397,7 @@ class CheckpointCallback(StepCounter):
         learn = self.learn
         return {
             "fit": learn.n_fits, "place": place, "step": self._steps, "time": time.time(),
-            "epoch": learn.epoch, "lr_finds": list(learn._lr_finds),
+            "epoch": learn.epoch, "lr_finds": list(learn.lr_finds),
             "n_epoch": learn.epoch + 1 if learn.n_epoch is None else learn.n_epoch,
             "n_steps": self._steps if learn.n_steps is None else learn.n_steps,
             "runs": [run for cb in learn.cbs if isinstance(run := getattr(cb, "run_id", None), str)],
@@ -501,7 +501,7 @@ def _read_state(found: Checkpoint, learn: Any, now: dict[str, Any]) -> dict[str,
     }
     check_types(then, now | more | {"callbacks": of_ours(now["callbacks"])}, file)
     if now["position"] is not None and "TrainEvalCallback" in then["order"]:
-        place = now["position"] | {"samplers": {"generators": [], "attributes": []}}
+        place = now["position"] | {"samplers": []}
         check_types(then["position"], place, f"{file}.position")
     if mine is not None:
         own = {part: of_ours(now["rank"][part]) for part in ("callbacks", "alone")}

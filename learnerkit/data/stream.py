@@ -426,7 +426,7 @@ def reading(learn: "Learner") -> Iterator[None]:
 def _begin(stream: SampleStream, learn: "Learner", loader: DataLoader, seed: int) -> None:
     "Have a stream begin, and seed those who fetch what it gives."
     again = learn._position.data.again if learn.training and learn._position is not None else 0
-    stream.place, stream.first = 0, learn._first_batch - again
+    stream.place, stream.first = 0, learn.first_iter - again
     per_sample = isinstance(loader.dataset, PerSample)
     if per_sample or starts_workers(loader):
         alike = per_sample or learn.n_ranks == 1 or getattr(learn.dl, "alike", False)

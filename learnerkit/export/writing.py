@@ -65,7 +65,7 @@ def export(learn: "Learner", fname: Any) -> Path:
     if not world.is_main():
         return path
     _warn_of_callbacks(learn)
-    with world.alone(), learn._as_validated():
+    with world.alone(), learn.as_validated():
         learn._to_device()
         give_shapes(learn)
         if path.suffix == files.SAFETENSORS:

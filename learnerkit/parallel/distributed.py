@@ -170,8 +170,8 @@ class DistributedCallback(Callback):
         if not world.same_everywhere((map_batch(describe, states), digests(tensors_in(states)))):
             for opt, state in zip(learn.opts, world.broadcast(on_host(states)), strict=True):
                 optim.load_state(opt, state)
-        if learn._position is not None:
-            learn._position.order = world.broadcast(learn._position.order)
+        if (position := learn._position) is not None:
+            position.order = world.broadcast(position.order)
 
     def cleanup_fit(self) -> None:
         self.ends.close()
@@ -232,7 +232,7 @@ class DistributedCallback(Callback):
         shared.reseed(seed, since)
         if position is not None:
             position.data.states = seed
-            learn._first_batch = position.share(shared)
+            learn.first_iter = position.share(shared)
         learn.dl = shared
 
 
@@ -242,10 +242,9 @@ def member_of(cbs: Iterable[Callback]) -> DistributedCallback | None:
 
 
 def warn_outside_context(learn: "Learner") -> None:
-    """Warn, once for a learner, that several processes are about to train the same thing, each for itself."""
-    if world.world_size() > 1 and world.is_main() and not (member_of(learn.cbs) or learn._told_outside):
-        learn._told_outside = True
-        warn(
+    """Warn, once, that several processes are about to train the same thing, each for itself."""
+    if world.world_size() > 1 and not member_of(learn.cbs):
+        world.warn_once(
             f"{world.world_size()} processes each train a whole copy of the model on all the data; "
             "to train one together write `with learn.distrib_ctx(): learn.fit(...)`"
         )

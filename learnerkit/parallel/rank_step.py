@@ -129,8 +129,8 @@ class RankStep:
                 expected = world.reduce(float(self.count), "mean", among="gradients")
             mean.begin(expected * learn.step_batches or 1.0)
         mean.counted = mean.counted + self.count
-        if learn._loss_weighting.parts:
-            learn._loss_weighting.share(learn)
+        if (weighting := learn._loss_weighting).parts:
+            weighting.share(learn)
         return counts_something(self.count)
 
     def weigh(self) -> bool:

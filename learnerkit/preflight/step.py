@@ -50,8 +50,7 @@ def check(learn: "Learner") -> bool:
             learn._prepare_opt()
             step.rates = _rates(learn.opts, "initial_lr")
             step.stage = "inputs"
-            learn.n_epoch, learn.n_steps, learn.start_epoch = 1, None, 0
-            learn._level("fit", learn._fit, CancelFitException)
+            learn._train(1, None)
     except Exception as e:
         step.failed(e, unwrap(learn.model))
     everyone = world.all_gather(step.found) if sharded else [step.found]  # every rank must reach this

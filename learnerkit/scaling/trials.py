@@ -15,7 +15,7 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.debugging import OverfitBatch
 from learnerkit.callbacks.training import StepBudget
 from learnerkit.data.order import with_batches
-from learnerkit.events import CancelEpochException, CancelFitException
+from learnerkit.events import CancelEpochException
 from learnerkit.inspection.undoing import unchanged
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.scaling.parts import REDUCE, Clock, Stopwatch
@@ -87,8 +87,7 @@ def run_trial(
         if not network and learn._agreement is not None:
             learn._agreement.alone_from = 1  # in the first batch the ranks find out about the model together
         learn._prepare_opt()
-        learn.n_epoch, learn.n_steps, learn.start_epoch = None, clock.due, 0
-        learn._level("fit", learn._fit, CancelFitException)
+        learn._train(None, clock.due)
     if not clock.seconds:
         raise ValueError(
             "no step could be timed, as the first of each epoch is left out with the start of the loader: an epoch "

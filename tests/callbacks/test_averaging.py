@@ -350,7 +350,7 @@ def test_what_is_validated_is_what_is_saved(average):
         close(other.load(f"epoch{epoch}", with_opt=False).validate(), [rows[6 * epoch + 6]])
     close(learn.validate(), [rows[18]])
     assert same_weights(other.load("last", with_opt=False).model, learn.model)
-    assert learn._as_validated is type(learn)._as_validated
+    assert learn.as_validated is type(learn).as_validated
     assert average._average == {}  # nothing of it stays in memory
 
 

@@ -63,7 +63,7 @@ def train(place: str, kind: str) -> None:
 
     from learnerkit import Callback, DataLoaders, Learner
     from learnerkit.callback import Dispatch, kept_flags
-    from learnerkit.data.position import reading
+    from learnerkit.data.stream import reading
     from learnerkit.launch.heartbeat import Heartbeat
     from learnerkit.optim import no_gradients_left
     from learnerkit.utils import training_modes
