@@ -66,8 +66,8 @@ LEVELS = ("fit", "epoch", "train", "validate", "batch")
 
 _RUN_FLAGS = ("run", "run_train", "run_valid")
 
-_FREE = ("check",)
-"""Names of the learner's that a callback may give its own attributes: a common word, and nothing that a run reads."""
+_FREE = ("check", "n_fits", "n_ranks")
+"""Names of the learner's that a callback may give its own attributes: those that nobody assigns to a learner."""
 
 
 class Callback(_Read):

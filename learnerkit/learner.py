@@ -287,9 +287,9 @@ class Learner(RunState):
         self._parting: list[Callback] = []
         self._scaler_state: dict[str, Any] = {}  # of the gradient scaler (MixedPrecision), between fits
         self._said_step = ""  # what a step sees, as it was said last
-        self.number = next(_made)
+        self._number = next(_made)
         self._resumes: Mapping[str, Any] | None = None  # a state, taken in a fit, that the next one goes on from
-        self.lr_finds: list[dict[str, float]] = []  # what each call of `lr_find` suggested
+        self._lr_finds: list[dict[str, float]] = []  # what each call of `lr_find` suggested
         self._agreement: parallel.Agreement | None = None
         self._workers: Workers | None = None
         self._lock = PlainLock()  # held while a run begins, and during a prediction
@@ -770,16 +770,16 @@ class Learner(RunState):
         if finder.curve is not None and (line := choice(*finder.curve)):
             self.say(line)
         scaling_rate().say_held(self)
-        self.lr_finds.append(suggested._asdict())
+        self._lr_finds.append(suggested._asdict())
         return suggested
 
     def _recorded_lr_find(self, finder: LRFinder) -> Any:
         "What this call has returned in an earlier process, whose run a CheckpointCallback goes on with."
         for cb in self.cbs:
             if isinstance(cb, CheckpointCallback) and cb.run:
-                rates = cb.recorded_lr_find(len(self.lr_finds))
+                rates = cb.recorded_lr_find(len(self._lr_finds))
                 if rates is not None and (found := finder.recorded(rates)) is not None:
-                    self.lr_finds.append(rates)
+                    self._lr_finds.append(rates)
                     return found
         return None
 

@@ -33,7 +33,8 @@ from learnerkit.events import CancelTrainException
 from learnerkit.files import CheckpointError, Saved, fitted, why_not
 from learnerkit.state import COUNTERS
 from learnerkit.text import in_one_line
-from learnerkit.utils import unbound, unwrap
+from learnerkit.torch_internals import StatisticsNorm
+from learnerkit.utils import describe, digests, unbound, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -253,6 +254,69 @@ def _source_of(dl: Any) -> Any:
 def _without_arrays(x: Any) -> Any:
     """Return numpy's random state with a list in the place of its array, which torch would not load by default."""
     return tuple(part.tolist() if isinstance(part, np.ndarray) else part for part in x) if type(x) is tuple else x
+
+
+# Comparing it between ranks
+
+
+def state_table(learn: "Learner") -> dict[str, str]:
+    """Return what must be the same on all ranks: digests of tensors and the `repr` of anything else, by name.
+
+    In training it leaves out the buffers that may differ between two forward passes. A host-device sync.
+    """
+    model = unwrap(learn.model)
+    names = {id(p): name for name, p in model.named_parameters()}
+    rates, states, beside = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    opts = [f"optimizer {key!r}" for key in learn.opt] if isinstance(learn.opt, dict) else ["optimizer"]
+    for whose, opt in zip(opts, learn.opts, strict=False):  # there may be none
+        of = f" of {whose}" if len(opts) > 1 else ""
+        saved, owners = dict(opt.state_dict()), dict[Any, str]()
+        for i, (group, own) in enumerate(zip(saved.pop("param_groups"), opt.param_groups, strict=True)):
+            options = {"learning rate" if k == "lr" else k: v for k, v in group.items() if k not in _NO_OPTIONS}
+            rates |= {f"{name} of group {i}{of}": leaf for name, leaf in _leaves(options)}
+            for place, (number, p) in enumerate(zip(group["params"], own["params"], strict=True)):
+                owners[number] = names.get(id(p)) or f"parameter {place} of group {i}"
+                if id(p) not in names:
+                    beside[owners[number] + of] = p
+        for number, state in saved.pop("state").items():
+            states |= {f"{whose} {name} of {owners.get(number, number)}": leaf for name, leaf in _leaves(state)}
+        states |= {f"{whose} {name}": leaf for name, leaf in _leaves(saved)}  # what one around another has
+    for key, cb in taking_part(learn):
+        method = type(cb).state_dict
+        # Recorders, trackers and loggers of this library have a clock and the like in theirs.
+        if method is not Callback.state_dict and not cb.rank0_only and not (cb.only_fit and is_ours(method)):
+            state = {name: value for name, value in state_of(cb).items() if name != "own"}
+            states |= {f"{CALLBACK}{key} {name}": leaf for name, leaf in _leaves(state)}
+    norms = [m for m in model.modules() if isinstance(m, StatisticsNorm) and not isinstance(m, nn.SyncBatchNorm)]
+    apart = {id(buffer) for norm in norms if learn.training for buffer in norm.buffers(recurse=False)}
+    # Rates and counters first: where they differ, they are the cause of what differs in the weights.
+    found = rates | {f"counter {name}": getattr(learn, name) for name in ("epoch", "iter", "train_iter")}
+    found |= {f"parameter {name}": p for name, p in model.named_parameters()} | beside
+    found |= {f"buffer {name}": b for name, b in model.named_buffers() if id(b) not in apart}
+    found |= states
+    marks = iter(digests(value for value in found.values() if isinstance(value, Tensor)))
+    return {
+        name: f"{describe(value)} with digest {next(marks):016x}" if isinstance(value, Tensor) else repr(value)
+        for name, value in found.items()
+    }
+
+
+_NO_OPTIONS = ("params", optim.GROUP, optim.COUNT, optim.WHOLE, optim.PLACES, optim.OPTIONS)
+CALLBACK = "callback "
+"""How the names of what callbacks have begin."""
+
+
+def _leaves(named: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """The tensors and plain values inside nested containers; objects, whose `repr` may be an address, are left out."""
+    for name, value in named.items():
+        if isinstance(value, Mapping):
+            yield from _leaves({f"{name}.{key}": inner for key, inner in value.items()})
+        elif isinstance(value, list | tuple):
+            yield from _leaves({f"{name}[{i}]": inner for i, inner in enumerate(value)})
+        elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+            yield str(name), torch.as_tensor(value)
+        elif isinstance(value, Tensor | int | float | complex | str | None):
+            yield str(name), value
 
 
 # Putting it back

@@ -173,7 +173,18 @@ def test_an_unknown_attribute_names_the_callback_and_where_it_looked():
 
 @pytest.mark.parametrize(
     "name",
-    ["weights", "workers", "together", "around", "check", "_told_outside", "_said_step", "batch_index", "_device"],
+    [
+        "weights",
+        "workers",
+        "together",
+        "around",
+        "check",
+        "n_ranks",
+        "_told_outside",
+        "_said_step",
+        "batch_index",
+        "_device",
+    ],
 )
 def test_a_callback_may_use_words_for_its_own_that_no_run_reads(name):
     class Writer(Callback):

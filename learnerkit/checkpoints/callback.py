@@ -165,7 +165,7 @@ class CheckpointCallback(StepCounter):
 
     def _enter(self) -> None:
         """Choose the learner's own directory, if each has one."""
-        path = self._above / f"learner{self.learn.number}" if self.per_learner else self.path
+        path = self._above / f"learner{self.learn._number}" if self.per_learner else self.path
         if path != self.path:
             self.path, self._looked, self._fit = path, False, -1
 
@@ -397,7 +397,7 @@ class CheckpointCallback(StepCounter):
         learn = self.learn
         return {
             "fit": learn.n_fits, "place": place, "step": self._steps, "time": time.time(),
-            "epoch": learn.epoch, "lr_finds": list(learn.lr_finds),
+            "epoch": learn.epoch, "lr_finds": list(learn._lr_finds),
             "n_epoch": learn.epoch + 1 if learn.n_epoch is None else learn.n_epoch,
             "n_steps": self._steps if learn.n_steps is None else learn.n_steps,
             "runs": [run for cb in learn.cbs if isinstance(run := getattr(cb, "run_id", None), str)],

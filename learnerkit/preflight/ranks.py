@@ -30,7 +30,6 @@ from learnerkit.losses import UNKNOWN_COUNT, doubtful_count
 from learnerkit.metrics import DEPENDS_ON_CUT
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback
-from learnerkit.parallel.drift import state_table
 from learnerkit.parallel.loaders import RankLoader
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report
 from learnerkit.processes.forks import LATE, cause, join_forks, run_in_forks
@@ -299,7 +298,7 @@ class _Notes(Callback):
             "data": data if len(data) == len(samples) else [[]] * len(samples),  # a collate_fn may pack samples
             "loss": 0.0 if loss is None else float(loss),
             "count": 0.0 if loss is None else float(learn.loss_count),
-            "state": state_table(learn),
+            "state": run_state.state_table(learn),
         }
         self.steps.append(step)
         if len(self.steps) == self.wanted:

@@ -8,7 +8,8 @@ from torch import nn
 
 from learnerkit import EMA, Callback, DriftCheck, EarlyStoppingCallback, world
 from learnerkit.learner import Learner
-from learnerkit.parallel.drift import describe_drift, state_table
+from learnerkit.parallel.drift import describe_drift
+from learnerkit.run_state import state_table
 
 # What is compared
 
