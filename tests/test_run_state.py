@@ -9,7 +9,8 @@ from helpers import make_data, make_learner, make_model, raises, same_weights
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from learnerkit import EMA, Callback, CheckpointError, DataLoaders, EarlyStoppingCallback, GradientAccumulation
+from learnerkit import EMA, Callback, CheckpointError, DataLoaders, EarlyStoppingCallback, GradientAccumulation, world
+from learnerkit.metrics.combining import same
 
 
 class Counting(Callback):
@@ -183,3 +184,19 @@ def test_no_state_is_taken_inside_of_a_step_of_several_batches():
     learn = make(cbs=[Taking("after_batch", 1), GradientAccumulation(n_batches=2)])
     with raises(RuntimeError, "optimizer step of several batches"):
         learn.fit(1)
+
+
+@pytest.mark.ranks(2)
+def test_on_ranks_a_fit_goes_on_from_the_states_that_they_have_taken():
+    taking = Taking("after_batch", 4)
+    first, again = make(cbs=[taking]), make(seed=1)
+    with first.distrib_ctx():
+        first.fit_one_cycle(3, 0.1)
+    again.load_state_dict(taking.state)
+    with again.distrib_ctx():
+        again.fit_one_cycle(3, 0.1)
+    assert same_weights(first.model, again.model)
+    assert again.recorder.losses == first.recorder.losses
+    assert again.counting.seen == first.counting.seen
+    mine, others = taking.state, world.all_gather(taking.state)
+    assert all(same(mine[name], other[name]) for other in others for name in mine if name not in ("rank", "callbacks"))
