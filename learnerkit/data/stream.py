@@ -136,8 +136,7 @@ class SampleStream:
 
 def stream_of(dl: Any) -> SampleStream | None:
     """The `SampleStream` of a copy of a loader, or of a view of one."""
-    found = (getattr(dl, name, None) for name in ("batch_sampler", "sampler"))
-    return next((sampler for sampler in found if isinstance(sampler, SampleStream)), None)
+    return next((sampler for sampler in samplers_of(dl) if isinstance(sampler, SampleStream)), None)
 
 
 def replaced_sampler(dl: DataLoader, **kwargs: Any) -> dict[str, SampleStream]:

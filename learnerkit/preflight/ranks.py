@@ -24,6 +24,7 @@ from learnerkit.callbacks.progress import ProgressCallback
 from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.data.batches import map_batch, on_host, tensors_in
 from learnerkit.data.order import in_order, with_batches
+from learnerkit.data.stream import Seeded
 from learnerkit.endings import ExceptionReport
 from learnerkit.events import CancelFitException
 from learnerkit.losses import UNKNOWN_COUNT, doubtful_count
@@ -242,15 +243,16 @@ def _norms(model: nn.Module) -> list[nn.Module]:
 class _NotedBatches:
     """A batch sampler that notes the indices drawn from it."""
 
-    def __init__(self, batches: Any, drawn: list[list[str]]) -> None:
-        self.batches, self.drawn = batches, drawn
+    def __init__(self, sampler: Any, drawn: list[list[str]]) -> None:
+        self.sampler, self.drawn = sampler, drawn
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.sampler)
 
     def __iter__(self) -> Iterator:
-        for batch in self.batches:
-            self.drawn.append([str(i) for i in (batch.tolist() if isinstance(batch, Tensor) else batch)])
+        for batch in self.sampler:
+            items = batch.items if isinstance(batch, Seeded) else batch
+            self.drawn.append([str(i) for i in (items.tolist() if isinstance(items, Tensor) else items)])
             yield batch
 
 

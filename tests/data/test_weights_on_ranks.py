@@ -94,7 +94,5 @@ def test_a_fit_goes_on_in_mid_epoch_with_the_draws_that_were_left(name):
                     learn.fit(2, cbs=cbs)
             else:
                 learn.fit(2, cbs=cbs)
-    rest = parts[1].reads.steps
-    assert 0 < len(rest) < len(whole.reads.steps) / 2
-    assert whole.reads.steps[-len(rest) :] == rest
+    assert parts[1].reads.steps == whole.reads.steps  # those before the break are part of its state
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), parts[1].model.parameters(), strict=True))
