@@ -1,6 +1,7 @@
 """Whoever takes a run's state has all of it: a new callback, a new kind of optimizer and a new kind of loader."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from helpers import make_data, make_learner, make_model, same_weights, weights
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from learnerkit import Callback, DataLoaders, DriftCheck, world
+from learnerkit import Callback, CheckpointCallback, DataLoaders, DriftCheck, Learner, world
+from learnerkit.notebook import transfer
 from learnerkit.scaling.parts import Clock
 from learnerkit.scaling.trials import run_trial
 
@@ -44,6 +46,9 @@ class Lookahead(Optimizer):
         self._share()
         self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
 
+    def __getstate__(self):  # torch's has but the groups and the state
+        return vars(self).copy()
+
     def _share(self):
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
@@ -71,9 +76,11 @@ class Stream(IterableDataset):
         self.data, self.at = make_data(40), 0
 
     def __iter__(self):
-        for _ in range(16):
+        while True:
             self.at += 1
             yield self.data[self.at % 40]
+            if not self.at % 16:
+                return
 
 
 class Loader(DataLoader):
@@ -128,6 +135,44 @@ def test_all_of_it_is_put_back(way):
         for _ in range(2):
             straight.fit(1)
     assert same(facts(straight), facts(learn))
+
+
+def straight(epochs):
+    learn = make()
+    learn.fit(epochs)
+    return facts(learn)
+
+
+def test_a_checkpoint_has_all_of_it(tmp_path):
+    def kill(cb):
+        if cb.training and cb.train_iter == 6:
+            raise KeyboardInterrupt
+
+    saving = partial(CheckpointCallback, tmp_path, every=1, resume=True)
+    with pytest.raises(KeyboardInterrupt):
+        make([Callback(before_batch=kill)]).fit(3, cbs=saving())
+    again = make([Callback(before_batch=lambda cb: None)])
+    again.fit(3, cbs=saving())
+    assert same(straight(3), facts(again))
+
+
+def test_a_notebooks_workers_hand_all_of_it_back(monkeypatch):
+    monkeypatch.setattr(transfer, "set_options", lambda options: None)  # those of this process
+    learn = make()
+    learn.fit(1)
+    opt = learn.opt
+    file, path, shared = transfer.send(transfer.Call(learn, Learner.fit, (2,), {}, {}), None)
+    with file:
+        received = transfer.receive(path, print)
+        received.call.method(received.call.learn, *received.call.args)
+        file, path, _ = transfer.send_back(received, None)
+        with file:
+            transfer.bring_back(path, learn, shared)
+    assert learn.opt is opt
+    whole = make()
+    for epochs in (1, 2):
+        whole.fit(epochs)
+    assert same(facts(whole), facts(learn))
 
 
 def test_processes_that_are_forked_have_all_of_it(capsys):
