@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from helpers import make_data, make_learner, make_model, raises, same_weights
+from helpers import make_data, make_learner, make_model, mostly_slow, raises, same_weights
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
@@ -75,7 +75,7 @@ def make(seed=0, **kwargs):
 PLACES = {"after_batch": 8, "after_train": 2, "after_epoch": 1, "before_fit": 1, "before_epoch": 2}
 
 
-@pytest.mark.parametrize("event", PLACES)
+@pytest.mark.parametrize("event", mostly_slow(PLACES, "after_batch", "before_fit"))
 def test_a_fit_goes_on_from_a_state_that_was_taken_in_another(event):
     taking = Taking(event, PLACES[event])
     first = make(cbs=[taking])

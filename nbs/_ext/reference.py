@@ -61,8 +61,9 @@ def resolve_public(
 
 def skip_hooks(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
     """Leave out the hooks of callbacks, and what they remember: the class's own docstring says what it does."""
-    is_callbacks = str(getattr(obj, "__qualname__", "")).split(".")[0] != Callback.__name__
-    if name in set(Event) or (name in ("state_dict", "load_state_dict") and is_callbacks):
+    owner = str(getattr(obj, "__qualname__", "")).split(".")[0]
+    remembers = name in ("state_dict", "load_state_dict") and owner not in (Callback.__name__, "Learner")
+    if name in set(Event) or remembers:
         return True
     return None
 

@@ -191,7 +191,7 @@ PLACES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", mostly_slow(PLACES, "", "-trained"))
 def test_what_a_callback_has_comes_back_once_and_exactly_at_every_place(place, tmp_path):
     every = {"": 1, "-done": "epoch"}.get(place, 1000)
 

@@ -87,7 +87,5 @@ def test_a_fit_goes_on_where_it_was_stopped(name):
     with pytest.raises(KeyboardInterrupt):
         parts[0].fit(2, cbs=CheckpointCallback("run", **saving))
     parts[1].fit(2, cbs=CheckpointCallback("run", **saving))
-    begun, rest = (part.reads.steps for part in parts)
-    assert 0 < len(rest) < len(whole.reads.steps) / 2
-    assert whole.reads.steps[-len(rest) :] == rest
+    assert parts[1].reads.steps == whole.reads.steps  # those before the break are part of its state
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), parts[1].model.parameters(), strict=True))

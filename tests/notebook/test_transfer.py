@@ -195,6 +195,12 @@ class Turning(torch.utils.data.Sampler):
         self.epochs += 1
         return iter(self.order)
 
+    def state_dict(self):
+        return {"order": list(self.order), "epochs": self.epochs}
+
+    def load_state_dict(self, state):
+        self.order, self.epochs = list(state["order"]), state["epochs"]
+
 
 def halves(model):
     return [list(model[0].parameters()), list(model[3].parameters())]
