@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import make_data, make_learner, make_model, same_weights, weights
+from helpers import make_data, make_learner, make_model, mostly_slow, same_weights, weights
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -120,7 +120,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, "state_dict", "check"))
 def test_all_of_it_is_put_back(way):
     learn = make()
     with learn.no_logging():

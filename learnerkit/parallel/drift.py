@@ -80,11 +80,8 @@ def describe_drift(tables: Sequence[Mapping[str, str]]) -> str:
     Args:
         tables: the `state_table` of every rank, in rank order.
     """
-    names = [
-        name
-        for name in dict.fromkeys(chain(*tables))
-        if not name.startswith(CALLBACK) or all(name in table for table in tables)
-    ]
+    everywhere = set.intersection(*({_callback_in(name) for name in table} for table in tables))
+    names = [name for name in dict.fromkeys(chain(*tables)) if _callback_in(name) in {None, *everywhere}]
     apart = [name for name in names if len({table.get(name) for table in tables}) > 1]
     if not apart:
         return ""
@@ -94,3 +91,7 @@ def describe_drift(tables: Sequence[Mapping[str, str]]) -> str:
     found = [f"{value} on rank{'s' * (len(on) > 1)} {first_few(on, n=8)}" for value, on in ranks.items()]
     more = f" ({first_few(others, n=8)})" if others else ""
     return f"{first} is {first_few(found, ' and ', n=8)}; {1 + len(others)} of {len(names)} entries differ{more}"
+
+
+def _callback_in(name: str) -> str | None:
+    return name.split(" ")[1] if name.startswith(CALLBACK) else None

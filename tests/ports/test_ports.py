@@ -72,7 +72,7 @@ def test_a_loop_trains(name):
 
 
 @pytest.mark.ranks(2, soak=[3])
-@pytest.mark.parametrize("name", mostly_slow(PORTS, "lstm", "dqn", "moco", "wgan_gp", "nanogpt", "distillation"))
+@pytest.mark.parametrize("name", mostly_slow(PORTS, "lstm", "dqn", "moco"))
 def test_ranks_train_as_the_loop_does(name):
     assert_alike(by_learner(name), by_loop(name))
 
