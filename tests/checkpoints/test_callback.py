@@ -87,7 +87,7 @@ def whole():
     return of
 
 
-QUICK = ("one cycle", "accumulation", "a teacher", "carried")
+QUICK = ("one cycle", "accumulation")
 STEPS_OF = [
     *(pytest.param(name, (EPOCH, EPOCH + 5), id=name) for name in QUICK),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in ONE_FIT if name not in QUICK),
@@ -137,7 +137,7 @@ def test_t9_in_the_second_epoch_the_order_is_not_the_first_ones(tmp_path, whole)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-@pytest.mark.parametrize("name", ["accumulation", "accumulation by hand"])
+@pytest.mark.parametrize("name", mostly_slow(["accumulation", "accumulation by hand"], "accumulation"))
 def test_t10_inside_an_accumulated_step_nothing_is_saved(name, tmp_path, whole):
     for at in (2, 8):  # the second batch of three, in the first epoch and in the second
         folder = tmp_path / str(at)
@@ -249,7 +249,7 @@ def test_r13_term_saves_once_after_the_step_and_leaves_with_143(name, tmp_path, 
     assert different(whole(name), finished(make(name, tmp_path, Send(0, 15), resume=True), name, order)) == []
 
 
-@pytest.mark.parametrize("name", ["augmentation", "EMA", "SWA", "metrics in training", "budget"])
+@pytest.mark.parametrize("name", mostly_slow(["augmentation", "EMA", "SWA", "metrics in training", "budget"], "EMA"))
 def test_r15_term_in_validation_saves_what_was_before_it(name, tmp_path, whole):
     batches = 1 if name == "budget" else 2
     for k, at in enumerate((1, 2 * batches + 1)):  # the last one is in the last epoch

@@ -130,17 +130,19 @@ def streams():
     ("case", "says"),
     [
         (lambda: make(dls=DataLoaders.from_datasets(make_classes(50), make_classes(20), bs=8, device="cpu")), ""),
-        (lambda: make(dls=weighted()), "each global batch the same, each sample once (30 samples)"),
+        slow(lambda: make(dls=weighted()), "each global batch the same, each sample once (30 samples)"),
         (
             lambda: make(batch_norm_and_dropout()),
             "-- left out dropout was off (1), BatchNorm used its running statistics (1)",
         ),
         slow(lambda: make(Recurrent()), "dropout was off (1)"),
-        (lambda: make(Single()), "cannot compute in: RuntimeError: mat1 and mat2 must have the same dtype"),
+        slow(lambda: make(Single()), "cannot compute in: RuntimeError: mat1 and mat2 must have the same dtype"),
         slow(lambda: make(loss_func=nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0]), reduction="sum")), ""),
-        (lambda: make(dls=DataLoaders(DataLoader(make_classes(20), 8), device="cpu"), cbs=[Noise(rank=5)]), "3 steps"),
+        slow(
+            lambda: make(dls=DataLoaders(DataLoader(make_classes(20), 8), device="cpu"), cbs=Noise(rank=5)), "3 steps"
+        ),
         slow(lambda: make().to_distributed(), ""),
-        (lambda: make(cbs=RandomStart()), ""),
+        slow(lambda: make(cbs=RandomStart()), ""),
         slow(lambda: make(dls=streams()), "(30 samples)"),
     ],
     ids=[
@@ -319,7 +321,7 @@ def highest(pred, target):
 @pytest.mark.parametrize(
     ("case", "wrong", "says", "reason"),
     [
-        (
+        slow(
             lambda: make(cbs=Noise(1)),
             NAMES - {"samples"},
             {
@@ -334,7 +336,7 @@ def highest(pred, target):
             {"losses": r"step 1: "},
             "the loss is not a mean over samples: give the Learner loss_weight=",
         ),
-        (
+        slow(
             lambda: make(dls=DataLoaders(DataLoader(RandomData(), 8), device="cpu")),
             NAMES,
             {"samples": r"step 1: sample \d has other data on rank [01] than on one process"},
@@ -358,20 +360,20 @@ def highest(pred, target):
             {"losses": r"step 2: "},
             "gradients that depend on how a batch is split",
         ),
-        (
+        slow(
             lambda: own_loss(3.0),
             NAMES - {"samples"},
             {"losses": r"step 1: "},
             "the model makes its own loss, and it is not known what that averages over: it is taken for the mean over",
         ),
-        (
+        slow(
             lambda: make(PaddedMean(), dls=DataLoaders(DataLoader(Lengths(), 8, collate_fn=pad), device="cpu")),
             NAMES - {"samples"},
             {"losses": r"step 1: "},
             "each rank pads its piece of a batch to the longest sample in it",
         ),
         (lambda: make(metrics=highest), {"validation"}, {"validation": "metric 1: "}, "a metric that is not a mean"),
-        (lambda: make(Centred()), {"validation", "predictions"}, {"predictions": r"output 0\[0, 0\]"}, "a metric"),
+        slow(lambda: make(Centred()), {"validation", "predictions"}, {"predictions": r"output 0\[0, 0\]"}, "a metric"),
     ],
     ids=[
         "one rank",
