@@ -34,7 +34,7 @@ def epoch_seed(start: Tensor, epoch: int) -> int:
     generator = torch.Generator()
     generator.set_state(start)
     # Of the two draws of each epoch the first is the one that torch's loader makes for its workers.
-    return [draw_seed(generator) for _ in range(2 * epoch + 2)][-1]
+    return int(torch.empty(2 * epoch + 2, dtype=torch.int64).random_(generator=generator)[-1])
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
