@@ -72,7 +72,7 @@ from learnerkit.losses import (
     take_loss,
 )
 from learnerkit.metrics import metric_names
-from learnerkit.notebook.kernel import Workers, distrib_ctx
+from learnerkit.notebook.kernel import distrib_ctx
 from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
@@ -285,16 +285,15 @@ class Learner(RunState):
         self._device, self._loss_without_targets = torch.device("cpu"), False  # set for each run
         self.opt, self.logger, self.cbs = None, TableLogger(self), []
         self._parting: list[Callback] = []
-        self._scaler_state: dict[str, Any] = {}  # of the gradient scaler (MixedPrecision), between fits
+        self._scaler_state = {}
         self._said_step = ""  # what a step sees, as it was said last
         self._number = next(_made)
         self._resumes: Mapping[str, Any] | None = None  # a state, taken in a fit, that the next one goes on from
         self._lr_finds: list[dict[str, float]] = []  # what each call of `lr_find` suggested
-        self._agreement: parallel.Agreement | None = None
-        self._workers: Workers | None = None
+        self._agreement = self._workers = None
         self._lock = PlainLock()  # held while a run begins, and during a prediction
         self._thread: int | None = None  # the one in which a run goes on
-        self._modes: tuple[Any, set[str]] = None, set()  # a run's model, and which of its modules the user set to eval
+        self._modes = None, set()
         self.add_cbs([TrainEvalCallback(), Recorder(), ProgressCallback()] if default_cbs else [])
         self.add_cbs([*dls.cbs, *listify(cbs)])
         arguments.check_loss(self)

@@ -34,7 +34,7 @@ from learnerkit.files import CheckpointError, Saved, fitted, why_not
 from learnerkit.state import COUNTERS
 from learnerkit.text import in_one_line
 from learnerkit.torch_internals import StatisticsNorm
-from learnerkit.utils import describe, digests, unbound, unwrap
+from learnerkit.utils import describe, digests, same, unbound, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -190,8 +190,9 @@ def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> dict
             generators[name] = _without_arrays(generator_state(value))
             continue
         with suppress(RecursionError):  # a list that contains itself
-            if _bytes_of(value, apart) <= _LARGEST and not (name in first and _equal(value, first[name])):
-                values[name] = map_batch(torch.clone, value, copy.copy)
+            if _bytes_of(value, apart) > _LARGEST or (name in first and same(value, first[name], depth=1000)):
+                continue
+            values[name] = map_batch(torch.clone, value, copy.copy)
     on_device = [name for name, value in values.items() if any(t.device.type != "cpu" for t in tensors_in(value))]
     found = {"values": values, "on_device": on_device, "generators": generators}
     return {part: content for part, content in found.items() if content}
@@ -199,17 +200,6 @@ def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> dict
 
 _NOT_STATE = ("learn", "order", "run", "run_train", "run_valid")
 _LARGEST, _SMALL = 2**28, 2**16  # bytes of an attribute
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if type(a) is not type(b) or (isinstance(a, list | tuple | dict) and len(a) != len(b)):
-        return False
-    if isinstance(a, Tensor | np.ndarray):
-        same = a.dtype == b.dtype and a.shape == b.shape
-        return same and bool((a == b).all())  # of a tensor on a device a host-device sync
-    if isinstance(a, dict):
-        return all(key in b and _equal(value, b[key]) for key, value in a.items())
-    return all(map(_equal, a, b)) if isinstance(a, list | tuple) else bool(a == b)
 
 
 def _bytes_of(x: Any, apart: set[int]) -> float:

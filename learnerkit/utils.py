@@ -109,6 +109,31 @@ def describe(x: Any) -> str:
     return type(x).__name__
 
 
+def same(a: Any, b: Any, depth: int = 8) -> bool:
+    """Tell whether two nested values are equal; of tensors on a device this is a host-device sync.
+
+    Args:
+        a, b: the values. A NaN equals a NaN in a tensor; of objects without an `__eq__` the attributes are compared.
+        depth: how deep to look; what lies deeper counts as equal.
+    """
+    if a is b or not depth:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(same(a[k], b[k], depth - 1) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y, depth - 1) for x, y in zip(a, b, strict=True))
+    if hasattr(a, "__array__"):
+        return bool(a.shape == b.shape and (a == b).all())
+    has_no_eq = not any("__eq__" in vars(cls) for cls in type(a).__mro__[:-1])
+    if has_no_eq:
+        return same(getattr(a, "__dict__", {}), getattr(b, "__dict__", {}), depth - 1)
+    return bool(a == b)
+
+
 _WEIGHTS = 2**16
 
 

@@ -10,7 +10,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader
 
 from learnerkit import EMA, Callback, CheckpointError, DataLoaders, EarlyStoppingCallback, GradientAccumulation, world
-from learnerkit.metrics.combining import same
+from learnerkit.utils import same
 
 
 class Counting(Callback):

@@ -359,10 +359,8 @@ class CheckpointCallback(StepCounter):
         if learn.n_steps:  # a budget has ended the last batch before this callback
             self._steps = round(learn.pct_train * learn.n_steps)
         if self._request.heard and learn.dls.valid is not None:
-            self._trained = (
-                self._info(TRAINED),
-                state_dict(learn, self._first),
-            )  # model and optimizer stay until `after_epoch`
+            # Model and optimizer stay as they are until `after_epoch`, so no copy is needed.
+            self._trained = self._info(TRAINED), state_dict(learn, self._first)
 
     def after_cancel_fit(self) -> None:
         """Save what was the state before a validation that a signal has cut short."""

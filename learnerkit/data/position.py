@@ -31,7 +31,7 @@ class Position:
         samples: samples of this epoch that it has read, on all ranks together.
         over: training of this epoch has ended, perhaps by a cancel.
         begun: training of this epoch has begun.
-        goes_on: it began in another process, or before an earlier end of this one.
+        goes_on: it began in another process or an earlier fit, and is read on from there.
         read: batches of the user's loader that were read there, on all ranks together.
         first_step: the first of this epoch's steps in this process.
         data: the place in data without an index.

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from learnerkit import world
 from learnerkit.data.batches import gather_nested, map_batch, on_host
 from learnerkit.metrics import libraries
 from learnerkit.metrics.objects import Metric
+from learnerkit.utils import same
 
 
 class Holder(NamedTuple):
@@ -76,26 +77,6 @@ def _copied(x: Any, shared: dict[int, Any]) -> Any:
         return copy.deepcopy(x, dict(shared))
     except Exception:  # what cannot be copied, such as a lock, is compared by its identity
         return x
-
-
-def same(a: Any, b: Any, depth: int = 8) -> bool:
-    """Tell whether two copies of what an object remembers are equal; of tensors this is a host-device sync."""
-    if a is b or not depth:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(same(a[k], b[k], depth - 1) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(x, y, depth - 1) for x, y in zip(a, b, strict=True))
-    if hasattr(a, "__array__"):
-        return bool(a.shape == b.shape and (a == b).all())
-    has_no_eq = not any("__eq__" in vars(cls) for cls in type(a).__mro__[:-1])
-    if has_no_eq:
-        return same(getattr(a, "__dict__", {}), getattr(b, "__dict__", {}), depth - 1)
-    return bool(a == b)
 
 
 def undo(before: list[dict], after: list[dict], holders: list[Holder]) -> None:

@@ -25,12 +25,11 @@ from learnerkit.metrics.combining import (
     moved,
     needs_batches,
     remembered,
-    same,
     undo,
 )
 from learnerkit.metrics.functions import SHARES
 from learnerkit.metrics.objects import Metric, metric_name
-from learnerkit.utils import describe, listify, unbound
+from learnerkit.utils import describe, listify, same, unbound
 
 DEPENDS_ON_CUT = "depends on how the samples are cut into batches"
 """What a warning says of such a metric."""

@@ -19,9 +19,9 @@ class DriftCheck(Callback):
 
     Compared are hyper-parameters (learning rates among them), counters, parameters, buffers, the state of the
     optimizers, and that of callbacks with a `state_dict`, but for what is under its key 'own': bit by bit, as DDP keeps
-    them, by a digest of each tensor. It runs after steps, at the end of each epoch's training and
-    before validation. Every rank must reach each check. It does nothing on one process, and outside of `distrib_ctx`,
-    where each process trains for itself.
+    them, by a digest of each tensor. It runs after steps, at the end of each epoch's training and before validation.
+    Every rank must reach each check. It does nothing on one process, and outside of `distrib_ctx`, where each process
+    trains for itself.
 
     Buffers of norm layers that take their statistics from the rank's own samples (not SyncBatchNorm's) rightly differ
     until DDP sends rank 0's before the next forward pass; they are compared only before validation, where all buffers

@@ -391,7 +391,7 @@ def rank_loader(
         dl: the user's loader, or a list of batches.
         name: what to call it in errors.
         training, split, least: as in `SampleStream`.
-        seed: of an iterable dataset, as in `RankStream`; the same on every rank.
+        seed: of an iterable dataset, as in `same_stream`; the same on every rank.
         sharded, join: of iterable datasets, as in `rank_stream`.
         rank_step, dims: as in `RankLoader`.
         count: the number of samples of a batch that is made already, where it is known.
