@@ -270,7 +270,7 @@ _NOTES = ("format", "learnerkit.versions", "learnerkit.types", "learnerkit.expor
 
 
 def why_not(x: Any) -> str:
-    """What keeps a value from being written as a tensor, such as 'a str', or ''."""
+    """Name what keeps a value from being written as a tensor, such as 'a str'; '' if nothing does."""
     if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return f"a {type(x).__name__}"
     if x.is_quantized or x.layout != torch.strided:
@@ -336,7 +336,7 @@ def without_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[st
 
 
 def tensor_file(tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None) -> list[Buffer]:
-    """What a file of tensors consists of: its header, and the memory of each tensor, which must not change.
+    """Return the pieces of a file of tensors: its header, and the memory of each tensor, which must not change.
 
     Args:
         tensors: by their names; each with its values in a row on the host.
@@ -396,7 +396,7 @@ def in_thread(call: Callable[[], T]) -> "Future[T]":
 
 
 def in_threads(calls: Iterable[Callable[[], T]]) -> list[T]:
-    """What functions return that run at the same time; the first error, once all have ended."""
+    """Run functions at the same time; return what they return, or raise the first error once all have ended."""
     futures = [in_thread(call) for call in calls]
     try:
         wait(futures)

@@ -236,7 +236,7 @@ def _loader_state(learn: "Learner", dl: Any) -> dict[str, Any] | None:
 
 
 def _source_of(dl: Any) -> Any:
-    """What has the state of the data: between fits a dataset with an index may have one too."""
+    """Return the object that has the state of the data: between fits this may be a dataset with an index, too."""
     dataset = getattr(dl, "dataset", None)
     return dataset if has_state(dataset) and not isinstance(dataset, IterableDataset) else source_of(dl)
 

@@ -70,7 +70,7 @@ class PublicState:
     loss_grad: Tensor | Any = None
     """The loss that is differentiated."""
     loss_count: float | Tensor = 0
-    """What the batch's loss averages over: a number of samples, tokens, or the like."""
+    """The count that the batch's loss averages over: of samples, tokens, or the like."""
 
     as_validated: Any = nullcontext
     """A context, `with learn.as_validated():`, in which the model has the weights that are validated, as an average."""
@@ -80,7 +80,7 @@ class PublicState:
     step_batches: int = 1
     """The batches of a step on this process, more than one with `GradientAccumulation`."""
     step_due: bool = True
-    """Whether an optimizer step follows this batch."""
+    """True where an optimizer step follows this batch."""
 
 
 class RunState(PublicState):

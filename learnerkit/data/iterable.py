@@ -129,7 +129,7 @@ def say_read_forward(dl: Any, batches: int, advice: str = "") -> None:
 
 
 def source_of(dl: Any) -> Any:
-    """What has the state of an iterable dataset or of a loader of another kind, if something has."""
+    """Return the object that has the state of an iterable dataset or of a loader of another kind, if one has."""
     if isinstance(dl, DataLoader):
         if not isinstance(dl.dataset, IterableDataset):
             return None

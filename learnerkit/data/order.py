@@ -64,7 +64,7 @@ def has_state(x: Any) -> bool:
 
 
 def order_sources(dl: Any) -> list[Any]:
-    """What decides the order of a loader's next epoch: random generators that it and its samplers hold, and samplers.
+    """Return what decides the order of a loader's next epoch: generators that it and its samplers hold, and samplers.
 
     Of the samplers these are the ones with a state.
     """

@@ -294,7 +294,7 @@ def seeded_samplers(dl: Any, seed: int) -> Iterator[None]:
 
 
 class Seeded:
-    """What a loader fetches next, with the seed of the random numbers that are drawn for it.
+    """The items that a loader fetches next, with the seed of the random numbers that are drawn for it.
 
     When it arrives in a worker, the worker's generators are seeded, and what is left are the items. So these random
     numbers do not depend on which worker it is, how many there are, and what it has fetched before.

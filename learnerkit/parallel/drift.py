@@ -2,16 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from learnerkit import world
 from learnerkit.arguments import check_count
 from learnerkit.callback import Callback
 from learnerkit.run_state import CALLBACK, state_table
 from learnerkit.text import first_few
-
-if TYPE_CHECKING:
-    pass
 
 
 class DriftCheck(Callback):
