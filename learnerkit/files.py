@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from learnerkit.shards import is_shard, local
 from learnerkit.text import first_few, printable
 
 if TYPE_CHECKING:
@@ -271,7 +272,7 @@ _NOTES = ("format", "learnerkit.versions", "learnerkit.types", "learnerkit.expor
 
 def why_not(x: Any) -> str:
     """Name what keeps a value from being written as a tensor, such as 'a str'; '' if nothing does."""
-    if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and not is_shard(x):
         return f"a {type(x).__name__}"
     if x.is_quantized or x.layout != torch.strided:
         return f"a {'quantized' if x.is_quantized else str(x.layout).removeprefix('torch.')} tensor"
@@ -326,7 +327,9 @@ def without_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[st
                 f"the weight {name} is {why}, and a .safetensors file has plain tensors alone, in checkpoints too: "
                 "save to a name that ends in .pth"
             )
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        mine = local(tensor)  # of a shard this rank may have no rows, but it has a place for them
+        start = mine.untyped_storage().data_ptr() if is_shard(tensor) else mine.data_ptr()
+        place = (tensor.device, start, tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and name not in _NOTES and first.setdefault(place, name) != name:
             notes[name] = first[place]
         else:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from learnerkit.data.batches import tensors_in
+from learnerkit.shards import local
 from learnerkit.torch_internals import scale_together
 
 
@@ -122,7 +123,7 @@ def scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply the gradients of some parameters, in place."""
     if isinstance(factor, float) and factor == 1:
         return
-    grads = [p.grad for p in params if p.grad is not None]
+    grads = [local(p.grad) for p in params if p.grad is not None]
     for kind in {(g.device, g.dtype) for g in grads}:
         alike = [g for g in grads if (g.device, g.dtype) == kind]
         scale_together(alike, factor.to(*kind) if isinstance(factor, Tensor) else factor)

@@ -38,7 +38,7 @@ from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, co
 from learnerkit.callbacks.training import StepBudget, TrainEvalCallback
 from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.checkpoints.storage import read_checkpoint
-from learnerkit.data.batches import loader_len
+from learnerkit.data.batches import loader_len, map_batch
 from learnerkit.data.loaders import DataLoaders, Unpacker
 from learnerkit.data.order import in_order, keep_seeds
 from learnerkit.data.stream import reading
@@ -75,6 +75,7 @@ from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import distrib_ctx
 from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
+from learnerkit.shards import gathered, rows_for
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
 from learnerkit.utils import (
     PlainLock,
@@ -111,6 +112,9 @@ _LEFT_OUT = (*_SWITCHED_OFF, TrainEvalCallback)
 
 Rates = float | slice | Iterable[float] | dict[str, Any] | optim.Later | Schedule
 """Learning rates, as `fit` takes them."""
+
+Shard = bool | Iterable[str | type[nn.Module]]
+"""The units of a sharded model: those that its structure suggests, or names and classes of modules."""
 
 Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | None
 """Callbacks, as `fit` takes them."""
@@ -290,7 +294,7 @@ class Learner(RunState):
         self._number = next(_made)
         self._resumes: Mapping[str, Any] | None = None  # a state, taken in a fit, that the next one goes on from
         self._lr_finds: list[dict[str, float]] = []  # what each call of `lr_find` suggested
-        self._agreement = self._workers = None
+        self.shards = self._agreement = self._workers = None
         self._lock = PlainLock()  # held while a run begins, and during a prediction
         self._thread: int | None = None  # the one in which a run goes on
         self._modes = None, set()
@@ -1430,21 +1434,33 @@ class Learner(RunState):
             CheckpointError: the file cannot be written; the old one is as it was.
         """
         target = files.place_of(self, file)
-        if not world.is_main():
+        if self.shards is not None:
+            world.meet("learn.save")  # rank 0 alone has some rows only
+        elif not world.is_main():
             return target
         with self.as_validated():
-            state: Any = unwrap(self.model).state_dict()
+            state: Any = self._gathered(unwrap(self.model).state_dict())
             if isinstance(target, Path) and target.suffix == files.SAFETENSORS:
-                files.save_weights(state, target)
+                if world.is_main():
+                    files.save_weights(state, target)
                 return target
             if with_opt and self.opt is not None:
                 one = isinstance(self.opt, Optimizer)
-                opt = self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()}
+                opt = self._gathered(self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()})
                 found = [cb.scaler.state_dict() for cb in self.cbs if isinstance(cb, MixedPrecision) and cb.scaler]
                 scaler = found[0] if found else self._scaler_state
                 state = {"model": state, "opt": opt} | ({"scaler": scaler} if scaler else {})
-            save_whole(state, target)
+            if world.is_main():
+                save_whole(state, target)
         return target
+
+    def _gathered(self, state: Any) -> Any:
+        "The values of a state, tensors that are divided among the ranks whole, on rank 0; every rank must reach this."
+        return (
+            state
+            if self.shards is None
+            else map_batch(functools.partial(gathered, keep=world.is_main()), state, lambda x: x)
+        )
 
     @public
     def load(
@@ -1474,7 +1490,7 @@ class Learner(RunState):
         self._to_device()
         put_back = restorer({k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)})
         try:
-            model.load_state_dict(saved.weights, strict=strict)
+            model.load_state_dict(rows_for(saved.weights, model), strict=strict)
             if with_opt and saved.opt is not None:
                 self._load_opt(saved, saved.opt)
         except Exception as e:  # a module's own way to load may raise anything, half-way
@@ -1555,7 +1571,7 @@ class Learner(RunState):
             CheckpointError: a callback's `state_dict` does not return a dict.
         """
         run_state.check_moment(self)
-        return run_state.state_dict(self)
+        return map_batch(gathered, run_state.state_dict(self), lambda x: x)
 
     @public
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -1620,13 +1636,14 @@ class Learner(RunState):
     def to_distributed(
         self, *, sync_bn: bool | None = None, split_batches: bool = False, find_unused_parameters: bool | None = None,
         timeout: float | timedelta | None = None, wrap: tuple[str, ...] | None = None, sharded: bool = False,
-        uneven: str = "stop", comm_hook: str | None = None, **ddp_kwargs: Any,
+        uneven: str = "stop", comm_hook: str | None = None, shard: Shard = False, reshard_after_forward: bool = True,
+        **ddp_kwargs: Any,
     ) -> Learner:  # fmt: skip
         """Train with DistributedDataParallel; the arguments are those of `DistributedCallback`."""
         return self.add_cb(
             parallel.DistributedCallback(
                 sync_bn, split_batches, find_unused_parameters, timeout, wrap, sharded=sharded, uneven=uneven,
-                comm_hook=comm_hook, **ddp_kwargs,
+                comm_hook=comm_hook, shard=shard, reshard_after_forward=reshard_after_forward, **ddp_kwargs,
             )
         )  # fmt: skip
 
@@ -1638,7 +1655,7 @@ class Learner(RunState):
         self, nproc: int | None = None, *, sync_bn: bool | None = None, split_batches: bool = False,
         find_unused_parameters: bool | None = None, timeout: float | timedelta | None = None,
         wrap: tuple[str, ...] | None = None, sharded: bool = False, uneven: str = "stop",
-        comm_hook: str | None = None, **ddp_kwargs: Any,
+        comm_hook: str | None = None, shard: Shard = False, reshard_after_forward: bool = True, **ddp_kwargs: Any,
     ) -> AbstractContextManager[Learner]:  # fmt: skip
         """A context in which this learner trains, validates and predicts with DistributedDataParallel.
 
@@ -1649,15 +1666,16 @@ class Learner(RunState):
 
         Args:
             nproc: in a notebook or at a prompt, how many processes; by default one for each GPU.
-            sync_bn, split_batches, find_unused_parameters, timeout, wrap, sharded, uneven, comm_hook, ddp_kwargs: those
-                of `DistributedCallback`.
+            sync_bn, split_batches, find_unused_parameters, timeout, wrap, sharded, uneven, comm_hook, shard,
+                reshard_after_forward, ddp_kwargs: those of `DistributedCallback`.
 
         Raises:
             ValueError: `nproc` in a script, whose processes are started by `python -m learnerkit.launch`.
         """
         return distrib_ctx(
             self, nproc, sync_bn=sync_bn, split_batches=split_batches, find_unused_parameters=find_unused_parameters,
-            timeout=timeout, wrap=wrap, sharded=sharded, uneven=uneven, comm_hook=comm_hook, **ddp_kwargs,
+            timeout=timeout, wrap=wrap, sharded=sharded, uneven=uneven, comm_hook=comm_hook, shard=shard,
+            reshard_after_forward=reshard_after_forward, **ddp_kwargs,
         )  # fmt: skip
 
     def check_distributed(self, n: int = 2, **kwargs: Any) -> bool:

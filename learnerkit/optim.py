@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from learnerkit.shards import gathered, is_shard, rows_of
 from learnerkit.text import did_you_mean, first_few, in_one_line, printable
 from learnerkit.torch_internals import StatisticsNorm
 from learnerkit.utils import describe, library_of, restorer, unbound
@@ -427,20 +428,20 @@ def decays_text(opts: Iterable[Optimizer]) -> str:
     return f", weight decay {rates_text(decays)}" if any(decays) else ""
 
 
-def set_hyper(opt: Optimizer, name: str, values: float | Sequence[float], exempt: Set[int] = frozenset()) -> None:
+def set_hyper(opt: Optimizer, name: str, values: float | Sequence[float], exempt: Set[tuple] = frozenset()) -> None:
     """Set a hyper-parameter: one value for all of the splitter's groups, or one for each.
 
     Args:
         name: an entry of the optimizer's groups; 'momentum' also means the first of `betas`.
         values: the value, or one for each group.
-        exempt: the ids of parameters whose groups keep their value, as `keeping` returns them.
+        exempt: the groups that keep their value, as `keeping` returns them.
 
     Raises:
         ValueError: the optimizer has no such hyper-parameter.
     """
     for i, group in enumerate(opt.param_groups):
         key = _key(opt, group, name)
-        if exempt and any(id(p) in exempt for p in group["params"][:1]):
+        if exempt and _place_of(i, group) in exempt:
             continue
         value = values if isinstance(values, int | float) else values[_group_of(i, group)]
         if key != name:
@@ -451,21 +452,26 @@ def set_hyper(opt: Optimizer, name: str, values: float | Sequence[float], exempt
             group[key] = value
 
 
-def keeping(opt: Optimizer, name: str, bare: Set[int], one: bool) -> set[int]:
-    """Return the ids of parameters whose groups keep a hyper-parameter while a schedule changes that of others.
+def keeping(opt: Optimizer, name: str, bare: Set[int], one: bool) -> set[tuple]:
+    """Return the groups that keep a hyper-parameter while a schedule changes that of others, by their places.
 
     Args:
         name: as in `set_hyper`. Rates are never kept: a schedule has a share of its value for each group.
         bare: the ids of parameters without decay, as `without_decay` returns them.
         one: it is one schedule for all groups. Then groups keep what the splitter gave for them.
     """
-    groups = [] if name == "lr" else opt.param_groups
-    found = [group for group in groups if one and _key(opt, group, name) in group.get(OPTIONS, ())]
+    groups = list(enumerate([] if name == "lr" else opt.param_groups))
+    found = [place for place in groups if one and _key(opt, place[1], name) in place[1].get(OPTIONS, ())]
     if name == "weight_decay":
-        parts = [group for group in groups if PLACES in group and not group[name]]
-        some = any(group[name] for group in groups)  # else 0 is the decay of weights as well
-        found += [group for group in parts if some or id(group["params"][0]) in bare]
-    return {id(p) for group in found for p in group["params"]}
+        parts = [(i, group) for i, group in groups if PLACES in group and not group[name]]
+        some = any(group[name] for _, group in groups)  # else 0 is the decay of weights as well
+        found += [(i, group) for i, group in parts if some or id(group["params"][0]) in bare]
+    return {_place_of(i, group) for i, group in found}
+
+
+def _place_of(i: int, group: dict) -> tuple[int, int]:
+    "Return the whole group of which a group is a part, and the place of its first parameter in that."
+    return _whole_of(i, group), group.get(PLACES, [0])[0]
 
 
 def _key(opt: Optimizer, group: dict, name: str) -> str:
@@ -725,6 +731,24 @@ def group_restorer(opt: Optimizer) -> Callable[[], None]:
     return put_back
 
 
+def exchange(opt: Optimizer, new: Mapping[Tensor, Tensor]) -> None:
+    """Let an optimizer train other parameters in the place of those that it has; their state goes with them.
+
+    State of a parameter that becomes a shard is divided, and state of one that becomes whole is gathered: then every
+    rank must reach this.
+
+    Args:
+        opt: the optimizer.
+        new: the parameters, by those in whose place they come.
+    """
+    for group in opt.param_groups:
+        group["params"] = [new.get(p, p) for p in group["params"]]
+    for old, p in new.items():
+        if old in opt.state:
+            opt.state[p] = opt.state.pop(old)
+    state_to_params(opt)
+
+
 def state_to_params(opt: Optimizer) -> None:
     """Give optimizer state the device and the memory layout of its parameter, which may have changed.
 
@@ -741,7 +765,9 @@ def state_to_params(opt: Optimizer) -> None:
 
 
 def laid_out_as(p: Tensor, value: Tensor) -> Tensor:
-    """Return `value` on the device of `p`, and with its memory layout if it has the shape of `p`."""
+    """Return `value` on the device of `p`; if it has the shape of `p`, with its memory layout, and whole or divided."""
+    if value.shape == p.shape and is_shard(p) is not is_shard(value):
+        return rows_of(value, p) if is_shard(p) else gathered(value).to(p.device)
     strided = p.layout is value.layout is torch.strided
     if strided and value.shape == p.shape and value.stride() != p.stride():
         return torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -31,6 +31,7 @@ from learnerkit.data.order import (
 )
 from learnerkit.events import CancelTrainException
 from learnerkit.files import CheckpointError, Saved, fitted, why_not
+from learnerkit.shards import is_shard, put, rows_for
 from learnerkit.state import COUNTERS
 from learnerkit.text import in_one_line
 from learnerkit.torch_internals import StatisticsNorm
@@ -279,11 +280,12 @@ def state_table(learn: "Learner") -> dict[str, str]:
             states |= {f"{CALLBACK}{key} {name}": leaf for name, leaf in _leaves(state)}
     norms = [m for m in model.modules() if isinstance(m, StatisticsNorm) and not isinstance(m, nn.SyncBatchNorm)]
     apart = {id(buffer) for norm in norms if learn.training for buffer in norm.buffers(recurse=False)}
-    # Rates and counters first: where they differ, they are the cause of what differs in the weights.
+    # Rates and counters first: where they differ, they are the cause of what differs in the weights. Of a shard every
+    # rank has other rows.
     found = rates | {f"counter {name}": getattr(learn, name) for name in ("epoch", "iter", "train_iter")}
     found |= {f"parameter {name}": p for name, p in model.named_parameters()} | beside
     found |= {f"buffer {name}": b for name, b in model.named_buffers() if id(b) not in apart}
-    found |= states
+    found = {name: value for name, value in (found | states).items() if not is_shard(value)}
     marks = iter(digests(value for value in found.values() if isinstance(value, Tensor)))
     return {
         name: f"{describe(value)} with digest {next(marks):016x}" if isinstance(value, Tensor) else repr(value)
@@ -373,7 +375,7 @@ def put_model(learn: "Learner", state: Mapping[str, Any], with_opt: bool = True,
     weights = copy.copy(state["model"])  # which may lose the prefixes of its names
     saved = fitted(Saved(name, weights), model, strict=True)
     put_trained(learn, state, with_opt)
-    model.load_state_dict(saved.weights)
+    model.load_state_dict(rows_for(saved.weights, model))
 
 
 def put_trained(learn: "Learner", state: Mapping[str, Any], with_opt: bool = True) -> None:
@@ -386,7 +388,7 @@ def put_trained(learn: "Learner", state: Mapping[str, Any], with_opt: bool = Tru
         optim.load_state(learn.opt, state["opt"])
     with torch.no_grad():
         for t, value in zip(values_beside(learn), state["beside"], strict=True):
-            t.copy_(value)
+            put(t, value)
     frozen = set(state["frozen"])
     for name, p in unwrap(learn.model).named_parameters():
         if p.is_floating_point() or p.is_complex():

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from learnerkit.losses import LossWeight
     from learnerkit.notebook.kernel import Workers
     from learnerkit.parallel.agreement import Agreement
+    from learnerkit.parallel.sharded import Shards
 
 
 class PublicState:
@@ -94,6 +95,7 @@ class RunState(PublicState):
     _gradient: "StepGradient | None" = None  # what makes a step's gradient; None: that of its only batch is
 
     if TYPE_CHECKING:  # what lasts from run to run, and what of the Learner other parts of the package call
+        shards: "Shards | None"  # how the model is divided among the ranks; None: it is whole
         _agreement: "Agreement | None"  # what several ranks agree on; None: this process trains by itself
         _loss_weighting: "LossWeight"  # counts what a batch's loss averages over
         _modes: tuple[Any, set[str]]  # a run's model, and the names of its modules that the user has set to eval mode

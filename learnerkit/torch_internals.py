@@ -77,9 +77,14 @@ def clip_elements(tensors: list[Tensor], most: float) -> None:
     torch._foreach_clamp_max_(tensors, most)
 
 
-def clip_each(tensors: list[Tensor], max_norm: float, norm_type: float) -> None:
-    """Scale each tensor whose own norm is above `max_norm` down to it, in place, without a host-device sync."""
-    factors = torch._foreach_norm(tensors, norm_type)
+def norms_of_each(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
+    """Return the norm of each tensor, by few kernels."""
+    return list(torch._foreach_norm(tensors, norm_type))
+
+
+def scale_down_each(tensors: list[Tensor], norms: list[Tensor], max_norm: float) -> None:
+    """Scale each tensor whose norm is above `max_norm` down to it, in place, without a host-device sync."""
+    factors = torch._foreach_mul(norms, 1.0)
     torch._foreach_add_(factors, 1e-6)  # as in torch.nn.utils.clip_grad_norm_
     torch._foreach_reciprocal_(factors)
     torch._foreach_mul_(factors, max_norm)
@@ -107,6 +112,54 @@ def remove_hooks(handles: Iterable[Any], tensors: Iterable[Tensor]) -> None:
             t._backward_hooks = None
         if not t._post_accumulate_grad_hooks:
             t._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+
+# FSDP2
+
+
+def undo_fully_shard(modules: Iterable[nn.Module]) -> None:
+    """Undo `torch.distributed.fsdp.fully_shard`, all but its parameters, which stay in the modules.
+
+    torch has no such call. It may be called after an error in the middle of a pass.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for module in modules:
+        for group in _fsdp_groups(module):
+            hooks = group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle
+            for handle in (*hooks[0].values(), *hooks[1].values()):
+                handle.remove()
+            for p in group.fsdp_params:
+                p._post_load_hook_handle.remove()
+        state: Any = _module_state_mapping.pop(module)()
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        module.__class__ = type(module).__mro__[2]  # the first two are FSDP's
+        for key in (STATE_KEY, REGISTRY_KEY):
+            vars(module).pop(key, None)
+        for part in module.modules():
+            vars(part).pop("_is_fsdp_managed_module", None)
+            vars(part).pop("_fsdp_use_orig_params", None)
+
+
+def forget_forward_passes(modules: Iterable[nn.Module]) -> None:
+    """Have FSDP2 forget the forward passes that no backward pass has followed, such as those of an evaluation.
+
+    The next backward pass would gather parameters ahead by these notes, and ranks that have made other numbers of
+    passes would gather other ones, and wait for each other.
+    """
+    for module in modules:
+        for group in _fsdp_groups(module):
+            group._post_forward_indices.clear()
+            group.comm_ctx.post_forward_order.clear()
+
+
+def _fsdp_groups(module: nn.Module) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers for a module: one at most, but for versions before 2.11."""
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    found = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in (found if found is not None else [state._fsdp_param_group]) if group is not None]
 
 
 # Exported programs

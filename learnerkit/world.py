@@ -530,6 +530,20 @@ def _explained(what: str) -> Iterator[None]:
         raise
 
 
+def meet(what: str, timeout: float = 60.0) -> None:
+    """Wait until every rank has made the same call.
+
+    Args:
+        what: the call.
+        timeout: seconds to wait.
+
+    Raises:
+        PeerError: some ranks did not come; the text names them.
+    """
+    if _has_peers(what):
+        await_all(dist.PrefixStore(f"learnerkit/meet/{what}/{_count_call(what)}", store()), what, timeout)
+
+
 def barrier() -> None:
     """Wait until every rank is here."""
     if _has_peers("barrier"):

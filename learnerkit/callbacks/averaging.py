@@ -14,6 +14,7 @@ from learnerkit.callback import Callback
 from learnerkit.data.iterable import source_of
 from learnerkit.data.order import order_sources, put_states, states_of
 from learnerkit.events import CancelBatchException
+from learnerkit.shards import is_shard, local, put
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
 from learnerkit.utils import spanned_devices, unwrap, warn
@@ -58,7 +59,7 @@ class _Averaging(Callback):
                 "average: use one of them"
             )
         self.n_averaged = 0
-        # The tensors themselves, which stay the same where wrappers and other norm layers come and go.
+        # The tensors themselves, which stay the same where other norm layers come and go.
         self._own = self._chosen(unwrap(learn.model))
         learn.as_validated = self._in_model
 
@@ -68,7 +69,19 @@ class _Averaging(Callback):
 
     def before_train(self) -> None:
         if self._own:
+            self._divide()
             self._begin()  # not before: a checkpoint may have been loaded, and rank 0's weights have been sent
+
+    def _divide(self) -> None:
+        "Take the tensors anew if the model has been divided among the ranks, and a loaded average like them."
+        if self.learn.shards is None or any(map(is_shard, self._own.values())):
+            return
+        old, self._average, self._copies = self._average, {}, []
+        self._own = self._chosen(unwrap(self.learn.model))
+        if old:
+            self._begin()
+            for name, value in old.items():
+                put(self._average[name], value)
 
     def _begin(self) -> None:
         if self._average:
@@ -79,12 +92,12 @@ class _Averaging(Callback):
             # In half precision small changes of an average would be lost.
             exact = torch.float32 if home.is_floating_point() and home.itemsize < 4 else home.dtype
             average = self._average[name] = home.detach().to(exact, copy=home is t)
-            if average.data_ptr() != home.data_ptr():
-                self._copies.append((home, average))
+            if local(average).data_ptr() != local(home).data_ptr():
+                self._copies.append((local(home), local(average)))
             if t.is_floating_point() or t.is_complex():
                 averages, own = by_kind.setdefault((average.device, average.dtype, t.dtype), ([], []))
-                averages.append(average)
-                own.append(t)
+                averages.append(local(average))
+                own.append(local(t))
         self._groups = list(by_kind.values())
 
     def _update(self, average: Callable) -> None:
@@ -147,7 +160,7 @@ class _Averaging(Callback):
         self.n_averaged = state["n"]
         self._begin()
         for name, value in state["average"].items():
-            self._average[name].copy_(value.view_as(self._average[name]))
+            put(self._average[name], value)
 
 
 class EMA(_Averaging):
@@ -334,7 +347,7 @@ class EMA(_Averaging):
             average = self._average if self._steps > self.start else {}
         else:
             copies = {id(average) for _, average in self._copies}
-            average = {name: t for name, t in self._average.items() if id(t) in copies}
+            average = {name: t for name, t in self._average.items() if id(local(t)) in copies}
         owner = self.of if self.module is None else self.module
         parameters = dict(unwrap(self.learn.model if owner is None else owner).named_parameters())
         state: dict[str, Any] = {"n": self.n_averaged, "steps": self._steps, "own": {}}
@@ -349,7 +362,7 @@ class EMA(_Averaging):
         average, beside = (state.get(part, {}) | own.get(part, {}) for part in ("average", "module"))
         mine = self._beside()
         for name, value in beside.items():
-            mine[name].copy_(value.view_as(mine[name]))
+            put(mine[name], value)
         super().load_state_dict({"n": state["n"], "average": average})
         self._steps = state["steps"]
 

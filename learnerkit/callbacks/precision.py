@@ -14,8 +14,17 @@ from learnerkit import arguments, optim, world
 from learnerkit.callback import Callback
 from learnerkit.data.batches import in_float32, map_batch
 from learnerkit.events import CancelStepException
+from learnerkit.shards import is_shard, local, total_norm
 from learnerkit.text import did_you_mean, first_few
-from learnerkit.torch_internals import clip_each, clip_elements, compiled_call, plain_call, set_compiled_call
+from learnerkit.torch_internals import (
+    clip_elements,
+    compiled_call,
+    norms_of_each,
+    plain_call,
+    scale_down_each,
+    scale_together,
+    set_compiled_call,
+)
 from learnerkit.utils import unwrap
 
 if TYPE_CHECKING:
@@ -153,7 +162,7 @@ class MixedPrecision(Callback):
     def _overflows(self) -> bool:
         "Tell whether a gradient is not finite. A host-device sync, but only if a rank has left a step."
         grads = [p.grad for p in _parameters(self.learn) if p.grad is not None]
-        return bool(grads) and not torch.nn.utils.get_total_norm(grads, torch.inf).isfinite()
+        return bool(grads) and not total_norm(grads, torch.inf).isfinite()
 
     def _leave_autocast(self) -> None:
         if self._open:
@@ -241,16 +250,28 @@ class GradientClip(Callback):
         grads = [_values(p) for p in params]
         of_all = not self.each and self.max_value is None
         if of_all or self.logs:
-            norm = torch.nn.utils.get_total_norm(grads, self.norm_type)
+            norm = total_norm(grads, self.norm_type)
             if self.logs:
                 self.learn.log_metric("grad_norm", norm)
         if self.max_value is not None:
-            clip_elements(grads, self.max_value)
+            clip_elements(list(map(local, grads)), self.max_value)
         elif self.max_norm < math.inf:  # otherwise an infinite norm would make all gradients NaN
-            if of_all:
+            if not of_all:
+                scale_down_each(list(map(local, grads)), self._norms_of_each(grads), self.max_norm)
+            elif self.learn.shards is None:
                 torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
-            else:
-                clip_each(grads, self.max_norm, self.norm_type)
+            else:  # as that does, which cannot mix shards and whole tensors
+                scale_together(list(map(local, grads)), torch.clamp(self.max_norm / (norm + 1e-6), max=1.0))
+
+    def _norms_of_each(self, grads: list[Tensor]) -> list[Tensor]:
+        "The norm of each gradient; every rank must reach this."
+        norms, p = norms_of_each(list(map(local, grads)), self.norm_type), self.norm_type
+        if shards := [i for i, grad in enumerate(grads) if is_shard(grad)]:
+            row = torch.stack([norms[i] for i in shards])
+            row = world.reduce(row, "max") if p == math.inf else world.reduce(row**p) ** (1 / p)
+            for i, norm in zip(shards, row.unbind(), strict=True):
+                norms[i] = norm
+        return norms
 
 
 class ChannelsLast(Callback):

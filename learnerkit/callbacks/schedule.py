@@ -193,7 +193,7 @@ class ParamScheduler(Callback):
         self.hps: dict[str, list[float]] = {}
         self._by_opt: list[dict[str, Any]] = []
         self._before: list[list[dict[str, Any]]] = []
-        self._kept: list[dict[str, set[int]]] = []
+        self._kept: list[dict[str, set[tuple]]] = []
 
     def before_fit(self) -> None:
         learn = self.learn

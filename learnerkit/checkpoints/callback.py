@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from learnerkit.events import CancelFitException, FitDone
 from learnerkit.files import CheckpointError, remove
 from learnerkit.parallel.agreement import END, SAVE, Request, end_at_once
 from learnerkit.run_state import EPOCH, FIT, TRAIN, TRAINED, Resumption, first_attributes, fitting, keys, state_dict
+from learnerkit.shards import local
 from learnerkit.text import first_few, format_time, printable
 from learnerkit.utils import unwrap, warn
 
@@ -336,7 +338,8 @@ class CheckpointCallback(StepCounter):
     def _save_after_step(self, asked: int) -> None:
         learn = self.learn
         # Gradients may also be kept as zeros, and those of parameters beside the optimizer are never cleared.
-        kept = any(p.grad is not None and bool(p.grad.to_dense().any()) for p in optim.parameters_of(learn.opts))
+        grads = [local(p.grad) for p in optim.parameters_of(learn.opts) if p.grad is not None]
+        kept = any(bool(grad.to_dense().any()) for grad in grads)
         if world.reduce(int(kept), "max"):
             return  # a callback accumulates gradients over several batches: at the end of that step
         if self._saved_at < self._steps - (asked == SAVE and not self._alone and not self._is_due):
@@ -406,8 +409,9 @@ class CheckpointCallback(StepCounter):
         found = _not_finite(_values(now))
         bad = [name for name, where in found.items() if bool((where & ~self._infinite.get(name, _NOWHERE)).any())]
         if world.reduce(int(bool(bad)), "max"):
+            everywhere = dict.fromkeys(chain(*world.all_gather(bad)))  # of shards each rank has its rows
             if world.is_main():
-                warn(f"no checkpoint is written: {first_few(bad)} are not finite; the last one stays")
+                warn(f"no checkpoint is written: {first_few(everywhere)} are not finite; the last one stays")
             return
         info |= {"launchers": sorted({*world.all_gather(_launcher())})}
         name = f"fit{info['fit']}-epoch{info['epoch']}-step{info['step']}"
@@ -623,7 +627,8 @@ def _launcher() -> str:
 @torch.no_grad()
 def _not_finite(values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Where tensors have a NaN or an infinite value, by their names. A host-device sync."""
-    found = {name: t for name, t in values.items() if isinstance(t, Tensor) and t.dtype in _FLOATS and t.numel()}
+    tensors = {name: local(t) for name, t in values.items() if isinstance(t, Tensor)}
+    found = {name: t for name, t in tensors.items() if t.dtype in _FLOATS and t.numel()}
     sums = [t.sum(dtype=torch.float32 if t.itemsize < 4 else None).abs().double() for t in found.values()]
     finite = torch.stack([each.to(sums[0].device) for each in sums]).isfinite().tolist() if sums else []
     # A sum may overflow by itself: then the mask is empty.

@@ -56,6 +56,7 @@ from learnerkit.files import (
     without_tied,
     write_new,
 )
+from learnerkit.shards import gathered, is_shard
 from learnerkit.text import first_few, in_one_line, printable
 from learnerkit.utils import warn
 
@@ -507,7 +508,13 @@ class _Content:
         for name in sorted(large, key=lambda name: (-self._tensors[name].nbytes, name)):  # to who has least
             owners[name] = loads.index(min(loads))
             loads[owners[name]] += self._tensors[name].nbytes
-        mine = {name: tensor for name, tensor in self._tensors.items() if owners[name] == rank}
+        # Shards are gathered one by one, in one order on all ranks, and whoever writes a tensor keeps it.
+        mine = {
+            name: gathered(tensor, keep=owners[name] == rank)
+            for name, tensor in self._tensors.items()
+            if owners[name] == rank or is_shard(tensor)
+        }
+        mine = {name: tensor for name, tensor in mine.items() if owners[name] == rank}
         taken = {name: on_host(t) for name, t in mine.items()} if memory is None else memory.copies(mine)
         model = {name.removeprefix("model."): taken.pop(name) for name in mine if name.startswith("model.")}
         found: dict[str, list[Buffer]] = {
@@ -735,6 +742,8 @@ def encode(value: Any, tensors: list[Tensor], place: str = "") -> Any:
 
     def of_tensor(x: Tensor) -> dict[str, Any]:
         # The order in memory is kept: some kernels expect the same of a parameter and of its optimizer's state.
+        if is_shard(x):
+            return {"!tensor": number(x)}
         strides = x.stride()
         order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
         turned = x.permute(order)

@@ -136,6 +136,9 @@ class Agreement:
                 self.failed(error)
                 if may_follow(error) and ending_of(error).rank < 0:  # this rank has told nobody of it
                     self.watch.check()
+                if ending_of(error).agreed and self.learn.shards is not None:  # all ranks are here, as with Ctrl-C
+                    self.learn.shards.restore()
+                    self.learn.shards = None
                 raise
             finally:
                 self.pending = self.left_batch = self.learn._agreement = None
@@ -218,8 +221,10 @@ class Agreement:
         Raises:
             PeerError: the ranks vote at different places, and none of them has a reason to.
         """
-        self.votes += 1
         learn = self.learn
+        if learn.shards is not None:
+            learn.shards.help()  # ranks that still evaluate
+        self.votes += 1
         where = where or f"a collective in {self.event}"
         if learn._dispatch is not None:
             where += f" ({learn.task})"

@@ -1,5 +1,6 @@
 """How the gradients of a fit are averaged: chosen by what is known, put on the model, and taken off."""
 
+from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from learnerkit.parallel.deferred import Deferred
 from learnerkit.parallel.model_checks import buffer_marks, check_parts, rank_norms, synchronised
 from learnerkit.parallel.rank_step import Overlapped, RankStep
 from learnerkit.text import first_few
+from learnerkit.units import units
 from learnerkit.utils import overrides
 
 if TYPE_CHECKING:
@@ -106,11 +108,53 @@ class Averager:
             cb.tell_once(
                 f"comm_hook={cb.comm_hook!r} rounds the gradients: the numbers are not those of one process any more"
             )
-        world.give_values([*named.values(), *model.buffers()])
+        if learn.shards is None:
+            world.give_values([*named.values(), *model.buffers()])
+        if cb.shard:
+            self._take_shards(named)
+            return
         heard = [heard for event in _LATER for heard in learn._dispatch.table[event]]
         theirs = any(not (is_ours(hook) or other.rank0_only) for other, hook, *_ in heard)
         step.take_parameters(named, watches=bool(self._own) or theirs)
         self._take(Deferred(step, self._own == "_backward", self._settle))
+
+    def _take_shards(self, named: dict[str, nn.Parameter]) -> None:
+        """Train on shards of the model, which are made if it is whole; every rank must reach this."""
+        # Imported here, as torch's part of it takes half a second to import.
+        from learnerkit.parallel.sharded import Sharded, Shards
+
+        step, learn, cb = self.step, self.learn, self.cb
+        if learn.shards is None:
+            found = units(learn.model, cb.shard)
+            learn.shards = Shards(learn.model, found, learn.opts, learn.dls.device, cb.reshard_after_forward)
+            cb.tell_once(learn.shards.text(found), by=learn.say)
+        of_model = dict(learn.model.named_parameters())
+        step.take_parameters({name: of_model.get(name, p) for name, p in named.items()}, watches=False)
+        self._take(Sharded(step, learn.shards, self._settle_shards))
+
+    def _settle_shards(self, unused: list[str] | None) -> bool | None:
+        """Return whether the loss may leave parameters out; `None`: no rank had data. Every rank must reach this.
+
+        Args:
+            unused: those that this rank's first batch leaves out; `None`: it has no data.
+        """
+        self._check_foreign()
+        everyone = [names for names in world.all_gather(unused) if names is not None]
+        left_out, given = dict.fromkeys(chain(*everyone)), self.cb.find_unused_parameters
+        self._check_used(left_out)
+        if left_out and not given:
+            self._tell_unused(left_out)
+        return bool(left_out or given) if everyone else None
+
+    def _check_used(self, unused: Iterable[str]) -> None:
+        if unused and self.cb.find_unused_parameters is False:
+            raise RuntimeError(
+                f"parameters that take no part in the loss: {first_few(unused)}. DDP waits for the gradient of each: "
+                "freeze them, use them, or leave find_unused_parameters=False out"
+            )
+
+    def _tell_unused(self, unused: Iterable[str]) -> None:
+        self.cb.tell_once(f"find_unused_parameters=True was chosen: the loss does not depend on {first_few(unused)}")
 
     def _settle(self, first: tuple[list[str], list[str]] | None) -> bool:
         """Choose how gradients are averaged, by the first batch of all ranks; every rank must reach this.
@@ -141,11 +185,7 @@ class Averager:
             self._say_deferred(several if learn._by_closure else f"{type(learn).__name__} has a {self._own} of its own")
             return True
         unused, reasons = dict.fromkeys(chain(*left_out)), list(dict.fromkeys(chain(*why)))
-        if unused and given is False:
-            raise RuntimeError(
-                f"parameters that take no part in the loss: {first_few(unused)}. DDP waits for the gradient of each: "
-                "freeze them, use them, or leave find_unused_parameters=False out"
-            )
+        self._check_used(unused)
         against = [*reasons]
         against += [f"the loss does not depend on {first_few(unused)} (which could be frozen)"] if unused else []
         against += ["find_unused_parameters=True asks for the other way"] if given else []
@@ -157,9 +197,7 @@ class Averager:
             )
         of_model = dict(learn.model.named_parameters())
         if not given and unused.keys() & of_model:  # those beside the model may be for a callback's own loss
-            self.cb.tell_once(
-                f"find_unused_parameters=True was chosen: the loss does not depend on {first_few(unused)}"
-            )
+            self._tell_unused(unused)
         if engine or not against:
             self._take(Overlapped(self.step, self.cb.comm_hook, self.cb.ddp_kwargs, self._give_up))
         elif reasons:

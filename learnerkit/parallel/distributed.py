@@ -8,6 +8,7 @@ from datetime import timedelta
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
@@ -65,6 +66,11 @@ class DistributedCallback(Callback):
             ranks that have ended take the others' steps along without data.
         comm_hook: compress the gradients on their way: 'bf16', 'fp16' or 'powersgd'. The numbers are then no longer
             those of one process. Only for gradients that DDP averages.
+        shard: divide the parameters, gradients and optimizer state of the model among the ranks while it trains, by
+            FSDP2. True chooses its units, the parts that are gathered for their forward and backward passes, by its
+            structure; or they are named: names in the model, patterns of names, or classes.
+        reshard_after_forward: free a unit after its forward pass, and gather it again for its backward pass; False
+            keeps it, which takes memory and spares time.
         ddp_kwargs: further arguments of `DistributedDataParallel`.
 
     Attributes:
@@ -88,6 +94,8 @@ class DistributedCallback(Callback):
         sharded: bool = False,
         uneven: str = "stop",
         comm_hook: str | None = None,
+        shard: bool | Iterable[str | type[nn.Module]] = False,
+        reshard_after_forward: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__()
@@ -97,6 +105,8 @@ class DistributedCallback(Callback):
         self.timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self.wrap_names = tuple(listify(wrap))
         self.dataset_is_sharded, self.uneven, self.comm_hook = sharded, uneven, comm_hook
+        self.shard = shard if isinstance(shard, bool) else listify(shard)
+        self.reshard_after_forward = reshard_after_forward
         if uneven not in ("stop", "join"):
             raise ValueError(f"got uneven={uneven!r}; it takes 'stop' or 'join'")
         if comm_hook not in (None, *COMM_HOOKS):
@@ -113,6 +123,9 @@ class DistributedCallback(Callback):
         sends = [ddp_kwargs.pop(name, None) for name in ("broadcast_buffers", "forward_sync_buffers")]
         self.sends_buffers = False not in sends
         self.ddp_kwargs = ddp_kwargs
+        refused = ["comm_hook"] * (comm_hook is not None) + ["wrap"] * bool(self.wrap_names) + [*ddp_kwargs]
+        if shard and refused:
+            raise ValueError(f"{refused[0]} is for DistributedDataParallel, and shard= trains without it: leave it out")
         self._told = set[str]()
         self._loaders: dict[tuple, tuple[Any, RankLoader]] = {}
         self._averager: Averager | None = None  # of a fit that trains
@@ -133,6 +146,9 @@ class DistributedCallback(Callback):
         if not world.is_main():
             self.ends.enter_context(learn.no_logging())
         with world.grouped_collectives():
+            if learn.shards is not None:  # the last fit has ended by an error
+                learn.shards.restore()
+                learn.shards = None
             if learn.task in ("validate", "predict"):
                 world.give_values([*learn.model.parameters(), *learn.model.buffers()])
             else:
@@ -141,7 +157,8 @@ class DistributedCallback(Callback):
                 step = RankStep(learn, agreement)
                 agreement.left_batch = LeftBatch(step)
                 self._averager = Averager(self, step)
-                self.ends.enter_context(learn.added_cbs([agreement.left_batch, StandIn()]))
+                parts = [agreement.left_batch, StandIn(), *([_MakeWhole()] if self.shard else [])]
+                self.ends.enter_context(learn.added_cbs(parts))
             world.spread_seeds()
 
     def _compare(self) -> None:
@@ -190,6 +207,12 @@ class DistributedCallback(Callback):
         if world.world_size() > 1:
             self._share_out(None)
             self._send_buffers()
+            if self.learn.shards is not None:
+                self.learn.shards.begin_evaluation()
+
+    def cleanup_validate(self) -> None:
+        if self.learn.shards is not None:
+            self.learn.shards.end_evaluation()
 
     def _send_buffers(self) -> None:
         """Give every rank rank 0's buffers; every rank must reach this."""
@@ -234,6 +257,19 @@ class DistributedCallback(Callback):
             position.data.states = seed
             learn.first_iter = position.share(shared)
         learn.dl = shared
+
+
+class _MakeWhole(Callback):
+    """Makes a sharded model whole at the end of a fit: the part of `DistributedCallback` after which averages come."""
+
+    order = 16  # after EMA and SWA, whose averages are divided as the model is; before all that saves or loads files
+    run_valid = False
+
+    def after_fit(self) -> None:
+        if self.learn.shards is not None:
+            with world.grouped_collectives():
+                self.learn.shards.restore()
+            self.learn.shards = None
 
 
 def member_of(cbs: Iterable[Callback]) -> DistributedCallback | None:

@@ -91,7 +91,7 @@ class LeftBatch(Callback):
             if overrides(learn, "_backward"):  # whose passes, and the steps in it, this rank must make, too
                 learn._forward()
                 learn._loss()
-            elif output_of(learn) is None and asks_ranks(learn.model):
+            elif output_of(learn) is None and (learn.shards is not None or asks_ranks(learn.model)):
                 learn.xb = first_rows(learn.xb, 0, 0)
                 with suppress(CancelException):  # that of a hook of the model, again
                     learn._forward()

@@ -137,7 +137,7 @@ class RankStep:
         """Take the batch's count, weigh its loss by it, and tell whether it may count anything."""
         learn, mean, something = self.learn, self.mean, self.take_count()
         learn.loss_grad = mean.weigh(learn.loss_grad, self.count, output_of(learn))
-        if learn.step_due and learn.step_batches == 1 and not self.kept:
+        if learn.shards is None and learn.step_due and learn.step_batches == 1 and not self.kept:
             # There may be gradients of a callback's own backward pass, which has the weight of the loss.
             if something:
                 scale_gradients(self.params.values(), mean.weight(self.count, mean.expected))

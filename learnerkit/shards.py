@@ -1,0 +1,109 @@
+"""Tensors that are divided among the ranks: each has its rows of them, as torch's `DTensor`.
+
+Only sharded training has such tensors (`parallel/sharded.py`). DTensors are told by their methods, since importing
+their class takes half a second.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def is_shard(x: object) -> bool:
+    """Tell whether this is a tensor of which each rank has some rows."""
+    return isinstance(x, Tensor) and hasattr(x, "full_tensor")
+
+
+def local(t: Tensor) -> Tensor:
+    """Return the rows that this rank has, which share the memory of `t`; a tensor that is whole is returned itself."""
+    if not is_shard(t):
+        return t
+    with torch.no_grad():
+        return t.to_local()  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def gathered(t: Any, keep: bool = True) -> Any:
+    """Return a tensor with the rows of all ranks; every rank must reach this. Anything else is returned itself.
+
+    The default group gathers them: that of the shards is lost if a rank has failed.
+
+    Args:
+        t: the tensor.
+        keep: this rank needs the values; others get a tensor without memory, on the meta device.
+    """
+    if not is_shard(t):
+        return t
+    mine, ranks = local(t), dist.get_world_size()
+    rows = -(-t.shape[0] // ranks)  # as `torch.chunk` divides
+    padded = mine.new_zeros((rows, *t.shape[1:]))
+    padded[: len(mine)] = mine
+    # As bytes, since gloo does not know all types.
+    found = torch.empty((ranks, padded.nbytes), dtype=torch.uint8, device=mine.device)
+    dist.all_gather(list(found.unbind()), padded.view(-1).view(torch.uint8))
+    if not keep:
+        return torch.empty(t.shape, dtype=t.dtype, device="meta")
+    full = found.view(-1).view(t.dtype).view(ranks * rows, *t.shape[1:])[: t.shape[0]]
+    return full.clone() if rows * ranks > t.shape[0] else full
+
+
+def rows_of(t: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's rows of a whole tensor, as a shard that is divided as `like` is. No communication."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if is_shard(t) or not is_shard(like):
+        return t
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    with torch.no_grad():
+        # Without a source each rank takes its rows of what it has.
+        return distribute_tensor(t.to(local(like).device), mesh, placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def put(target: Tensor, value: Tensor) -> None:
+    """Copy values into a tensor; either may be a shard. No communication.
+
+    Raises:
+        ValueError: a whole target, of which a shard has some rows only.
+    """
+    if is_shard(value) and not is_shard(target):
+        raise ValueError("rows of a tensor cannot be copied into a whole one")
+    value = rows_of(value.view_as(target) if not is_shard(value) else value, target)
+    local(target).copy_(local(value))
+
+
+def rows_for(named: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return values by name, those of the parameters of a sharded module as its rows. No communication."""
+    params = dict(module.named_parameters(remove_duplicate=False))
+    return {
+        name: rows_of(value, params[name])
+        if name in params and isinstance(value, Tensor) and value.shape == params[name].shape
+        else value
+        for name, value in named.items()
+    }
+
+
+def total_norm(grads: Iterable[Tensor], norm_type: float) -> Tensor:
+    """Return the norm over some gradients, of which some may be shards; every rank must reach this.
+
+    It is `torch.nn.utils.get_total_norm`, which cannot mix the two.
+    """
+    kinds: dict[bool, list[Tensor]] = {}
+    for grad in grads:
+        kinds.setdefault(is_shard(grad), []).append(grad)
+    norms = []
+    for are_shards, alike in kinds.items():
+        norm: Any = torch.nn.utils.get_total_norm(alike, norm_type)
+        norms.append(norm.full_tensor() if are_shards and is_shard(norm) else norm)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Return each place of a parameter: its full name, the module that has it, its name there, and itself."""
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for name, p in owner._parameters.items():
+            if p is not None:
+                yield f"{prefix}.{name}" if prefix else name, owner, name, p
