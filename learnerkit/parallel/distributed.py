@@ -147,6 +147,13 @@ class DistributedCallback(Callback):
             self.ends.enter_context(learn.no_logging())
         with world.grouped_collectives():
             if learn.shards is not None:  # the last fit has ended by an error
+                steps = world.all_gather(learn.shards.steps)
+                if len(set(steps)) > 1:
+                    self.tell_once(
+                        f"the last fit failed when the ranks had taken {', '.join(map(str, steps))} optimizer steps, "
+                        "and each has rows of the model, so these are of different steps now: load a checkpoint"
+                        " (errors.html#sharded)"
+                    )
                 learn.shards.restore()
                 learn.shards = None
             if learn.task in ("validate", "predict"):
@@ -191,6 +198,8 @@ class DistributedCallback(Callback):
             position.order = world.broadcast(position.order)
 
     def cleanup_fit(self) -> None:
+        if self.learn.shards is not None:  # after an error
+            self.learn.shards.put_away()
         self.ends.close()
         self._averager = None
         self._loaders.clear()

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam
 from learnerkit import optim, world
 from learnerkit.data.batches import map_batch, tensors_in
 from learnerkit.gradient_mean import zero_loss
-from learnerkit.shards import gathered, local, owners, rows_of
+from learnerkit.shards import gathered, is_shard, local, owners, rows_of
 from learnerkit.text import first_few, in_units
 from learnerkit.torch_internals import forget_forward_passes, undo_fully_shard
 
@@ -65,7 +65,7 @@ class Shards:
         for unit in self.units:
             fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
         fully_shard(model, reshard_after_forward=False, **options)
-        self.named = dict(model.named_parameters())
+        self.named, self._divided = dict(model.named_parameters()), list(owners(model))
         self.pairs = [(before[name], p) for name, p in self.named.items() if p is not before[name]]
         kept = {p: before[name].grad for name, p in self.named.items() if before[name].grad is not None}
         for p, grad in kept.items():
@@ -97,6 +97,12 @@ class Shards:
     def _count(self, *_: Any) -> None:
         self.steps += 1
 
+    def put_away(self) -> None:
+        """Have the shards in the model, where a pass that has failed may have left gathered parameters."""
+        self.end_evaluation()
+        for _, owner, name, p in self._divided:
+            owner._parameters[name] = p
+
     def restore(self, gather: bool = True) -> None:
         """Make the model whole, with its own parameters; with `gather` every rank must reach this.
 
@@ -107,17 +113,20 @@ class Shards:
         for hook in (*self._hooks, *self._listening):
             hook.remove()
         undo_fully_shard([*self.units, self.model])
+        whole = gathered if gather else _without_values
         new = dict[Tensor, Tensor]()
         for old, p in self.pairs:
             new[p] = old
-            old.data = gathered(p) if gather else torch.empty(p.shape, dtype=p.dtype, device=local(p).device)
+            old.data = whole(p)
             old.requires_grad_(p.requires_grad)
-            old.grad = gathered(p.grad) if gather and p.grad is not None else None
+            old.grad = None if p.grad is None else whole(p.grad)
         for _, owner, name, p in self.places:
             owner._parameters[name] = p
         for group, fused in self._unfused:
             group["fused"] = fused
         for opt in self.opts:
+            for state in opt.state.values():
+                state.update({name: whole(value) for name, value in state.items() if is_shard(value)})
             optim.exchange(opt, new)
 
     # Evaluation: ranks may run the model any number of times, on different parts of it
@@ -164,6 +173,10 @@ class Shards:
                 hook.remove()
             cast(Any, self.model).reshard()
             forget_forward_passes([*self.units, self.model])
+
+
+def _without_values(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device=local(t).device)
 
 
 def _mesh(kind: str) -> DeviceMesh:
