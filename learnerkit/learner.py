@@ -76,7 +76,7 @@ from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import distrib_ctx
 from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
-from learnerkit.shards import gathered, rows_for
+from learnerkit.shards import Gatherer, rows_for
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
 from learnerkit.utils import (
     PlainLock,
@@ -1463,12 +1463,8 @@ class Learner(RunState):
         return target
 
     def _gathered(self, state: Any) -> Any:
-        "The values of a state, tensors that are divided among the ranks whole, on rank 0; every rank must reach this."
-        return (
-            state
-            if self.shards is None
-            else map_batch(functools.partial(gathered, keep=world.is_main()), state, lambda x: x)
-        )
+        "The values of a state, on rank 0 without shards; then every rank must reach this."
+        return state if self.shards is None else map_batch(Gatherer(keep=world.is_main()), state, lambda x: x)
 
     @public
     def load(
@@ -1582,7 +1578,7 @@ class Learner(RunState):
             CheckpointError: a callback's `state_dict` does not return a dict.
         """
         run_state.check_moment(self)
-        return map_batch(gathered, run_state.state_dict(self), lambda x: x)
+        return map_batch(Gatherer(), run_state.state_dict(self), lambda x: x)
 
     @public
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -253,6 +253,7 @@ class CheckpointCallback(StepCounter):
     def _take_up(self, found: Checkpoint, now: dict[str, Any]) -> None:
         """Put the state of a checkpoint into the learner, and end the fit if it was done."""
         learn, info, path = self.learn, found.info, str(found.path)
+        found.in_place = learn.shards is not None  # each rank takes its rows
         then = _read_state(found, learn, now)
         self._resumption = resumption = Resumption(then, self._compare(then), path)
         self._carried = resumption.begin(learn)
