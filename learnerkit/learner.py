@@ -899,6 +899,7 @@ class Learner(RunState):
         if not items:
             return []
         act = activation_for(self, act, probs)
+        arguments.check_whole(self, "learn.predict")
         with self._lock, world.alone():
             arguments.check_thread(self, self._thread, "predict")
             heard = any(type(cb) not in _LEFT_OUT and acts_in_evaluation(cb) for cb in self.cbs)
@@ -1027,6 +1028,10 @@ class Learner(RunState):
     def _run(self, task: str, cbs: Callbacks = None) -> Iterator[bool]:
         "One run; what it changes on the learner is put back at its end. Yields whether it is inside another."
         self._take_callbacks()
+        if not parallel.will_shard(self):
+            arguments.check_whole(
+                self, f"such a {task}", "call it inside `with learn.distrib_ctx(shard=True):`, as the fit"
+            )
         self._to_device()
         give_shapes(self)
         self._device = self.dls.device
@@ -1393,6 +1398,7 @@ class Learner(RunState):
         """
         from learnerkit.inspection.summary import summary  # here, as most scripts never need it
 
+        arguments.check_whole(self, "learn.summary")
         return summary(self)
 
     @public
@@ -1442,19 +1448,17 @@ class Learner(RunState):
             CheckpointError: the file cannot be written; the old one is as it was.
         """
         target = files.place_of(self, file)
-        if self.shards is not None:
-            world.meet("learn.save")  # rank 0 alone has some rows only
-        elif not world.is_main():
+        if self.shards is None and not world.is_main():
             return target
         with self.as_validated():
-            state: Any = self._gathered(unwrap(self.model).state_dict())
+            state: Any = self.gathered(unwrap(self.model).state_dict(), "learn.save")
             if isinstance(target, Path) and target.suffix == files.SAFETENSORS:
                 if world.is_main():
                     files.save_weights(state, target)
                 return target
             if with_opt and self.opt is not None:
                 one = isinstance(self.opt, Optimizer)
-                opt = self._gathered(self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()})
+                opt = self.gathered(self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()})
                 found = [cb.scaler.state_dict() for cb in self.cbs if isinstance(cb, MixedPrecision) and cb.scaler]
                 scaler = found[0] if found else self._scaler_state
                 state = {"model": state, "opt": opt} | ({"scaler": scaler} if scaler else {})
@@ -1462,9 +1466,22 @@ class Learner(RunState):
                 save_whole(state, target)
         return target
 
-    def _gathered(self, state: Any) -> Any:
-        "The values of a state, on rank 0 without shards; then every rank must reach this."
-        return state if self.shards is None else map_batch(Gatherer(keep=world.is_main()), state, lambda x: x)
+    def gathered(self, state: Any, what: str = "learn.gathered") -> Any:
+        """Return nested values with the whole tensors in the place of shards, on rank 0.
+
+        If the model is divided among the ranks, every rank must reach this, and the others get tensors without memory.
+
+        Args:
+            state: such as the state dict of the model or of the optimizer.
+            what: the call for which it is, for the error if a rank does not come.
+
+        Raises:
+            PeerError: some ranks have not come within a minute.
+        """
+        if self.shards is None:
+            return state
+        world.meet(what)  # rank 0 alone has some rows only
+        return map_batch(Gatherer(keep=world.is_main()), state, lambda x: x)
 
     @public
     def load(

@@ -67,10 +67,12 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
         run_state.put_place(learn, values)
         run_state.put_rest(learn, values)
 
+    shards = learn.shards
+
     def make_whole() -> None:
-        if learn.shards is not None:  # after an error; the values are put back
+        if learn.shards is not shards and learn.shards is not None:  # after an error; the values are put back
             learn.shards.restore(gather=False)
-            learn.shards = None
+            learn.shards = shards
 
     with ExitStack() as stack:
         samplers = [sampler for dl in loaders for sampler in samplers_of(dl) if not has_state(sampler)]

@@ -2,8 +2,8 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -149,21 +149,6 @@ class DistributedCallback(Callback):
         if not world.is_main():
             self.ends.enter_context(learn.no_logging())
         with world.grouped_collectives():
-            if learn.shards is not None and (learn.shards.failed or not learn.shards.stays):
-                steps = world.all_gather(learn.shards.steps)
-                if len(set(steps)) > 1:
-                    self.tell_once(
-                        f"the last fit failed when the ranks had taken {', '.join(map(str, steps))} optimizer steps, "
-                        "and each has rows of the model, so these are of different steps now: load a checkpoint"
-                        " (errors.html#sharded)"
-                    )
-                if learn.shards.stays:
-                    learn.shards.renew()
-                else:
-                    learn.shards.restore()
-                    learn.shards = None
-            if learn._mapped is not None:
-                self.divide()
             if learn.task in ("validate", "predict"):
                 if learn.shards is None:
                     world.give_values([*learn.model.parameters(), *learn.model.buffers()])
@@ -205,6 +190,28 @@ class DistributedCallback(Callback):
                 optim.load_state(opt, state)
         if (position := learn._position) is not None:
             position.order = world.broadcast(position.order)
+
+    def take_model(self) -> None:
+        """Bring a model in order that a failed run has left divided, and divide one that is too large to be whole.
+
+        Every rank must reach this.
+        """
+        learn = self.learn
+        if learn.shards is not None and (learn.shards.failed or not learn.shards.stays):
+            steps = world.all_gather(learn.shards.steps)
+            if len(set(steps)) > 1:
+                self.tell_once(
+                    f"the last fit failed when the ranks had taken {', '.join(map(str, steps))} optimizer steps, and "
+                    "each has rows of the model, so these are of different steps now: load a checkpoint"
+                    " (errors.html#sharded)"
+                )
+            if learn.shards.stays:
+                learn.shards.renew()
+            else:
+                learn.shards.restore()
+                learn.shards = None
+        if learn._mapped is not None:
+            self.divide()
 
     def divide(self) -> "Shards":
         """Divide the model among the ranks, if it is whole; every rank must reach this."""
@@ -338,7 +345,14 @@ def agreement_for(learn: "Learner", what: str) -> AbstractContextManager:
     member = member_of(learn.cbs)
     if member is None or world.world_size() == 1 or learn._agreement is not None:
         return nullcontext()
-    return Agreement(learn).run("get_preds" if what == "predict" else what, member.timeout)
+    return _together(learn, member, "get_preds" if what == "predict" else what)
+
+
+@contextmanager
+def _together(learn: "Learner", member: DistributedCallback, what: str) -> Iterator[None]:
+    with Agreement(learn).run(what, member.timeout):
+        member.take_model()
+        yield
 
 
 def dispatch(learn: "Learner", fitting: bool) -> Dispatch:
