@@ -27,7 +27,7 @@ PACKAGE = ROOT / "learnerkit"
 LAYERS = [
     ["text", "endings", "state", "torch_internals", "host_scalars"],
     ["launch", "utils", "files", "events"],
-    ["world", "optim", "processes"],
+    ["world", "optim", "processes", "units"],
     ["callback", "data", "datasets"],
     ["explain"],
     ["gradient_mean", "run_state"],
