@@ -120,7 +120,11 @@ MODELS = {
         lambda: transformers_model("T5ForConditionalGeneration", "T5Config", num_layers=1, **T5),
         ["encoder.block.0", "decoder.block.0"],
     ),
-    "an MLP": (lambda: mlp(4, 8, 8, 2), ["0", "2", "4"]),
+    "an MLP": (lambda: mlp(4, 64, 64, 2), ["0", "2", "4"]),
+    "convolutions and an MLP": (
+        lambda: Holder(body=nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), head=mlp(8, 32, 2)),
+        ["body.0", "body.2", "head.0", "head.2"],
+    ),
     "an MLP of parametrized layers": (
         lambda: nn.Sequential(*(weight_norm(nn.Linear(8, 8)) for _ in range(3))),
         ["0", "1", "2"],
@@ -131,6 +135,14 @@ MODELS = {
         numbered("encoder", 3) + numbered("decoder", 3),
     ),
     "two attentions": (lambda: Holder(a=nn.MultiheadAttention(8, 2), b=nn.MultiheadAttention(8, 2)), ["a", "b"]),
+    "one attention": (
+        lambda: Holder(attention=nn.MultiheadAttention(8, 2), head=nn.Linear(8, 8)),
+        ["attention", "head"],
+    ),
+    "one parametrized layer": (
+        lambda: Holder(body=weight_norm(nn.Linear(16, 16)), head=nn.Bilinear(4, 4, 4)),
+        ["body", "head"],
+    ),
     "nothing repeated": (
         lambda: nn.Sequential(nn.Embedding(100, 8), nn.LSTM(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 40)),
         ["0", "1", "3"],

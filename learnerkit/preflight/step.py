@@ -19,6 +19,7 @@ from learnerkit.endings import ending_of
 from learnerkit.events import CancelFitException, CancelValidException
 from learnerkit.inspection.undoing import trial, unchanged
 from learnerkit.metrics import make_meters
+from learnerkit.preflight.activations import judge_activations
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
 from learnerkit.text import first_few, in_one_line
 from learnerkit.utils import describe, overrides, unwrap
@@ -51,6 +52,8 @@ def check(learn: "Learner") -> bool:
             step.rates = _rates(learn.opts, "initial_lr")
             step.stage = "inputs"
             learn._train(1, None)
+            step.stage = "activations"
+            step.found[step.stage] += judge_activations(learn)
     except Exception as e:
         step.failed(e, unwrap(learn.model))
     everyone = world.all_gather(step.found) if sharded else [step.found]  # every rank must reach this
@@ -61,8 +64,8 @@ def check(learn: "Learner") -> bool:
 
 
 TOPICS = (
-    "inputs", "targets", "prediction", "loss", "gradients", "optimizer", "batchnorm", "validation", "metrics",
-    "callbacks", "other ranks",
+    "inputs", "targets", "prediction", "loss", "gradients", "optimizer", "batchnorm", "activations", "validation",
+    "metrics", "callbacks", "other ranks",
 )  # fmt: skip
 """In the order of the report."""
 
