@@ -53,7 +53,7 @@ def check(learn: "Learner") -> bool:
             step.stage = "inputs"
             learn._train(1, None)
             step.stage = "activations"
-            step.found[step.stage] += judge_activations(learn)
+            step.found[step.stage] += judge_activations(learn, step.batch)
     except Exception as e:
         step.failed(e, unwrap(learn.model))
     everyone = world.all_gather(step.found) if sharded else [step.found]  # every rank must reach this
@@ -106,6 +106,7 @@ class StepCheck(Callback):
         stage: the topic of an error that is raised now.
         first: a callback that sees the gradients before others may drop them.
         rates: the learning rates before a schedule or a callback changes them, as `_rates` returns them.
+        batch: the training batch of this rank; `None` until the model has seen it, and of a rank without data.
     """
 
     order = 1000  # after all others, to see what they have made of it
@@ -121,6 +122,7 @@ class StepCheck(Callback):
         self._named: list[tuple[str, nn.Parameter]] = []
         self._before: dict[str, Tensor] | None = None  # the parameters that the step should change
         self._xb: Any = None
+        self.batch: Any = None
         self._running_model = False
         self._norm_hooks = ExitStack()
 
@@ -167,6 +169,7 @@ class StepCheck(Callback):
         targets = judge_targets(learn.loss_func, learn.pred, learn.yb)
         wrong = [f._replace(text=f"targets: {f.text}") for f in targets if f.mark == WRONG]
         if learn.training:
+            self.batch = learn.batch
             self.found["inputs"] += judge_inputs(self._xb, unwrap(learn.model), ran=True)
             self.found["prediction"] += judge_prediction(learn.loss_func, learn.pred)
             self.found["targets"] += targets

@@ -190,6 +190,15 @@ def test_wrong_names_are_told():
     learn.validate()
 
 
+def test_a_block_that_changes_its_inputs_is_told():
+    blocks = [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)) for _ in range(3)]
+    learn = learner(nn.Sequential(*blocks, nn.Linear(4, 1)), ActivationCheckpointing())
+    with raises(RuntimeError, "modified by an inplace operation", "write inplace=False in it"):
+        learn.fit(1)
+    learn.remove_cb(ActivationCheckpointing)
+    learn.fit(1)
+
+
 # The model
 
 
