@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from learnerkit import world
 from learnerkit.callback import Callback
 from learnerkit.units import units
-from learnerkit.utils import unwrap
+from learnerkit.utils import listify, unwrap
 
 
 class ActivationCheckpointing(Callback):
@@ -40,8 +40,9 @@ class ActivationCheckpointing(Callback):
 
     def __init__(self, modules: str | type[nn.Module] | Iterable[str | type[nn.Module]] | None = None) -> None:
         super().__init__()
-        self.modules = modules if modules is None or isinstance(modules, str | type) else list(modules)
+        self.modules = listify(modules)
         self._recomputed = ExitStack()
+        self._forwards: dict[nn.Module, partial] = {}
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -58,13 +59,15 @@ class ActivationCheckpointing(Callback):
     @contextmanager
     def recomputed(self, model: nn.Module) -> Iterator[None]:
         """Have the units of a model computed again in each backward pass."""
-        chosen: Any = True if self.modules is None else self.modules
         with ExitStack() as stack:
-            for module in units(unwrap(model), chosen, "modules").values():
+            for module in units(unwrap(model), self.modules or True, "modules").values():
                 # Not the call, around which sharding has its hooks; and on the object, so that its class stays.
                 attributes = vars(module)
                 own = {"forward": attributes["forward"]} if "forward" in attributes else {}
-                attributes["forward"] = partial(_recomputed, module, module.forward)
+                again = partial(_recomputed, module, module.forward)
+                if module in self._forwards and self._forwards[module].args == again.args:
+                    again = self._forwards[module]  # for which there may be compiled code
+                attributes["forward"] = self._forwards[module] = again
                 stack.callback(attributes.update, own)
                 stack.callback(attributes.pop, "forward", None)
             yield

@@ -174,7 +174,8 @@ def test_units_inside_each_other():
 def test_named_modules_alone_are_computed_again():
     for modules in ("blocks.1", ["blocks.1"], (name for name in ["blocks.1"])):
         learn = fitted(net(Block), ActivationCheckpointing(modules), n=1)
-        assert [block.calls.count(True) for block in learn.model.blocks] == [5, 10, 5]
+        learn.fit(1)
+        assert [block.calls.count(True) for block in learn.model.blocks] == [10, 20, 10]
     model = Net(lambda: Block())
     model.blocks[2] = Normed()
     learn = fitted(model, ActivationCheckpointing(Normed), n=1)
@@ -297,6 +298,25 @@ def test_a_compiled_model_computes_the_same():
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(compiled.model.state_dict()[name], value)
     assert {int(block.norm.num_batches_tracked) for block in compiled.model.blocks} == {10}
+
+
+def test_later_fits_reuse_compiled_code():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    learn, counts = learner(net(Plain), Compile(backend=backend), ActivationCheckpointing()), []
+    learn.model.blocks[0] = learn.model.blocks[1] = learn.model.blocks[2] = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    for _ in range(3):
+        learn.fit(1)
+        counts.append(len(graphs))
+    assert counts[0] == counts[2] > 0
+    fitted(learn.model, ActivationCheckpointing(), n=1)  # another callback, with which the first one does not interfere
+    learn.model.blocks[0].forward = lambda x: x
+    learn.fit(1)
+    assert len(graphs) > counts[2]
 
 
 # What it saves
