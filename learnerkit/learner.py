@@ -214,6 +214,7 @@ class Learner(RunState):
     recorder: Recorder  # where it has one; so has every other callback its name
 
     if TYPE_CHECKING:  # the library's own callbacks, by their names
+        activation_checkpointing: lk.ActivationCheckpointing
         activation_stats: lk.ActivationStats
         batch_transform: lk.BatchTransform
         bn_freeze: lk.BnFreeze

@@ -132,3 +132,9 @@ def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Paramete
         for name, p in owner._parameters.items():
             if p is not None:
                 yield f"{prefix}.{name}" if prefix else name, owner, name, p
+
+
+def own_class(module: nn.Module) -> type:
+    """Return the class of a module, also while it is sharded and has one of torch's in front of it."""
+    is_divided = hasattr(module, "unshard") and hasattr(module, "reshard")
+    return type(module).__mro__[2 if is_divided else 0]

@@ -13,6 +13,7 @@ they were added. The orders of all callbacks of the package, with those of the o
       -1  ChannelsLast: before the model is wrapped or compiled
        0  BnFreeze, MCDropout, ParallelCallback: the default, also for callbacks of your own
        1  Compile: after ParallelCallback has wrapped the model
+       2  ActivationCheckpointing: the same, and before DistributedCallback wraps it
        6  GradientAccumulation: decides whether a step is due before the callbacks that act on steps
       10  MixedPrecision: unscales the gradients before anything reads them
       11  GradientClip: clips unscaled gradients

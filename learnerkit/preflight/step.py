@@ -19,6 +19,7 @@ from learnerkit.endings import ending_of
 from learnerkit.events import CancelFitException, CancelValidException
 from learnerkit.inspection.undoing import trial, unchanged
 from learnerkit.metrics import make_meters
+from learnerkit.preflight.activations import judge_activations
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
 from learnerkit.shards import gathered
 from learnerkit.text import first_few, in_one_line
@@ -52,6 +53,8 @@ def check(learn: "Learner") -> bool:
             step.rates = _rates(learn.opts, "initial_lr")
             step.stage = "inputs"
             learn._train(1, None)
+            step.stage = "activations"
+            step.found[step.stage] += judge_activations(learn, step.batch)
     except Exception as e:
         step.failed(e, unwrap(learn.model))
     everyone = world.all_gather(step.found) if sharded else [step.found]  # every rank must reach this
@@ -62,8 +65,8 @@ def check(learn: "Learner") -> bool:
 
 
 TOPICS = (
-    "inputs", "targets", "prediction", "loss", "gradients", "optimizer", "batchnorm", "validation", "metrics",
-    "callbacks", "other ranks",
+    "inputs", "targets", "prediction", "loss", "gradients", "optimizer", "batchnorm", "activations", "validation",
+    "metrics", "callbacks", "other ranks",
 )  # fmt: skip
 """In the order of the report."""
 
@@ -104,6 +107,7 @@ class StepCheck(Callback):
         stage: the topic of an error that is raised now.
         first: a callback that sees the gradients before others may drop them.
         rates: the learning rates before a schedule or a callback changes them, as `_rates` returns them.
+        batch: the training batch of this rank; `None` until the model has seen it, and of a rank without data.
     """
 
     order = 1000  # after all others, to see what they have made of it
@@ -119,6 +123,7 @@ class StepCheck(Callback):
         self._named: list[tuple[str, nn.Parameter]] = []
         self._before: dict[str, Tensor] | None = None  # the parameters that the step should change
         self._xb: Any = None
+        self.batch: Any = None
         self._running_model = False
         self._norm_hooks = ExitStack()
 
@@ -163,6 +168,7 @@ class StepCheck(Callback):
         targets = judge_targets(learn.loss_func, learn.pred, learn.yb)
         wrong = [f._replace(text=f"targets: {f.text}") for f in targets if f.mark == WRONG]
         if learn.training:
+            self.batch = learn.batch
             self.found["inputs"] += judge_inputs(self._xb, unwrap(learn.model), ran=True)
             self.found["prediction"] += judge_prediction(learn.loss_func, learn.pred)
             self.found["targets"] += targets
