@@ -150,8 +150,9 @@ class CheckpointCallback(StepCounter):
             found = self._look()
             self._config = state.configuration(learn)
             carried, self._carried = self._carried, None
-            if found is None and follows and carried is not None and learn._position is not None:
-                learn._position.follow(*carried)
+            position = learn._position
+            if found is None and follows and carried is not None and position is not None:
+                position.follow(*carried)
             self._first = first_attributes(learn)
             now, storage = state_dict(learn), self._main()
             storage.check_values(*_parts(now))
@@ -395,7 +396,7 @@ class CheckpointCallback(StepCounter):
         learn = self.learn
         return {
             "fit": learn.n_fits, "place": place, "step": self._steps, "time": time.time(),
-            "epoch": learn.epoch, "lr_finds": list(learn._lr_finds),
+            "epoch": learn.epoch, "lr_finds": list(learn.lr_finds),
             "n_epoch": learn.epoch + 1 if learn.n_epoch is None else learn.n_epoch,
             "n_steps": self._steps if learn.n_steps is None else learn.n_steps,
             "runs": [run for cb in learn.cbs if isinstance(run := getattr(cb, "run_id", None), str)],

@@ -408,7 +408,8 @@ def reading(learn: "Learner") -> Iterator[None]:
         if seeds_loader:
             loader.generator = torch.Generator().manual_seed(base)  # its own draw has been made
         if stream is not None:
-            _begin(stream, learn, loader, base)
+            again = position.data.again if position is not None and training else 0
+            _begin(stream, learn, loader, base, again)
             if position is not None and indexed and goes_on:
                 stream.place = inf if position.over else position.read
         if position is not None and training:
@@ -422,9 +423,8 @@ def reading(learn: "Learner") -> Iterator[None]:
             stream.fetching = None
 
 
-def _begin(stream: SampleStream, learn: "Learner", loader: DataLoader, seed: int) -> None:
-    "Have a stream begin, and seed those who fetch what it gives."
-    again = learn._position.data.again if learn.training and learn._position is not None else 0
+def _begin(stream: SampleStream, learn: "Learner", loader: DataLoader, seed: int, again: int) -> None:
+    "Have a stream begin, and seed those who fetch what it gives; `again`: steps that are read a second time."
     stream.place, stream.first = 0, learn.first_iter - again
     per_sample = isinstance(loader.dataset, PerSample)
     if per_sample or starts_workers(loader):
