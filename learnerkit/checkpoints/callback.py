@@ -19,7 +19,7 @@ from learnerkit import arguments, optim, world
 from learnerkit.callback import is_ours
 from learnerkit.callbacks.training import StepCounter
 from learnerkit.checkpoints import state
-from learnerkit.checkpoints.storage import Checkpoint, Lock, Storage, candidates, check_types, info_of
+from learnerkit.checkpoints.storage import Checkpoint, Lock, Storage, candidates, check_types, manifest_of
 from learnerkit.endings import mark
 from learnerkit.events import CancelFitException, FitDone
 from learnerkit.files import CheckpointError, remove
@@ -561,7 +561,7 @@ def _of_run(path: Path, resume: str) -> Path:
     for one in (each for folder in (path, *path.rglob("*/")) for each in candidates(folder)):
         with suppress(CheckpointError):  # a damaged one; the others say the same
             folder = one.parents[2] if one.parents[1].name == _ENDS else one.parent
-            for each in info_of(one).get("runs", []):
+            for each in manifest_of(one)["info"].get("runs", []):
                 found.setdefault(str(each), set()).add(str(folder))
     if len(found.get(run, ())) != 1:
         said = "these do" if run in found else "the runs of the checkpoints there"
