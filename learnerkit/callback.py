@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         loss_weight: Any
         metrics: Any
         logger: Any
+        lr_finds: Any
         path: Any
         model_dir: Any
         opt_func: Any

@@ -362,6 +362,21 @@ def declared(block):
     return found | {node.name: ast.unparse(node.returns) for node in block if isinstance(node, ast.FunctionDef)}
 
 
+def test_the_learners_private_names_that_others_use_are_few_and_declared():
+    (state,) = (n for n in ast.walk(MODULES["state"]) if isinstance(n, ast.ClassDef) and n.name == "RunState")
+    (block,) = (n.body for n in state.body if isinstance(n, ast.If))
+    used = [
+        node.attr
+        for name, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if name not in ("learner", "state") and isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr)
+        and ast.unparse(node.value) in ("learn", "self.learn", "cb.learn")
+    ]  # fmt: skip
+    assert {*used} - {*declared(state.body), *declared(block)} == set()
+    assert len({*used}) <= 20
+    assert len(used) <= 120
+
+
 def test_type_checkers_know_a_learners_callbacks_by_their_names():
     (learner,) = (n for n in MODULES["learner"].body if isinstance(n, ast.ClassDef) and n.name == "Learner")
     (block,) = (n.body for n in learner.body if isinstance(n, ast.If))

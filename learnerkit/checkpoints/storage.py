@@ -187,19 +187,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         names = sorted(p.name for p in candidates(path))
         there = f"; the checkpoints in it are {first_few(names)}" if names else ""
         raise CheckpointError(f"{path} is not a whole checkpoint: it has no {_MANIFEST}{there}")
-    checkpoint = Checkpoint(path, _manifest(path))
+    checkpoint = Checkpoint(path, manifest_of(path))
     checkpoint.verify()
     return checkpoint
-
-
-def info_of(path: Path) -> dict[str, Any]:
-    """What the manifest of a checkpoint says of its run; other files are not looked at.
-
-    Raises:
-        CheckpointError: the manifest is missing or damaged.
-    """
-    info: dict[str, Any] = _manifest(path)["info"]
-    return info
 
 
 class Storage:
@@ -372,7 +362,7 @@ class Storage:
         found, problems = [], []
         for path in candidates(self.path):
             try:
-                manifest = _manifest(path)
+                manifest = manifest_of(path)
                 Checkpoint(path, manifest).check_sizes()
                 found.append((path.name, manifest))
             except (OSError, CheckpointError) as e:
@@ -682,7 +672,7 @@ def _signed(manifest: dict[str, Any]) -> bytes:
     return b'{"sha256": "%s", ' % hashlib.sha256(rest).hexdigest().encode() + rest
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def manifest_of(folder: Path) -> dict[str, Any]:
     """What the manifest of a checkpoint says.
 
     Raises:

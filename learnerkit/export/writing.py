@@ -71,7 +71,6 @@ def export(learn: "Learner", fname: Any) -> Path:
         return path
     _warn_of_callbacks(learn)
     with world.alone(), learn.as_validated():
-        learn._to_device()
         give_shapes(learn)
         if path.suffix == files.SAFETENSORS:
             save_weights(weights, path, {KEY: facts_of(learn).as_json()})

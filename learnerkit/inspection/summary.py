@@ -89,7 +89,6 @@ class Summary:
 
 def summary(learn: "Learner") -> Summary:
     """Do what `Learner.summary` says. It communicates with no other rank."""
-    learn._to_device()
     give_shapes(learn)
     model, batch = unwrap(learn.model), first_batch(learn.dls.train)
     calls = dict[nn.Module, list[Any]]()

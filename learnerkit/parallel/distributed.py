@@ -210,7 +210,7 @@ class DistributedCallback(Callback):
             else:
                 learn.shards.restore()
                 learn.shards = None
-        if learn._mapped is not None:
+        if learn.mapped is not None:
             self.divide()
 
     def divide(self) -> "Shards":
@@ -220,7 +220,7 @@ class DistributedCallback(Callback):
 
         learn = self.learn
         if learn.shards is None:
-            model, mapped = learn.model, learn._mapped
+            model, mapped = learn.model, learn.mapped
             found = units(model, self.shard)
             if mapped is not None:
                 check_values(model)
@@ -231,7 +231,7 @@ class DistributedCallback(Callback):
             learn.shards = Shards(
                 model, found, learn.opts, learn.dls.device, self.reshard_after_forward, stays=mapped is not None
             )
-            learn._mapped = None
+            learn.mapped = None
             self.tell_once(learn.shards.text(found), by=learn.say)
         return learn.shards
 

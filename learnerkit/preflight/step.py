@@ -17,7 +17,7 @@ from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.data.batches import likely_sizes, map_batch, tensors_in
 from learnerkit.endings import ending_of
 from learnerkit.events import CancelFitException, CancelValidException
-from learnerkit.inspection.undoing import trial, unchanged
+from learnerkit.inspection.undoing import trial
 from learnerkit.metrics import make_meters
 from learnerkit.preflight.activations import judge_activations
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
@@ -46,13 +46,10 @@ def check(learn: "Learner") -> bool:
         arguments.check_fit(learn, n_epoch=1)
         step.check_loaders(learn)
         cbs = [step, step.first]
-        with learn.no_bar(), learn._running("check", cbs), unchanged(learn, but=cbs):
+        with learn.no_bar(), learn._trying("check", cbs) as train:
             sharded = learn.n_ranks > 1
             step.stage = "optimizer"
-            learn._prepare_opt()
-            step.rates = _rates(learn.opts, "initial_lr")
-            step.stage = "inputs"
-            learn._train(1, None)
+            train(n_epoch=1)
             step.stage = "activations"
             step.found[step.stage] += judge_activations(learn, step.batch)
     except Exception as e:
@@ -117,7 +114,7 @@ class StepCheck(Callback):
         super().__init__()
         self.found: dict[str, list[Finding]] = defaultdict(list)
         self.stage = "inputs"
-        self.first = Callback(order=-1000, after_backward=self._note_gradients)
+        self.first = Callback(order=-1000, before_fit=self._note_rates, after_backward=self._note_gradients)
         self.rates: dict[int, float] = {}
         self._made: set[str] = set()  # names of the parameters that get gradients from the backward pass
         self._named: list[tuple[str, nn.Parameter]] = []
@@ -183,6 +180,9 @@ class StepCheck(Callback):
         if learn.training and learn.batch_size and learn.loss_grad is not None:
             self.found["loss"] += judge_loss(learn.loss_func, learn.pred, learn.loss_grad, judge_count(learn))
             self.stage = "gradients"
+
+    def _note_rates(self, first: Callback) -> None:
+        self.rates, self.stage = _rates(first.learn.opts, "initial_lr"), "inputs"
 
     def _note_gradients(self, first: Callback) -> None:
         self._made = {name for name, p in self._named if p.grad is not None and bool(_values(p.grad).any())}
