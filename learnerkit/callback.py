@@ -47,6 +47,8 @@ if TYPE_CHECKING:
         metrics: Any
         logger: Any
         lr_finds: Any
+        shards: Any
+        mapped: Any
         path: Any
         model_dir: Any
         opt_func: Any

@@ -56,6 +56,7 @@ from learnerkit.events import (
 from learnerkit.explain import explain
 from learnerkit.files import CheckpointError, File, Saved, fitted, save_whole
 from learnerkit.inspection.undoing import give_shapes, move_to_device, unchanged
+from learnerkit.large.mapped import made_model
 from learnerkit.launch.rank_main import shorten, wants_short
 from learnerkit.losses import (
     LossWeight,
@@ -71,7 +72,6 @@ from learnerkit.losses import (
     pred_of,
     take_loss,
 )
-from learnerkit.mapped import made_model
 from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import distrib_ctx
 from learnerkit.preflight.ranks import check_distributed

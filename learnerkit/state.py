@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from learnerkit.callback import Callback, Dispatch
     from learnerkit.data.position import Position
     from learnerkit.gradient_mean import StepGradient
+    from learnerkit.large.mapped import Mapped
     from learnerkit.losses import LossWeight
-    from learnerkit.mapped import Mapped
     from learnerkit.notebook.kernel import Workers
     from learnerkit.parallel.agreement import Agreement
     from learnerkit.parallel.sharded import Shards

@@ -27,8 +27,8 @@ PACKAGE = ROOT / "learnerkit"
 LAYERS = [
     ["text", "endings", "state", "torch_internals", "host_scalars", "shards"],
     ["launch", "utils", "files", "events"],
-    ["world", "optim", "processes", "units"],
-    ["callback", "data", "datasets", "mapped"],
+    ["world", "optim", "processes"],
+    ["callback", "data", "datasets", "large"],
     ["explain"],
     ["gradient_mean", "run_state"],
     ["losses"],

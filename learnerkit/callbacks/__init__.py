@@ -23,6 +23,7 @@ they were added. The orders of all callbacks of the package, with those of the o
       13  ScalingMonitor: waits for the loader that all the above have set
       14  ActivationStats: hooks the modules that all the above have put in their places
       15  EMA, SWA: put the average into the model before others look at it
+      16  _MakeWhole: gathers a sharded model, with its average, before others save or load it
       16  _Statistics: computes BatchNorm's statistics with the average
       49  _Watch: sees batches and losses as they come to the model
       50  EvaluationCallback, GatherPredictions, KeepPredictions, Recorder: record a batch after others may have

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from learnerkit import world
 from learnerkit.callback import Callback
-from learnerkit.units import units
+from learnerkit.large.units import units
 from learnerkit.utils import listify, unwrap
 
 

@@ -16,7 +16,8 @@ from learnerkit import optim, world
 from learnerkit.callback import Callback, Dispatch, is_ours
 from learnerkit.data.batches import loader_len, map_batch, on_host, tensors_in
 from learnerkit.data.order import states_at_start
-from learnerkit.mapped import check_values
+from learnerkit.large.mapped import check_values
+from learnerkit.large.units import units
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.averager import Averager
 from learnerkit.parallel.left_batch import LeftBatch, StandIn
@@ -24,7 +25,6 @@ from learnerkit.parallel.loaders import RankLoader, rank_loader
 from learnerkit.parallel.model_checks import check_devices, rank_norms
 from learnerkit.parallel.rank_step import COMM_HOOKS, RankStep
 from learnerkit.text import did_you_mean
-from learnerkit.units import units
 from learnerkit.utils import describe, digests, listify, spanned_devices, warn
 
 if TYPE_CHECKING:

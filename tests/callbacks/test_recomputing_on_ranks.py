@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 from learnerkit import ActivationCheckpointing, Callback, DataLoaders, GradientAccumulation, Learner, world
-from learnerkit.units import units
+from learnerkit.large.units import units
 
 pytestmark = pytest.mark.ranks(2, slow=[3])
 

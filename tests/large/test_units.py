@@ -8,7 +8,7 @@ import torchvision
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from learnerkit.units import units
+from learnerkit.large.units import units
 
 
 class Block(nn.Module):
