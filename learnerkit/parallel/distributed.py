@@ -232,7 +232,8 @@ class DistributedCallback(Callback):
                 model, found, learn.opts, learn.dls.device, self.reshard_after_forward, stays=mapped is not None
             )
             learn.mapped = None
-            self.tell_once(learn.shards.text(found), by=learn.say)
+            if learn.task in (None, "fit"):  # not in each of the steps that are tried out
+                self.tell_once(learn.shards.text(found), by=learn.say)
         return learn.shards
 
     def cleanup_fit(self) -> None:
