@@ -128,7 +128,7 @@ class Averager:
         shards = self.cb.divide()
         of_model = dict(learn.model.named_parameters())
         step.take_parameters({name: of_model.get(name, p) for name, p in named.items()}, watches=False)
-        self._take(Sharded(step, shards, self._settle_shards))
+        self._take(Sharded(step, shards, self._settle_shards, self.cb.sync))
 
     def _settle_shards(self, unused: list[str] | None) -> bool | None:
         """Return whether the loss may leave parameters out; `None`: no rank had data. Every rank must reach this.

@@ -74,6 +74,9 @@ class DistributedCallback(Callback):
             structure; or they are named: names in the model, patterns of names, or classes.
         reshard_after_forward: free a unit after its forward pass, and gather it again for its backward pass; False
             keeps it, which takes memory and spares time.
+        sync: with `shard` and GradientAccumulation reduce the gradients of each batch; False reduces those of the whole
+            step at once, which spares time and needs memory for the gradients of the whole model. The numbers are the
+            same.
         ddp_kwargs: further arguments of `DistributedDataParallel`.
 
     Attributes:
@@ -99,6 +102,7 @@ class DistributedCallback(Callback):
         comm_hook: str | None = None,
         shard: bool | Iterable[str | type[nn.Module]] = False,
         reshard_after_forward: bool = True,
+        sync: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__()
@@ -109,7 +113,7 @@ class DistributedCallback(Callback):
         self.wrap_names = tuple(listify(wrap))
         self.dataset_is_sharded, self.uneven, self.comm_hook = sharded, uneven, comm_hook
         self.shard = shard if isinstance(shard, bool) else listify(shard)
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward, self.sync = reshard_after_forward, sync
         if uneven not in ("stop", "join"):
             raise ValueError(f"got uneven={uneven!r}; it takes 'stop' or 'join'")
         if comm_hook not in (None, *COMM_HOOKS):

@@ -282,11 +282,14 @@ class Sharded:
         settle: called once, by every rank, with what its first batch has shown: the names of the parameters on which
             the loss does not depend. `None` stands for a rank without data. It tells whether there may be such ones, or
             returns `None` if no rank had data.
+        sync: reduce the gradients in each batch of a step, and not those of all at its last one.
     """
 
-    def __init__(self, step: "RankStep", shards: Shards, settle: Callable[[list[str] | None], bool | None]) -> None:
+    def __init__(
+        self, step: "RankStep", shards: Shards, settle: Callable[[list[str] | None], bool | None], sync: bool = True
+    ) -> None:
         self.step, self.mean, self.shards, self._settle = step, step.mean, shards, settle
-        self._settled = False
+        self._settled, self._sync = False, sync
         self._looks = True  # for parameters on which the loss of a batch does not depend
         self._used: dict[str, bool] = {}  # in this step, on any rank
         mine = {id(p) for _, p in shards.pairs}
@@ -312,6 +315,11 @@ class Sharded:
         """Compute the batch's gradients with their weight; of a batch that counts nothing, zeros."""
         step, learn = self.step, self.step.learn
         loss = learn.loss_grad
+        if not self._sync:
+            if not self.mean.begun:
+                for p in self._gathered.values():  # of a step that was not finished
+                    p.grad = None
+            cast(Any, self.shards.model).set_requires_gradient_sync(learn.step_due)
         something = step.weigh()
         vector, work = step.vector(), None
         if learn.step_due:

@@ -26,8 +26,8 @@ def judge_memory(learn: "Learner") -> list[Finding]:
     It says so of a sharded model, and of another one that takes much of the memory of its device.
     """
     params = list(unwrap(learn.model).parameters())
-    kinds = {
-        "parameters": params,
+    kinds: dict[str, list[Tensor]] = {
+        "parameters": list(params),
         "gradients": [p.grad for p in params if p.grad is not None],
         "optimizer": [t for opt in learn.opts for state in opt.state.values() for t in tensors_in(state)],
     }

@@ -63,8 +63,8 @@ def check(learn: "Learner") -> bool:
 
 
 TOPICS = (
-    "inputs", "targets", "prediction", "loss", "gradients", "optimizer", "memory", "batchnorm", "activations", "validation",
-    "metrics", "callbacks", "other ranks",
+    "inputs", "targets", "prediction", "loss", "gradients", "optimizer", "memory", "batchnorm", "activations",
+    "validation", "metrics", "callbacks", "other ranks",
 )  # fmt: skip
 """In the order of the report."""
 
