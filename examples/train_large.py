@@ -115,9 +115,7 @@ def make_learner(args) -> Learner:
     if world.is_main():
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     cbs = [GradientClip(1.0), PrintBytes()]
-    return text_learner(
-        dls, model, perplexity, loss_func=nn.CrossEntropyLoss(), wd=0.01, cbs=cbs, model_dir=args.out
-    )
+    return text_learner(dls, model, perplexity, loss_func=nn.CrossEntropyLoss(), wd=0.01, cbs=cbs, model_dir=args.out)
 
 
 def main():
