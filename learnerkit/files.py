@@ -451,6 +451,43 @@ def read_tensors(path: Path, wanted: Callable[[str], bool] = lambda name: True) 
     return found
 
 
+def mapped_tensors(path: Path) -> OrderedDict[str, Tensor]:
+    """The tensors of a safetensors file, or of all files of a directory, of which nothing is read as yet.
+
+    Their memory is that of the files, which must not change meanwhile.
+
+    Args:
+        path: a file; or a directory with one, or with several and an index, as transformers writes it.
+
+    Raises:
+        Exception: of many types, if a file is damaged.
+    """
+    from safetensors import safe_open
+
+    found: OrderedDict[str, Tensor] = OrderedDict()
+    for file in weight_files(path) if path.is_dir() else [path]:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no dict)
+                found[name] = opened.get_tensor(name)
+            notes = opened.metadata() or {}
+        found |= {name: found[other] for name, other in notes.items() if name not in found and other in found}
+    return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that a directory of transformers has; an empty list if it is not such a directory."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = dict.fromkeys(json.loads(index.read_text())["weight_map"].values())
+        return [folder / plain_name(name, "the directory of its index") for name in names]
+    return [folder / "model.safetensors"] if (folder / "model.safetensors").is_file() else []
+
+
+def is_mappable(path: Path) -> bool:
+    """Tell whether the values of a file, or of a directory of transformers, can be read when they are needed."""
+    return bool(weight_files(path)) if path.is_dir() else path.suffix == SAFETENSORS
+
+
 # Files of weights
 
 
@@ -490,6 +527,18 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
     scaler = _entry(state, ("scaler",)) or {}
     is_scaler = scaler.keys() >= {"scale", "_growth_tracker"}
     return Saved(name, weights, _entry(state, _OPT_NAMES), scaler if is_scaler else None)
+
+
+def read_mapped(path: Path) -> Saved:
+    """Read what weights a safetensors file, or a directory of transformers, has, but none of their values.
+
+    Raises:
+        CheckpointError: a file is damaged, or missing.
+    """
+    try:
+        return Saved(str(path), mapped_tensors(path))
+    except Exception as e:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {type(e).__name__}: {e}") from e
 
 
 def refuse_compressed(file: Path | BinaryIO) -> None:

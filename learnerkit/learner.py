@@ -71,6 +71,7 @@ from learnerkit.losses import (
     pred_of,
     take_loss,
 )
+from learnerkit.mapped import made_model
 from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import distrib_ctx
 from learnerkit.preflight.ranks import check_distributed
@@ -167,7 +168,9 @@ class Learner(RunState):
         dls: the loaders.
         model: any module; it moves to the loaders' device at first use and stays there. One that spans several devices
             (`device_map=` of transformers, or parameters on several GPUs) stays where it is, and gets its inputs on its
-            first device.
+            first device. A function that makes the model, and a model on the meta device that `load` gives values, are
+            for one that is too large for the memory of one process: with `shard=True` each of several ranks then keeps
+            its rows alone, also from fit to fit.
         loss_func: f(pred, *targets) -> scalar, or f(pred) where batches have no targets. Keyword-only parameters
             without a default get the attributes of the learner that have their names, and `learn` the learner itself.
             `None` is for a model that makes its own loss. That is `output.loss`, or, of an output that is a dict of
@@ -257,7 +260,7 @@ class Learner(RunState):
     def __init__(
         self,
         dls: DataLoaders,
-        model: nn.Module,
+        model: nn.Module | Callable[[], nn.Module],
         loss_func: Callable[..., Tensor] | None = None,
         *,
         opt_func: Callable[..., Optimizer] = AdamW,
@@ -276,8 +279,9 @@ class Learner(RunState):
     ) -> None:
         super().__init__()
         arguments.check_subclass(type(self), Learner)
-        arguments.check_learner(dls, model, loss_func, opt_func)
-        self.dls, self.model, self.loss_func = dls, model, loss_func
+        made, self._mapped = made_model(model)
+        arguments.check_learner(dls, made, loss_func, opt_func)
+        self.dls, self.model, self.loss_func = dls, made, loss_func
         self.opt_func, self.splitter = opt_func, splitter
         self.lr = optim.bound_rate(opt_func) if lr is None else lr
         self.metrics = metrics if isinstance(metrics, Mapping) else listify(metrics)
@@ -1065,7 +1069,11 @@ class Learner(RunState):
         self._modes = model, found if model.training else found & before
 
     def _to_device(self) -> None:
-        for module in (self.model, self.loss_func):
+        if self._mapped is not None and not parallel.will_shard(self):
+            self._mapped.read(self.model)  # as any other model
+            self._mapped = None
+        stays = self._mapped is not None or self.shards is not None
+        for module in (None if stays else self.model, self.loss_func):
             if isinstance(module, nn.Module):
                 if devices := spanned_devices(module):
                     self.dls.prefer(devices[0])
@@ -1485,8 +1493,11 @@ class Learner(RunState):
             CheckpointError: a damaged file, or one of another model.
         """
         world.follow_rank0("load")
-        model = unwrap(self.model)
-        saved = fitted(self._read_saved(files.place_of(self, file), "cpu" if device is None else device), model, strict)
+        model, place = unwrap(self.model), files.place_of(self, file)
+        if self._mapped is not None and isinstance(place, Path) and files.is_mappable(place):
+            self._mapped.fill(model, fitted(files.read_mapped(place), model, strict).weights)
+            return self
+        saved = fitted(self._read_saved(place, "cpu" if device is None else device), model, strict)
         self._to_device()
         put_back = restorer({k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)})
         try:
@@ -1597,6 +1608,8 @@ class Learner(RunState):
     def _read_saved(file: Path | BinaryIO, device: Any) -> Saved:
         if not isinstance(file, Path) or not file.is_dir():
             return files.read(file, device)
+        if files.weight_files(file):
+            return files.read_mapped(file)
         checkpoint = read_checkpoint(file)
         state = checkpoint.state()
         return Saved(str(file), checkpoint.weights(), state.get("opt"), state.get("scaler") or None)

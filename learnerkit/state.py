@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from learnerkit.data.position import Position
     from learnerkit.gradient_mean import StepGradient
     from learnerkit.losses import LossWeight
+    from learnerkit.mapped import Mapped
     from learnerkit.notebook.kernel import Workers
     from learnerkit.parallel.agreement import Agreement
     from learnerkit.parallel.sharded import Shards
@@ -96,6 +97,7 @@ class RunState(PublicState):
 
     if TYPE_CHECKING:  # what lasts from run to run, and what of the Learner other parts of the package call
         shards: "Shards | None"  # how the model is divided among the ranks; None: it is whole
+        _mapped: "Mapped | None"  # where the parameters of a model are that is too large for a process
         _agreement: "Agreement | None"  # what several ranks agree on; None: this process trains by itself
         _loss_weighting: "LossWeight"  # counts what a batch's loss averages over
         _modes: tuple[Any, set[str]]  # a run's model, and the names of its modules that the user has set to eval mode

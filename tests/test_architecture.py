@@ -28,7 +28,7 @@ LAYERS = [
     ["text", "endings", "state", "torch_internals", "host_scalars", "shards"],
     ["launch", "utils", "files", "events"],
     ["world", "optim", "processes", "units"],
-    ["callback", "data", "datasets"],
+    ["callback", "data", "datasets", "mapped"],
     ["explain"],
     ["gradient_mean", "run_state"],
     ["losses"],

@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, Adam
 
 from learnerkit import optim, world
 from learnerkit.data.batches import map_batch, tensors_in
 from learnerkit.gradient_mean import zero_loss
-from learnerkit.shards import gathered, local, owners, rows_of
+from learnerkit.shards import gathered, is_shard, local, owners, rows_of
 from learnerkit.text import first_few, in_units
 from learnerkit.torch_internals import forget_forward_passes, undo_fully_shard
 
@@ -38,9 +39,12 @@ class Shards:
         opts: the optimizers, which get the new parameters.
         device: of the ranks' group.
         reshard_after_forward: free a unit after its forward pass; else it stays gathered for its backward pass.
+        stays: from fit to fit, as the model is too large to be whole.
 
     Attributes:
+        named: the parameters by name, each with the rows of this rank.
         steps: optimizer steps of this rank while the model is divided.
+        failed: a rank has failed, and the group of the shards is lost.
 
     Raises:
         ValueError: parameters that cannot be divided.
@@ -53,36 +57,53 @@ class Shards:
         opts: Iterable["Optimizer"],
         device: torch.device,
         reshard_after_forward: bool = True,
+        stays: bool = False,
     ) -> None:
-        self.model, self.units, self.opts = model, list(units.values()), list(opts)
+        self.model, self.units, self.device, self.stays = model, list(units.values()), device, stays
+        self._reshard = reshard_after_forward
         _check(model, units)
         before = dict(model.named_parameters())
         self.places = list(owners(model))
-        self.named: dict[str, Tensor] = {}
-        # Before FSDP's own hooks, which free the unit: the parameters are whole here.
-        self._hooks: list[Any] = [m.register_forward_hook(_after_unit) for m in (*self.units, model)]
-        options: Any = {"mesh": _mesh(device.type), "ignored_params": {p for p in before.values() if not p.ndim}}
-        for unit in self.units:
-            fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
-        fully_shard(model, reshard_after_forward=False, **options)
-        self.named = dict(model.named_parameters())
+        self._fully_shard(free=True)
         self.pairs = [(before[name], p) for name, p in self.named.items() if p is not before[name]]
-        kept = {p: before[name].grad for name, p in self.named.items() if before[name].grad is not None}
-        for p, grad in kept.items():
-            p.grad = rows_of(cast(Tensor, grad), p)
-        # Those of torch's fused kernels that DTensor has.
-        unfused = [g for o in self.opts if not isinstance(o, Adam | SGD) for g in o.param_groups if g.get("fused")]
-        self._unfused = [(group, group["fused"]) for group in unfused]
-        for group in unfused:
-            group["fused"] = False
-        for opt in self.opts:
-            optim.exchange(opt, dict(self.pairs))
-        for old, _ in self.pairs:
-            old.grad, old.data = None, old.data.new_empty(0)
-        self.steps = 0
-        self._listening = [opt.register_step_post_hook(self._count) for opt in self.opts]
+        for old, p in self.pairs:
+            if old.grad is not None:
+                p.grad, old.grad = rows_of(old.grad, p), None
+        self.steps, self.failed = 0, False
+        self.opts, self._listening, self._unfused = list["Optimizer"](), list[Any](), list[tuple[dict, bool]]()
+        self.take_optimizers(opts)
         self.evaluating = self._rest = False
         self._votes: list[Any] = []
+
+    def _fully_shard(self, free: bool = False) -> None:
+        """Have FSDP2 divide the parameters that are in the modules; with `free` those are empty afterwards."""
+        # Before FSDP's own hooks, which free the unit: the parameters are whole here.
+        self._hooks: list[Any] = [m.register_forward_hook(_after_unit) for m in (*self.units, self.model)]
+        group: Any = world.group("gradients", self.device.type) or dist.group.WORLD
+        self._mesh = DeviceMesh.from_group(group, self.device.type)
+        whole = {p for p in self.model.parameters() if not p.ndim}
+        for module in (*self.units, self.model):
+            mine = [p for p in module.parameters() if p not in whole and not is_shard(p)]
+            fully_shard(
+                module, mesh=self._mesh, reshard_after_forward=self._reshard and module is not self.model,
+                ignored_params=whole,
+            )  # fmt: skip
+            for p in mine if free else ():
+                p.data = p.data.new_empty(0)  # at once: of a model that is too large no two units are in memory
+        self.named, self._divided = dict(self.model.named_parameters()), list(owners(self.model))
+
+    def take_optimizers(self, opts: Iterable["Optimizer"]) -> None:
+        """Let optimizers train the shards; those that do already are left alone."""
+        for opt in opts:
+            if opt in self.opts:
+                continue
+            self.opts.append(opt)
+            self._listening.append(opt.register_step_post_hook(self._count))
+            if not isinstance(opt, Adam | SGD):  # whose fused kernels DTensor has
+                self._unfused += [(group, group["fused"]) for group in opt.param_groups if group.get("fused")]
+            optim.exchange(opt, dict(self.pairs))
+        for group, _ in self._unfused:
+            group["fused"] = False
 
     def text(self, units: Mapping[str, nn.Module]) -> str:
         """Say what the units are, and how many bytes of the parameters a rank has."""
@@ -97,6 +118,12 @@ class Shards:
     def _count(self, *_: Any) -> None:
         self.steps += 1
 
+    def put_away(self) -> None:
+        """Have the shards in the model, where a pass that has failed may have left gathered parameters."""
+        self.end_evaluation()
+        for _, owner, name, p in self._divided:
+            owner._parameters[name] = p
+
     def restore(self, gather: bool = True) -> None:
         """Make the model whole, with its own parameters; with `gather` every rank must reach this.
 
@@ -107,18 +134,54 @@ class Shards:
         for hook in (*self._hooks, *self._listening):
             hook.remove()
         undo_fully_shard([*self.units, self.model])
+        whole = gathered if gather else _without_values
         new = dict[Tensor, Tensor]()
         for old, p in self.pairs:
             new[p] = old
-            old.data = gathered(p) if gather else torch.empty(p.shape, dtype=p.dtype, device=local(p).device)
+            old.data = whole(p)
             old.requires_grad_(p.requires_grad)
-            old.grad = gathered(p.grad) if gather and p.grad is not None else None
+            old.grad = None if p.grad is None else whole(p.grad)
         for _, owner, name, p in self.places:
             owner._parameters[name] = p
         for group, fused in self._unfused:
             group["fused"] = fused
         for opt in self.opts:
+            for state in opt.state.values():
+                state.update({name: whole(value) for name, value in state.items() if is_shard(value)})
             optim.exchange(opt, new)
+
+    def renew(self) -> None:
+        """Divide the model in the same way once more, for a new group of the ranks; every rank must reach this.
+
+        The last group is lost when a rank has failed. Values are not sent.
+        """
+        self.put_away()
+        for hook in self._hooks:
+            hook.remove()
+        undo_fully_shard([*self.units, self.model])
+        self.failed, old, empty = False, self.named, dict[Tensor, nn.Parameter]()
+        for _, owner, name, p in self._divided:
+            if is_shard(p):
+                made = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
+                owner._parameters[name] = empty.setdefault(p, made)
+        self._fully_shard()
+        new = {p: old[name] for name, p in self.named.items()}
+        rows = {p: nn.Parameter(self._of_rows(other), other.requires_grad) for p, other in new.items() if is_shard(p)}
+        for _, owner, name, p in self._divided:
+            owner._parameters[name] = rows.get(p, p)
+        self.named, self._divided = dict(self.model.named_parameters()), list(owners(self.model))
+        exchanged: dict[Tensor, Tensor] = {old[name]: p for name, p in self.named.items() if p is not old[name]}
+        self.pairs = [(first, cast(nn.Parameter, exchanged[p])) for first, p in self.pairs]
+        for opt in self.opts:
+            for state in opt.state.values():
+                state.update({name: self._of_rows(value) for name, value in state.items() if is_shard(value)})
+            optim.exchange(opt, exchanged)
+
+    def _of_rows(self, t: Tensor) -> Tensor:
+        """Return a shard of the present group with the rows of another."""
+        return DTensor.from_local(
+            local(t), self._mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride()
+        ).detach()
 
     # Evaluation: ranks may run the model any number of times, on different parts of it
 
@@ -166,10 +229,8 @@ class Shards:
             forget_forward_passes([*self.units, self.model])
 
 
-def _mesh(kind: str) -> DeviceMesh:
-    """Return all ranks of this run, on their devices of a type."""
-    group: Any = world.group("gradients", kind) or dist.group.WORLD
-    return DeviceMesh.from_group(group, kind)
+def _without_values(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device=local(t).device)
 
 
 def _after_unit(module: nn.Module, args: Any, output: Any) -> Any:
