@@ -2,8 +2,8 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ from learnerkit import optim, world
 from learnerkit.callback import Callback, Dispatch, is_ours
 from learnerkit.data.batches import loader_len, map_batch, on_host, tensors_in
 from learnerkit.data.order import states_at_start
-from learnerkit.mapped import check_values
+from learnerkit.large.mapped import check_values
+from learnerkit.large.units import units
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.averager import Averager
 from learnerkit.parallel.left_batch import LeftBatch, StandIn
@@ -24,7 +25,6 @@ from learnerkit.parallel.loaders import RankLoader, rank_loader
 from learnerkit.parallel.model_checks import check_devices, rank_norms
 from learnerkit.parallel.rank_step import COMM_HOOKS, RankStep
 from learnerkit.text import did_you_mean
-from learnerkit.units import units
 from learnerkit.utils import describe, digests, listify, spanned_devices, warn
 
 if TYPE_CHECKING:
@@ -149,21 +149,6 @@ class DistributedCallback(Callback):
         if not world.is_main():
             self.ends.enter_context(learn.no_logging())
         with world.grouped_collectives():
-            if learn.shards is not None and (learn.shards.failed or not learn.shards.stays):
-                steps = world.all_gather(learn.shards.steps)
-                if len(set(steps)) > 1:
-                    self.tell_once(
-                        f"the last fit failed when the ranks had taken {', '.join(map(str, steps))} optimizer steps, "
-                        "and each has rows of the model, so these are of different steps now: load a checkpoint"
-                        " (errors.html#sharded)"
-                    )
-                if learn.shards.stays:
-                    learn.shards.renew()
-                else:
-                    learn.shards.restore()
-                    learn.shards = None
-            if learn._mapped is not None:
-                self.divide()
             if learn.task in ("validate", "predict"):
                 if learn.shards is None:
                     world.give_values([*learn.model.parameters(), *learn.model.buffers()])
@@ -206,6 +191,28 @@ class DistributedCallback(Callback):
         if (position := learn._position) is not None:
             position.order = world.broadcast(position.order)
 
+    def take_model(self) -> None:
+        """Bring a model in order that a failed run has left divided, and divide one that is too large to be whole.
+
+        Every rank must reach this.
+        """
+        learn = self.learn
+        if learn.shards is not None and (learn.shards.failed or not learn.shards.stays):
+            steps = world.all_gather(learn.shards.steps)
+            if len(set(steps)) > 1:
+                self.tell_once(
+                    f"the last fit failed when the ranks had taken {', '.join(map(str, steps))} optimizer steps, and "
+                    "each has rows of the model, so these are of different steps now: load a checkpoint"
+                    " (errors.html#sharded)"
+                )
+            if learn.shards.stays:
+                learn.shards.renew()
+            else:
+                learn.shards.restore()
+                learn.shards = None
+        if learn.mapped is not None:
+            self.divide()
+
     def divide(self) -> "Shards":
         """Divide the model among the ranks, if it is whole; every rank must reach this."""
         # Imported here, as torch's part of it takes half a second to import.
@@ -213,7 +220,7 @@ class DistributedCallback(Callback):
 
         learn = self.learn
         if learn.shards is None:
-            model, mapped = learn.model, learn._mapped
+            model, mapped = learn.model, learn.mapped
             found = units(model, self.shard)
             if mapped is not None:
                 check_values(model)
@@ -224,8 +231,9 @@ class DistributedCallback(Callback):
             learn.shards = Shards(
                 model, found, learn.opts, learn.dls.device, self.reshard_after_forward, stays=mapped is not None
             )
-            learn._mapped = None
-            self.tell_once(learn.shards.text(found), by=learn.say)
+            learn.mapped = None
+            if learn.task in (None, "fit"):  # not in each of the steps that are tried out
+                self.tell_once(learn.shards.text(found), by=learn.say)
         return learn.shards
 
     def cleanup_fit(self) -> None:
@@ -338,7 +346,14 @@ def agreement_for(learn: "Learner", what: str) -> AbstractContextManager:
     member = member_of(learn.cbs)
     if member is None or world.world_size() == 1 or learn._agreement is not None:
         return nullcontext()
-    return Agreement(learn).run("get_preds" if what == "predict" else what, member.timeout)
+    return _together(learn, member, "get_preds" if what == "predict" else what)
+
+
+@contextmanager
+def _together(learn: "Learner", member: DistributedCallback, what: str) -> Iterator[None]:
+    with Agreement(learn).run(what, member.timeout):
+        member.take_model()
+        yield
 
 
 def dispatch(learn: "Learner", fitting: bool) -> Dispatch:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import SGD, Adam
+from torch.optim import Adam
 
 from learnerkit import optim, world
 from learnerkit.data.batches import map_batch, tensors_in
@@ -99,7 +99,7 @@ class Shards:
                 continue
             self.opts.append(opt)
             self._listening.append(opt.register_step_post_hook(self._count))
-            if not isinstance(opt, Adam | SGD):  # whose fused kernels DTensor has
+            if not isinstance(opt, Adam):  # whose fused kernel DTensor has
                 self._unfused += [(group, group["fused"]) for group in opt.param_groups if group.get("fused")]
             optim.exchange(opt, dict(self.pairs))
         for group, _ in self._unfused:
