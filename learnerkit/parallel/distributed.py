@@ -338,7 +338,7 @@ def will_shard(learn: "Learner") -> bool:
 
 def warn_outside_context(learn: "Learner") -> None:
     """Warn, once, that several processes are about to train the same thing, each for itself."""
-    if world.world_size() > 1 and not member_of(learn.cbs):
+    if world.world_size() > 1 and not member_of(learn.cbs) and learn.shards is None:  # else it is refused
         world.warn_once(
             f"{world.world_size()} processes each train a whole copy of the model on all the data; "
             "to train one together write `with learn.distrib_ctx(): learn.fit(...)`"
