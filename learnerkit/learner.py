@@ -1649,13 +1649,14 @@ class Learner(RunState):
         self, *, sync_bn: bool | None = None, split_batches: bool = False, find_unused_parameters: bool | None = None,
         timeout: float | timedelta | None = None, wrap: tuple[str, ...] | None = None, sharded: bool = False,
         uneven: str = "stop", comm_hook: str | None = None, shard: Shard = False, reshard_after_forward: bool = True,
-        sync: bool = True, **ddp_kwargs: Any,
+        offload: bool = False, sync: bool = True, **ddp_kwargs: Any,
     ) -> Learner:  # fmt: skip
         """Train with DistributedDataParallel; the arguments are those of `DistributedCallback`."""
         return self.add_cb(
             parallel.DistributedCallback(
                 sync_bn, split_batches, find_unused_parameters, timeout, wrap, sharded=sharded, uneven=uneven,
-                comm_hook=comm_hook, shard=shard, reshard_after_forward=reshard_after_forward, sync=sync, **ddp_kwargs,
+                comm_hook=comm_hook, shard=shard, reshard_after_forward=reshard_after_forward, offload=offload,
+                sync=sync, **ddp_kwargs,
             )
         )  # fmt: skip
 
@@ -1667,8 +1668,8 @@ class Learner(RunState):
         self, nproc: int | None = None, *, sync_bn: bool | None = None, split_batches: bool = False,
         find_unused_parameters: bool | None = None, timeout: float | timedelta | None = None,
         wrap: tuple[str, ...] | None = None, sharded: bool = False, uneven: str = "stop",
-        comm_hook: str | None = None, shard: Shard = False, reshard_after_forward: bool = True, sync: bool = True,
-        **ddp_kwargs: Any,
+        comm_hook: str | None = None, shard: Shard = False, reshard_after_forward: bool = True,
+        offload: bool = False, sync: bool = True, **ddp_kwargs: Any,
     ) -> AbstractContextManager[Learner]:  # fmt: skip
         """A context in which this learner trains, validates and predicts with DistributedDataParallel.
 
@@ -1680,7 +1681,7 @@ class Learner(RunState):
         Args:
             nproc: in a notebook or at a prompt, how many processes; by default one for each GPU.
             sync_bn, split_batches, find_unused_parameters, timeout, wrap, sharded, uneven, comm_hook, shard,
-                reshard_after_forward, sync, ddp_kwargs: those of `DistributedCallback`.
+                reshard_after_forward, offload, sync, ddp_kwargs: those of `DistributedCallback`.
 
         Raises:
             ValueError: `nproc` in a script, whose processes are started by `python -m learnerkit.launch`.
@@ -1688,7 +1689,7 @@ class Learner(RunState):
         return distrib_ctx(
             self, nproc, sync_bn=sync_bn, split_batches=split_batches, find_unused_parameters=find_unused_parameters,
             timeout=timeout, wrap=wrap, sharded=sharded, uneven=uneven, comm_hook=comm_hook, shard=shard,
-            reshard_after_forward=reshard_after_forward, sync=sync, **ddp_kwargs,
+            reshard_after_forward=reshard_after_forward, offload=offload, sync=sync, **ddp_kwargs,
         )  # fmt: skip
 
     def check_distributed(self, n: int = 2, **kwargs: Any) -> bool:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Adam
 
@@ -39,6 +39,7 @@ class Shards:
         opts: the optimizers, which get the new parameters.
         device: of the ranks' group.
         reshard_after_forward: free a unit after its forward pass; else it stays gathered for its backward pass.
+        offload: keep the shards on the host.
         stays: from fit to fit, as the model is too large to be whole.
 
     Attributes:
@@ -57,10 +58,13 @@ class Shards:
         opts: Iterable["Optimizer"],
         device: torch.device,
         reshard_after_forward: bool = True,
+        offload: bool = False,
         stays: bool = False,
     ) -> None:
         self.model, self.units, self.device, self.stays = model, list(units.values()), device, stays
         self._reshard = reshard_after_forward
+        # A model on the host is there already.
+        self._policy = CPUOffloadPolicy() if offload and device.type != "cpu" else OffloadPolicy()
         _check(model, units)
         before = dict(model.named_parameters())
         self.places = list(owners(model))
@@ -86,7 +90,7 @@ class Shards:
             mine = [p for p in module.parameters() if p not in whole and not is_shard(p)]
             fully_shard(
                 module, mesh=self._mesh, reshard_after_forward=self._reshard and module is not self.model,
-                ignored_params=whole,
+                ignored_params=whole, offload_policy=self._policy,
             )  # fmt: skip
             for p in mine if free else ():
                 p.data = p.data.new_empty(0)  # at once: of a model that is too large no two units are in memory
@@ -138,9 +142,9 @@ class Shards:
         new = dict[Tensor, Tensor]()
         for old, p in self.pairs:
             new[p] = old
-            old.data = whole(p)
+            old.data = whole(p).to(self.device)
             old.requires_grad_(p.requires_grad)
-            old.grad = None if p.grad is None else whole(p.grad)
+            old.grad = None if p.grad is None else whole(p.grad).to(self.device)
         for _, owner, name, p in self.places:
             owner._parameters[name] = p
         for group, fused in self._unfused:
