@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from learnerkit import (
+    ActivationCheckpointing,
     Callback,
     CheckpointCallback,
     GradientClip,
@@ -98,6 +99,7 @@ def parse_args():
     parser.add_argument("--vocab-size", type=int, default=1000)
     parser.add_argument("--text", type=Path, help="a text file (UTF-8), instead of the lines of chat")
     parser.add_argument("--bf16", action="store_true", help="mixed precision")
+    parser.add_argument("--recompute", action="store_true", help="compute activations twice, which saves memory")
     parser.add_argument("--keep-units", action="store_true", help="gather units once a step: quicker, takes memory")
     parser.add_argument("--every", type=int, default=50, help="steps between two checkpoints")
     parser.add_argument("--out", type=Path, default=Path("models"), help="directory of the run and of the saved model")
@@ -114,7 +116,7 @@ def make_learner(args) -> Learner:
     model = GPT(data.vocab_size, args.seq_len, args.layers, args.width, args.heads)
     if world.is_main():
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    cbs = [GradientClip(1.0), PrintBytes()]
+    cbs = [GradientClip(1.0), PrintBytes(), *([ActivationCheckpointing()] if args.recompute else [])]
     return text_learner(dls, model, perplexity, loss_func=nn.CrossEntropyLoss(), wd=0.01, cbs=cbs, model_dir=args.out)
 
 
