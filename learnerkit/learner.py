@@ -1441,10 +1441,10 @@ class Learner(RunState):
             if isinstance(target, Path) and target.suffix == files.SAFETENSORS:
                 files.save_weights(weights, target, writes=world.is_main())
                 return target
-            state = self.gathered(weights)
+            state = self._gathered(weights)
             if with_opt and self.opt is not None:
                 one = isinstance(self.opt, Optimizer)
-                opt = self.gathered(self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()})
+                opt = self._gathered(self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()})
                 found = [cb.scaler.state_dict() for cb in self.cbs if isinstance(cb, MixedPrecision) and cb.scaler]
                 scaler = found[0] if found else self._scaler_state
                 state = {"model": state, "opt": opt} | ({"scaler": scaler} if scaler else {})
@@ -1452,22 +1452,9 @@ class Learner(RunState):
                 save_whole(state, target)
         return target
 
-    def gathered(self, state: Any, what: str = "learn.gathered") -> Any:
-        """Return nested values with the whole tensors in the place of shards, on rank 0.
-
-        If the model is divided among the ranks, every rank must reach this, and the others get tensors without memory.
-
-        Args:
-            state: such as the state dict of the model or of the optimizer.
-            what: the call for which it is, for the error if a rank does not come.
-
-        Raises:
-            PeerError: some ranks have not come within a minute.
-        """
-        if self.shards is None:
-            return state
-        world.meet(what)  # rank 0 alone has some rows only
-        return map_batch(Gatherer(keep=world.is_main()), state, lambda x: x)
+    def _gathered(self, state: Any) -> Any:
+        "The values of a state, on rank 0 without shards; then every rank must reach this."
+        return state if self.shards is None else map_batch(Gatherer(keep=world.is_main()), state, lambda x: x)
 
     @public
     def load(
