@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.optim import SGD, Adam
+from torch.optim import Adam
 
 from learnerkit import optim, world
 from learnerkit.data.batches import map_batch, tensors_in
@@ -27,9 +27,10 @@ class Shards:
     """Divides the parameters of a model among the ranks, and makes it whole again.
 
     A unit of the model is gathered when its forward or backward pass begins, and freed at its end. Parameters without
-    a dimension stay whole on every rank. `learn.shards` is this while a model is divided.
+    a dimension, or without elements, stay whole on every rank. `learn.shards` is this while a model is divided.
 
-    The parameter objects that there are before come back when the model is whole; meanwhile they are empty.
+    The parameter objects that there are before come back when the model is whole; meanwhile they stand for the shards,
+    so that who holds them can freeze them, or read their gradients.
 
     Args:
         model: of every rank, with the same values.
@@ -61,7 +62,7 @@ class Shards:
         self.named: dict[str, Tensor] = {}
         # Before FSDP's own hooks, which free the unit: the parameters are whole here.
         self._hooks: list[Any] = [m.register_forward_hook(_after_unit) for m in (*self.units, model)]
-        options: Any = {"mesh": _mesh(device.type), "ignored_params": {p for p in before.values() if not p.ndim}}
+        options: Any = {"mesh": _mesh(device.type), "ignored_params": {p for p in before.values() if not _is_divisible(p)}}
         for unit in self.units:
             fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
         fully_shard(model, reshard_after_forward=False, **options)
@@ -70,15 +71,19 @@ class Shards:
         kept = {p: before[name].grad for name, p in self.named.items() if before[name].grad is not None}
         for p, grad in kept.items():
             p.grad = rows_of(cast(Tensor, grad), p)
-        # Those of torch's fused kernels that DTensor has.
-        unfused = [g for o in self.opts if not isinstance(o, Adam | SGD) for g in o.param_groups if g.get("fused")]
+        # DTensor has the fused kernels of Adam and AdamW alone.
+        unfused = [g for o in self.opts if not isinstance(o, Adam) for g in o.param_groups if g.get("fused")]
         self._unfused = [(group, group["fused"]) for group in unfused]
         for group in unfused:
             group["fused"] = False
         for opt in self.opts:
             optim.exchange(opt, dict(self.pairs))
-        for old, _ in self.pairs:
+        # Hooks of the parameters, which are for the gathered ones.
+        self.tensor_hooks = {name: hooks for name, p in before.items() if (hooks := _hooks_of(p))}
+        self._classes = [type(old) for old, _ in self.pairs]
+        for old, p in self.pairs:
             old.grad, old.data = None, old.data.new_empty(0)
+            old.shard, old.__class__ = p, _Divided
         self.steps = 0
         self._listening = [opt.register_step_post_hook(self._count) for opt in self.opts]
         self.evaluating = self._rest = False
@@ -108,8 +113,10 @@ class Shards:
             hook.remove()
         undo_fully_shard([*self.units, self.model])
         new = dict[Tensor, Tensor]()
-        for old, p in self.pairs:
+        for (old, p), kind in zip(self.pairs, self._classes, strict=True):
             new[p] = old
+            old.__class__ = kind
+            del old.shard
             old.data = gathered(p) if gather else torch.empty(p.shape, dtype=p.dtype, device=local(p).device)
             old.requires_grad_(p.requires_grad)
             old.grad = gathered(p.grad) if gather and p.grad is not None else None
@@ -166,6 +173,32 @@ class Shards:
             forget_forward_passes([*self.units, self.model])
 
 
+class _Divided(nn.Parameter):
+    """A parameter of a model that is divided: whatever is done with it is done with its `shard`."""
+
+    shard: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = map_batch(lambda t: t.shard if isinstance(t, _Divided) else t, (args, kwargs or {}), _same)
+        return func(*args, **kwargs)
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _hooks_of(p: Tensor) -> tuple[list[Any], list[Any]] | None:
+    """The hooks of a parameter on its gradient, and those after the gradient is there."""
+    found = [[*(hooks or {}).values()] for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+    return (found[0], found[1]) if any(found) else None
+
+
+def _is_divisible(p: Tensor) -> bool:
+    """Tell whether a parameter has rows."""
+    return bool(p.ndim and p.numel())
+
+
 def _mesh(kind: str) -> DeviceMesh:
     """Return all ranks of this run, on their devices of a type."""
     group: Any = world.group("gradients", kind) or dist.group.WORLD
@@ -187,7 +220,7 @@ def _without_views(output: Any) -> Any:
 
 def _check(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
     for name, p in model.named_parameters():
-        if p.ndim and not p.is_contiguous():
+        if _is_divisible(p) and not p.is_contiguous():
             raise ValueError(
                 f"the parameter {name} has the strides {p.stride()}, and only contiguous ones can be sharded: leave "
                 "ChannelsLast out, or write p.data = p.data.contiguous()"
@@ -199,7 +232,7 @@ def _check(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
             inside[id(p)] = unit
     kinds: dict[str, set[torch.dtype]] = {}
     for _, p in model.named_parameters():
-        if p.ndim and p.requires_grad:
+        if _is_divisible(p) and p.requires_grad:
             kinds.setdefault(inside.get(id(p), "(the rest)"), set()).add(p.dtype)
     for unit, found in kinds.items():
         if len(found) > 1:
@@ -238,14 +271,38 @@ class Sharded:
             self._owned[unit] = [(first[id(p)], owner, name) for _, owner, name, p in owners(unit) if id(p) in first]
             for _, _, _, p in owners(unit):
                 first.pop(id(p), None)
+        self._outputs: list[Tensor] = []  # of all units, in this batch
+        self._calls: list[str] = []  # of units, in this batch
         self._hooks: list[Any] = [
-            unit.register_forward_hook(self._note, prepend=True) for unit, owned in self._owned.items() if owned
+            *(unit.register_forward_hook(self._note, prepend=True) for unit, owned in self._owned.items() if owned),
+            *(unit.register_forward_hook(self._note_output) for unit in self._owned),
+            shards.model.register_forward_pre_hook(self._begin, prepend=True),
         ]
+        self._begin_batch()
 
     def _note(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._looks and torch.is_grad_enabled():
             for name, owner, attribute in self._owned[module]:
-                self._gathered[name] = cast(Tensor, owner._parameters[attribute])
+                p = self._gathered[name] = cast(Tensor, owner._parameters[attribute])
+                for i, hooks in enumerate(self.shards.tensor_hooks.pop(name, ())):
+                    for hook in hooks:
+                        (p.register_post_accumulate_grad_hook if i else p.register_hook)(hook)
+
+    def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        # After FSDP's own hooks, whose part of the backward pass the output belongs to.
+        if self._looks and torch.is_grad_enabled():
+            self._outputs += [t for t in tensors_in(output) if t.requires_grad]
+            self._calls.append(self.shards.names[module])
+
+    def _begin(self, *_: Any) -> None:
+        self._calls.clear()  # a batch that a rank leaves in its forward pass has another one
+
+    def _begin_batch(self) -> None:
+        """Get ready for the next batch: its forward pass is one of votes if ranks may call different units."""
+        self._outputs.clear()
+        self._calls.clear()
+        if not self._settled or self._votes:
+            self.shards.begin_evaluation()
 
     def backward(self) -> None:
         """Compute the batch's gradients with their weight; of a batch that counts nothing, zeros."""
@@ -256,7 +313,15 @@ class Sharded:
         if learn.step_due:
             # It runs during the backward pass.
             work = dist.all_reduce(vector, group=world.group("gradients", vector.device.type), async_op=True)
-        unused = self._unused() if self._looks else []
+        unused: list[str] = []
+        if self.shards.evaluating:
+            self.shards.help()
+            self.shards.end_evaluation(frees=False)
+            self._check_calls()
+        if self._looks:
+            # All units take part in the backward pass, in the order in which they were called.
+            learn.loss_grad = learn.loss_grad + zero_loss(self._outputs)
+            unused = self._unused(loss)
         if not self._settled:
             looks = self._settle(unused if something else None)
             self._settled, self._looks = looks is not None, looks is not False
