@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from learnerkit.shards import gathered, is_shard, rows_of
+from learnerkit.shards import is_shard, rows_of
 from learnerkit.text import did_you_mean, first_few, in_one_line, printable
 from learnerkit.torch_internals import StatisticsNorm
 from learnerkit.utils import describe, library_of, restorer, unbound
@@ -734,8 +734,7 @@ def group_restorer(opt: Optimizer) -> Callable[[], None]:
 def exchange(opt: Optimizer, new: Mapping[Tensor, Tensor]) -> None:
     """Let an optimizer train other parameters in the place of those that it has; their state goes with them.
 
-    State of a parameter that becomes a shard is divided, and state of one that becomes whole is gathered: then every
-    rank must reach this.
+    State of a parameter that becomes a shard is divided.
 
     Args:
         opt: the optimizer.
@@ -765,9 +764,9 @@ def state_to_params(opt: Optimizer) -> None:
 
 
 def laid_out_as(p: Tensor, value: Tensor) -> Tensor:
-    """Return `value` on the device of `p`; if it has the shape of `p`, with its memory layout, and whole or divided."""
-    if value.shape == p.shape and is_shard(p) is not is_shard(value):
-        return rows_of(value, p) if is_shard(p) else gathered(value).to(p.device)
+    """Return `value` on the device of `p`; if it has the shape of `p`, with its memory layout, and divided as it is."""
+    if value.shape == p.shape and is_shard(p):
+        return rows_of(value, p)
     strided = p.layout is value.layout is torch.strided
     if strided and value.shape == p.shape and value.stride() != p.stride():
         return torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -69,7 +69,7 @@ class Checks(Callback):
             assert hasattr(p, "full_tensor") is (p.numel() > 0 < p.ndim), name
             assert p.grad is None or hasattr(p.grad, "full_tensor") is (p.numel() > 0 < p.ndim), name
         for opt in self.learn.opts:
-            for p in opt.state:
+            for p in filter(lambda p: hasattr(p, "full_tensor"), opt.state):
                 for key, value in opt.state[p].items():
                     if isinstance(value, torch.Tensor) and value.shape == p.shape and p.ndim:
                         assert hasattr(value, "full_tensor"), key
@@ -460,7 +460,7 @@ def _():
 
 
 def checked(learn):
-    learn.check()
+    assert learn.check()
     learn.fit(1)
 
 
@@ -601,7 +601,7 @@ class Talks(Net):
         return self.head(x).sum().item()
 
 
-class Generate(Callback):
+class GenerateInside(Callback):
     """Generates in validation, on each rank another number of times; what comes out is of the samples alone."""
 
     def before_fit(self):
@@ -616,10 +616,10 @@ class Generate(Callback):
 
 @job("a method that calls the units differently often on each rank")
 def _():
-    return learner(Talks(), cbs=Generate(), metrics=learnerkit.accuracy)
+    return learner(Talks(), cbs=GenerateInside(), metrics=learnerkit.accuracy)
 
 
-class Predict(Callback):
+class PredictInside(Callback):
     """Validates and predicts in the middle of training, with batches that other ranks have not."""
 
     def after_batch(self):
@@ -632,9 +632,9 @@ class Predict(Callback):
         self.said = []
 
 
-@job("validate and get_preds in a fit", lambda learn: (learn.fit(2), next(cb.said for cb in learn.cbs if isinstance(cb, Predict))))
+@job("validate and get_preds in a fit", lambda learn: (learn.fit(2), next(cb.said for cb in learn.cbs if isinstance(cb, PredictInside))))
 def _():
-    return learner(cbs=Predict())
+    return learner(cbs=PredictInside())
 
 
 # Hooks

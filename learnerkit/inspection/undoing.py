@@ -67,6 +67,11 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
         run_state.put_place(learn, values)
         run_state.put_rest(learn, values)
 
+    def make_whole() -> None:
+        if learn.shards is not None:  # after an error; the values are put back
+            learn.shards.restore(gather=False)
+            learn.shards = None
+
     with ExitStack() as stack:
         samplers = [sampler for dl in loaders for sampler in samplers_of(dl) if not has_state(sampler)]
         for part in (*map(source_of, loaders), *samplers):
@@ -85,6 +90,7 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
                 loaders[i] = with_batches(dl)  # a copy, with other workers: theirs have random states out of reach
         for owner in owners:
             _put_back_modules(owner, stack, keep)
+        stack.callback(make_whole)
         yield
 
 

@@ -243,6 +243,8 @@ class Agreement:
         # collective of the others. In a batch of training it takes part.
         if not (self.learn.training and self.event in INNER_EVENTS):
             self.vote()
+        elif self.learn.shards is not None:
+            self.learn.shards.help()
 
     # The loop
 

@@ -130,7 +130,7 @@ class Averager:
             cb.tell_once(learn.shards.text(found), by=learn.say)
         of_model = dict(learn.model.named_parameters())
         step.take_parameters({name: of_model.get(name, p) for name, p in named.items()}, watches=False)
-        self._take(Sharded(step, learn.shards, self._settle_shards))
+        self._take(Sharded(step, learn.shards, self._settle_shards, votes=bool(cb.find_unused_parameters)))
 
     def _settle_shards(self, unused: list[str] | None) -> bool | None:
         """Return whether the loss may leave parameters out; `None`: no rank had data. Every rank must reach this.

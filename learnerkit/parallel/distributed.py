@@ -147,6 +147,13 @@ class DistributedCallback(Callback):
             self.ends.enter_context(learn.no_logging())
         with world.grouped_collectives():
             if learn.shards is not None:  # the last fit has ended by an error
+                steps = world.all_gather(learn.shards.steps)
+                if len(set(steps)) > 1:
+                    self.tell_once(
+                        f"the last fit failed when the ranks had taken {', '.join(map(str, steps))} optimizer steps, "
+                        "and each has rows of the model, so these are of different steps now: load a checkpoint"
+                        " (errors.html#sharded)"
+                    )
                 learn.shards.restore()
                 learn.shards = None
             if learn.task in ("validate", "predict"):
@@ -191,6 +198,8 @@ class DistributedCallback(Callback):
             position.order = world.broadcast(position.order)
 
     def cleanup_fit(self) -> None:
+        if self.learn.shards is not None:  # after an error
+            self.learn.shards.put_away()
         self.ends.close()
         self._averager = None
         self._loaders.clear()
@@ -208,11 +217,11 @@ class DistributedCallback(Callback):
             self._share_out(None)
             self._send_buffers()
             if self.learn.shards is not None:
-                self.learn.shards.begin_evaluation()
+                self.learn.shards.begin_votes()
 
     def cleanup_validate(self) -> None:
         if self.learn.shards is not None:
-            self.learn.shards.end_evaluation()
+            self.learn.shards.end_votes()
 
     def _send_buffers(self) -> None:
         """Give every rank rank 0's buffers; every rank must reach this."""

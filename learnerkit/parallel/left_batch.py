@@ -92,6 +92,13 @@ class LeftBatch(Callback):
                 learn._forward()
                 learn._loss()
             elif output_of(learn) is None and (learn.shards is not None or asks_ranks(learn.model)):
+                if getattr(learn._gradient, "is_inside", False):
+                    raise RuntimeError(
+                        f"a cancel in the middle of the model's forward pass on rank {world.rank()}, where the other "
+                        "ranks wait for it to gather the next unit of the sharded model: raise it in an event of a "
+                        "callback, such as after_pred"
+                        " (errors.html#sharded)"
+                    )
                 learn.xb = first_rows(learn.xb, 0, 0)
                 with suppress(CancelException):  # that of a hook of the model, again
                     learn._forward()

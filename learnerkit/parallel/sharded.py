@@ -13,7 +13,7 @@ from torch.optim import Adam
 from learnerkit import optim, world
 from learnerkit.data.batches import map_batch, tensors_in
 from learnerkit.gradient_mean import zero_loss
-from learnerkit.shards import gathered, local, owners, rows_of
+from learnerkit.shards import gathered, is_shard, local, owners, rows_of
 from learnerkit.text import first_few, in_units
 from learnerkit.torch_internals import forget_forward_passes, undo_fully_shard
 
@@ -56,6 +56,7 @@ class Shards:
         reshard_after_forward: bool = True,
     ) -> None:
         self.model, self.units, self.opts = model, list(units.values()), list(opts)
+        self.names = {unit: name for name, unit in units.items()}
         _check(model, units)
         before = dict(model.named_parameters())
         self.places = list(owners(model))
@@ -66,18 +67,16 @@ class Shards:
         for unit in self.units:
             fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
         fully_shard(model, reshard_after_forward=False, **options)
-        self.named = dict(model.named_parameters())
+        self.named, self._divided = dict(model.named_parameters()), list(owners(model))
         self.pairs = [(before[name], p) for name, p in self.named.items() if p is not before[name]]
         kept = {p: before[name].grad for name, p in self.named.items() if before[name].grad is not None}
         for p, grad in kept.items():
             p.grad = rows_of(cast(Tensor, grad), p)
-        # DTensor has the fused kernels of Adam and AdamW alone.
-        unfused = [g for o in self.opts if not isinstance(o, Adam) for g in o.param_groups if g.get("fused")]
-        self._unfused = [(group, group["fused"]) for group in unfused]
-        for group in unfused:
-            group["fused"] = False
+        self._ways: list[tuple[dict[str, Any], str, Any]] = []  # in which groups are stepped, as they were
         for opt in self.opts:
             optim.exchange(opt, dict(self.pairs))
+            for group in opt.param_groups:
+                self._choose_way(group, can_fuse=isinstance(opt, Adam))
         # Hooks of the parameters, which are for the gathered ones.
         self.tensor_hooks = {name: hooks for name, p in before.items() if (hooks := _hooks_of(p))}
         self._classes = [type(old) for old, _ in self.pairs]
@@ -86,8 +85,10 @@ class Shards:
             old.shard, old.__class__ = p, _Divided
         self.steps = 0
         self._listening = [opt.register_step_post_hook(self._count) for opt in self.opts]
-        self.evaluating = self._rest = False
+        self.frees = reshard_after_forward
+        self.voting = self._rest = False
         self._votes: list[Any] = []
+        self._kept = set[int]()  # units that stay gathered
 
     def text(self, units: Mapping[str, nn.Module]) -> str:
         """Say what the units are, and how many bytes of the parameters a rank has."""
@@ -99,8 +100,27 @@ class Shards:
             f"({in_units(total - sum(sizes))}): {in_units(mine)} of {in_units(total)} parameters on this rank"
         )
 
+    def _choose_way(self, group: dict[str, Any], can_fuse: bool) -> None:
+        """Have a group of an optimizer stepped in a way that DTensor has.
+
+        Args:
+            group: the group, with its new parameters.
+            can_fuse: DTensor has the fused kernel of this optimizer, as it has that of Adam.
+        """
+        is_mixed = len(set(map(is_shard, group["params"]))) > 1  # neither fused nor foreach kernels take both
+        for way, refused in (("fused", is_mixed or not can_fuse), ("foreach", is_mixed)):
+            if refused and way in group and group[way] is not False:
+                self._ways.append((group, way, group[way]))
+                group[way] = False
+
     def _count(self, *_: Any) -> None:
         self.steps += 1
+
+    def put_away(self) -> None:
+        """Have the shards in the model, where a pass that has failed may have left gathered parameters."""
+        self.end_votes()
+        for _, owner, name, p in self._divided:
+            owner._parameters[name] = p
 
     def restore(self, gather: bool = True) -> None:
         """Make the model whole, with its own parameters; with `gather` every rank must reach this.
@@ -108,36 +128,39 @@ class Shards:
         Args:
             gather: take the values of all ranks. Else the parameters have memory, but no values as yet.
         """
-        self.end_evaluation()
+        self.end_votes()
         for hook in (*self._hooks, *self._listening):
             hook.remove()
         undo_fully_shard([*self.units, self.model])
+        whole = gathered if gather else _without_values
         new = dict[Tensor, Tensor]()
         for (old, p), kind in zip(self.pairs, self._classes, strict=True):
             new[p] = old
             old.__class__ = kind
             del old.shard
-            old.data = gathered(p) if gather else torch.empty(p.shape, dtype=p.dtype, device=local(p).device)
+            old.data = whole(p)
             old.requires_grad_(p.requires_grad)
-            old.grad = gathered(p.grad) if gather and p.grad is not None else None
+            old.grad = None if p.grad is None else whole(p.grad)
         for _, owner, name, p in self.places:
             owner._parameters[name] = p
-        for group, fused in self._unfused:
-            group["fused"] = fused
+        for group, way, value in self._ways:
+            group[way] = value
         for opt in self.opts:
+            for state in opt.state.values():
+                state.update({name: whole(value) for name, value in state.items() if is_shard(value)})
             optim.exchange(opt, new)
 
-    # Evaluation: ranks may run the model any number of times, on different parts of it
+    # Votes: ranks may run the model any number of times, on different parts of it
 
-    def begin_evaluation(self) -> None:
-        """Let each rank run the model as often as it likes, until `end_evaluation`; every rank must reach this.
+    def begin_votes(self) -> None:
+        """Let each rank run the model as often as it likes, until `end_votes`; every rank must reach this.
 
         Before a rank gathers a unit it says so, and those that do not need it help. What is in no unit is gathered
         at the first pass of any rank, and freed at the end.
         """
-        if self.evaluating:
+        if self.voting:
             return
-        self.evaluating, self._rest = True, False
+        self.voting, self._rest = True, False
         self._votes = [
             unit.register_forward_pre_hook(lambda *_, i=i: self.help(i), prepend=True)
             for i, unit in enumerate([*self.units, self.model])
@@ -149,7 +172,7 @@ class Shards:
         Args:
             wanted: the index of a unit, which is gathered next; -1: none.
         """
-        if not self.evaluating:
+        if not self.voting or wanted in self._kept:
             return
         if not self._rest:
             self._rest = True
@@ -157,20 +180,31 @@ class Shards:
         while wanted < len(self.units):
             with world.before_collective(None):
                 chosen = world.reduce(wanted, "max", among="votes")
+            if chosen >= 0 and not self.frees:
+                self._kept.add(chosen)
             if chosen == wanted:
                 return
             unit = cast(Any, self.units[chosen])
             unit.unshard()
-            unit.reshard()
+            if self.frees:
+                unit.reshard()
 
-    def end_evaluation(self) -> None:
-        """Train again, or not at all: ranks run the model together."""
-        if self.evaluating:
-            self.evaluating = False
-            for hook in self._votes:
-                hook.remove()
-            cast(Any, self.model).reshard()
+    def end_votes(self, frees: bool = True) -> None:
+        """Let ranks run the model together again, or not at all.
+
+        Args:
+            frees: what is gathered; else a backward pass will do so.
+        """
+        if not self.voting:
+            return
+        self.voting = False
+        for hook in self._votes:
+            hook.remove()
+        if frees:
+            for module in (*(self.units[i] for i in self._kept), self.model):
+                cast(Any, module).reshard()
             forget_forward_passes([*self.units, self.model])
+        self._kept.clear()
 
 
 class _Divided(nn.Parameter):
@@ -197,6 +231,10 @@ def _hooks_of(p: Tensor) -> tuple[list[Any], list[Any]] | None:
 def _is_divisible(p: Tensor) -> bool:
     """Tell whether a parameter has rows."""
     return bool(p.ndim and p.numel())
+
+
+def _without_values(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device=local(t).device)
 
 
 def _mesh(kind: str) -> DeviceMesh:
@@ -254,15 +292,22 @@ class Sharded:
         settle: called once, by every rank, with what its first batch has shown: the names of the parameters on which
             the loss does not depend. `None` stands for a rank without data. It tells whether there may be such ones, or
             returns `None` if no rank had data.
+        votes: ranks vote in each forward pass which unit is gathered, so that an error says where they call different
+            ones; by default in the first one.
+
+    Attributes:
+        is_inside: a forward pass of the model has begun, and not ended.
     """
 
-    def __init__(self, step: "RankStep", shards: Shards, settle: Callable[[list[str] | None], bool | None]) -> None:
-        self.step, self.mean, self.shards, self._settle = step, step.mean, shards, settle
+    def __init__(
+        self, step: "RankStep", shards: Shards, settle: Callable[[list[str] | None], bool | None], votes: bool
+    ) -> None:
+        self.step, self.mean, self.shards, self._settle, self._votes = step, step.mean, shards, settle, votes
         self._settled = False
         self._looks = True  # for parameters on which the loss of a batch does not depend
-        self._used: dict[str, bool] = {}  # in this step, on any rank
         mine = {id(p) for _, p in shards.pairs}
-        self._replicated = [p for p in step.params.values() if id(p) not in mine]
+        self._replicated = {name: p for name, p in step.params.items() if id(p) not in mine}
+        self._left_out = set[str]()  # parameters on which the loss of this batch does not depend on any rank
         # While a unit is gathered its parameters are other objects, which stay the same.
         self._gathered: dict[str, Tensor] = {}
         first = {id(p): name for name, p in reversed([*shards.model.named_parameters()])}
@@ -273,12 +318,12 @@ class Sharded:
                 first.pop(id(p), None)
         self._outputs: list[Tensor] = []  # of all units, in this batch
         self._calls: list[str] = []  # of units, in this batch
+        self.is_inside = False  # the model's forward pass
         self._hooks: list[Any] = [
+            shards.model.register_forward_pre_hook(self._begin, prepend=True),
             *(unit.register_forward_hook(self._note, prepend=True) for unit, owned in self._owned.items() if owned),
             *(unit.register_forward_hook(self._note_output) for unit in self._owned),
-            shards.model.register_forward_pre_hook(self._begin, prepend=True),
         ]
-        self._begin_batch()
 
     def _note(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._looks and torch.is_grad_enabled():
@@ -289,24 +334,37 @@ class Sharded:
                         (p.register_post_accumulate_grad_hook if i else p.register_hook)(hook)
 
     def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        # After FSDP's own hooks, whose part of the backward pass the output belongs to.
-        if self._looks and torch.is_grad_enabled():
+        # After FSDP's own hooks, to whose part of the backward pass the output belongs.
+        if module is self.shards.model:
+            self.is_inside = False
+        elif self._looks and torch.is_grad_enabled():
             self._outputs += [t for t in tensors_in(output) if t.requires_grad]
             self._calls.append(self.shards.names[module])
 
     def _begin(self, *_: Any) -> None:
-        self._calls.clear()  # a batch that a rank leaves in its forward pass has another one
+        if torch.is_grad_enabled():
+            self.is_inside = True
+            if self._votes or not self._settled:
+                self.shards.begin_votes()  # on ranks that call different units it ends in an error, not in a hang
 
-    def _begin_batch(self) -> None:
-        """Get ready for the next batch: its forward pass is one of votes if ranks may call different units."""
-        self._outputs.clear()
-        self._calls.clear()
-        if not self._settled or self._votes:
-            self.shards.begin_evaluation()
+    def _check_calls(self) -> None:
+        everyone = world.all_gather(self._calls)
+        for rank, calls in enumerate(everyone):
+            if calls != everyone[0]:
+                raise ValueError(
+                    f"in a batch rank 0 calls the units {first_few(everyone[0])}, and rank {rank} calls "
+                    f"{first_few(calls)}; all ranks gather a unit together, so each must call the same: say by "
+                    "shard=[...] which modules are units, such as those that have these in them"
+                    " (errors.html#sharded)"
+                )
 
     def backward(self) -> None:
         """Compute the batch's gradients with their weight; of a batch that counts nothing, zeros."""
         step, learn = self.step, self.step.learn
+        if self.shards.voting:
+            self.shards.help()
+            self.shards.end_votes(frees=False)
+            self._check_calls()
         loss = learn.loss_grad
         something = step.weigh()
         vector, work = step.vector(), None
@@ -314,23 +372,21 @@ class Sharded:
             # It runs during the backward pass.
             work = dist.all_reduce(vector, group=world.group("gradients", vector.device.type), async_op=True)
         unused: list[str] = []
-        if self.shards.evaluating:
-            self.shards.help()
-            self.shards.end_evaluation(frees=False)
-            self._check_calls()
         if self._looks:
+            unused = self._unused(learn.loss_grad)
             # All units take part in the backward pass, in the order in which they were called.
             learn.loss_grad = learn.loss_grad + zero_loss(self._outputs)
-            unused = self._unused(loss)
         if not self._settled:
             looks = self._settle(unused if something else None)
             self._settled, self._looks = looks is not None, looks is not False
         before = {name: p.grad is not None for name, p in step.params.items()} if self._looks else {}
-        if unused:
+        if unused and (left := self._unused(learn.loss_grad)):
             # Ranks reduce the gradients of the same parameters: here these are zeros.
-            learn.loss_grad = learn.loss_grad + zero_loss([self._gathered[name] for name in unused])
+            learn.loss_grad = learn.loss_grad + zero_loss([self._gathered[name] for name in left])
         learn._backward()
         learn.loss_grad = loss
+        self._outputs.clear()
+        self._calls.clear()
         step.reduced = True
         if self._looks:
             self._share_use(set(unused) if something else step.params.keys(), before)
@@ -339,9 +395,9 @@ class Sharded:
             work.wait()
             step.complete(vector / step.mean.ranks)
 
-    def _unused(self) -> list[str]:
-        """Return the trainable parameters of which the loss is no function, by a walk through its graph."""
-        seen, found, open_ = set[Any](), set[int](), [self.step.learn.loss_grad.grad_fn]
+    def _unused(self, loss: Tensor) -> list[str]:
+        """Return the trainable parameters of which a loss is no function, by a walk through its graph."""
+        seen, found, open_ = set[Any](), set[int](), [loss.grad_fn]
         while open_:
             node = open_.pop()
             if node is None or node in seen:
@@ -356,18 +412,19 @@ class Sharded:
     def _share_use(self, unused: Iterable[str], before: Mapping[str, bool]) -> None:
         """Leave no gradient where no rank has one in this step; every rank must reach this. A host-device sync."""
         params, left_out = self.step.params, set(unused)
-        mine = torch.tensor([name not in left_out for name in params], dtype=torch.int32)
+        mine = torch.tensor([name not in left_out or bool(before.get(name)) for name in params], dtype=torch.int32)
         used = world.reduce(mine, "max", among="gradients").tolist()
-        for (name, p), is_used in zip(params.items(), used, strict=True):
-            if not is_used and not before.get(name):
-                p.grad = None
+        self._left_out = {name for name, is_used in zip(params, used, strict=True) if not is_used}
+        for name in self._left_out:
+            params[name].grad = None
 
     def _average_replicated(self) -> None:
         """Put the mean over the ranks into the gradients of what every rank has whole; every rank must reach this."""
-        for p in self._replicated:
+        trained = [p for name, p in self._replicated.items() if name not in self._left_out]
+        for p in trained:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        world.mean_into([cast(Tensor, p.grad) for p in self._replicated], among="gradients")
+        world.mean_into([cast(Tensor, p.grad) for p in trained], among="gradients")
 
     def detach(self) -> None:
         """Take the hooks off the units."""

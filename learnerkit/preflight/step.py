@@ -20,6 +20,7 @@ from learnerkit.events import CancelFitException, CancelValidException
 from learnerkit.inspection.undoing import trial, unchanged
 from learnerkit.metrics import make_meters
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
+from learnerkit.shards import gathered
 from learnerkit.text import first_few, in_one_line
 from learnerkit.utils import describe, overrides, unwrap
 from learnerkit.world import PeerError
@@ -135,11 +136,9 @@ class StepCheck(Callback):
 
     # Events
 
-    def before_fit(self) -> None:
-        self._named = list(unwrap(self.learn.model).named_parameters())
-
     def before_train(self) -> None:
         learn = self.learn
+        self._named = list(unwrap(learn.model).named_parameters())  # a sharded model has others than before the fit
         if lone := arguments.lone_last_batch(learn.dl, learn.model):
             hooks = arguments.watched_norms(learn, lambda: self.found.update(batchnorm=[Finding(WRONG, lone)]))
             self._norm_hooks.enter_context(hooks)
@@ -186,12 +185,13 @@ class StepCheck(Callback):
         self._judge_gradients()
         # Copies on the host, so that the device's memory holds what it would without.
         moving = _should_move(self._named, self.learn.opts, self.rates)
-        self._before = {name: p.detach().to("cpu", copy=True) for name, p in moving}
+        self._before = {name: gathered(p.detach()).to("cpu", copy=True) for name, p in moving}
 
     def after_step(self) -> None:
         if self._before is not None:  # the step was not cancelled
             now = dict(self._named)
-            stuck = [name for name, before in self._before.items() if torch.equal(now[name].detach().cpu(), before)]
+            after = {name: gathered(now[name].detach()).cpu() for name in self._before}
+            stuck = [name for name, before in self._before.items() if torch.equal(after[name], before)]
             self.found["optimizer"] += judge_optimizer(self._named, stuck, self.learn.opts)
 
     def after_cancel_step(self) -> None:
@@ -471,7 +471,7 @@ def _should_move(
         if not rates[id(p)] and before.get(id(p)):
             continue
         step = float(_values(p.grad).abs().max()) * (rates[id(p)] or 1.0)
-        if step > 2 * torch.finfo(p.dtype).eps * float(p.detach().abs().max()):
+        if step > 2 * torch.finfo(p.dtype).eps * float(_values(p).abs().max()):
             yield name, p
 
 
@@ -504,8 +504,8 @@ def _type_name(dtype: torch.dtype | torch.layout) -> str:
 
 
 def _values(t: Tensor) -> Tensor:
-    """The numbers that a tensor stores."""
-    t = t.detach()
+    """The numbers that a tensor stores; of a shard those of all ranks, which must all reach this."""
+    t = gathered(t.detach())
     return t if t.layout is torch.strided else t.coalesce().values() if t.is_sparse else t.values()
 
 
