@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.callbacks.precision import MixedPrecision as MixedPrecision
     from learnerkit.callbacks.progress import ProgressCallback as ProgressCallback
     from learnerkit.callbacks.progress import ShowGraphCallback as ShowGraphCallback
+    from learnerkit.callbacks.recomputing import ActivationCheckpointing as ActivationCheckpointing
     from learnerkit.callbacks.recorder import Recorder as Recorder
     from learnerkit.callbacks.schedule import ParamScheduler as ParamScheduler
     from learnerkit.callbacks.schedule import SchedCos as SchedCos
@@ -128,6 +129,7 @@ _HOMES = {
     "callbacks.precision": ["ChannelsLast", "Compile", "GradientClip", "MixedPrecision"],
     "callbacks.progress": ["ProgressCallback", "ShowGraphCallback"],
     "callbacks.recorder": ["Recorder"],
+    "callbacks.recomputing": ["ActivationCheckpointing"],
     "callbacks.schedule": [
         "ParamScheduler", "SchedCos", "SchedExp", "SchedLin", "SchedNo", "SchedPoly", "TorchScheduler",
         "combine_scheds", "combined_cos", "linear_warmup",

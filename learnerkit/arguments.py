@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from learnerkit import world
 from learnerkit.callback import Callback, check_hooks
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
@@ -92,6 +93,25 @@ def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any) -> None:
         raise TypeError(
             f"opt_func is {unwrap_partial(opt_func).__name__} of fastai, another library; pass a torch optimizer "
             "class, such as torch.optim.Adam, or a function of (param_groups, lr) that returns one"
+        )
+
+
+_ONE_PROCESS = (
+    "call it after the fit; of a model that stays divided save the weights (learn.save('name.safetensors')), and load "
+    "them in one process"
+)
+
+
+def check_whole(learn: "Learner", what: str, instead: str = _ONE_PROCESS) -> None:
+    """Refuse a call that needs the whole model on one rank.
+
+    Raises:
+        RuntimeError: the model is divided among the ranks.
+    """
+    if learn.shards is not None:
+        raise RuntimeError(
+            f"{what} needs a whole model, and this one is divided among {world.world_size()} ranks: {instead}"
+            " (errors.html#sharded)"
         )
 
 

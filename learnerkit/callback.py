@@ -46,6 +46,9 @@ if TYPE_CHECKING:
         loss_weight: Any
         metrics: Any
         logger: Any
+        lr_finds: Any
+        shards: Any
+        mapped: Any
         path: Any
         model_dir: Any
         opt_func: Any

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from learnerkit.shards import is_shard, local
+from learnerkit.shards import is_shard, storage_of
 from learnerkit.text import first_few, printable
 
 if TYPE_CHECKING:
@@ -327,8 +327,7 @@ def without_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[st
                 f"the weight {name} is {why}, and a .safetensors file has plain tensors alone, in checkpoints too: "
                 "save to a name that ends in .pth"
             )
-        mine = local(tensor)  # of a shard this rank may have no rows, but it has a place for them
-        start = mine.untyped_storage().data_ptr() if is_shard(tensor) else mine.data_ptr()
+        start = storage_of(tensor) if is_shard(tensor) else tensor.data_ptr()
         place = (tensor.device, start, tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and name not in _NOTES and first.setdefault(place, name) != name:
             notes[name] = first[place]
@@ -427,8 +426,15 @@ def notes_of(path: Path) -> dict[str, str]:
         return file.metadata() or {}
 
 
-def read_tensors(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> OrderedDict[str, Tensor]:
-    """The tensors of a file on the host, tied ones by all their names; `wanted` tells by the name which to read.
+def read_tensors(
+    path: Path, wanted: Callable[[str], bool] = lambda name: True, in_place: bool = False
+) -> OrderedDict[str, Tensor]:
+    """The tensors of a file on the host, tied ones by all their names.
+
+    Args:
+        path: the file.
+        wanted: tells by the name which to read.
+        in_place: leave them in the file, which must not change; nothing is read before it is needed.
 
     Raises:
         Exception: of many types, if the file is damaged.
@@ -439,16 +445,51 @@ def read_tensors(path: Path, wanted: Callable[[str], bool] = lambda name: True) 
     with safe_open(path, framework="pt") as file:
         notes, names = file.metadata() or {}, set(file.keys())
         for name in filter(wanted, names):
-            found[name] = file.get_tensor(name).clone()  # the library's own is part of the file, read when needed
+            tensor = file.get_tensor(name)  # a part of the file, read when needed
+            found[name] = tensor if in_place else tensor.clone()
     for name, (kind, shape) in json.loads(notes.get("learnerkit.types", "{}")).items():
         if name in found:
             found[name] = found[name].view(_ALL_TYPES[kind]).reshape(shape)
-    for name, other in notes.items():
-        if name not in names and other in found:
-            found[name] = found[other]
+    found.update(tied_names(path, found))
     versions = json.loads(notes.get("learnerkit.versions", "{}"))
     found._metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())  # type: ignore[attr-defined]
     return found
+
+
+def tied_names(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what the notes of a file say of tied weights: tensors by the names that they have beside their own."""
+    return {name: tensors[other] for name, other in notes_of(path).items() if name not in tensors and other in tensors}
+
+
+def mapped_tensors(path: Path) -> OrderedDict[str, Tensor]:
+    """The tensors of a safetensors file, or of all files of a directory, of which nothing is read as yet.
+
+    Their memory is that of the files, which must not change meanwhile.
+
+    Args:
+        path: a file; or a directory with one, or with several and an index, as transformers writes it.
+
+    Raises:
+        Exception: of many types, if a file is damaged.
+    """
+    found: OrderedDict[str, Tensor] = OrderedDict()
+    for file in weight_files(path) if path.is_dir() else [path]:
+        found.update(read_tensors(file, in_place=True))
+    return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that a directory of transformers has; an empty list if it is not such a directory."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = dict.fromkeys(json.loads(index.read_text())["weight_map"].values())
+        return [folder / plain_name(name, "the directory of its index") for name in names]
+    return [folder / "model.safetensors"] if (folder / "model.safetensors").is_file() else []
+
+
+def is_mappable(path: Path) -> bool:
+    """Tell whether the values of a file, or of a directory of transformers, can be read when they are needed."""
+    return bool(weight_files(path)) if path.is_dir() else path.suffix == SAFETENSORS
 
 
 # Files of weights
@@ -492,6 +533,18 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
     return Saved(name, weights, _entry(state, _OPT_NAMES), scaler if is_scaler else None)
 
 
+def read_mapped(path: Path) -> Saved:
+    """Read what weights a safetensors file, or a directory of transformers, has, but none of their values.
+
+    Raises:
+        CheckpointError: a file is damaged, or missing.
+    """
+    try:
+        return Saved(str(path), mapped_tensors(path))
+    except Exception as e:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {type(e).__name__}: {e}") from e
+
+
 def refuse_compressed(file: Path | BinaryIO) -> None:
     """Refuse what torch never writes: a small file that would fill the memory."""
     start = 0 if isinstance(file, Path) else file.tell()
@@ -529,6 +582,12 @@ def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:
     for prefix in _WRAPPERS * 2:  # they may be nested
         if weights and all(k.startswith(prefix) for k in weights) and not all(k.startswith(prefix) for k in own):
             consume_prefix_in_state_dict_if_present(weights, prefix)
+    tied: dict[Any, list[str]] = {}  # a file of transformers has tied weights by one of their names
+    for name, p in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(p, []).append(name)
+    for names in tied.values():
+        if there := next((name for name in names if name in weights), None):
+            weights |= {name: weights[there] for name in names if name not in weights}
     both = [(k, v, own[k]) for k, v in weights.items() if isinstance(own.get(k), Tensor)]
     kinds = [f"{k} (a {type(v).__name__})" for k, v, _ in both if not isinstance(v, Tensor)]
     shapes = [

@@ -14,7 +14,7 @@ from learnerkit.torch_internals import scale_together
 class StepGradient(Protocol):
     """The interface of what makes the gradient of an optimizer step of several batches, or of several ranks.
 
-    `learn._gradient` is one while a learner trains so; where it is `None` the gradient of a batch is that of the step.
+    The learner has one while it trains so; where it has none the gradient of a batch is that of the step.
     """
 
     @property

@@ -55,7 +55,8 @@ from learnerkit.events import (
 )
 from learnerkit.explain import explain
 from learnerkit.files import CheckpointError, File, Saved, fitted, save_whole
-from learnerkit.inspection.undoing import give_shapes, unchanged
+from learnerkit.inspection.undoing import give_shapes, move_to_device, unchanged
+from learnerkit.large.mapped import made_model
 from learnerkit.launch.rank_main import shorten, wants_short
 from learnerkit.losses import (
     LossWeight,
@@ -75,7 +76,7 @@ from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import distrib_ctx
 from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
-from learnerkit.shards import gathered, rows_for
+from learnerkit.shards import Gatherer, rows_for
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
 from learnerkit.utils import (
     PlainLock,
@@ -86,7 +87,6 @@ from learnerkit.utils import (
     overrides,
     own_loss_arguments,
     restorer,
-    spanned_devices,
     suggests_keywords,
     training_modes,
     unwrap,
@@ -154,6 +154,7 @@ def on_workers(method: Callable[Concatenate[Learner, _P], _R]) -> Callable[Conca
     def run(learn: Learner, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if learn._workers is None:
             return method(learn, *args, **kwargs)
+        learn._take_callbacks()  # else one that is shared would take another learner along
         return learn._workers.call(call, args, kwargs)
 
     call = public(run)
@@ -167,7 +168,9 @@ class Learner(RunState):
         dls: the loaders.
         model: any module; it moves to the loaders' device at first use and stays there. One that spans several devices
             (`device_map=` of transformers, or parameters on several GPUs) stays where it is, and gets its inputs on its
-            first device.
+            first device. A function that makes the model, and a model on the meta device that `load` gives values, are
+            for one that is too large for the memory of one process: with `shard=True` each of several ranks then keeps
+            its rows alone, also from fit to fit.
         loss_func: f(pred, *targets) -> scalar, or f(pred) where batches have no targets. Keyword-only parameters
             without a default get the attributes of the learner that have their names, and `learn` the learner itself.
             `None` is for a model that makes its own loss. That is `output.loss`, or, of an output that is a dict of
@@ -208,9 +211,11 @@ class Learner(RunState):
     opt: Any  # a torch optimizer, or a dict of several by name; `None` until it is needed
     cbs: list[Callback]  # the callbacks, as they were added
     logger: Callable[[list[Any]], None]  # gets each row of the table
+    lr_finds: list[dict[str, float]]  # what each call of `lr_find` has suggested, by the name of the suggestion
     recorder: Recorder  # where it has one; so has every other callback its name
 
     if TYPE_CHECKING:  # the library's own callbacks, by their names
+        activation_checkpointing: lk.ActivationCheckpointing
         activation_stats: lk.ActivationStats
         batch_transform: lk.BatchTransform
         bn_freeze: lk.BnFreeze
@@ -257,7 +262,7 @@ class Learner(RunState):
     def __init__(
         self,
         dls: DataLoaders,
-        model: nn.Module,
+        model: nn.Module | Callable[[], nn.Module],
         loss_func: Callable[..., Tensor] | None = None,
         *,
         opt_func: Callable[..., Optimizer] = AdamW,
@@ -276,8 +281,9 @@ class Learner(RunState):
     ) -> None:
         super().__init__()
         arguments.check_subclass(type(self), Learner)
-        arguments.check_learner(dls, model, loss_func, opt_func)
-        self.dls, self.model, self.loss_func = dls, model, loss_func
+        made, self.mapped = made_model(model)
+        arguments.check_learner(dls, made, loss_func, opt_func)
+        self.dls, self.model, self.loss_func = dls, made, loss_func
         self.opt_func, self.splitter = opt_func, splitter
         self.lr = optim.bound_rate(opt_func) if lr is None else lr
         self.metrics = metrics if isinstance(metrics, Mapping) else listify(metrics)
@@ -293,11 +299,10 @@ class Learner(RunState):
         self._said_step = ""  # what a step sees, as it was said last
         self._number = next(_made)
         self._resumes: Mapping[str, Any] | None = None  # a state, taken in a fit, that the next one goes on from
-        self._lr_finds: list[dict[str, float]] = []  # what each call of `lr_find` suggested
+        self.lr_finds = []
         self.shards = self._agreement = self._workers = None
         self._lock = PlainLock()  # held while a run begins, and during a prediction
         self._thread: int | None = None  # the one in which a run goes on
-        self._modes = None, set()
         self.add_cbs([TrainEvalCallback(), Recorder(), ProgressCallback()] if default_cbs else [])
         self.add_cbs([*dls.cbs, *listify(cbs)])
         arguments.check_loss(self)
@@ -659,7 +664,7 @@ class Learner(RunState):
         arguments.check_fit(self, n_epoch, run["start_epoch"], run["n_steps"])
         run["cbs"] = listify(run["cbs"])
         self._make_opt(run.pop("reset_opt"))
-        peaks = optim.group_rates(self.opt, lr, self._named_lr, functools.partial(self._settled, cbs=run["cbs"]))
+        peaks = optim.group_rates(self.opt, lr, self._named_lr, functools.partial(optim.settled, self, cbs=run["cbs"]))
         scheds = {"lr": optim.named(self.opt, [list(map(schedule, each)) for each in peaks])}
         if momentum is not None and any(map(optim.has_momentum, self.opts)):
             momenta = [momentum if optim.has_momentum(opt) else None for opt in self.opts]
@@ -764,25 +769,24 @@ class Learner(RunState):
         parallel.warn_outside_context(self)
         if (recorded := self._recorded_lr_find(finder)) is not None:
             return recorded
-        with self._running("lr_find", finder), unchanged(self, but=[finder]):
-            self._prepare_opt()
-            self._train(None, num_it)
+        with self._trying("lr_find", [finder]) as train:
+            train(n_steps=num_it)
         suggested: Any = finder.suggest(show_plot)
         if hasattr(self, "recorder"):
             self.recorder.lr_find_curve = finder.curve
         if finder.curve is not None and (line := choice(*finder.curve)):
             self.say(line)
         scaling_rate().say_held(self)
-        self._lr_finds.append(suggested._asdict())
+        self.lr_finds.append(suggested._asdict())
         return suggested
 
     def _recorded_lr_find(self, finder: LRFinder) -> Any:
         "What this call has returned in an earlier process, whose run a CheckpointCallback goes on with."
         for cb in self.cbs:
             if isinstance(cb, CheckpointCallback) and cb.run:
-                rates = cb.recorded_lr_find(len(self._lr_finds))
+                rates = cb.recorded_lr_find(len(self.lr_finds))
                 if rates is not None and (found := finder.recorded(rates)) is not None:
-                    self._lr_finds.append(rates)
+                    self.lr_finds.append(rates)
                     return found
         return None
 
@@ -799,8 +803,7 @@ class Learner(RunState):
             cbs: callbacks for this run alone.
         """
         meter = EvaluationCallback()
-        with self._running("validate", [meter, *listify(cbs)]) as nested:
-            self._evaluate(self.dls[ds_idx] if dl is None else dl, nested)
+        self._evaluate("validate", self.dls[ds_idx] if dl is None else dl, [meter, *listify(cbs)])
         return meter.values
 
     @on_workers
@@ -844,8 +847,7 @@ class Learner(RunState):
         """
         gather = GatherPredictions(with_input, with_loss, with_decoded, activation_for(self, act, probs), on)
         dl = in_order(self.dls[ds_idx], str(ds_idx)) if dl is None else dl
-        with self._running("predict", [gather, *listify(cbs)]) as nested:
-            self._evaluate(dl, nested)
+        self._evaluate("predict", dl, [gather, *listify(cbs)])
         return gather.items
 
     @public
@@ -895,6 +897,7 @@ class Learner(RunState):
         if not items:
             return []
         act = activation_for(self, act, probs)
+        arguments.check_whole(self, "learn.predict")
         with self._lock, world.alone():
             arguments.check_thread(self, self._thread, "predict")
             heard = any(type(cb) not in _LEFT_OUT and acts_in_evaluation(cb) for cb in self.cbs)
@@ -927,8 +930,8 @@ class Learner(RunState):
 
     def _predict_in_loop(self, items: list[Any], act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
         kept, dl = KeepPredictions(len(items), act), self.dls.test_dl(items, bs=len(items), num_workers=0)
-        with self._by_itself(), self._running("predict", kept) as nested:
-            self._evaluate(dl, nested)
+        with self._by_itself():
+            self._evaluate("predict", dl, kept)
         if kept.found is None:
             raise ValueError("a callback has cancelled the prediction, so there is none")
         return kept.found
@@ -998,14 +1001,26 @@ class Learner(RunState):
             self._in_fit = in_fit
         return averaged(plain, augmented, beta, use_max), targets
 
-    def _evaluate(self, dl: Iterable[Any], nested: bool) -> None:
-        "Read a loader without training; inside another run without the events of its outer levels."
-        arguments.check_not_empty(dl, "the loader")
-        read = functools.partial(self._read, dl, training=False)
-        if nested:
-            read()
-        else:
-            self._level("fit", lambda: self._level("epoch", read, CancelEpochException), CancelFitException)
+    def _evaluate(self, task: str, dl: Iterable[Any], cbs: Callbacks) -> None:
+        "A run without training; inside another one without the events of its outer levels."
+        with self._running(task, cbs) as nested:
+            arguments.check_not_empty(dl, "the loader")
+            read = functools.partial(self._read, dl, training=False)
+            if nested:
+                read()
+            else:
+                self._level("fit", lambda: self._level("epoch", read, CancelEpochException), CancelFitException)
+
+    @contextmanager
+    def _trying(self, task: str, cbs: list[Callback]) -> Iterator[Callable[..., None]]:
+        "A run that leaves no trace but in its own callbacks; yields what trains, for some epochs or steps."
+
+        def train(n_epoch: int | None = None, n_steps: int | None = None) -> None:
+            self._prepare_opt()
+            self._train(n_epoch, n_steps)
+
+        with self._running(task, cbs), unchanged(self, but=cbs):
+            yield train
 
     @contextmanager
     def _running(self, task: str, cbs: Callbacks = None) -> Iterator[bool]:
@@ -1023,7 +1038,10 @@ class Learner(RunState):
     def _run(self, task: str, cbs: Callbacks = None) -> Iterator[bool]:
         "One run; what it changes on the learner is put back at its end. Yields whether it is inside another."
         self._take_callbacks()
-        self._to_device()
+        if not parallel.will_shard(self):
+            arguments.check_whole(
+                self, f"such a {task}", "call it inside `with learn.distrib_ctx(shard=True):`, as the fit"
+            )
         give_shapes(self)
         self._device = self.dls.device
         fitting, nested = task == "fit", self._dispatch is not None
@@ -1031,11 +1049,13 @@ class Learner(RunState):
             by_rows = self.dls.batch_dim == 0
             self._loss_weighting = LossWeight(self.loss_func, self.loss_weight, self.model, self.dls.aligned, by_rows)
             arguments.check_loss(self)
-            self._note_modes()
         self._loss_without_targets = self.loss_func is None or overrides(self, "_loss") or self._loss_weighting.alone
         kept = TRANSIENT if fitting else (*TRANSIENT, *COUNTERS)
         outer = {name: getattr(self, name) for name in kept}
         with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.agreement_for(self, task):
+            sets_modes = [cb for cb in self.cbs if isinstance(cb, TrainEvalCallback) and not nested]
+            for cb in sets_modes:
+                cb.note_modes(unwrap(self.model))
             self.task, self._dispatch = task, parallel.dispatch(self, fitting)
             self._in_fit = self._in_fit or task not in ("validate", "predict")
             try:
@@ -1053,31 +1073,14 @@ class Learner(RunState):
                     if self._by_closure:
                         del vars(self)["_step"]
                     self._part()
-                    self._modes = None, self._modes[1]
-        sets_modes = any(isinstance(cb, TrainEvalCallback) for cb in self.cbs)
-        if sets_modes and not nested and task in ("fit", "validate", "predict"):  # others leave no trace
+                for cb in sets_modes:
+                    cb.note_modes(None)
+        if sets_modes and task in ("fit", "validate", "predict"):  # others leave no trace
             self.model.eval()
-
-    def _note_modes(self) -> None:
-        "A model that is in eval mode as a whole is so after a run: then what was known before it still holds."
-        model, before = unwrap(self.model), self._modes[1]
-        found = {name for name, module in model.named_modules() if not module.training}
-        self._modes = model, found if model.training else found & before
-
-    def _to_device(self) -> None:
-        for module in (self.model, self.loss_func):
-            if isinstance(module, nn.Module):
-                if devices := spanned_devices(module):
-                    self.dls.prefer(devices[0])
-                else:
-                    module.to(self.dls.device)
-        for opt in self.opts:
-            optim.state_to_params(opt)
 
     def _make_opt(self, reset: bool = False) -> None:
         "An optimizer, if there is none or a new one is wanted."
         if self.opt is None or reset:
-            self._to_device()
             give_shapes(self)
             made = self.create_opt()
             self.opt = optim.as_one(self.opt if made is None else made)
@@ -1091,17 +1094,11 @@ class Learner(RunState):
             arguments.check_closure(self)
             vars(self)["_step"] = self._step_by_closure
         wd = self.wd if wd is None else wd
-        by_opt = optim.group_rates(self.opt, lr, self._named_lr, self._settled)
+        by_opt = optim.group_rates(self.opt, lr, self._named_lr, functools.partial(optim.settled, self))
         for opt, rates in zip(self.opts, by_opt, strict=True):
             optim.set_rates(opt, rates)
             if wd is not None:
                 optim.set_decay(opt, unwrap(self.model), wd, self.wd_bn_bias)
-
-    def _settled(self, rates: list[Any], cbs: Callbacks = None) -> list:
-        "Rates or schedules of each optimizer, with scaled ones as they are for this fit; `cbs`: those to be added."
-        if not any(isinstance(each, optim.Later) for each in optim.leaves(rates)):
-            return rates
-        return scaling_rate().settled(self, rates, cbs)
 
     def _say_step(self) -> None:
         "Say once what a step of several batches sees."
@@ -1385,6 +1382,7 @@ class Learner(RunState):
         """
         from learnerkit.inspection.summary import summary  # here, as most scripts never need it
 
+        arguments.check_whole(self, "learn.summary")
         return summary(self)
 
     @public
@@ -1434,19 +1432,17 @@ class Learner(RunState):
             CheckpointError: the file cannot be written; the old one is as it was.
         """
         target = files.place_of(self, file)
-        if self.shards is not None:
-            world.meet("learn.save")  # rank 0 alone has some rows only
-        elif not world.is_main():
+        if self.shards is None and not world.is_main():
             return target
         with self.as_validated():
-            state: Any = self._gathered(unwrap(self.model).state_dict())
+            state: Any = self.gathered(unwrap(self.model).state_dict(), "learn.save")
             if isinstance(target, Path) and target.suffix == files.SAFETENSORS:
                 if world.is_main():
                     files.save_weights(state, target)
                 return target
             if with_opt and self.opt is not None:
                 one = isinstance(self.opt, Optimizer)
-                opt = self._gathered(self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()})
+                opt = self.gathered(self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()})
                 found = [cb.scaler.state_dict() for cb in self.cbs if isinstance(cb, MixedPrecision) and cb.scaler]
                 scaler = found[0] if found else self._scaler_state
                 state = {"model": state, "opt": opt} | ({"scaler": scaler} if scaler else {})
@@ -1454,13 +1450,22 @@ class Learner(RunState):
                 save_whole(state, target)
         return target
 
-    def _gathered(self, state: Any) -> Any:
-        "The values of a state, tensors that are divided among the ranks whole, on rank 0; every rank must reach this."
-        return (
-            state
-            if self.shards is None
-            else map_batch(functools.partial(gathered, keep=world.is_main()), state, lambda x: x)
-        )
+    def gathered(self, state: Any, what: str = "learn.gathered") -> Any:
+        """Return nested values with the whole tensors in the place of shards, on rank 0.
+
+        If the model is divided among the ranks, every rank must reach this, and the others get tensors without memory.
+
+        Args:
+            state: such as the state dict of the model or of the optimizer.
+            what: the call for which it is, for the error if a rank does not come.
+
+        Raises:
+            PeerError: some ranks have not come within a minute.
+        """
+        if self.shards is None:
+            return state
+        world.meet(what)  # rank 0 alone has some rows only
+        return map_batch(Gatherer(keep=world.is_main()), state, lambda x: x)
 
     @public
     def load(
@@ -1485,9 +1490,12 @@ class Learner(RunState):
             CheckpointError: a damaged file, or one of another model.
         """
         world.follow_rank0("load")
-        model = unwrap(self.model)
-        saved = fitted(self._read_saved(files.place_of(self, file), "cpu" if device is None else device), model, strict)
-        self._to_device()
+        model, place = unwrap(self.model), files.place_of(self, file)
+        if self.mapped is not None and isinstance(place, Path) and files.is_mappable(place):
+            self.mapped.fill(model, fitted(files.read_mapped(place), model, strict).weights)
+            return self
+        saved = fitted(self._read_saved(place, "cpu" if device is None else device), model, strict)
+        move_to_device(self)
         put_back = restorer({k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)})
         try:
             model.load_state_dict(rows_for(saved.weights, model), strict=strict)
@@ -1571,7 +1579,7 @@ class Learner(RunState):
             CheckpointError: a callback's `state_dict` does not return a dict.
         """
         run_state.check_moment(self)
-        return map_batch(gathered, run_state.state_dict(self), lambda x: x)
+        return map_batch(Gatherer(), run_state.state_dict(self), lambda x: x)
 
     @public
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -1597,6 +1605,8 @@ class Learner(RunState):
     def _read_saved(file: Path | BinaryIO, device: Any) -> Saved:
         if not isinstance(file, Path) or not file.is_dir():
             return files.read(file, device)
+        if files.weight_files(file):
+            return files.read_mapped(file)
         checkpoint = read_checkpoint(file)
         state = checkpoint.state()
         return Saved(str(file), checkpoint.weights(), state.get("opt"), state.get("scaler") or None)

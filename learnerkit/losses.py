@@ -712,6 +712,11 @@ def batch_count(learn: "Learner") -> int | Tensor:
     return learn._loss_weighting.count(learn.yb, learn.batch_size, learn.pred, output_of(learn))
 
 
+def loss_sums(learn: "Learner") -> bool:
+    """Tell whether the loss of a batch is a sum rather than a mean."""
+    return learn._loss_weighting.sums
+
+
 def loss_arguments(learn: "Learner") -> dict[str, Any]:
     """Return the attributes of the learner, or itself, that its loss function gets by keyword."""
     return {name: learn if name == "learn" else getattr(learn, name) for name in learn._loss_weighting.asks}

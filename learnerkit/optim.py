@@ -247,6 +247,22 @@ class Later:
         """Return what makes `function(rate)` of the rate."""
         raise NotImplementedError
 
+    def settled(self, learn: "Learner", rates: list[Any], cbs: Any) -> list[Any]:
+        """Return what this and others of its kind become among `rates`; see the function `settled`."""
+        raise NotImplementedError
+
+
+def settled(learn: "Learner", rates: list[Any], cbs: Any = None) -> list[Any]:
+    """Return rates, or schedules, of each optimizer, with those that are known when a fit begins as they are for it.
+
+    Args:
+        learn: the learner.
+        rates: for each of its optimizers.
+        cbs: callbacks that the fit will have beside the learner's own.
+    """
+    later = next((each for each in leaves(rates) if isinstance(each, Later)), None)
+    return rates if later is None else later.settled(learn, rates, cbs)
+
 
 def map_rates(f: Callable[[Any], Any], lr: Any) -> Any:
     """Apply `f` to each of the rates, or schedules, in slices, lists and mappings of them."""

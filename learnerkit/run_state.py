@@ -514,7 +514,7 @@ class Resumption:
             CheckpointError: something does not fit.
         """
         counters, data, place = self.state["counters"], self.state["position"], self.state["place"]
-        own, ended = self.state["rank"].get("position") or {}, None
+        own, ended, position = self.state["rank"].get("position") or {}, None, learn._position
         with fitting(self.name):
             put_model(learn, self.state, self.with_opt, self.name)
             learn.train_iter = counters["train_iter"]
@@ -523,12 +523,12 @@ class Resumption:
                 if data is not None and data["samplers"] is not None:
                     put_states(order_sources(learn.dls.train), data["samplers"])
                     ended = data, own
-            elif data is None or learn._position is None:
+            elif data is None or position is None:
                 learn.start_epoch = counters["epoch"] + (place == EPOCH)
             else:
                 learn.start_epoch = data["epoch"]
-                learn._position.load_state_dict(data)
-                learn._position.load_own_state_dict(own)
+                position.load_state_dict(data)
+                position.load_own_state_dict(own)
         if place in (EPOCH, FIT):
             self._put_rest(learn)
         return ended

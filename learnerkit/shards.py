@@ -50,6 +50,31 @@ def gathered(t: Any, keep: bool = True) -> Any:
     return full.clone() if rows * ranks > t.shape[0] else full
 
 
+class Gatherer:
+    """Gathers shards one after the other; tied ones become one tensor.
+
+    Args:
+        keep: as in `gathered`.
+    """
+
+    def __init__(self, keep: bool = True) -> None:
+        self.keep = keep
+        self._found: dict[int, Tensor] = {}
+
+    def __call__(self, t: Tensor) -> Tensor:
+        if not is_shard(t):
+            return t
+        key = storage_of(t)
+        if key not in self._found:
+            self._found[key] = gathered(t, self.keep)
+        return self._found[key]
+
+
+def storage_of(t: Tensor) -> int:
+    """Return the address of a shard's memory, which it has also on a rank without rows of it."""
+    return local(t).untyped_storage().data_ptr()
+
+
 def rows_of(t: Tensor, like: Tensor) -> Tensor:
     """Return this rank's rows of a whole tensor, as a shard that is divided as `like` is. No communication."""
     from torch.distributed.tensor import distribute_tensor
@@ -107,3 +132,9 @@ def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Paramete
         for name, p in owner._parameters.items():
             if p is not None:
                 yield f"{prefix}.{name}" if prefix else name, owner, name, p
+
+
+def own_class(module: nn.Module) -> type:
+    """Return the class of a module, also while it is sharded and has one of torch's in front of it."""
+    is_divided = hasattr(module, "unshard") and hasattr(module, "reshard")
+    return type(module).__mro__[2 if is_divided else 0]

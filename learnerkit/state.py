@@ -1,15 +1,16 @@
 """The state of a run: every attribute of the Learner that a callback may read while it trains or evaluates."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from learnerkit.callback import Dispatch
+    from learnerkit.callback import Callback, Dispatch
     from learnerkit.data.position import Position
     from learnerkit.gradient_mean import StepGradient
+    from learnerkit.large.mapped import Mapped
     from learnerkit.losses import LossWeight
     from learnerkit.notebook.kernel import Workers
     from learnerkit.parallel.agreement import Agreement
@@ -96,11 +97,21 @@ class RunState(PublicState):
 
     if TYPE_CHECKING:  # what lasts from run to run, and what of the Learner other parts of the package call
         shards: "Shards | None"  # how the model is divided among the ranks; None: it is whole
+        mapped: "Mapped | None"  # where the parameters of a model are that is too large for a process
         _agreement: "Agreement | None"  # what several ranks agree on; None: this process trains by itself
         _loss_weighting: "LossWeight"  # counts what a batch's loss averages over
-        _modes: tuple[Any, set[str]]  # a run's model, and the names of its modules that the user has set to eval mode
         _scaler_state: dict[str, Any]  # of fp16's gradient scaler, between fits
+        _number: int  # of the learner among those of this process, in the order in which they are made
         _workers: "Workers | None"  # of a notebook, which carry out the calls
+
+        # Runs, and brackets of the loop
+
+        _evaluate: Callable[[str, Any, Any], None]  # (task, loader, callbacks): a run without training
+        _trying: Callable[[str, list["Callback"]], AbstractContextManager[Callable[..., None]]]  # a run without trace
+        _events: Callable[[str, Callable[[], None], type[Exception]], None]  # (name, body, cancel)
+
+        @property
+        def _by_closure(self) -> bool: ...  # whether `_step` gives the optimizer a closure
 
         # The seams of the loop, which a subclass may override
         _forward: Callable[[], None]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from learnerkit.shards import own_class
 from learnerkit.text import did_you_mean, escaped, first_few
 from learnerkit.torch_internals import caller, own_tensors, without_compiler
 
@@ -177,7 +178,7 @@ def count_parameters(model: nn.Module) -> str:
     """Describe a model by its class and the number of its parameters."""
     sizes = [(0 if is_lazy(p) else p.numel(), p.requires_grad) for p in model.parameters()]
     total, frozen = sum(size for size, _ in sizes), sum(size for size, trained in sizes if not trained)
-    return f"{type(model).__name__}, {total:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
+    return f"{own_class(model).__name__}, {total:,} parameters" + (f", {frozen:,} of them frozen" if frozen else "")
 
 
 _OTHERS = (

@@ -242,7 +242,6 @@ def torchmetrics_table() -> dict:
     add("BinaryCalibrationError BinaryCohenKappa BinaryHingeLoss", binary)
     add("MulticlassCalibrationError MulticlassCohenKappa MulticlassHingeLoss", classes, **three)
     add("MulticlassExactMatch", partial(classes, (2,)), **three)
-    add("MulticlassExactMatch", partial(classes, (2,)), multidim_average="samplewise", **three)
     add("MultilabelExactMatch MultilabelCoverageError", labels, **label)
     add("MultilabelRankingAveragePrecision MultilabelRankingLoss", labels, **label)
     add("ExactMatch", partial(classes, (2,)), task="multiclass", **three)

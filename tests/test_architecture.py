@@ -27,8 +27,8 @@ PACKAGE = ROOT / "learnerkit"
 LAYERS = [
     ["text", "endings", "state", "torch_internals", "host_scalars", "shards"],
     ["launch", "utils", "files", "events"],
-    ["world", "optim", "processes", "units"],
-    ["callback", "data", "datasets"],
+    ["world", "optim", "processes"],
+    ["callback", "data", "datasets", "large"],
     ["explain"],
     ["gradient_mean", "run_state"],
     ["losses"],
@@ -360,6 +360,21 @@ def declared(block):
     """The names that are annotated in a block, with their types, and those of its properties."""
     found = {node.target.id: ast.unparse(node.annotation) for node in block if isinstance(node, ast.AnnAssign)}
     return found | {node.name: ast.unparse(node.returns) for node in block if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_learners_private_names_that_others_use_are_few_and_declared():
+    (state,) = (n for n in ast.walk(MODULES["state"]) if isinstance(n, ast.ClassDef) and n.name == "RunState")
+    (block,) = (n.body for n in state.body if isinstance(n, ast.If))
+    used = [
+        node.attr
+        for name, tree in MODULES.items()
+        for node in ast.walk(tree)
+        if name not in ("learner", "state") and isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr)
+        and ast.unparse(node.value) in ("learn", "self.learn", "cb.learn")
+    ]  # fmt: skip
+    assert {*used} - {*declared(state.body), *declared(block)} == set()
+    assert len({*used}) <= 20
+    assert len(used) <= 120
 
 
 def test_type_checkers_know_a_learners_callbacks_by_their_names():

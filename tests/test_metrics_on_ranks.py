@@ -21,6 +21,7 @@ from torch import nn
 from learnerkit import accuracy, world
 from learnerkit.metrics import make_meters
 from learnerkit.metrics.libraries import torchmetrics_in
+from learnerkit.metrics.meters import GatheringMeter
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -167,7 +168,7 @@ def test_batches_are_gathered_only_where_states_do_not_tell():
         (meter,) = make_meters(metric)
         meter.reset()
         meter.update(0, 4, pred, (target,))
-        assert (meter._gathering is not None) == gathers, metric
+        assert isinstance(meter, GatheringMeter) == gathers, metric
 
 
 # Classes of users
@@ -192,11 +193,11 @@ class Listing(torchmetrics.Metric):
 
 
 class Careless(torchmetrics.Metric):
-    """Keeps something that it does not declare, and a mean."""
+    """Keeps something that it does not declare, and a mean whose reduction is its own."""
 
     def __init__(self):
         super().__init__()
-        self.add_state("mean", torch.tensor(0.0, dtype=torch.float64), "mean")
+        self.add_state("mean", torch.tensor(0.0, dtype=torch.float64), lambda x: x.mean(0))
         self.n, self.parts = 0, {"last": [0.0]}
 
     def reset(self):
@@ -212,21 +213,33 @@ class Careless(torchmetrics.Metric):
         return self.mean + self.n + self.parts["last"][0]
 
 
-class Late(torchmetrics.Metric):
-    """Changes what it does not declare in a later update."""
+class Mean(torchmetrics.Metric):
+    """Says that the mean of the ranks' means is that of all samples."""
 
     def __init__(self):
         super().__init__()
-        self.add_state("n", torch.tensor(0), "sum")
-        self.large = 0
+        self.add_state("mean", torch.tensor(0.0), "mean")
 
     def update(self, pred, target):
-        self.n += len(pred)
-        if self.n > 4:
-            self.large += 1
+        self.mean = pred.mean().float()
 
     def compute(self):
-        return self.n + self.large
+        return self.mean
+
+
+class Window(torchmetrics.Metric):
+    """Keeps the last items of a list that ranks join."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("last", [], "cat")
+
+    def update(self, pred, target):
+        self.last.append(pred)
+        self.last = self.last[-1:] if len(self.last) > 2 else self.last
+
+    def compute(self):
+        return torch.cat(self.last).mean()
 
 
 class Wrapping:
@@ -289,8 +302,10 @@ def test_classes_of_users_equal_one_process():
 
 @pytest.mark.ranks(2)
 def test_what_cannot_be_combined_is_refused_by_name():
-    with pytest.raises(ValueError, match="metric 'm' cannot be combined.*'large' of Late.*add_state"):
-        on_ranks(Late(), difference_batches(), (0, 0, 0, 1))
+    with pytest.raises(ValueError, match="the state 'mean' of Mean is a mean.*AccumMetric"):
+        on_ranks(Mean(), difference_batches(), (0, 1, 0, 1))
+    with pytest.raises(ValueError, match="metric 'm' cannot be combined.*items from 'last' of Window.*AccumMetric"):
+        on_ranks(Window(), difference_batches() * 2, (0, 1) * 4)
     with pytest.raises(RuntimeError, match="compute of the metric 'm' called .*all ranks then; leave the commun"):
         on_ranks(Communicating(), difference_batches(), (0, 0, 0, 1))
 

@@ -13,6 +13,7 @@ they were added. The orders of all callbacks of the package, with those of the o
       -1  ChannelsLast: before the model is wrapped or compiled
        0  BnFreeze, MCDropout, ParallelCallback: the default, also for callbacks of your own
        1  Compile: after ParallelCallback has wrapped the model
+       2  ActivationCheckpointing: the same, and before DistributedCallback wraps it
        6  GradientAccumulation: decides whether a step is due before the callbacks that act on steps
       10  MixedPrecision: unscales the gradients before anything reads them
       11  GradientClip: clips unscaled gradients
@@ -22,6 +23,7 @@ they were added. The orders of all callbacks of the package, with those of the o
       13  ScalingMonitor: waits for the loader that all the above have set
       14  ActivationStats: hooks the modules that all the above have put in their places
       15  EMA, SWA: put the average into the model before others look at it
+      16  _MakeWhole: gathers a sharded model, with its average, before others save or load it
       16  _Statistics: computes BatchNorm's statistics with the average
       49  _Watch: sees batches and losses as they come to the model
       50  EvaluationCallback, GatherPredictions, KeepPredictions, Recorder: record a batch after others may have

@@ -8,7 +8,7 @@ from learnerkit import arguments, optim
 from learnerkit.callback import Callback
 from learnerkit.events import CancelBatchException, CancelStepException
 from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients
-from learnerkit.losses import output_of
+from learnerkit.losses import loss_sums, output_of
 
 
 class GradientAccumulation(Callback):
@@ -62,7 +62,7 @@ class GradientAccumulation(Callback):
     def attach(self) -> None:
         """Weigh the learner's batches from here on: on one process, as several ranks do it together."""
         learn = self.learn
-        self._mean, learn._gradient = GradientMean(learn._loss_weighting.sums), self
+        self._mean, learn._gradient = GradientMean(loss_sums(learn)), self
 
     def begin(self) -> None:
         """Count a batch into its step, and decide if the step is due after it."""

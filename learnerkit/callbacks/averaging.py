@@ -468,8 +468,7 @@ class SWA(_Averaging):
         before = states_of(order)
         try:
             # An evaluation in mid-fit: random streams and the place in the data stay, and the mean is in the model.
-            with learn._running("predict", measure) as nested:
-                learn._evaluate(dl, nested)
+            learn._evaluate("predict", dl, measure)
         finally:
             put_states(order, before)
         for norm, found in zip(norms, measure.found, strict=True):

@@ -15,7 +15,7 @@ from learnerkit.callbacks.recorder import Smoother, plot_lr_find
 from learnerkit.callbacks.schedule import SchedExp
 from learnerkit.callbacks.training import StepBudget
 from learnerkit.events import CancelEpochException, CancelFitException
-from learnerkit.losses import unwrap_partial
+from learnerkit.losses import loss_sums, unwrap_partial
 
 _DIVERGED = 4.0  # training has diverged when the smoothed loss is more than this many times its lowest value
 _BETA = 0.98  # smoothing, as in the recorder
@@ -88,7 +88,7 @@ class LRFinder(StepBudget):
         if learn.loss is not None and learn.loss_count:
             # Host-device syncs: to stop in time, the host must know the loss of every step.
             count = float(learn.loss_count)
-            self._sums += torch.tensor([float(learn.loss) * (1.0 if learn._loss_weighting.sums else count), count])
+            self._sums += torch.tensor([float(learn.loss) * (1.0 if loss_sums(learn) else count), count])
         if learn.step_due:
             self._close_step()
         super().after_batch()
@@ -108,7 +108,7 @@ class LRFinder(StepBudget):
         if not count:
             return
         self.lrs.append(self._rate)
-        self._losses.append(total if learn._loss_weighting.sums else total / count)
+        self._losses.append(total if loss_sums(learn) else total / count)
         self._smooth.extend(self._losses)
         # The first losses may vary much by chance, and are not used for suggestions either.
         bound = _DIVERGED * min(self.losses) if len(self.losses) > self.n_steps // 10 else math.inf

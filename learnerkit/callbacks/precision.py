@@ -25,7 +25,7 @@ from learnerkit.torch_internals import (
     scale_together,
     set_compiled_call,
 )
-from learnerkit.utils import unwrap
+from learnerkit.utils import itself, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -104,9 +104,7 @@ class MixedPrecision(Callback):
                 "(learn.to_bf16(), or MixedPrecision('bf16'))"
             )
         self.scaler = torch.amp.GradScaler(kind, **self.scaler_kwargs)
-        if learn.n_ranks > 1:
-            learn._scaler_state = world.broadcast(learn._scaler_state)  # every rank must reach this
-        self.take_scale()
+        self.take_scale(world.broadcast if learn.n_ranks > 1 else itself)  # every rank must reach this
         self.scaler.scale(torch.zeros((), device=learn.dls.device))  # a rank may take a step before it has a loss
         self.skipped, self._gate = 0, None
 
@@ -187,9 +185,13 @@ class MixedPrecision(Callback):
         if self.scaler is not None and state["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
 
-    def take_scale(self) -> None:
-        """Continue with the scale of the learner's last fit, or of the file it has loaded."""
-        last, scaler = self.learn._scaler_state, self.scaler
+    def take_scale(self, shared: Callable[[dict[str, Any]], dict[str, Any]] = itself) -> None:
+        """Continue with the scale of the learner's last fit, or of the file it has loaded.
+
+        Args:
+            shared: makes its state the same on all ranks.
+        """
+        last, scaler = shared(self.learn._scaler_state), self.scaler
         if last and scaler is not None and scaler.is_enabled():
             state = scaler.state_dict()
             # The scale grows when the count equals the interval: a larger count would never do so.

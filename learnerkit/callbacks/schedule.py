@@ -200,7 +200,7 @@ class ParamScheduler(Callback):
         if learn.n_steps is None:
             arguments.check_length(learn.dls.train, "a schedule")
         by_name = {name: optim.for_each(learn.opt, sched) for name, sched in self.scheds.items()}
-        by_name |= {name: learn._settled(scheds) for name, scheds in by_name.items() if name == "lr"}
+        by_name |= {name: optim.settled(learn, scheds) for name, scheds in by_name.items() if name == "lr"}
         self._by_opt = [
             {name: scheds[i] for name, scheds in by_name.items() if scheds[i] is not None}
             for i in range(len(learn.opts))

@@ -1,6 +1,7 @@
 """The course of training: train and eval mode, counters, sample order, and an end after a number of steps."""
 
 import sys
+from collections.abc import Set
 from typing import Any
 
 from torch import nn
@@ -26,22 +27,33 @@ class TrainEvalCallback(Callback):
     order = -10
     run_valid = False
 
+    _model: nn.Module | None = None  # of the present run, before callbacks wrap it
+    _in_eval: Set[str] = frozenset()  # names of its modules that the user has put into eval mode
+
+    def note_modes(self, model: nn.Module | None) -> None:
+        """Note which modules the user has put into eval mode; at the end of a run `None` comes in the model's place."""
+        self._model = model
+        if model is not None:
+            found = {name for name, module in model.named_modules() if not module.training}
+            # A model that is in eval mode as a whole is so after a run: then what was known before it still holds.
+            self._in_eval = found if model.training else found & self._in_eval
+
     def before_fit(self) -> None:
         learn = self.learn
         reset = getattr(unwrap(learn.model), "reset", None)
         if callable(reset):
             reset()
         if learn.task not in ("validate", "predict"):
-            _warn_of_dropout(*learn._modes)
+            if self._model is not None:
+                _warn_of_dropout(self._model, self._in_eval)
             learn.train_iter, learn.pct_train = 0, 0.0
             learn._position = Position()
 
     def before_train(self) -> None:
         learn = self.learn
         learn.model.train()
-        model, in_eval = learn._modes
-        for name, module in model.named_modules() if in_eval else ():
-            if name in in_eval:
+        for name, module in self._model.named_modules() if self._model is not None and self._in_eval else ():
+            if name in self._in_eval:
                 module.training = False
         if learn.n_epoch:
             learn.pct_train = learn.epoch / learn.n_epoch
@@ -57,7 +69,7 @@ class TrainEvalCallback(Callback):
         learn, position = self.learn, self.learn._position
         learn.train_iter += 1
         position.steps = learn.iter + 1
-        position.samples += learn.batch_size if learn._agreement is None else position.of_all_ranks(learn)
+        position.samples += learn.batch_size if learn.n_ranks == 1 else position.of_all_ranks(learn)
         if learn.n_iter and learn.n_epoch:  # if the loader has no length, pct_train changes once an epoch
             learn.pct_train = (learn.epoch + (learn.iter + 1) / learn.n_iter) / learn.n_epoch
 
@@ -72,7 +84,7 @@ class TrainEvalCallback(Callback):
         self.learn.model.eval()
 
 
-def _warn_of_dropout(model: nn.Module, in_eval: set[str]) -> None:
+def _warn_of_dropout(model: nn.Module, in_eval: Set[str]) -> None:
     """Warn of modules in eval mode that have trainable parameters and dropout: that is rarely intended."""
     for name in sorted(in_eval):
         if name.rpartition(".")[0] in in_eval:

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,7 @@ from learnerkit import arguments, optim, world
 from learnerkit.callback import is_ours
 from learnerkit.callbacks.training import StepCounter
 from learnerkit.checkpoints import state
-from learnerkit.checkpoints.storage import Checkpoint, Lock, Storage, candidates, check_types, info_of
+from learnerkit.checkpoints.storage import Checkpoint, Lock, Storage, candidates, check_types, manifest_of
 from learnerkit.endings import mark
 from learnerkit.events import CancelFitException, FitDone
 from learnerkit.files import CheckpointError, remove
@@ -111,21 +111,17 @@ class CheckpointCallback(StepCounter):
         self.per_learner, self._above = per_learner, self.path
         self._every_steps, self._seconds = _interval(every)
         self._found: Checkpoint | None = None  # where the run is to go on
-        self._looked = False  # for it
-        self._done = False  # the fit
+        self._looked = False  # for it, and what was found holds
         self._fit = -1  # its number
         self._carried: tuple[dict, dict] | None = None  # the place after the fit before, if its data are unread here
         self._forget()
 
     def _forget(self) -> None:
-        self._storage: Storage | None = None
-        self._lock: Lock | None = None
+        self._storage = Storage(self.path, self.keep, self.async_save)  # of the checkpoints that are no ends of fits
+        self._ends = ExitStack()  # what the end of the fit puts back
         self._request = Request()
-        self._alone = True  # on one process nobody needs to agree
-        self._handlers: dict[int, Any] = {}
         self._resumption: Resumption | None = None  # until all of it is put back
         self._trained: tuple[dict, Mapping] | None = None  # the state before validation
-        self._is_due = False  # a checkpoint, at the next step's end
         self._deadline = float("inf")
         self._saved_at = -1  # the step after which the last one was taken
         self._config: dict[str, Any] = {}
@@ -139,23 +135,25 @@ class CheckpointCallback(StepCounter):
         learn = self.learn
         if sum(isinstance(cb, CheckpointCallback) for cb in learn.cbs) > 1:
             raise ValueError("two callbacks CheckpointCallback: a run is saved in one directory, by one of them")
-        self._done = False
         self._enter()
         self._looked = self._looked and learn.n_fits > self._fit  # else this is another learner
         follows, self._fit = learn.n_fits == self._fit + 1, learn.n_fits
-        self._alone = learn.n_ranks == 1
         if (agreement := learn._agreement) is not None:
             self._request = agreement.request
-        self._lock = Lock(self.path)
+        lock = Lock(self.path)
+        self._ends.callback(lock.release)
+        self._ends.callback(lambda: self._storage.wait())  # it may be another one by then
         with world.grouped_collectives():
-            self._lock.acquire()
+            lock.acquire()
             found = self._look()
+            self._looked = False  # until the fit has ended: one that fails may be tried again, from what was saved
             self._config = state.configuration(learn)
             carried, self._carried = self._carried, None
-            if found is None and follows and carried is not None and learn._position is not None:
-                learn._position.follow(*carried)
+            position = learn._position
+            if found is None and follows and carried is not None and position is not None:
+                position.follow(*carried)
             self._first = first_attributes(learn)
-            now, storage = state_dict(learn), self._main()
+            now, storage = state_dict(learn), self._storage
             storage.check_values(*_parts(now))
             if found is not None:
                 self._take_up(found, now)
@@ -170,6 +168,7 @@ class CheckpointCallback(StepCounter):
         path = self._above / f"learner{self.learn._number}" if self.per_learner else self.path
         if path != self.path:
             self.path, self._looked, self._fit = path, False, -1
+            self._storage = Storage(path, self.keep, self.async_save)
 
     def _look(self) -> Checkpoint | None:
         """What this fit goes on from; every rank must reach this."""
@@ -189,11 +188,11 @@ class CheckpointCallback(StepCounter):
         if found.info["fit"] > fit or (end and getattr(self.learn, unit) <= end.info[unit]):  # not to train for longer
             return end
         # The newest from before the end of the fit, where others change things.
-        last = _newest_of(self._main()) if found.info["place"] == FIT else None
+        last = _newest_of(self._storage) if found.info["place"] == FIT else None
         return found if last is None or last.info["fit"] != fit else last
 
     def _end(self) -> NoReturn:
-        self._done = True
+        self._looked = True
         raise FitDone(agreed=True)
 
     def _newest(self) -> Checkpoint | None:
@@ -209,7 +208,7 @@ class CheckpointCallback(StepCounter):
         if not self.resume and not restarted:
             raise self._used()
         try:
-            found, damage = _newest_of(self._main()), None
+            found, damage = _newest_of(self._storage), None
         except CheckpointError as e:  # all of them are damaged; the end of a fit may be whole
             found, damage = None, e
         for fit in world.broadcast(sorted(_numbers(self.path / _ENDS), reverse=True)):
@@ -244,15 +243,10 @@ class CheckpointCallback(StepCounter):
         except CheckpointError:  # damaged, as was warned of; the fit goes on from an earlier one
             return None
 
-    def _main(self) -> Storage:
-        """The directory of the checkpoints that are no ends of fits."""
-        if self._storage is None:
-            self._storage = Storage(self.path, self.keep, self.async_save)
-        return self._storage
-
     def _take_up(self, found: Checkpoint, now: dict[str, Any]) -> None:
         """Put the state of a checkpoint into the learner, and end the fit if it was done."""
         learn, info, path = self.learn, found.info, str(found.path)
+        found.in_place = learn.shards is not None  # each rank takes its rows
         then = _read_state(found, learn, now)
         self._resumption = resumption = Resumption(then, self._compare(then), path)
         self._carried = resumption.begin(learn)
@@ -326,25 +320,26 @@ class CheckpointCallback(StepCounter):
         if self._step_open:
             self._step_open = False
         vars(self)["_steps"] = steps = self._steps + 1  # at every step: an assignment to a callback takes longer
-        if self._every_steps and steps % self._every_steps == 0:
-            self._is_due = True
-        if self._seconds and time.monotonic() > self._deadline and (self._alone or world.is_main()):
+        every = self._every_steps
+        is_due = bool(every) and steps // every > max(self._saved_at, 0) // every
+        if self._seconds and time.monotonic() > self._deadline and (learn.n_ranks == 1 or world.is_main()):
             self._request.ask(SAVE)
-        request = self._request
-        asked = request.mine if self._alone else request.agreed
-        if asked or self._is_due:
-            self._save_after_step(asked)
+        if is_due or self._asked():
+            self._save_after_step(is_due)
 
-    def _save_after_step(self, asked: int) -> None:
-        learn = self.learn
+    def _asked(self) -> int:
+        """What was asked for from outside; on several ranks, what all of them know of."""
+        return self._request.mine if self.learn.n_ranks == 1 else self._request.agreed
+
+    def _save_after_step(self, is_due: bool) -> None:
+        learn, asked = self.learn, self._asked()
         # Gradients may also be kept as zeros, and those of parameters beside the optimizer are never cleared.
         grads = [local(p.grad) for p in optim.parameters_of(learn.opts) if p.grad is not None]
         kept = any(bool(grad.to_dense().any()) for grad in grads)
         if world.reduce(int(kept), "max"):
             return  # a callback accumulates gradients over several batches: at the end of that step
-        if self._saved_at < self._steps - (asked == SAVE and not self._alone and not self._is_due):
+        if self._saved_at < self._steps - (asked == SAVE and learn.n_ranks > 1 and not is_due):
             self._save(TRAIN)
-        self._is_due = False
         self._serve(asked)
 
     def _serve(self, asked: int) -> None:
@@ -353,7 +348,7 @@ class CheckpointCallback(StepCounter):
             return
         self._request.done()
         if asked > SAVE:
-            self._wait()
+            self._storage.wait()
             raise Stopped if asked == END else mark(KeyboardInterrupt(), agreed=True)
 
     def after_train(self) -> None:
@@ -367,7 +362,7 @@ class CheckpointCallback(StepCounter):
 
     def after_cancel_fit(self) -> None:
         """Save what was the state before a validation that a signal has cut short."""
-        asked = self._request.mine if self._alone else self._request.agreed
+        asked = self._asked()
         if asked > SAVE and self._trained is not None:
             self._write(*self._trained)
             self._serve(asked)
@@ -383,7 +378,7 @@ class CheckpointCallback(StepCounter):
 
     def after_fit(self) -> None:
         learn = self.learn
-        self._done, position = True, learn._position
+        self._looked, position = True, learn._position
         self._save(FIT)
         if position is not None and position.is_unread:
             self._carried = position.state_dict(), position.own_state_dict()
@@ -398,7 +393,7 @@ class CheckpointCallback(StepCounter):
         learn = self.learn
         return {
             "fit": learn.n_fits, "place": place, "step": self._steps, "time": time.time(),
-            "epoch": learn.epoch, "lr_finds": list(learn._lr_finds),
+            "epoch": learn.epoch, "lr_finds": list(learn.lr_finds),
             "n_epoch": learn.epoch + 1 if learn.n_epoch is None else learn.n_epoch,
             "n_steps": self._steps if learn.n_steps is None else learn.n_steps,
             "runs": [run for cb in learn.cbs if isinstance(run := getattr(cb, "run_id", None), str)],
@@ -416,18 +411,13 @@ class CheckpointCallback(StepCounter):
         info |= {"launchers": sorted({*world.all_gather(_launcher())})}
         name = f"fit{info['fit']}-epoch{info['epoch']}-step{info['step']}"
         name += _SUFFIXES[info["place"]]
-        storage = self._main()
         if info["place"] == FIT:
-            storage.wait()
-            storage = self._storage = Storage(self.path / _ENDS / str(info["fit"]), 1, self.async_save)
-            _ends_here.add(storage.path.resolve())
-        storage.save(name, *_parts({**now, "config": self._config}), info)
+            self._storage.wait()
+            self._storage = Storage(self.path / _ENDS / str(info["fit"]), 1, self.async_save)
+            _ends_here.add(self._storage.path.resolve())
+        self._storage.save(name, *_parts({**now, "config": self._config}), info)
         self._saved_at = self._steps
         self._start_clock()
-
-    def _wait(self) -> None:
-        if self._storage is not None:
-            self._storage.wait()
 
     def _start_clock(self) -> None:
         if self._seconds:
@@ -446,21 +436,17 @@ class CheckpointCallback(StepCounter):
             )
             return
         self._request.heard = True
+        self._ends.callback(setattr, self._request, "heard", False)
         for name, asked in (("SIGTERM", END), ("SIGUSR1", SAVE)):
             signum = getattr(signal, name, None)
             if signum is not None and signal.getsignal(signum) not in (None, signal.SIG_IGN):
-                self._handlers[signum] = signal.signal(signum, partial(_note, self._request, asked))
+                before = signal.signal(signum, partial(_note, self._request, asked))
+                self._ends.callback(signal.signal, signum, before)
 
     def cleanup_fit(self) -> None:
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
         try:
-            self._wait()
+            self._ends.close()
         finally:
-            if self._lock is not None:
-                self._lock.release()
-            self._request.heard = False
-            self._looked = self._looked and self._done  # a fit that failed may be tried again, from what was saved
             self._forget()
 
     # Earlier calls of lr_find
@@ -580,7 +566,7 @@ def _of_run(path: Path, resume: str) -> Path:
     for one in (each for folder in (path, *path.rglob("*/")) for each in candidates(folder)):
         with suppress(CheckpointError):  # a damaged one; the others say the same
             folder = one.parents[2] if one.parents[1].name == _ENDS else one.parent
-            for each in info_of(one).get("runs", []):
+            for each in manifest_of(one)["info"].get("runs", []):
                 found.setdefault(str(each), set()).add(str(folder))
     if len(found.get(run, ())) != 1:
         said = "these do" if run in found else "the runs of the checkpoints there"

@@ -14,6 +14,7 @@ from learnerkit.data.order import samplers_of
 from learnerkit.losses import loss_name
 from learnerkit.metrics import metric_names
 from learnerkit.run_state import keys, own_attributes
+from learnerkit.shards import own_class
 from learnerkit.text import first_few
 from learnerkit.utils import unwrap
 
@@ -29,7 +30,7 @@ def configuration(learn: "Learner") -> dict[str, Any]:
     """What the numbers of a fit depend on, as far as it can be told by plain values; at the end of `before_fit`."""
     model, (train, valid) = unwrap(learn.model), learn.dls.loaders[:2]
     return {
-        "model": type(model).__name__,
+        "model": own_class(model).__name__,
         "parameters": {name: _described(p) for name, p in model.named_parameters()},
         "optimizer": [type(opt).__name__ for opt in learn.opts],
         "groups": [_plain(group) for opt in learn.opts for group in opt.param_groups],

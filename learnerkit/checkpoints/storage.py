@@ -52,6 +52,7 @@ from learnerkit.files import (
     sync_directory,
     temporary_name,
     tensor_file,
+    tied_names,
     why_not,
     without_tied,
     write_new,
@@ -64,6 +65,7 @@ T = TypeVar("T")
 
 _FORMAT = 2
 _MODEL, _STATE, _MANIFEST, _LATEST = "model.safetensors", "state.json", "manifest.json", "latest"
+_INDEX = f"{_MODEL}.index.json"  # of a sharded model, of which each rank writes some tensors; as transformers has it
 _SIGNS = (_MANIFEST, _MODEL, _STATE)  # of these a directory has one if it is a checkpoint, perhaps a damaged one
 _LOCK = ".learnerkit.lock"
 _DYING = 5.0  # seconds that the memory of a killed process may take to be freed, and its lock with it
@@ -78,6 +80,9 @@ class Checkpoint:
     Args:
         path: its directory.
         manifest: what the manifest says.
+
+    Attributes:
+        in_place: read tensors only when they are needed; the files must stay as they are until then.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
@@ -85,6 +90,7 @@ class Checkpoint:
         self.info: dict[str, Any] = manifest["info"]
         self.n_ranks: int = manifest["n_ranks"]
         self._files: dict[str, dict] = manifest["files"]
+        self.in_place = False
 
     def weights(self) -> dict[str, Tensor]:
         """The model's state dict, on the host.
@@ -92,7 +98,14 @@ class Checkpoint:
         Raises:
             CheckpointError: the file is not what `Storage.save` writes.
         """
-        found: Any = self._read(_MODEL, read_tensors)
+        names = [_model_part(rank, self.n_ranks) for rank in range(self.n_ranks)] if _INDEX in self._files else [_MODEL]
+        found: Any = OrderedDict()
+        for name in names:
+            tensors: Any = self._read(name, partial(read_tensors, in_place=self.in_place))
+            found.update(tensors)
+            found._metadata = tensors._metadata
+        if _INDEX in self._files:  # tied weights may be in any of the files
+            found.update(self._read(names[0], lambda path: tied_names(path, found)))
         found.update(self._decoded(_STATE, "extra", [0]))
         return found
 
@@ -115,7 +128,7 @@ class Checkpoint:
     def _decoded(self, file: str, part: str, ranks: Iterable[int]) -> dict[str, Any]:
         tensors: dict[str, Tensor] = {}
         for rank in ranks:
-            wanted = partial(read_tensors, wanted=lambda name: name.startswith(f"{part}."))
+            wanted = partial(read_tensors, wanted=lambda name: name.startswith(f"{part}."), in_place=self.in_place)
             tensors |= self._read(f"rank{rank}.safetensors", wanted)
         numbered = {int(name.partition(".")[2]): tensor for name, tensor in tensors.items()}
         value = self._read(file, lambda path: decode(json.loads(path.read_bytes())[part], numbered))
@@ -174,19 +187,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         names = sorted(p.name for p in candidates(path))
         there = f"; the checkpoints in it are {first_few(names)}" if names else ""
         raise CheckpointError(f"{path} is not a whole checkpoint: it has no {_MANIFEST}{there}")
-    checkpoint = Checkpoint(path, _manifest(path))
+    checkpoint = Checkpoint(path, manifest_of(path))
     checkpoint.verify()
     return checkpoint
-
-
-def info_of(path: Path) -> dict[str, Any]:
-    """What the manifest of a checkpoint says of its run; other files are not looked at.
-
-    Raises:
-        CheckpointError: the manifest is missing or damaged.
-    """
-    info: dict[str, Any] = _manifest(path)["info"]
-    return info
 
 
 class Storage:
@@ -359,7 +362,7 @@ class Storage:
         found, problems = [], []
         for path in candidates(self.path):
             try:
-                manifest = _manifest(path)
+                manifest = manifest_of(path)
                 Checkpoint(path, manifest).check_sizes()
                 found.append((path.name, manifest))
             except (OSError, CheckpointError) as e:
@@ -503,8 +506,11 @@ class _Content:
             memory: to copy the values to; without it they must not change before they are written.
         """
         owners = {name: rank if name.startswith("own.") else 0 for name in self._tensors}
+        is_divided = any(is_shard(t) for name, t in self._tensors.items() if name.startswith("model."))
+        kinds = ("state.", "model.") if is_divided else ("state.",)  # whose large tensors are shared out
         loads = [sum(t.nbytes for name, t in self._tensors.items() if name.startswith("model."))] + [0] * (n - 1)
-        large = [name for name, t in self._tensors.items() if name.startswith("state.") and t.nbytes >= _SHARED_BYTES]
+        loads[0] *= not is_divided
+        large = [name for name, t in self._tensors.items() if name.startswith(kinds) and t.nbytes >= _SHARED_BYTES]
         for name in sorted(large, key=lambda name: (-self._tensors[name].nbytes, name)):  # to who has least
             owners[name] = loads.index(min(loads))
             loads[owners[name]] += self._tensors[name].nbytes
@@ -521,10 +527,23 @@ class _Content:
             f"rank{rank}.safetensors": tensor_file(taken),
             f"rank{rank}.json": [json.dumps({"own": self._json["own"]}).encode()],
         }
+        if is_divided and rank < n:
+            found[_model_part(rank, n)] = tensor_file(model, self._notes)
         if rank == 0:
             alike = {part: self._json[part] for part in ("state", "extra")}
-            found |= {_MODEL: tensor_file(model, self._notes), _STATE: [json.dumps(alike).encode()]}
+            found[_STATE] = [json.dumps(alike).encode()]
+            if is_divided:
+                files = {name: _model_part(owner, n) for name, owner in owners.items() if name.startswith("model.")}
+                weight_map = {name.removeprefix("model."): file for name, file in files.items()}
+                size = sum(self._tensors[name].nbytes for name in files)
+                found[_INDEX] = [json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}).encode()]
+            else:
+                found[_MODEL] = tensor_file(model, self._notes)
         return found
+
+
+def _model_part(rank: int, n: int) -> str:
+    return f"model-{rank + 1:05d}-of-{n:05d}.safetensors"
 
 
 class _Part:
@@ -653,7 +672,7 @@ def _signed(manifest: dict[str, Any]) -> bytes:
     return b'{"sha256": "%s", ' % hashlib.sha256(rest).hexdigest().encode() + rest
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def manifest_of(folder: Path) -> dict[str, Any]:
     """What the manifest of a checkpoint says.
 
     Raises:
@@ -681,9 +700,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _is_manifest(path: Path, manifest: dict[str, Any]) -> bool:
     n, files = manifest["n_ranks"], manifest["files"]
-    if len(files) != 2 + 2 * n:
+    if len(files) not in (2 + 2 * n, 2 + 3 * n):
         return False
-    names = {_MODEL, _STATE} | {f"rank{rank}.{kind}" for rank in range(n) for kind in ("json", "safetensors")}
+    model = {_INDEX, *(_model_part(rank, n) for rank in range(n))} if _INDEX in files else {_MODEL}
+    names = {_STATE} | model | {f"rank{rank}.{kind}" for rank in range(n) for kind in ("json", "safetensors")}
     expected = {"number": 0, "info": {}, "files": dict.fromkeys(names, {"size": 0, "sha256": ""})}
     check_types(manifest, expected, str(path))
     return files.keys() == names

@@ -44,19 +44,14 @@ def map_batch(f: Callable[[Tensor], Any], batch: Any, others: Callable[[Any], An
     if isinstance(batch, tuple | list):
         mapped = [f(b) if isinstance(b, Tensor) else map_batch(f, b, others) for b in batch]
         return type(batch)(*mapped) if hasattr(batch, "_fields") else type(batch)(mapped)
-    if isinstance(batch, Mapping):
-        return {k: map_batch(f, v, others) for k, v in batch.items()}
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return _with_fields(batch, lambda name: map_batch(f, getattr(batch, name), others))
+    if is_nested(batch):
+        return with_entries(batch, {key: map_batch(f, part, others) for key, part in entries(batch)})
     return batch if others is None else others(batch)
 
 
-def _with_fields(part: Any, value: Callable[[str], Any]) -> Any:
-    """Return a copy of a dataclass object, which may be frozen, with other values for its fields."""
-    twin = copy(part)
-    for field in fields(part):
-        object.__setattr__(twin, field.name, value(field.name))
-    return twin
+def is_nested(part: Any) -> bool:
+    """Tell whether part of a batch is a tuple, a list, a mapping, or an object of a dataclass, which has `entries`."""
+    return isinstance(part, tuple | list | Mapping) or (is_dataclass(part) and not isinstance(part, type))
 
 
 def on_host(batch: Any) -> Any:
@@ -108,9 +103,9 @@ def entries(part: Any) -> Iterable[tuple[Any, Any]]:
     """The (key, value) pairs of a mapping, a dataclass, a tuple or a list."""
     if isinstance(part, Mapping):
         return part.items()
-    if is_dataclass(part) and not isinstance(part, type):
-        return [(field.name, getattr(part, field.name)) for field in fields(part)]
-    return enumerate(part) if isinstance(part, tuple | list) else ()
+    if isinstance(part, tuple | list):
+        return enumerate(part)
+    return [(field.name, getattr(part, field.name)) for field in fields(part)] if is_nested(part) else ()
 
 
 def with_entries(part: Any, values: Mapping[Any, Any]) -> Any:
@@ -119,7 +114,10 @@ def with_entries(part: Any, values: Mapping[Any, Any]) -> Any:
         return dict(values)
     if isinstance(part, tuple | list):
         return type(part)(*values.values()) if hasattr(part, "_fields") else type(part)(values.values())
-    return _with_fields(part, values.__getitem__)
+    twin = copy(part)
+    for name, value in values.items():
+        object.__setattr__(twin, name, value)  # it may be frozen
+    return twin
 
 
 def likely_sizes(batch: Any) -> set[int]:
@@ -170,8 +168,6 @@ def concat(batches: list) -> Any:
         if len({(t.shape[1:], t.ndim) for t in batches}) > 1:
             return [row for t in batches for row in t]
         return torch.cat(batches) if first.ndim else torch.stack(batches)
-    if isinstance(first, Mapping):
-        return {k: concat([b[k] for b in batches]) for k in first}
     if isinstance(first, PackedSequence):
         raise ValueError("packed sequences of several batches cannot be joined; pad them (pad_packed_sequence)")
     if any(isinstance(batch, Rows) for batch in batches):
@@ -179,8 +175,9 @@ def concat(batches: list) -> Any:
     if isinstance(first, tuple | list):
         columns = [concat(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    if is_dataclass(first) and not isinstance(first, type):
-        return _with_fields(first, lambda name: concat([getattr(batch, name) for batch in batches]))
+    if is_nested(first):
+        parts = [dict(entries(batch)) for batch in batches]
+        return with_entries(first, {key: concat([part[key] for part in parts]) for key in parts[0]})
     return list(batches)
 
 

@@ -1,7 +1,6 @@
 """Batches that are made already, cut along the dimension of their samples."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import is_dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from learnerkit.data.batches import entries, with_entries
+from learnerkit.data.batches import entries, is_nested, with_entries
 from learnerkit.utils import describe, itself
 
 Dims = int | None | Sequence[int | None] | Mapping[str, int | None]
@@ -92,7 +91,7 @@ def map_rows(
         return others(part)
     if isinstance(part, tuple | list) and part and place and all(isinstance(x, _PLAIN) for x in part):
         return f(part, 0, place)
-    if isinstance(part, tuple | list | Mapping) or (is_dataclass(part) and not isinstance(part, type)):
+    if is_nested(part):
         mapped = {key: map_rows(f, x, _dims_at(dims, key), others, (*place, key)) for key, x in entries(part)}
         return with_entries(part, mapped)
     return others(part)

@@ -388,13 +388,13 @@ class DataLoaders:
         per_sample = torch.are_deterministic_algorithms_enabled() and indexed and not getattr(dl, "reads_rows", False)
         if not (counts or draws_globally(dl) or per_sample or always or starts_workers(dl)):
             return dl
-        self._twins = {k: v for k, v in self._twins.items() if any(v[0] is known for known in self.loaders)}
+        self._twins = {key: pair for key, pair in self._twins.items() if self._owns(pair[0])}
         key = (id(dl), training, per_sample)
-        found = self._twins[key][1] if key in self._twins else None
+        _, found = self._twins.get(key, (dl, None))
         if found is None:
             dataset = PerSample(dl.dataset) if per_sample else dl.dataset
             found = with_batches(dl, dataset=dataset, **replaced_sampler(dl))
-            if any(dl is known for known in self.loaders):
+            if self._owns(dl):
                 self._twins[key] = dl, found
         if per_sample or starts_workers(dl):  # anew, as this process may handle signals by now
             found.worker_init_fn = partial(begin_worker, dl.worker_init_fn, per_sample, handles_signals())
@@ -402,8 +402,10 @@ class DataLoaders:
 
     def keeps(self, dl: Any) -> bool:
         """Tell whether `dl` is one of these loaders, or a copy that is kept for one."""
-        copies = [twin for original, twin in self._twins.values() if any(original is known for known in self.loaders)]
-        return any(dl is known for known in (*self.loaders, *copies))
+        return self._owns(dl) or any(dl is twin and self._owns(original) for original, twin in self._twins.values())
+
+    def _owns(self, dl: Any) -> bool:
+        return any(dl is known for known in self.loaders)
 
     def row_sizes(self, batch: Any) -> set[int]:
         """The numbers of rows that all parts of a batch agree on; several, or none, if the parts do not tell."""

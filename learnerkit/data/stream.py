@@ -30,6 +30,7 @@ from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.order import draw_seed, samplers_of
 from learnerkit.data.rows import IndexBatches
 from learnerkit.torch_internals import set_worker_dataset
+from learnerkit.utils import same
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -99,39 +100,36 @@ class SampleStream:
     def _mine(self) -> Iterator[tuple[Share, Any]]:
         if self.place == inf:
             return
-        items = islice(
-            self.sampler if self.seed is None else same_stream(self.sampler, self.seed), int(self.place), None
-        )
-        if self.ranks == 1 or (self.opaque and self.split):
-            for step, item in enumerate(items, self.first):
-                size = None if self.opaque else loader_len(item)
-                yield Share(step * self.ranks + self.rank, size, size), item
+        drawn = self.sampler if self.seed is None else same_stream(self.sampler, self.seed)
+        items = islice(drawn, int(self.place), None)
+        rank, ranks, opaque = self.rank, self.ranks, self.opaque
+        if ranks > 1 and (self.training or self.split) and not (opaque and self.split):
+            yield from self._spread(([item] for item in items) if opaque else items)
             return
-        batches = ([item] for item in items) if self.opaque else items
-        for share, batch in self._spread(batches) if self.split or self.training else self._take_turns(batches):
-            if self.opaque:
-                yield share._replace(size=None if share.size else 0), batch[0]
-            else:
-                yield share, batch
+        in_turns = ranks > 1 and not self.split
+        for step, item in enumerate(items, self.first):
+            if not in_turns or step % ranks == rank:
+                size = None if opaque else loader_len(item)
+                yield Share(step if in_turns else step * ranks + rank, size, size), item
 
     def _spread(self, batches: Iterable) -> Iterator[tuple[Share, Any]]:
         # Samples of other batches would be padded to the length of the longest, which may be more than fits.
         join, n = not isinstance(self.sampler, LengthBatches), loader_len(self.sampler)
         left = None if n is None else n - int(self.place)
-        steps = distribute(batches, self.ranks, self.split, self.least, join, left)
-        for step, pieces in enumerate(steps, self.first):
-            sizes = [len(piece) for piece in pieces]
-            mine = sizes[self.rank]
-            if mine or self.training:
-                total = samples_in(chain(*pieces), self.count) if self.opaque else sum(sizes)
-                # Real samples even where none counts: their empty slice has the right shapes and types.
-                piece = pieces[self.rank] if mine else pieces[0][: self.least]
-                yield Share(step * self.ranks + self.rank, mine, total), piece
+        for step, pieces in enumerate(distribute(batches, self.ranks, self.split, self.least, join, left), self.first):
+            mine, place = len(pieces[self.rank]), step * self.ranks + self.rank
+            if not mine and not self.training:
+                continue
+            # Real samples even where none counts: their empty slice has the right shapes and types.
+            piece = pieces[self.rank] if mine else pieces[0][: self.least]
+            if self.opaque:
+                yield Share(place, None if mine else 0, self._samples_in(chain(*pieces))), piece[0]
+            else:
+                yield Share(place, mine, sum(map(len, pieces))), piece
 
-    def _take_turns(self, batches: Iterable) -> Iterator[tuple[Share, Any]]:
-        for place, batch in enumerate(batches):
-            if place % self.ranks == self.rank:
-                yield Share(place, len(batch), None if self.opaque else len(batch)), batch
+    def _samples_in(self, items: Iterable) -> int | None:
+        counts = [None if self.count is None else self.count(item) for item in items]
+        return None if None in counts else sum(cast(list[int], counts))
 
 
 def stream_of(dl: Any) -> SampleStream | None:
@@ -181,35 +179,20 @@ def distribute(
         n: how many batches there are, where it is known: else a last step with a batch for each rank is not spread.
     """
     if split:
-        for batch in batches:
-            yield split_evenly(batch, ranks, least)
+        yield from (split_evenly(batch, ranks, least) for batch in batches)
         return
-    group: list = []
-    for number, batch in enumerate(batches, 1):
-        group.append(batch)
-        if number == n or len(group) == ranks:
-            yield _dealt(group, ranks, least, join, last=number == n)
-            group = []
-    if group:
-        yield _dealt(group, ranks, least, join, last=True)
-
-
-def _dealt(group: list, ranks: int, least: int, join: bool, last: bool) -> list:
-    """Give each rank its piece of the batches of a step; `last`: of the last one, which may be uneven."""
-    if len(group) == ranks and not (last and join and len({len(b) for b in group}) > 1):
-        return group
-    if join:
-        whole = torch.cat(group) if all(isinstance(b, Tensor) for b in group) else [i for b in group for i in b]
-        return split_evenly(whole, ranks, least)
-    pieces = [ranks // len(group) + (i < ranks % len(group)) for i in range(len(group))]
-    return [piece for batch, n in zip(group, pieces, strict=True) for piece in split_evenly(batch, n, least)]
-
-
-def samples_in(batches: Iterable, count: Callable[[Any], int | None] | None) -> int | None:
-    """Return the samples of batches, where `count` knows those of each."""
-    counts = [None if count is None else count(batch) for batch in batches]
-    known = [n for n in counts if n is not None]
-    return sum(known) if len(known) == len(counts) else None
+    batches, drawn = iter(batches), 0
+    while group := list(islice(batches, ranks if n is None or drawn >= n else min(ranks, n - drawn))):
+        drawn += len(group)
+        last = drawn == n or len(group) < ranks
+        if len(group) == ranks and not (last and join and len({len(batch) for batch in group}) > 1):
+            yield group
+        elif join:
+            tensors = all(isinstance(batch, Tensor) for batch in group)
+            yield split_evenly(torch.cat(group) if tensors else list(chain(*group)), ranks, least)
+        else:  # each batch for some of the ranks
+            sizes = even_sizes(ranks, len(group), 1)
+            yield [piece for batch, k in zip(group, sizes, strict=True) for piece in split_evenly(batch, k, least)]
 
 
 # The random numbers of samplers
@@ -226,32 +209,25 @@ def same_stream(
             theirs and nothing else has used them since.
         since: the global states when it started; by default those of now.
     """
-    first, inside, stream = since, None, None
+    first, inside, stream = since, seed, None
     while True:
         outside = world.seed_states()
-        if inside is not None:
-            world.set_seed_states(inside)
-        elif isinstance(seed, int):
-            world.seed_host(seed)
-        elif seed is not None:
-            world.set_seed_states(seed)
         first = first or outside
+        if isinstance(inside, int):
+            world.seed_host(inside)
+        else:
+            world.set_seed_states(inside or outside)
         try:
             stream = iter(batches) if stream is None else stream
             batch = next(stream)
             inside = world.seed_states()
         except StopIteration:
-            if advance and not isinstance(seed, int) and _same_states(first, outside):
+            if advance and not isinstance(seed, int) and same(first, outside):
                 outside = world.seed_states()
             return
         finally:
             world.set_seed_states(outside)
         yield batch
-
-
-def _same_states(a: tuple, b: tuple) -> bool:
-    numpy = a[2] is b[2] is None or (a[2][2:] == b[2][2:] and (a[2][1] == b[2][1]).all())
-    return torch.equal(a[0], b[0]) and a[1] == b[1] and bool(numpy)
 
 
 # What never draws from the global generators once `seeded_samplers` has lent it a generator.
@@ -408,7 +384,8 @@ def reading(learn: "Learner") -> Iterator[None]:
         if seeds_loader:
             loader.generator = torch.Generator().manual_seed(base)  # its own draw has been made
         if stream is not None:
-            _begin(stream, learn, loader, base)
+            again = position.data.again if position is not None and training else 0
+            _begin(stream, learn, loader, base, again)
             if position is not None and indexed and goes_on:
                 stream.place = inf if position.over else position.read
         if position is not None and training:
@@ -422,9 +399,8 @@ def reading(learn: "Learner") -> Iterator[None]:
             stream.fetching = None
 
 
-def _begin(stream: SampleStream, learn: "Learner", loader: DataLoader, seed: int) -> None:
-    "Have a stream begin, and seed those who fetch what it gives."
-    again = learn._position.data.again if learn.training and learn._position is not None else 0
+def _begin(stream: SampleStream, learn: "Learner", loader: DataLoader, seed: int, again: int) -> None:
+    "Have a stream begin, and seed those who fetch what it gives; `again`: steps that are read a second time."
     stream.place, stream.first = 0, learn.first_iter - again
     per_sample = isinstance(loader.dataset, PerSample)
     if per_sample or starts_workers(loader):

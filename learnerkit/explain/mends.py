@@ -59,6 +59,11 @@ def of_run(learn: "Learner", error: Exception, text: str) -> str:
             "the loss does not depend on the model's parameters: look for no_grad, detach, .data, .item() or .numpy() "
             "in forward and in the loss"
         )
+    if "inplace operation" in text and any(cb.name == "activation_checkpointing" for cb in learn.cbs):
+        return (
+            "a block that changes its inputs in place cannot be computed again: write inplace=False in it, or name "
+            "others by ActivationCheckpointing(modules=[...])"
+        )
     return ""
 
 

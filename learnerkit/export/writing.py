@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from learnerkit import files, world
+from learnerkit import arguments, files, world
 from learnerkit.callbacks.precision import ChannelsLast, MixedPrecision
 from learnerkit.data.batches import loader_len, map_batch, rows_of, tensors_in, to_device
 from learnerkit.data.order import first_batch
@@ -62,14 +62,18 @@ def export(learn: "Learner", fname: Any) -> Path:
     path = exported_path(fname, learn.path / learn.model_dir)
     if path.suffix == ONNX:
         require_onnx()
+    if path.suffix == files.SAFETENSORS:
+        with learn.as_validated():
+            weights = learn.gathered(unwrap(learn.model).state_dict(), "learn.export")
+    else:
+        arguments.check_whole(learn, f"learn.export to '{path.suffix}'")
     if not world.is_main():
         return path
     _warn_of_callbacks(learn)
     with world.alone(), learn.as_validated():
-        learn._to_device()
         give_shapes(learn)
         if path.suffix == files.SAFETENSORS:
-            save_weights(unwrap(learn.model).state_dict(), path, {KEY: facts_of(learn).as_json()})
+            save_weights(weights, path, {KEY: facts_of(learn).as_json()})
         else:
             _write_traced(learn, path)
     return path

@@ -89,16 +89,13 @@ class Summary:
 
 def summary(learn: "Learner") -> Summary:
     """Do what `Learner.summary` says. It communicates with no other rank."""
-    learn._to_device()
     give_shapes(learn)
     model, batch = unwrap(learn.model), first_batch(learn.dls.train)
     calls = dict[nn.Module, list[Any]]()
-    kept = dict[int, torch.UntypedStorage]()
-    with trial(learn, model), _watched(learn, model, calls, kept):
+    with trial(learn, model), _watched(model, calls), counting_kept(learn) as kept:
         model.eval()
         predict(learn, batch)
         inputs = _shape(learn.xb if len(learn.xb) > 1 else learn.xb[0])
-    weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     trained = [p for p in model.parameters() if p.requires_grad]
     return Summary(
         model=count_parameters(model),
@@ -110,19 +107,31 @@ def summary(learn: "Learner") -> Summary:
         gradients=_bytes(trained),
         state=_state_bytes(learn, trained),
         optimizer=", ".join(type(opt).__name__ for opt in learn.opts) or loss_name(learn.opt_func),
-        kept=sum(storage.nbytes() for place, storage in kept.items() if place not in weights),
+        kept=bytes_beside(model, kept),
     )
 
 
 @contextmanager
-def _watched(learn: "Learner", model: nn.Module, calls: dict, kept: dict) -> Iterator[None]:
-    """Note the outputs of each module's calls, and the memory that autograd keeps."""
+def _watched(model: nn.Module, calls: dict) -> Iterator[None]:
+    """Note the outputs of each module's calls."""
 
     def begin(module: nn.Module, inputs: Any) -> None:
         calls.setdefault(module, [])  # here, so that a module stands before those inside it
 
     def end(module: nn.Module, inputs: Any, output: Any) -> None:
         calls[module].append(_shape(output))
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(module.register_forward_pre_hook(begin).remove)
+            stack.callback(module.register_forward_hook(end).remove)
+        yield
+
+
+@contextmanager
+def counting_kept(learn: "Learner") -> Iterator[dict[int, torch.UntypedStorage]]:
+    """Compute in the learner's precision, and note the memory that autograd keeps for the backward pass."""
+    kept = dict[int, torch.UntypedStorage]()
 
     def pack(t: Tensor) -> Tensor:
         if t.layout is torch.strided:
@@ -131,15 +140,18 @@ def _watched(learn: "Learner", model: nn.Module, calls: dict, kept: dict) -> Ite
         return t.detach()  # a saved output that is returned itself would keep its own graph alive
 
     with ExitStack() as stack:
-        for module in model.modules():
-            stack.callback(module.register_forward_pre_hook(begin).remove)
-            stack.callback(module.register_forward_hook(end).remove)
         for cb in learn.cbs:
             if isinstance(cb, MixedPrecision):
                 stack.enter_context(torch.autocast(learn.dls.device.type, MODES[cb.mode]))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
-        yield
+        yield kept
+
+
+def bytes_beside(model: nn.Module, kept: dict[int, torch.UntypedStorage]) -> int:
+    """Count the bytes of what is kept, without those of the model's own tensors."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    return sum(storage.nbytes() for place, storage in kept.items() if place not in own)
 
 
 def _layers(model: nn.Module, calls: dict[nn.Module, list[str]]) -> Iterator[Layer]:

@@ -29,10 +29,20 @@ from learnerkit.data.order import (
     with_batches,
 )
 from learnerkit.explain import explain, explanation
-from learnerkit.optim import group_restorer
+from learnerkit.optim import group_restorer, state_to_params
+from learnerkit.parallel import will_shard
 from learnerkit.state import TRANSIENT
 from learnerkit.torch_internals import own_tensors, uncompiled
-from learnerkit.utils import host_copy, own_loss_arguments, restorer, training_modes, unbound, unexpanded, unwrap
+from learnerkit.utils import (
+    host_copy,
+    own_loss_arguments,
+    restorer,
+    spanned_devices,
+    training_modes,
+    unbound,
+    unexpanded,
+    unwrap,
+)
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -67,10 +77,12 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
         run_state.put_place(learn, values)
         run_state.put_rest(learn, values)
 
+    shards = learn.shards
+
     def make_whole() -> None:
-        if learn.shards is not None:  # after an error; the values are put back
+        if learn.shards is not shards and learn.shards is not None:  # after an error; the values are put back
             learn.shards.restore(gather=False)
-            learn.shards = None
+            learn.shards = shards
 
     with ExitStack() as stack:
         samplers = [sampler for dl in loaders for sampler in samplers_of(dl) if not has_state(sampler)]
@@ -121,12 +133,34 @@ def _run_kept(learn: "Learner") -> ExitStack:
     return stack
 
 
+def move_to_device(learn: "Learner") -> None:
+    """Move model and loss to the loaders' device, unless they span several, and the optimizers' state to theirs.
+
+    A model that is divided among ranks, or is about to be, stays where it is.
+    """
+    if learn.mapped is not None and not will_shard(learn):
+        learn.mapped.read(learn.model)  # as any other model
+        learn.mapped = None
+    stays = learn.mapped is not None or learn.shards is not None
+    for module in (None if stays else learn.model, learn.loss_func):
+        if isinstance(module, nn.Module):
+            if devices := spanned_devices(module):
+                learn.dls.prefer(devices[0])
+            else:
+                module.to(learn.dls.device)
+    for opt in learn.opts:
+        state_to_params(opt)
+
+
 def give_shapes(learn: "Learner") -> None:
-    """Give lazy layers their shapes and first weights, by a training batch and alike on every rank.
+    """Move the model to its device, and give lazy layers their shapes and first weights, alike on every rank.
+
+    These come from a training batch.
 
     Raises:
         ValueError: the model cannot run on the batch as the loader gives it, or the batch could not be read again.
     """
+    move_to_device(learn)
     model, dl = unwrap(learn.model), learn.dls.train
     lazy = next((name for name, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)), None)
     if lazy is None:

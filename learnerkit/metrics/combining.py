@@ -1,4 +1,4 @@
-"""States of metrics on several ranks, made into one; and what else an object remembers."""
+"""States of metrics on several ranks, made into one."""
 
 import copy
 import functools
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from learnerkit import world
 from learnerkit.data.batches import gather_nested, map_batch, on_host
@@ -41,59 +41,18 @@ def holders_of(metric: Any) -> list[Holder]:
 
 
 def needs_batches(metric: Any, holders: list[Holder]) -> bool:
-    """Tell whether the states of a metric cannot be combined, as far as its class tells."""
+    """Tell by its class whether the states of a metric cannot be combined, so that it gets the batches of all ranks."""
     known = {id(holder.object) for holder in holders}
     return (
         any(id(inner) not in known for inner in libraries.torchmetrics_in(metric))
         or any(map(libraries.synchronizes_otherwise, known_torchmetrics(holders)))
-        or any(how is None and isinstance(default, list) for h in holders for default, how in h.states.values())
+        or any(how is None for holder in holders for _, how in holder.states.values())
     )
 
 
 def known_torchmetrics(holders: list[Holder]) -> list[Any]:
     """Those of the holders' objects that torchmetrics made."""
     return [h.object for h in holders if libraries.is_torchmetrics(h.object)]
-
-
-# What an object remembers
-
-
-def remembered(holders: list[Holder]) -> list[dict[str, Any]]:
-    """What the objects remember, by attribute, but in states that can be combined: copies, save of modules."""
-    modules = [m for h in holders if isinstance(h.object, nn.Module) for m in h.object.modules()]
-    shared = {id(m): m for m in (*modules, *(h.object for h in holders))}
-    found = []
-    for holder in holders:
-        combined = {name for name, (_, how) in holder.states.items() if how is not None}
-        attributes = {k: v for k, v in vars(holder.object).items() if k not in combined | libraries.BOOKKEEPING}
-        found.append({name: _copied(value, shared) for name, value in attributes.items()})
-    return found
-
-
-def _copied(x: Any, shared: dict[int, Any]) -> Any:
-    if isinstance(x, Tensor):
-        return x.detach().clone()
-    try:
-        return copy.deepcopy(x, dict(shared))
-    except Exception:  # what cannot be copied, such as a lock, is compared by its identity
-        return x
-
-
-def undo(before: list[dict], after: list[dict], holders: list[Holder]) -> None:
-    """Give the objects the attributes back that they had before an update."""
-    for holder, old, new in zip(holders, before, after, strict=True):
-        for name in old.keys() & new.keys():
-            if not same(old[name], new[name]):
-                setattr(holder.object, name, old[name])
-
-
-def changed_name(before: list[dict], after: list[dict], holders: list[Holder]) -> str:
-    """The first attribute that differs, with its class."""
-    for holder, a, b in zip(holders, before, after, strict=True):
-        for name in a | b:
-            if name not in a or name not in b or not same(a[name], b[name]):
-                return f"{name!r} of {type(holder.object).__name__}"
-    return ""
 
 
 # All ranks
@@ -121,11 +80,19 @@ def combine_states(holders: list[Holder], places: dict[tuple[int, str], list], h
     devices = {key: device for _, _, found in reversed(others) for key, device in found.items()}
     for i, holder in enumerate(holders):
         for name, (default, how) in holder.states.items():
+            if how == "same":
+                if not all(same(rank[i][name], on_host(default)) for rank, _, _ in others):
+                    raise ValueError(
+                        f"the state {name!r} of {type(holder.object).__name__} is a mean, and ranks with means of "
+                        "other samples cannot combine them: declare a sum and a count, or take an AccumMetric"
+                        " (errors.html#metric-ranks)"
+                    )
+                continue
             if how == "cat":
                 device = _local(devices.get((i, name), "cpu"), holder.object)
                 value: Any = moved([item for (key, *_), item in items if key == (i, name)], device)
             else:
-                value = _combined([rank[i][name] for rank, _, _ in others], default, how)
+                value = _combined([rank[i][name] for rank, _, _ in others], default, str(how))
                 present = getattr(holder.object, name)
                 value = moved(value, present.device if isinstance(present, Tensor) else torch.device("cpu"))
             setattr(holder.object, name, value)
@@ -157,12 +124,10 @@ def moved(x: Any, device: torch.device) -> Any:
 _TWO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
-def _combined(values: list, default: Any, how: str | None) -> Any:
+def _combined(values: list, default: Any, how: str) -> Any:
     """One state from those of the ranks that have seen data."""
     if not values:
         return copy.deepcopy(default)
-    if how is None:  # no rank has changed it
-        return values[0]
     tensors = [torch.as_tensor(value) for value in values]
     total = functools.reduce(_TWO[how], tensors)
     if how == "sum" and len(tensors) > 1 and torch.as_tensor(default).any():  # which each rank has begun with

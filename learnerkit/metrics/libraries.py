@@ -15,6 +15,9 @@ _REFUSED = {
     "in each epoch",
 }
 
+_UNDECLARED = ("RootMeanSquaredErrorUsingSlidingWindow", "MemorizationInformedFrechetInceptionDistance")
+"""Classes of torchmetrics whose updates set more than the states that they declare, as those of its wrappers do."""
+
 
 # torchmetrics
 
@@ -70,12 +73,13 @@ def _torchmetrics_in(x: Any, depth: int) -> Iterator[Any]:
 def declared_states(metric: Any) -> dict[str, tuple[Any, str | None]]:
     """Return the states of a torchmetrics object: (default, how ranks combine it) by name.
 
-    It is 'sum', 'max', 'min', 'cat' (a list, whose items keep their order), or `None`, which needs the batches.
+    It is 'sum', 'max', 'min', 'cat' (a list, whose items keep their order), 'same' (a mean, which ranks can combine
+    only where no update changes it, as the `data_range` of an image metric), or `None`, which needs the batches.
     """
-    from torchmetrics.utilities import dim_zero_cat, dim_zero_sum
+    from torchmetrics.utilities import dim_zero_cat, dim_zero_mean, dim_zero_sum
     from torchmetrics.utilities.data import dim_zero_max, dim_zero_min
 
-    of_tensors = {dim_zero_sum: "sum", dim_zero_max: "max", dim_zero_min: "min"}
+    of_tensors = {dim_zero_sum: "sum", dim_zero_max: "max", dim_zero_min: "min", dim_zero_mean: "same"}
     found: dict[str, tuple[Any, str | None]] = {}
     for name, default in metric._defaults.items():
         reduction = metric._reductions[name]
@@ -86,16 +90,11 @@ def declared_states(metric: Any) -> dict[str, tuple[Any, str | None]]:
     return found
 
 
-BOOKKEEPING = frozenset(
-    ("_computed", "_forward_cache", "_update_count", "_cache", "_is_synced", "update", "compute", "_update_signature")
-    + ("_groups", "_groups_checked", "_state_is_copy", "distributed_available_fn")
-)
-"""Attributes of a torchmetrics object that are no part of what it has seen."""
-
-
 def synchronizes_otherwise(metric: Any) -> bool:
-    """Tell whether the user's own class combines ranks in another way than its states say."""
+    """Tell whether a class combines ranks in another way than its states say: the user's own, or a wrapper."""
     for cls in type(metric).__mro__:
+        if cls.__module__.startswith("torchmetrics.wrappers") or (_is_own(cls) and cls.__name__ in _UNDECLARED):
+            return True
         if "_sync_dist" in vars(cls) or "sync" in vars(cls):
             return not _is_own(cls)
     return False

@@ -17,19 +17,10 @@ from learnerkit.data.batches import gather_nested, map_batch, on_host, tensors_i
 from learnerkit.host_scalars import HostScalars
 from learnerkit.metrics import libraries
 from learnerkit.metrics.by_name import OWN, OfTorchmetrics
-from learnerkit.metrics.combining import (
-    changed_name,
-    combine_states,
-    holders_of,
-    known_torchmetrics,
-    moved,
-    needs_batches,
-    remembered,
-    undo,
-)
+from learnerkit.metrics.combining import combine_states, holders_of, known_torchmetrics, moved, needs_batches
 from learnerkit.metrics.functions import SHARES
 from learnerkit.metrics.objects import Metric, metric_name
-from learnerkit.utils import describe, listify, same, unbound
+from learnerkit.utils import describe, listify, unbound
 
 DEPENDS_ON_CUT = "depends on how the samples are cut into batches"
 """What a warning says of such a metric."""
@@ -88,7 +79,8 @@ def _make_meter(metric: Any, name: str | None, loss_func: Any, classes: Any, tar
     if why := libraries.refusal(metric):
         raise TypeError(f"got the metric {name or metric_name(metric)!r}: torchmetrics' {why}")
     if libraries.is_torchmetrics(metric) or (isinstance(metric, Metric) and metric.__dict__.get("_states")):
-        return StatesMeter(metric, name)
+        gathers = world.world_size() > 1 and needs_batches(metric, holders_of(metric))
+        return GatheringMeter(metric, name) if gathers else StatesMeter(metric, name)
     if all(callable(getattr(metric, part, None)) for part in ("reset", "update", "compute")):
         gathers = libraries.is_torcheval(metric) and not libraries.merges_any_order(metric)
         return (
@@ -340,51 +332,39 @@ class GatheringMeter(Meter):
 
 
 class StatesMeter(Meter):
-    """For an object with declared states, ours or torchmetrics': combines them over the ranks.
-
-    Where an update changes more than states that can be combined, the object is updated with the batches of all ranks.
-    """
-
-    _needs_batches = False
+    """For an object with declared states, ours or torchmetrics': combines them over the ranks."""
 
     def reset(self) -> None:
         super().reset()
         self._holders = holders_of(self.metric)
-        self._gathering: GatheringMeter | None = None
-        if world.world_size() > 1 and (self._needs_batches or needs_batches(self.metric, self._holders)):
-            self._gather()
-        self._places: dict[tuple[int, str], list] = {}
-        self._remembered: list[dict] | None = None  # after the first update
+        self._places: dict[tuple[int, str], list] = {}  # of the items of states that are lists
         self._own: list[dict] | None = None  # this rank's states, while the object has those of all
-        self._has_seen, self._trouble = False, ""
+        self._has_seen = False
         self._of_this_rank()
-
-    def _gather(self) -> GatheringMeter:
-        self._gathering = GatheringMeter(self.metric, self.name)
-        self._gathering.reset()
-        return self._gathering
 
     def _of_this_rank(self) -> None:
         libraries.hold_the_whole(known_torchmetrics(self._holders), False)
 
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
         """Update the metric, and note the place of each new item of a list."""
-        if self._own is not None:
-            self._put_back()
-        is_first = world.world_size() > 1 and self._remembered is None and self._gathering is None
-        before = remembered(self._holders) if is_first else []
-        if self._gathering is None:
-            super().update(place, size, pred, targets)
-            self._note_places(place)
-        if is_first:
-            self._remembered = remembered(self._holders)
-            if not same(before, self._remembered):
-                undo(before, self._remembered, self._holders)
-                self._needs_batches = True
-                self._gather()
-        if self._gathering is not None:
-            self._gathering.update(place, size, pred, targets)
+        self._put_back()
+        super().update(place, size, pred, targets)
         self._has_seen = True
+        if world.world_size() > 1:
+            self._note_places(place)
+
+    def _note_places(self, place: int) -> None:
+        for i, holder in enumerate(self._holders):
+            for name in (name for name, (_, how) in holder.states.items() if how == "cat"):
+                places, value = self._places.setdefault((i, name), []), getattr(holder.object, name)
+                new = len(value) - len(places)
+                if new < 0 or not isinstance(value, list):
+                    raise ValueError(
+                        f"metric {self.name!r} cannot be combined over the ranks: an update takes items from {name!r} "
+                        f"of {type(holder.object).__name__}, a list that ranks join; take an AccumMetric"
+                        " (errors.html#metric-ranks)"
+                    )
+                places += [(place, k) for k in range(new)]
 
     def depends_on_cut(self, size: int, pred: Any, targets: tuple) -> bool:
         def value(batches: list) -> float:
@@ -394,70 +374,33 @@ class StatesMeter(Meter):
                 twin.update(*batch)
             return float(twin.compute())
 
-        own = isinstance(self.metric, Metric) and self._gathering is None
-        return own and _differs(value, size, (_detached(pred), *targets))
-
-    def _note_places(self, place: int) -> None:
-        for i, holder in enumerate(self._holders):
-            for name, (_, how) in holder.states.items():
-                if how == "cat":
-                    places = self._places.setdefault((i, name), [])
-                    new = len(getattr(holder.object, name)) - len(places)
-                    places += [(place, k) for k in range(new)]
-                    if new < 0 or not isinstance(getattr(holder.object, name), list):
-                        self._trouble = f"{name!r} of {type(holder.object).__name__}, a list that lost items"
+        return isinstance(self.metric, Metric) and _differs(value, size, (_detached(pred), *targets))
 
     def result(self, sharded: bool) -> float | dict[str, float]:
-        if self._own is not None:
-            self._put_back()
-        if self._agree_to_gather(sharded):
-            (self._gathering or self._gather()).feed(sharded)
-        elif sharded and world.world_size() > 1:
-            self._combine()
+        self._put_back()
+        if sharded and world.world_size() > 1:
+            self._own, self._counts = self._read()
+            combine_states(self._holders, self._places, self._has_seen)
         return self.value(sharded)
 
+    def _read(self) -> tuple[list[dict], list[int]]:
+        counts = [libraries.update_count(metric) for metric in known_torchmetrics(self._holders)]
+        return [holder.read() for holder in self._holders], counts
+
     def state_dict(self) -> dict[str, Any]:
-        batches = [] if self._gathering is None else list(self._gathering.batches)
-        states = [holder.read() for holder in self._holders]
-        counts = [libraries.update_count(m) for m in known_torchmetrics(self._holders)]
-        return {"states": states, "counts": counts, "places": self._places, "batches": batches, "seen": self._has_seen}
+        states, counts = self._read()
+        return {"states": states, "counts": counts, "places": self._places, "seen": self._has_seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._own, self._counts = state["states"], state["counts"]
         self._put_back()
         self._places, self._has_seen = state["places"], state["seen"]
-        if state["batches"]:
-            self._gather().batches = list(state["batches"])
-
-    def _agree_to_gather(self, sharded: bool) -> bool:
-        """Tell whether the batches are needed; every rank must reach this if `sharded`.
-
-        Raises:
-            ValueError: some rank found this out too late.
-        """
-        gathers, trouble, has_seen = self._gathering is not None, self._trouble, self._has_seen
-        if self._remembered is not None and not gathers:
-            trouble = trouble or changed_name(self._remembered, remembered(self._holders), self._holders)
-        mine = (gathers, has_seen, trouble)
-        ranks = [r for r in (world.all_gather(mine) if sharded else [mine]) if r[1]] or [mine]
-        gathers = any(r[0] for r in ranks)  # a rank that has seen nothing does as the others
-        found = [r[2] for r in ranks if r[2]] or ["an attribute"]
-        if sharded and (any(r[2] for r in ranks) or (gathers and not all(r[0] for r in ranks))):
-            raise ValueError(
-                f"metric {self.name!r} cannot be combined over the ranks: some updates change {found[0]}, which is no "
-                "state with reduction 'sum', 'max', 'min' or 'cat'; declare it by add_state, or take an AccumMetric"
-                " (errors.html#metric-ranks)"
-            )
-        return gathers
-
-    def _combine(self) -> None:
-        self._own = [h.read() for h in self._holders]
-        self._counts = [libraries.update_count(m) for m in known_torchmetrics(self._holders)]
-        combine_states(self._holders, self._places, self._has_seen)
 
     def _put_back(self) -> None:
         """Give the object this rank's states back, to which further updates add."""
-        for holder, states in zip(self._holders, self._own or [], strict=True):
+        if self._own is None:
+            return
+        for holder, states in zip(self._holders, self._own, strict=True):
             for name, value in states.items():
                 setattr(holder.object, name, value)
         for metric, count in zip(known_torchmetrics(self._holders), self._counts, strict=True):

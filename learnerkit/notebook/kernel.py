@@ -242,7 +242,6 @@ class Workers:
         __tracebackhide__ = True
         if not self._processes:
             self._start()
-        self.learn._take_callbacks()  # else one that is shared would take another learner along
         args, kwargs = tuple(map(_listed, args)), {name: _listed(value) for name, value in kwargs.items()}
         # If the kernel's generators have not moved since the last call, each worker goes on with its own.
         states = settings.get_random_states()

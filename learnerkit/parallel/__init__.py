@@ -2,11 +2,17 @@
 
 from learnerkit.parallel.agreement import Agreement
 from learnerkit.parallel.data_parallel import ParallelCallback
-from learnerkit.parallel.distributed import DistributedCallback, agreement_for, dispatch, warn_outside_context
+from learnerkit.parallel.distributed import (
+    DistributedCallback,
+    agreement_for,
+    dispatch,
+    warn_outside_context,
+    will_shard,
+)
 from learnerkit.parallel.drift import DriftCheck
 from learnerkit.world import PeerError
 
 __all__ = [
     "Agreement", "DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError", "dispatch", "agreement_for",
-    "warn_outside_context",
+    "warn_outside_context", "will_shard",
 ]  # fmt: skip

@@ -136,8 +136,9 @@ class Agreement:
                 self.failed(error)
                 if may_follow(error) and ending_of(error).rank < 0:  # this rank has told nobody of it
                     self.watch.check()
-                if ending_of(error).agreed and self.learn.shards is not None:  # all ranks are here, as with Ctrl-C
-                    self.learn.shards.restore()
+                shards = self.learn.shards
+                if shards is not None and not shards.stays and ending_of(error).agreed:  # all are here, as with Ctrl-C
+                    shards.restore()
                     self.learn.shards = None
                 raise
             finally:
@@ -159,6 +160,8 @@ class Agreement:
         if self.request.failed or known.agreed:
             return
         self.request.failed = True
+        if self.learn.shards is not None:
+            self.learn.shards.failed = True
         if may_follow(error):
             if self.request.mine == END:
                 end_at_once()  # the launcher has sent SIGTERM since another rank is dead

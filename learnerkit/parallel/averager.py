@@ -14,7 +14,6 @@ from learnerkit.parallel.deferred import Deferred
 from learnerkit.parallel.model_checks import buffer_marks, check_parts, rank_norms, synchronised
 from learnerkit.parallel.rank_step import Overlapped, RankStep
 from learnerkit.text import first_few
-from learnerkit.units import units
 from learnerkit.utils import overrides
 
 if TYPE_CHECKING:
@@ -72,6 +71,8 @@ class Averager:
     def begin(self) -> None:
         """Begin to train, perhaps another model than before; every rank must reach this."""
         step, learn = self.step, self.learn
+        if learn.shards is not None:
+            learn.shards.take_optimizers(learn.opts)
         for opt in learn.opts:
             if opt not in self._heard:  # a callback may have put it there since the last epoch
                 self._heard.append(opt)
@@ -121,16 +122,14 @@ class Averager:
     def _take_shards(self, named: dict[str, nn.Parameter]) -> None:
         """Train on shards of the model, which are made if it is whole; every rank must reach this."""
         # Imported here, as torch's part of it takes half a second to import.
-        from learnerkit.parallel.sharded import Sharded, Shards
+        from learnerkit.parallel.sharded import Sharded
 
-        step, learn, cb = self.step, self.learn, self.cb
-        if learn.shards is None:
-            found = units(learn.model, cb.shard)
-            learn.shards = Shards(learn.model, found, learn.opts, learn.dls.device, cb.reshard_after_forward)
-            cb.tell_once(learn.shards.text(found), by=learn.say)
+        step, learn = self.step, self.learn
+        shards = self.cb.divide()
         of_model = dict(learn.model.named_parameters())
         step.take_parameters({name: of_model.get(name, p) for name, p in named.items()}, watches=False)
-        self._take(Sharded(step, learn.shards, self._settle_shards, votes=bool(cb.find_unused_parameters)))
+        votes = bool(self.cb.find_unused_parameters)
+        self._take(Sharded(step, shards, self._settle_shards, votes))
 
     def _settle_shards(self, unused: list[str] | None) -> bool | None:
         """Return whether the loss may leave parameters out; `None`: no rank had data. Every rank must reach this.

@@ -2,8 +2,8 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,8 @@ from learnerkit import optim, world
 from learnerkit.callback import Callback, Dispatch, is_ours
 from learnerkit.data.batches import loader_len, map_batch, on_host, tensors_in
 from learnerkit.data.order import states_at_start
+from learnerkit.large.mapped import check_values
+from learnerkit.large.units import units
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.averager import Averager
 from learnerkit.parallel.left_batch import LeftBatch, StandIn
@@ -27,6 +29,7 @@ from learnerkit.utils import describe, digests, listify, spanned_devices, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
+    from learnerkit.parallel.sharded import Shards
 
 OWN_DEVICE = "each process takes the device of its local rank by itself, so leave the device out"
 
@@ -146,18 +149,9 @@ class DistributedCallback(Callback):
         if not world.is_main():
             self.ends.enter_context(learn.no_logging())
         with world.grouped_collectives():
-            if learn.shards is not None:  # the last fit has ended by an error
-                steps = world.all_gather(learn.shards.steps)
-                if len(set(steps)) > 1:
-                    self.tell_once(
-                        f"the last fit failed when the ranks had taken {', '.join(map(str, steps))} optimizer steps, "
-                        "and each has rows of the model, so these are of different steps now: load a checkpoint"
-                        " (errors.html#sharded)"
-                    )
-                learn.shards.restore()
-                learn.shards = None
             if learn.task in ("validate", "predict"):
-                world.give_values([*learn.model.parameters(), *learn.model.buffers()])
+                if learn.shards is None:
+                    world.give_values([*learn.model.parameters(), *learn.model.buffers()])
             else:
                 self._compare()
                 # This rank takes part in all batches of the fit, also in those that it leaves.
@@ -190,12 +184,56 @@ class DistributedCallback(Callback):
                 raise ValueError(
                     f"fit differs between ranks in its {name} ({by_rank}); every rank must make the same call"
                 )
-        states = [opt.state_dict() for opt in learn.opts]
+        states = [opt.state_dict() for opt in learn.opts if learn.shards is None]  # of shards each rank has its own
         if not world.same_everywhere((map_batch(describe, states), digests(tensors_in(states)))):
-            for opt, state in zip(learn.opts, world.broadcast(on_host(states)), strict=True):
+            for opt, state in zip(learn.opts if states else (), world.broadcast(on_host(states)), strict=True):
                 optim.load_state(opt, state)
         if (position := learn._position) is not None:
             position.order = world.broadcast(position.order)
+
+    def take_model(self) -> None:
+        """Bring a model in order that a failed run has left divided, and divide one that is too large to be whole.
+
+        Every rank must reach this.
+        """
+        learn = self.learn
+        if learn.shards is not None and (learn.shards.failed or not learn.shards.stays):
+            steps = world.all_gather(learn.shards.steps)
+            if len(set(steps)) > 1:
+                self.tell_once(
+                    f"the last fit failed when the ranks had taken {', '.join(map(str, steps))} optimizer steps, and "
+                    "each has rows of the model, so these are of different steps now: load a checkpoint"
+                    " (errors.html#sharded)"
+                )
+            if learn.shards.stays:
+                learn.shards.renew()
+            else:
+                learn.shards.restore()
+                learn.shards = None
+        if learn.mapped is not None:
+            self.divide()
+
+    def divide(self) -> "Shards":
+        """Divide the model among the ranks, if it is whole; every rank must reach this."""
+        # Imported here, as torch's part of it takes half a second to import.
+        from learnerkit.parallel.sharded import Shards
+
+        learn = self.learn
+        if learn.shards is None:
+            model, mapped = learn.model, learn.mapped
+            found = units(model, self.shard)
+            if mapped is not None:
+                check_values(model)
+                for part in (*found.values(), model):  # all of it would be too much to compare at once
+                    world.give_values([*part.parameters()])
+                    mapped.release()
+                world.give_values([*model.buffers()])
+            learn.shards = Shards(
+                model, found, learn.opts, learn.dls.device, self.reshard_after_forward, stays=mapped is not None
+            )
+            learn.mapped = None
+            self.tell_once(learn.shards.text(found), by=learn.say)
+        return learn.shards
 
     def cleanup_fit(self) -> None:
         if self.learn.shards is not None:  # after an error
@@ -275,15 +313,22 @@ class _MakeWhole(Callback):
     run_valid = False
 
     def after_fit(self) -> None:
-        if self.learn.shards is not None:
+        shards = self.learn.shards
+        if shards is not None and not shards.stays:
             with world.grouped_collectives():
-                self.learn.shards.restore()
+                shards.restore()
             self.learn.shards = None
 
 
 def member_of(cbs: Iterable[Callback]) -> DistributedCallback | None:
     """Return the callback by which a learner is one of several ranks, if there is one."""
     return next((cb for cb in cbs if isinstance(cb, DistributedCallback)), None)
+
+
+def will_shard(learn: "Learner") -> bool:
+    """Tell whether the model of a learner is divided among several ranks when it trains next."""
+    member = member_of(learn.cbs)
+    return member is not None and bool(member.shard) and world.world_size() > 1
 
 
 def warn_outside_context(learn: "Learner") -> None:
@@ -300,7 +345,14 @@ def agreement_for(learn: "Learner", what: str) -> AbstractContextManager:
     member = member_of(learn.cbs)
     if member is None or world.world_size() == 1 or learn._agreement is not None:
         return nullcontext()
-    return Agreement(learn).run("get_preds" if what == "predict" else what, member.timeout)
+    return _together(learn, member, "get_preds" if what == "predict" else what)
+
+
+@contextmanager
+def _together(learn: "Learner", member: DistributedCallback, what: str) -> Iterator[None]:
+    with Agreement(learn).run(what, member.timeout):
+        member.take_model()
+        yield
 
 
 def dispatch(learn: "Learner", fitting: bool) -> Dispatch:

@@ -146,35 +146,51 @@ class RankStreamLoader(RankLoader):
     all batches, alike.
 
     Args:
-        loader: a copy of the user's.
-        steps: the number of steps, where it is known.
-        rank_step, dims, cut: as in `RankLoader`.
+        dl, name, split, dims, count: as in `rank_loader`.
+        rank_step: as in `RankLoader`.
+        sharded: the dataset gives each rank and worker its own part by itself.
         join: go on, with empty batches, until the data of all ranks have ended, rather than of the first.
-        usual_total: as in `RankLoader`.
-        sharded: the dataset gives each rank its own part by itself.
-        split: each batch of the user's loader is cut into a piece for each rank.
-        finish: makes a batch of what the loader gives for this rank.
-        count: the number of samples of a batch that the dataset makes, where it is known.
+        cut: takes a piece of batches that are made already.
+
+    Raises:
+        ValueError: batches that cannot be cut into a piece for each rank.
     """
 
     def __init__(
-        self, loader: DataLoader, steps: int | None, rank_step: "RankStep | None", join: bool, usual_total: int | None,
-        sharded: bool = False, split: bool = False, dims: Dims = 0, cut: Callable[[Any], Share] | None = None,
-        finish: Callable[[Any], Any] = itself, count: Callable[[Any], int | None] | None = None,
+        self, dl: DataLoader, name: str, *, rank_step: "RankStep | None", split: bool, sharded: bool, join: bool,
+        dims: Dims, cut: Callable[[Any], Share], count: Callable[[Any], int | None] | None,
     ) -> None:  # fmt: skip
-        super().__init__(loader, None, dims, cut, rank_step)
-        self.steps, self.join, self.usual_total = steps, join, usual_total
-        self.sharded, self.split, self.alike = sharded, split, not sharded
-        self.finish, self.count = finish, count
-        self.parts = (world.world_size() if sharded else 1, max(1, loader.num_workers))
+        ranks, size, made = world.world_size(), dl.batch_size or 1, dl.batch_sampler is None
+        split = split and not sharded
+        if split and dl.batch_size is not None and size < ranks:
+            raise ValueError(
+                f"{name} has batch_size={size}, which cannot be cut into a piece for each of {ranks} ranks; "
+                "use split_batches=False or larger batches"
+            )
+        self.steps = loader_len(dl)
+        if not split and not sharded and self.steps is not None:
+            self.steps = -(-self.steps // ranks) if join or rank_step is None else self.steps // ranks
+        replaced: dict[str, Any] = {} if sharded and has_state(dl) else dict(replaced_sampler(dl))
+        self._finish: Callable[[Any], Any] = itself
+        collate: Callable[[Any], Any] = dl.collate_fn
+        if not sharded and not dl.num_workers:  # what is not for this rank needs no joining
+            self._finish, collate, replaced["pin_memory"] = partial(_joined, dl), itself, False
+        if not made:
+            collate = partial(collated_share, collate, *((world.rank(), ranks) if split else (0, 1)))
+        loader = with_batches(dl, collate_fn=collate, **replaced)
+        super().__init__(loader, None, dims, cut if made and split else None, rank_step)
+        self.join, self.sharded, self.split, self.alike = join, sharded, split, not sharded
+        self.usual_total = None if made and not sharded else size if split else size * ranks
+        self._count = None if split or sharded else count
+        self.parts = (ranks if sharded else 1, max(1, dl.num_workers))
         self._source = source_of(loader) if sharded and rank_step is not None else None
-        known = not sharded and rank_step is not None and not loader.num_workers and has_state(loader.dataset)
-        self.source = loader.dataset if known else None
+        known = not sharded and rank_step is not None and not dl.num_workers and has_state(dl.dataset)
+        self.source = dl.dataset if known else None
         self._ended = False  # whether this rank has no more data, while others have
         self._left = False  # whether all have stopped before this rank's data ended
         self._seed: Any = None  # as in `same_stream`
         self._since: tuple | None = None
-        self._own_generator = loader.generator
+        self._own_generator = dl.generator
         self.begin(0, 0, {}, quiet=False)
 
     @property
@@ -244,7 +260,7 @@ class RankStreamLoader(RankLoader):
         # All batches of a step are read before it: the model may make them, and is another one after it.
         for found in iter(lambda: list(islice(batches, ranks)), []):
             if self.loader.batch_sampler is None:
-                found = [Share(0, None, self.count and self.count(batch), batch) for batch in found]
+                found = [Share(0, None, self._count and self._count(batch), batch) for batch in found]
             elif self.source is not None and found[-1].total < self.loader.batch_size:
                 deque(batches, 0)  # they have ended with a short one; so do the random numbers they are read with
             totals = [piece.total for piece in found]
@@ -252,7 +268,7 @@ class RankStreamLoader(RankLoader):
             if mine >= len(found):
                 yield Share(0, 0, total)
             else:
-                batch = self.finish(found[mine].batch)
+                batch = self._finish(found[mine].batch)
                 yield Share(0, found[mine].size, total, batch) if self.cut is None else self.cut(batch)
 
     def _batches(self) -> Iterator:
@@ -331,50 +347,6 @@ class RankStreamLoader(RankLoader):
                 self.loader.generator.set_state(seed[0])
 
 
-def rank_stream(
-    dl: DataLoader, name: str, *, rank_step: "RankStep | None", split: bool, seed: int | tuple, sharded: bool,
-    join: bool, dims: Dims, cut: Callable[[Any], Share], count: Callable[[Any], int | None] | None,
-) -> RankStreamLoader:  # fmt: skip
-    """`dl`, which reads an iterable dataset, reading this rank's part.
-
-    Args:
-        dl, name, split, seed, dims, count: as in `rank_loader`.
-        cut: takes a piece of batches that are made already.
-        rank_step: as in `RankStreamLoader`.
-        sharded: the dataset gives each rank and worker its own part by itself.
-        join: as in `RankStreamLoader`.
-
-    Raises:
-        ValueError: batches that cannot be cut into a piece for each rank.
-    """
-    ranks, size, steps = world.world_size(), dl.batch_size or 1, loader_len(dl)
-    if split and not sharded and dl.batch_size is not None and size < ranks:
-        raise ValueError(
-            f"{name} has batch_size={size}, which cannot be cut into a piece for each of {ranks} ranks; "
-            "use split_batches=False or larger batches"
-        )
-    if not split and not sharded and steps is not None:
-        steps = -(-steps // ranks) if join or rank_step is None else steps // ranks
-    made, split = dl.batch_sampler is None, split and not sharded
-    finish: Callable[[Any], Any] = itself
-    collate: Callable[[Any], Any] = dl.collate_fn
-    replaced: dict[str, Any] = {}
-    if not sharded and not dl.num_workers:  # what is not for this rank needs no joining
-        finish, collate, replaced = partial(_joined, dl), itself, {"pin_memory": False}
-    if not made:
-        collate = partial(collated_share, collate, *((world.rank(), ranks) if split else (0, 1)))
-    replaced["collate_fn"] = collate
-    if not (sharded and has_state(dl)):
-        replaced |= replaced_sampler(dl)
-    found = RankStreamLoader(
-        with_batches(dl, **replaced), steps, rank_step, join,
-        None if made and not sharded else size if split else size * ranks,
-        sharded, split, dims, cut if made and split else None, finish, None if split or sharded else count,
-    )  # fmt: skip
-    found.reseed(seed)
-    return found
-
-
 def _joined(dl: DataLoader, samples: Any) -> Any:
     batch = dl.collate_fn(samples)
     return map_batch(Tensor.pin_memory, batch) if dl.pin_memory and torch.cuda.is_available() else batch
@@ -392,7 +364,7 @@ def rank_loader(
         name: what to call it in errors.
         training, split, least: as in `SampleStream`.
         seed: of an iterable dataset, as in `same_stream`; the same on every rank.
-        sharded, join: of iterable datasets, as in `rank_stream`.
+        sharded, join: of iterable datasets, as in `RankStreamLoader`.
         rank_step, dims: as in `RankLoader`.
         count: the number of samples of a batch that is made already, where it is known.
 
@@ -423,10 +395,11 @@ def rank_loader(
         cut_share, rank=world.rank(), ranks=world.world_size(), dims=dims, least=least, name=name, count=count
     )
     if isinstance(dl.dataset, IterableDataset):
-        return rank_stream(
-            dl, name, rank_step=rank_step, split=split, seed=seed, sharded=sharded, join=join, dims=dims, cut=cut,
-            count=count,
-        )  # fmt: skip
+        stream_loader = RankStreamLoader(
+            dl, name, rank_step=rank_step, split=split, sharded=sharded, join=join, dims=dims, cut=cut, count=count
+        )
+        stream_loader.reseed(seed)
+        return stream_loader
     samplers = samplers_of(dl)
     if any(isinstance(s, DistributedSampler) for s in samplers):
         raise ValueError(
@@ -438,8 +411,7 @@ def rank_loader(
         dl, rank=world.rank(), ranks=world.world_size(), split=split, least=least, training=training, count=sizes
     )
     stream = next(iter(replaced.values()))
-    whole = cut if stream.opaque and split else None
-    return RankLoader(with_batches(dl, **replaced), stream, dims, whole, rank_step)
+    return RankLoader(with_batches(dl, **replaced), stream, dims, cut if stream.opaque and split else None, rank_step)
 
 
 def _count_item(count: Callable[[Any], int | None], batches: Sequence[Any], item: int) -> int | None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Adam
 
 from learnerkit import optim, world
@@ -39,9 +40,12 @@ class Shards:
         opts: the optimizers, which get the new parameters.
         device: of the ranks' group.
         reshard_after_forward: free a unit after its forward pass; else it stays gathered for its backward pass.
+        stays: from fit to fit, as the model is too large to be whole.
 
     Attributes:
+        named: the parameters by name, each with the rows of this rank.
         steps: optimizer steps of this rank while the model is divided.
+        failed: a rank has failed, and the group of the shards is lost.
 
     Raises:
         ValueError: parameters that cannot be divided.
@@ -54,41 +58,57 @@ class Shards:
         opts: Iterable["Optimizer"],
         device: torch.device,
         reshard_after_forward: bool = True,
+        stays: bool = False,
     ) -> None:
-        self.model, self.units, self.opts = model, list(units.values()), list(opts)
+        self.model, self.units, self.device, self.stays = model, list(units.values()), device, stays
         self.names = {unit: name for name, unit in units.items()}
+        self._reshard = reshard_after_forward
         _check(model, units)
         before = dict(model.named_parameters())
         self.places = list(owners(model))
-        self.named: dict[str, Tensor] = {}
-        # Before FSDP's own hooks, which free the unit: the parameters are whole here.
-        self._hooks: list[Any] = [m.register_forward_hook(_after_unit) for m in (*self.units, model)]
-        options: Any = {"mesh": _mesh(device.type), "ignored_params": {p for p in before.values() if not _is_divisible(p)}}
-        for unit in self.units:
-            fully_shard(unit, reshard_after_forward=reshard_after_forward, **options)
-        fully_shard(model, reshard_after_forward=False, **options)
-        self.named, self._divided = dict(model.named_parameters()), list(owners(model))
+        self._fully_shard(free=True)
         self.pairs = [(before[name], p) for name, p in self.named.items() if p is not before[name]]
-        kept = {p: before[name].grad for name, p in self.named.items() if before[name].grad is not None}
-        for p, grad in kept.items():
-            p.grad = rows_of(cast(Tensor, grad), p)
-        self._ways: list[tuple[dict[str, Any], str, Any]] = []  # in which groups are stepped, as they were
-        for opt in self.opts:
-            optim.exchange(opt, dict(self.pairs))
-            for group in opt.param_groups:
-                self._choose_way(group, can_fuse=isinstance(opt, Adam))
         # Hooks of the parameters, which are for the gathered ones.
         self.tensor_hooks = {name: hooks for name, p in before.items() if (hooks := _hooks_of(p))}
         self._classes = [type(old) for old, _ in self.pairs]
         for old, p in self.pairs:
-            old.grad, old.data = None, old.data.new_empty(0)
+            if old.grad is not None:
+                p.grad, old.grad = rows_of(old.grad, p), None
             old.shard, old.__class__ = p, _Divided
-        self.steps = 0
-        self._listening = [opt.register_step_post_hook(self._count) for opt in self.opts]
-        self.frees = reshard_after_forward
+        self.steps, self.failed = 0, False
+        self.opts, self._listening, self._ways = list["Optimizer"](), list[Any](), list[tuple[dict, str, Any]]()
+        self.take_optimizers(opts)
         self.voting = self._rest = False
         self._votes: list[Any] = []
         self._kept = set[int]()  # units that stay gathered
+
+    def _fully_shard(self, free: bool = False) -> None:
+        """Have FSDP2 divide the parameters that are in the modules; with `free` those are empty afterwards."""
+        # Before FSDP's own hooks, which free the unit: the parameters are whole here.
+        self._hooks: list[Any] = [m.register_forward_hook(_after_unit) for m in (*self.units, self.model)]
+        group: Any = world.group("gradients", self.device.type) or dist.group.WORLD
+        self._mesh = DeviceMesh.from_group(group, self.device.type)
+        whole = {p for p in self.model.parameters() if not _is_divisible(p)}
+        for module in (*self.units, self.model):
+            mine = [p for p in module.parameters() if p not in whole and not is_shard(p)]
+            fully_shard(
+                module, mesh=self._mesh, reshard_after_forward=self._reshard and module is not self.model,
+                ignored_params=whole,
+            )  # fmt: skip
+            for p in mine if free else ():
+                p.data = p.data.new_empty(0)  # at once: of a model that is too large no two units are in memory
+        self.named, self._divided = dict(self.model.named_parameters()), list(owners(self.model))
+
+    def take_optimizers(self, opts: Iterable["Optimizer"]) -> None:
+        """Let optimizers train the shards; those that do already are left alone."""
+        for opt in opts:
+            if opt in self.opts:
+                continue
+            self.opts.append(opt)
+            self._listening.append(opt.register_step_post_hook(self._count))
+            optim.exchange(opt, dict(self.pairs))
+            for group in opt.param_groups:
+                self._choose_way(group, can_fuse=isinstance(opt, Adam))
 
     def text(self, units: Mapping[str, nn.Module]) -> str:
         """Say what the units are, and how many bytes of the parameters a rank has."""
@@ -150,6 +170,41 @@ class Shards:
                 state.update({name: whole(value) for name, value in state.items() if is_shard(value)})
             optim.exchange(opt, new)
 
+    def renew(self) -> None:
+        """Divide the model in the same way once more, for a new group of the ranks; every rank must reach this.
+
+        The last group is lost when a rank has failed. Values are not sent.
+        """
+        self.put_away()
+        for hook in self._hooks:
+            hook.remove()
+        undo_fully_shard([*self.units, self.model])
+        self.failed, old, empty = False, self.named, dict[Tensor, nn.Parameter]()
+        for _, owner, name, p in self._divided:
+            if is_shard(p):
+                made = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
+                owner._parameters[name] = empty.setdefault(p, made)
+        self._fully_shard()
+        new = {p: old[name] for name, p in self.named.items()}
+        rows = {p: nn.Parameter(self._of_rows(other), other.requires_grad) for p, other in new.items() if is_shard(p)}
+        for _, owner, name, p in self._divided:
+            owner._parameters[name] = rows.get(p, p)
+        self.named, self._divided = dict(self.model.named_parameters()), list(owners(self.model))
+        exchanged: dict[Tensor, Tensor] = {old[name]: p for name, p in self.named.items() if p is not old[name]}
+        self.pairs = [(first, cast(nn.Parameter, exchanged[p])) for first, p in self.pairs]
+        for first, p in self.pairs:
+            first.shard = p
+        for opt in self.opts:
+            for state in opt.state.values():
+                state.update({name: self._of_rows(value) for name, value in state.items() if is_shard(value)})
+            optim.exchange(opt, exchanged)
+
+    def _of_rows(self, t: Tensor) -> Tensor:
+        """Return a shard of the present group with the rows of another."""
+        return DTensor.from_local(
+            local(t), self._mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride()
+        ).detach()
+
     # Votes: ranks may run the model any number of times, on different parts of it
 
     def begin_votes(self) -> None:
@@ -180,13 +235,13 @@ class Shards:
         while wanted < len(self.units):
             with world.before_collective(None):
                 chosen = world.reduce(wanted, "max", among="votes")
-            if chosen >= 0 and not self.frees:
+            if chosen >= 0 and not self._reshard:
                 self._kept.add(chosen)
             if chosen == wanted:
                 return
             unit = cast(Any, self.units[chosen])
             unit.unshard()
-            if self.frees:
+            if self._reshard:
                 unit.reshard()
 
     def end_votes(self, frees: bool = True) -> None:
@@ -235,12 +290,6 @@ def _is_divisible(p: Tensor) -> bool:
 
 def _without_values(t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device=local(t).device)
-
-
-def _mesh(kind: str) -> DeviceMesh:
-    """Return all ranks of this run, on their devices of a type."""
-    group: Any = world.group("gradients", kind) or dist.group.WORLD
-    return DeviceMesh.from_group(group, kind)
 
 
 def _after_unit(module: nn.Module, args: Any, output: Any) -> Any:
@@ -318,7 +367,7 @@ class Sharded:
                 first.pop(id(p), None)
         self._outputs: list[Tensor] = []  # of all units, in this batch
         self._calls: list[str] = []  # of units, in this batch
-        self.is_inside = False  # the model's forward pass
+        self.is_inside = self._is_backward = False
         self._hooks: list[Any] = [
             shards.model.register_forward_pre_hook(self._begin, prepend=True),
             *(unit.register_forward_hook(self._note, prepend=True) for unit, owned in self._owned.items() if owned),
@@ -326,7 +375,7 @@ class Sharded:
         ]
 
     def _note(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._looks and torch.is_grad_enabled():
+        if self._looks and torch.is_grad_enabled() and not self._is_backward:
             for name, owner, attribute in self._owned[module]:
                 p = self._gathered[name] = cast(Tensor, owner._parameters[attribute])
                 for i, hooks in enumerate(self.shards.tensor_hooks.pop(name, ())):
@@ -337,7 +386,7 @@ class Sharded:
         # After FSDP's own hooks, to whose part of the backward pass the output belongs.
         if module is self.shards.model:
             self.is_inside = False
-        elif self._looks and torch.is_grad_enabled():
+        elif (self._looks or not self.step.learn.batch_size) and torch.is_grad_enabled() and not self._is_backward:
             self._outputs += [t for t in tensors_in(output) if t.requires_grad]
             self._calls.append(self.shards.names[module])
 
@@ -371,11 +420,12 @@ class Sharded:
         if learn.step_due:
             # It runs during the backward pass.
             work = dist.all_reduce(vector, group=world.group("gradients", vector.device.type), async_op=True)
-        unused: list[str] = []
-        if self._looks:
-            unused = self._unused(learn.loss_grad)
+        unused = self._unused(learn.loss_grad)
+        if self._looks or not something:
             # All units take part in the backward pass, in the order in which they were called.
             learn.loss_grad = learn.loss_grad + zero_loss(self._outputs)
+        elif unused:
+            raise step.no_part(unused)
         if not self._settled:
             looks = self._settle(unused if something else None)
             self._settled, self._looks = looks is not None, looks is not False
@@ -383,7 +433,11 @@ class Sharded:
         if unused and (left := self._unused(learn.loss_grad)):
             # Ranks reduce the gradients of the same parameters: here these are zeros.
             learn.loss_grad = learn.loss_grad + zero_loss([self._gathered[name] for name in left])
-        learn._backward()
+        self._is_backward = True
+        try:
+            learn._backward()
+        finally:
+            self._is_backward = False
         learn.loss_grad = loss
         self._outputs.clear()
         self._calls.clear()

@@ -27,7 +27,7 @@ from learnerkit.data.order import in_order, with_batches
 from learnerkit.data.stream import Seeded
 from learnerkit.endings import ExceptionReport
 from learnerkit.events import CancelFitException
-from learnerkit.losses import UNKNOWN_COUNT, doubtful_count
+from learnerkit.losses import UNKNOWN_COUNT, doubtful_count, loss_sums
 from learnerkit.metrics import DEPENDS_ON_CUT
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback
@@ -195,7 +195,7 @@ def _run(
     values, outputs = learn.validate(dl=few), tensors_in(list(learn.get_preds(dl=few)))
     return {
         "steps": notes.steps,
-        "sums": learn._loss_weighting.sums,
+        "sums": loss_sums(learn),
         "unknown": notes.unknown,
         "draws": notes.draws,
         "weights": weights,

@@ -17,8 +17,9 @@ from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.data.batches import likely_sizes, map_batch, tensors_in
 from learnerkit.endings import ending_of
 from learnerkit.events import CancelFitException, CancelValidException
-from learnerkit.inspection.undoing import trial, unchanged
+from learnerkit.inspection.undoing import trial
 from learnerkit.metrics import make_meters
+from learnerkit.preflight.activations import judge_activations
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
 from learnerkit.shards import gathered
 from learnerkit.text import first_few, in_one_line
@@ -45,13 +46,12 @@ def check(learn: "Learner") -> bool:
         arguments.check_fit(learn, n_epoch=1)
         step.check_loaders(learn)
         cbs = [step, step.first]
-        with learn.no_bar(), learn._running("check", cbs), unchanged(learn, but=cbs):
+        with learn.no_bar(), learn._trying("check", cbs) as train:
             sharded = learn.n_ranks > 1
             step.stage = "optimizer"
-            learn._prepare_opt()
-            step.rates = _rates(learn.opts, "initial_lr")
-            step.stage = "inputs"
-            learn._train(1, None)
+            train(n_epoch=1)
+            step.stage = "activations"
+            step.found[step.stage] += judge_activations(learn, step.batch)
     except Exception as e:
         step.failed(e, unwrap(learn.model))
     everyone = world.all_gather(step.found) if sharded else [step.found]  # every rank must reach this
@@ -62,8 +62,8 @@ def check(learn: "Learner") -> bool:
 
 
 TOPICS = (
-    "inputs", "targets", "prediction", "loss", "gradients", "optimizer", "batchnorm", "validation", "metrics",
-    "callbacks", "other ranks",
+    "inputs", "targets", "prediction", "loss", "gradients", "optimizer", "batchnorm", "activations", "validation",
+    "metrics", "callbacks", "other ranks",
 )  # fmt: skip
 """In the order of the report."""
 
@@ -104,6 +104,7 @@ class StepCheck(Callback):
         stage: the topic of an error that is raised now.
         first: a callback that sees the gradients before others may drop them.
         rates: the learning rates before a schedule or a callback changes them, as `_rates` returns them.
+        batch: the training batch of this rank; `None` until the model has seen it, and of a rank without data.
     """
 
     order = 1000  # after all others, to see what they have made of it
@@ -113,12 +114,13 @@ class StepCheck(Callback):
         super().__init__()
         self.found: dict[str, list[Finding]] = defaultdict(list)
         self.stage = "inputs"
-        self.first = Callback(order=-1000, after_backward=self._note_gradients)
+        self.first = Callback(order=-1000, before_fit=self._note_rates, after_backward=self._note_gradients)
         self.rates: dict[int, float] = {}
         self._made: set[str] = set()  # names of the parameters that get gradients from the backward pass
         self._named: list[tuple[str, nn.Parameter]] = []
         self._before: dict[str, Tensor] | None = None  # the parameters that the step should change
         self._xb: Any = None
+        self.batch: Any = None
         self._running_model = False
         self._norm_hooks = ExitStack()
 
@@ -163,6 +165,7 @@ class StepCheck(Callback):
         targets = judge_targets(learn.loss_func, learn.pred, learn.yb)
         wrong = [f._replace(text=f"targets: {f.text}") for f in targets if f.mark == WRONG]
         if learn.training:
+            self.batch = learn.batch
             self.found["inputs"] += judge_inputs(self._xb, unwrap(learn.model), ran=True)
             self.found["prediction"] += judge_prediction(learn.loss_func, learn.pred)
             self.found["targets"] += targets
@@ -177,6 +180,9 @@ class StepCheck(Callback):
         if learn.training and learn.batch_size and learn.loss_grad is not None:
             self.found["loss"] += judge_loss(learn.loss_func, learn.pred, learn.loss_grad, judge_count(learn))
             self.stage = "gradients"
+
+    def _note_rates(self, first: Callback) -> None:
+        self.rates, self.stage = _rates(first.learn.opts, "initial_lr"), "inputs"
 
     def _note_gradients(self, first: Callback) -> None:
         self._made = {name for name, p in self._named if p.grad is not None and bool(_values(p.grad).any())}

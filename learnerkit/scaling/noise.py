@@ -17,7 +17,7 @@ from learnerkit.events import CancelException
 from learnerkit.gradient_mean import host_count
 from learnerkit.host_scalars import HostScalars
 from learnerkit.inspection.undoing import trial
-from learnerkit.losses import batch_count
+from learnerkit.losses import batch_count, loss_sums
 from learnerkit.parallel.distributed import member_of
 from learnerkit.torch_internals import BatchNorm, remove_hooks
 from learnerkit.utils import add_note_once, overrides, unwrap
@@ -192,21 +192,25 @@ class GradientNoiseScale(Callback):
     # A step
 
     def before_batch(self) -> None:
-        gradient = self.learn._gradient
-        if gradient is not None and gradient.mean.begun:
+        if self._has_begun():
             return
         self._close()
         if self._steps % self._period == 0:
             self._row = {"step": self._steps, "squares": 0.0, "parts": 0, "taken": 0.0, "counted": 0.0, "samples": 0}
         self._steps += 1
 
+    def _has_begun(self) -> bool:
+        """Tell whether batches of the present step have been before this one."""
+        gradient = self.learn._gradient
+        return gradient is not None and gradient.mean.begun
+
     def _listen(self) -> None:
         """Hear of the gradients of the backward pass that follows."""
-        learn, gradient = self.learn, self.learn._gradient
+        learn = self.learn
         if self._row is None:
             return
         params = self._params()
-        if gradient is None or not gradient.mean.begun:
+        if not self._has_begun():
             left = [p.grad for p in params if p.grad is not None]  # of steps that a callback has left out
             if left:
                 self._row["left"] = _square(left)
@@ -320,7 +324,7 @@ class GradientNoiseScale(Callback):
                 predictions_in_float32(learn)
             learn._loss()
             count = host_count(batch_count(learn))
-            loss = learn.loss_grad * self._scale() / (count if learn._loss_weighting.sums else 1)
+            loss = learn.loss_grad * self._scale() / (count if loss_sums(learn) else 1)
             return list(torch.autograd.grad(loss, self._params(), allow_unused=True)), count
         except CancelException:
             raise
@@ -358,7 +362,7 @@ class GradientNoiseScale(Callback):
         ranks = world.all_gather(own) if self.learn.n_ranks > 1 else [own]
         self._own = HostScalars()
         found = together(row for rank in ranks for row in rank)
-        if self.learn._loss_weighting.sums:  # the step's gradient is a sum, too
+        if loss_sums(self.learn):  # the step's gradient is a sum, too
             found = [row._replace(whole=row.whole / max(row.counted, 1) ** 2) for row in found]
         known = [row for row in found if row.is_known()]
         if known:

@@ -132,6 +132,18 @@ class ScaledLR(optim.Later):
         function(self.lr)  # refuses now what it would refuse when a fit begins
         return ScaledLR(self.lr, self.at, self.rule, (*self.then, function))
 
+    def settled(self, learn: "Learner", rates: list[Any], cbs: Any) -> list[Any]:
+        """As in `Later`; says what the rates became."""
+        step = step_of(learn, cbs)
+        if step.samples is None:
+            raise ValueError(
+                f"scaled_lr needs to know how many samples a step has, and the training loader "
+                f"({type(learn.dls.train).__name__}) does not tell how many are in a batch: give it, or its batch "
+                "sampler, an attribute `batch_size`"
+                " (errors.html#scaled-rate)"
+            )
+        return [_for_optimizer(learn, value, opt, step.samples) for opt, value in zip(learn.opts, rates, strict=True)]
+
     def scaled(self, factor: float) -> Any:
         """The rate or schedule that is `factor` times as large."""
         lr = self.lr
@@ -177,24 +189,6 @@ def scaled_lr(lr: Any, at: int, rule: str | None = None) -> Any:
         return ScaledLR(lr if callable(lr) else optim.rates(lr, 1)[0], at, rule)
 
     return optim.map_rates(scale, lr)
-
-
-def settled(learn: "Learner", given: list, cbs: Any = None) -> list:
-    """Return rates, or schedules, with scaled ones as they are for this fit, and say what they became.
-
-    Args:
-        given: those of each optimizer.
-        cbs: callbacks that the fit will have beside the learner's own.
-    """
-    step = step_of(learn, cbs)
-    if step.samples is None:
-        raise ValueError(
-            f"scaled_lr needs to know how many samples a step has, and the training loader "
-            f"({type(learn.dls.train).__name__}) does not tell how many are in a batch: give it, or its batch sampler, "
-            "an attribute `batch_size`"
-            " (errors.html#scaled-rate)"
-        )
-    return [_for_optimizer(learn, value, opt, step.samples) for opt, value in zip(learn.opts, given, strict=True)]
 
 
 def _for_optimizer(learn: "Learner", value: Any, opt: Optimizer, samples: int) -> Any:

@@ -16,7 +16,6 @@ from learnerkit.callbacks.debugging import OverfitBatch
 from learnerkit.callbacks.training import StepBudget
 from learnerkit.data.order import with_batches
 from learnerkit.events import CancelEpochException
-from learnerkit.inspection.undoing import unchanged
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.scaling.parts import REDUCE, Clock, Stopwatch
 from learnerkit.text import in_one_line
@@ -79,15 +78,13 @@ def run_trial(
             warnings.simplefilter("ignore")
         stack.enter_context(learn.no_bar())
         stack.enter_context(replaced(learn.dls, _said=True))  # the views of loaders here do not tell sizes
-        stack.enter_context(learn._running("scaling", cbs))
-        stack.enter_context(unchanged(learn, but=cbs))
+        train = stack.enter_context(learn._trying("scaling", cbs))
         if isinstance(clock, Stopwatch):
             stack.callback(clock.watch_hooks())
             stack.enter_context(world.around_collectives(partial(clock.within, REDUCE)))
-        if not network and learn._agreement is not None:
-            learn._agreement.alone_from = 1  # in the first batch the ranks find out about the model together
-        learn._prepare_opt()
-        learn._train(None, clock.due)
+        if not network and (agreement := learn._agreement) is not None:
+            agreement.alone_from = 1  # in the first batch the ranks find out about the model together
+        train(n_steps=clock.due)
     if not clock.seconds:
         raise ValueError(
             "no step could be timed, as the first of each epoch is left out with the start of the loader: an epoch "

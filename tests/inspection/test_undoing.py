@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from learnerkit import Callback, CheckpointError, DataLoaders
-from learnerkit.inspection.undoing import trial, unchanged
+from learnerkit.inspection.undoing import move_to_device, trial, unchanged
 
 
 class Network(nn.Module):
@@ -475,7 +475,7 @@ def test_the_random_streams_of_all_devices_are_kept(monkeypatch):
         set_rng_state = staticmethod(lambda state, i: states.update({i: state}))
 
     learn = learner(fitted=False)
-    learn._to_device()
+    move_to_device(learn)
     learn.dls._device = torch.device("cuda", 1)
     monkeypatch.setattr(torch, "get_device_module", lambda device: Devices)
     with unchanged(learn):

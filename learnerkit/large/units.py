@@ -173,7 +173,7 @@ def _descendants(m: nn.Module) -> Iterator[nn.Module]:
 
 def _kind(m: nn.Module) -> object:
     """What equal modules have in common: the class, and of an `nn.Sequential` the classes in it."""
-    kind = type(m)  # each parametrized module has a class of its own
+    kind = parametrize.type_before_parametrizations(m)  # each parametrized module has a class of its own
     return (kind, frozenset(map(type, m.children()))) if kind is nn.Sequential else kind
 
 

@@ -1,0 +1,122 @@
+"""Activations that are computed again in the backward pass, so that they need not be kept for it."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from learnerkit import world
+from learnerkit.callback import Callback
+from learnerkit.large.units import units
+from learnerkit.utils import listify, unwrap
+
+
+class ActivationCheckpointing(Callback):
+    """Keeps of each unit of the model the inputs alone for the backward pass, which computes the unit once more.
+
+    Activations then need much less memory, and a step takes longer by about a forward pass (Chen et al. 2016,
+    https://arxiv.org/abs/1604.06174). All numbers stay the same, bit by bit: the unit is computed again with the same
+    dropout, autocast, buffers and attributes, and what it changes then, such as the statistics of BatchNorm, is
+    dropped. The model keeps its modules and their names; afterwards it is as it was. `learn.check()` says how much is
+    kept, and what it takes.
+
+    A unit that draws random numbers from anywhere but torch, or that appends to a list, does so a second time, and so
+    do hooks on modules inside a unit. torch refuses a unit that changes its inputs in place.
+
+    Args:
+        modules: names of modules, patterns of names (`"layers.*"`), or classes. `None`: the blocks of which the model
+            is made, or, where there are none, its sizable parts.
+
+    Raises:
+        TypeError: an entry of `modules` that is neither a str nor a class.
+        ValueError: no module has such a name or class, or the model has no such parts.
+    """
+
+    order = 2  # before DistributedCallback wraps the model
+
+    def __init__(self, modules: str | type[nn.Module] | Iterable[str | type[nn.Module]] | None = None) -> None:
+        super().__init__()
+        self.modules = listify(modules)
+        self._recomputed = ExitStack()
+        self._forwards: dict[nn.Module, partial] = {}
+
+    def before_fit(self) -> None:
+        learn = self.learn
+        if isinstance(learn.model, nn.DataParallel):
+            world.warn_once(
+                "ActivationCheckpointing leaves the model as it is: DataParallel makes copies of it for each batch"
+            )
+        elif learn.task not in ("validate", "predict"):
+            self._recomputed.enter_context(self.recomputed(learn.model))
+
+    def cleanup_fit(self) -> None:
+        self._recomputed.close()
+
+    @contextmanager
+    def recomputed(self, model: nn.Module) -> Iterator[None]:
+        """Have the units of a model computed again in each backward pass."""
+        with ExitStack() as stack:
+            for module in units(unwrap(model), self.modules or True, "modules").values():
+                # Not the call, around which sharding has its hooks; and on the object, so that its class stays.
+                attributes = vars(module)
+                own = {"forward": attributes["forward"]} if "forward" in attributes else {}
+                again = partial(_recomputed, module, module.forward)
+                if module in self._forwards and self._forwards[module].args == again.args:
+                    again = self._forwards[module]  # for which there may be compiled code
+                attributes["forward"] = self._forwards[module] = again
+                stack.callback(attributes.update, own)
+                stack.callback(attributes.pop, "forward", None)
+            yield
+
+
+def _recomputed(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Compute a module, and have the backward pass do so again.
+
+    It has the module as an argument, as a copy of the model must compute its own.
+    """
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+
+    def run(*values: Any) -> Any:
+        named = zip(kwargs, values[len(args) :], strict=True)
+        return forward(*values[: len(args)], **dict(named))
+
+    # Keywords are passed by position, for torch to know which tensors it keeps, and as it has keywords of its own.
+    values = (*args, *kwargs.values())
+    if torch.compiler.is_compiling():  # which computes again what changes nothing, and takes no contexts
+        return checkpoint(run, *values, use_reentrant=False)
+    return checkpoint(run, *values, use_reentrant=False, context_fn=partial(_contexts, module))
+
+
+def _contexts(module: nn.Module) -> tuple[Any, Any]:
+    return nullcontext(), _AsBefore(module)
+
+
+class _AsBefore:
+    """A context in which a module has the attributes and the buffers that it has now; then those from before it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.buffers = {b: b.detach().clone() for b in module.buffers()}
+        self.then = {m: dict(vars(m)) for m in module.modules()}
+        self.named = {m: dict(m._buffers) for m in self.then}
+        self.now: list[dict[nn.Module, dict[str, Any]]] = []
+
+    def __enter__(self) -> None:
+        self.now.append({m: dict(vars(m)) for m in self.then})
+        copies = {b: kept.clone() for b, kept in self.buffers.items()}  # the graph may be used again
+        for m, attributes in self.then.items():
+            named = {name: b if b is None else copies[b] for name, b in self.named[m].items()}
+            _put(m, attributes | {"_buffers": named})
+
+    def __exit__(self, *error: object) -> None:
+        for m, attributes in self.now.pop().items():
+            _put(m, attributes)
+
+
+def _put(module: nn.Module, attributes: dict[str, Any]) -> None:
+    vars(module).clear()
+    vars(module).update(attributes)

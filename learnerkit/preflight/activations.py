@@ -1,0 +1,52 @@
+"""What it saves, and what it takes, to compute activations again in the backward pass."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from learnerkit.callbacks.recomputing import ActivationCheckpointing
+from learnerkit.data.batches import tensors_in
+from learnerkit.inspection.summary import bytes_beside, counting_kept
+from learnerkit.inspection.undoing import predict, trial
+from learnerkit.preflight.report import OK, Finding
+from learnerkit.scaling.parts import waiter
+from learnerkit.text import in_units
+from learnerkit.utils import unwrap
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+_RUNS = 4
+"""The fastest of these counts; the first one is slower."""
+
+
+def judge_activations(learn: "Learner", batch: Any) -> list[Finding]:
+    """Measure on a training batch what ActivationCheckpointing does, if both are there. It waits for the device."""
+    cb = next((cb for cb in learn.cbs if isinstance(cb, ActivationCheckpointing)), None)
+    if cb is None or batch is None:
+        return []
+    with cb.recomputed(learn.model):
+        kept, seconds = _measured(learn, batch)
+    text = f"{in_units(kept)} are kept for the backward pass"
+    try:
+        whole, least = _measured(learn, batch)
+    except torch.OutOfMemoryError:
+        return [Finding(OK, f"{text}; all of them are more than the device holds")]
+    longer = max(0.0, seconds / least - 1)
+    return [Finding(OK, f"{text} instead of {in_units(whole)}; it takes {longer:.0%} more time than to keep them")]
+
+
+def _measured(learn: "Learner", batch: Any) -> tuple[int, float]:
+    """The bytes that a batch keeps, and the seconds of its forward and backward pass."""
+    model, wait, seconds = unwrap(learn.model), waiter(learn.dls.device), list[float]()
+    with trial(learn, model.train()):
+        for _ in range(_RUNS):
+            with counting_kept(learn) as kept:
+                wait()
+                start = time.perf_counter()
+                predict(learn, batch)
+                torch.stack([t.float().sum() for t in tensors_in(learn.output) if t.requires_grad]).sum().backward()
+                wait()
+                seconds.append(time.perf_counter() - start)
+    return bytes_beside(model, kept), min(seconds)
