@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Adam
 
@@ -40,6 +40,7 @@ class Shards:
         opts: the optimizers, which get the new parameters.
         device: of the ranks' group.
         reshard_after_forward: free a unit after its forward pass; else it stays gathered for its backward pass.
+        offload: keep the shards on the host.
         stays: from fit to fit, as the model is too large to be whole.
 
     Attributes:
@@ -58,11 +59,14 @@ class Shards:
         opts: Iterable["Optimizer"],
         device: torch.device,
         reshard_after_forward: bool = True,
+        offload: bool = False,
         stays: bool = False,
     ) -> None:
         self.model, self.units, self.device, self.stays = model, list(units.values()), device, stays
         self.names = {unit: name for name, unit in units.items()}
         self._reshard = reshard_after_forward
+        # A model on the host is there already.
+        self._policy = CPUOffloadPolicy() if offload and device.type != "cpu" else OffloadPolicy()
         _check(model, units)
         before = dict(model.named_parameters())
         self.places = list(owners(model))
@@ -93,7 +97,7 @@ class Shards:
             mine = [p for p in module.parameters() if p not in whole and not is_shard(p)]
             fully_shard(
                 module, mesh=self._mesh, reshard_after_forward=self._reshard and module is not self.model,
-                ignored_params=whole,
+                ignored_params=whole, offload_policy=self._policy,
             )  # fmt: skip
             for p in mine if free else ():
                 p.data = p.data.new_empty(0)  # at once: of a model that is too large no two units are in memory
@@ -158,9 +162,9 @@ class Shards:
             new[p] = old
             old.__class__ = kind
             del old.shard
-            old.data = whole(p)
+            old.data = whole(p).to(self.device)
             old.requires_grad_(p.requires_grad)
-            old.grad = None if p.grad is None else whole(p.grad)
+            old.grad = None if p.grad is None else whole(p.grad).to(self.device)
         for _, owner, name, p in self.places:
             owner._parameters[name] = p
         for group, way, value in self._ways:
@@ -341,18 +345,28 @@ class Sharded:
         settle: called once, by every rank, with what its first batch has shown: the names of the parameters on which
             the loss does not depend. `None` stands for a rank without data. It tells whether there may be such ones, or
             returns `None` if no rank had data.
+        check: called after the first backward pass.
         votes: ranks vote in each forward pass which unit is gathered, so that an error says where they call different
             ones; by default in the first one.
+        sync: reduce the gradients in each batch of a step, and not those of all at its last one.
 
     Attributes:
         is_inside: a forward pass of the model has begun, and not ended.
     """
 
     def __init__(
-        self, step: "RankStep", shards: Shards, settle: Callable[[list[str] | None], bool | None], votes: bool
+        self,
+        step: "RankStep",
+        shards: Shards,
+        settle: Callable[[list[str] | None], bool | None],
+        check: Callable[[], None],
+        votes: bool,
+        sync: bool = True,
     ) -> None:
         self.step, self.mean, self.shards, self._settle, self._votes = step, step.mean, shards, settle, votes
-        self._settled = False
+        self._check: Callable[[], None] | None = check
+        self._without_grad = set[nn.Module]()  # units that were called without gradients
+        self._settled, self._sync = False, sync
         self._looks = True  # for parameters on which the loss of a batch does not depend
         mine = {id(p) for _, p in shards.pairs}
         self._replicated = {name: p for name, p in step.params.items() if id(p) not in mine}
@@ -386,9 +400,34 @@ class Sharded:
         # After FSDP's own hooks, to whose part of the backward pass the output belongs.
         if module is self.shards.model:
             self.is_inside = False
-        elif (self._looks or not self.step.learn.batch_size) and torch.is_grad_enabled() and not self._is_backward:
-            self._outputs += [t for t in tensors_in(output) if t.requires_grad]
+        if not torch.is_grad_enabled():
+            if self.is_inside:
+                self._without_grad.add(module)
+            return
+        if self._is_backward:
+            if module in self._without_grad:
+                raise ValueError(
+                    f"{self.shards.names.get(module) or 'the model'} is computed again in the backward pass with "
+                    "gradients that its forward pass did not have (a reentrant checkpoint), which a sharded model "
+                    "cannot: write use_reentrant=False, or use ActivationCheckpointing"
+                    " (errors.html#sharded)"
+                )
+            return
+        found = [t for t in tensors_in(output) if t.requires_grad]
+        for t in found:
+            t.register_hook(self._check_pass)
+        if module is not self.shards.model and (self._looks or not self.step.learn.batch_size):
+            self._outputs += found
             self._calls.append(self.shards.names[module])
+
+    def _check_pass(self, grad: Tensor) -> None:
+        if not self._is_backward and self.step.learn.training:
+            raise RuntimeError(
+                "a backward pass, or torch.autograd.grad, goes through a sharded model outside of the backward pass of "
+                "learn.loss_grad, and ranks average only what that gives: add the loss to learn.loss_grad in "
+                "after_loss, or leave shard= out"
+                " (errors.html#sharded)"
+            )
 
     def _begin(self, *_: Any) -> None:
         if torch.is_grad_enabled():
@@ -415,6 +454,11 @@ class Sharded:
             self.shards.end_votes(frees=False)
             self._check_calls()
         loss = learn.loss_grad
+        if not self._sync:
+            if not self.mean.begun:
+                for p in self._gathered.values():  # of a step that was not finished
+                    p.grad = None
+            cast(Any, self.shards.model).set_requires_gradient_sync(learn.step_due)
         something = step.weigh()
         vector, work = step.vector(), None
         if learn.step_due:
@@ -439,9 +483,12 @@ class Sharded:
         finally:
             self._is_backward = False
         learn.loss_grad = loss
-        self._outputs.clear()
-        self._calls.clear()
+        for found in (self._outputs, self._calls, self._without_grad):
+            found.clear()
         step.reduced = True
+        if self._check is not None:
+            check, self._check = self._check, None
+            check()
         if self._looks:
             self._share_use(set(unused) if something else step.params.keys(), before)
         if work is not None:
