@@ -267,11 +267,11 @@ class DistributedCallback(Callback):
             self._share_out(None)
             self._send_buffers()
             if self.learn.shards is not None:
-                self.learn.shards.begin_evaluation()
+                self.learn.shards.begin_votes()
 
     def cleanup_validate(self) -> None:
         if self.learn.shards is not None:
-            self.learn.shards.end_evaluation()
+            self.learn.shards.end_votes()
 
     def _send_buffers(self) -> None:
         """Give every rank rank 0's buffers; every rank must reach this."""
