@@ -65,13 +65,18 @@ class Gatherer:
         if not is_shard(t):
             return t
         key = storage_of(t)
+        if not key:  # state without rows on this rank: no parameter, so it is not tied
+            return gathered(t, self.keep)
         if key not in self._found:
             self._found[key] = gathered(t, self.keep)
         return self._found[key]
 
 
 def storage_of(t: Tensor) -> int:
-    """Return the address of a shard's memory, which it has also on a rank without rows of it."""
+    """Return the address of a shard's memory, which a parameter has also on a rank without rows of it.
+
+    Other shards without rows, such as the state of an optimizer, have none: 0.
+    """
     return local(t).untyped_storage().data_ptr()
 
 
@@ -132,6 +137,14 @@ def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Paramete
         for name, p in owner._parameters.items():
             if p is not None:
                 yield f"{prefix}.{name}" if prefix else name, owner, name, p
+
+
+def put_parameter(owner: nn.Module, name: str, p: nn.Parameter) -> None:
+    """Put a parameter into its place, in the way of the module if it has one: RNNs keep a list of theirs."""
+    if type(owner).__setattr__ is nn.Module.__setattr__:
+        owner._parameters[name] = p
+    else:
+        setattr(owner, name, p)
 
 
 def own_class(module: nn.Module) -> type:

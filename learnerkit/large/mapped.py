@@ -18,7 +18,7 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parameter import is_lazy
 
 from learnerkit import world
-from learnerkit.shards import owners
+from learnerkit.shards import owners, put_parameter
 from learnerkit.text import first_few
 
 
@@ -122,7 +122,7 @@ class Mapped:
                     new[p] = nn.Parameter(value, p.requires_grad)
                 else:
                     p.data, new[p] = value, p
-            owner._parameters[attribute] = new.get(p, p)
+            put_parameter(owner, attribute, new.get(p, p))
             self.release([new.get(p, p)])
 
 

@@ -335,6 +335,8 @@ class RankDispatch(Dispatch):
         if event in INNER_EVENTS:
             self._call(event, self.table[event])
             return
+        if (shards := self.agreement.learn.shards) is not None:
+            shards.free()
         with self.agreement.keeping():
             self._call(event, self.table[event])
         self.agreement.vote(f"the end of {event}")

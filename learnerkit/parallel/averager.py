@@ -147,7 +147,8 @@ class Averager:
         self._check_marks(marks)
         left_out, given = dict.fromkeys(chain(*names)), self.cb.find_unused_parameters
         self._check_used(left_out)
-        if left_out and not given:
+        of_model = dict(self.learn.model.named_parameters())
+        if not given and left_out.keys() & of_model:  # those beside the model may be for a callback's own loss
             self._tell_unused(left_out)
         return bool(left_out or given)
 

@@ -216,6 +216,7 @@ class DistributedCallback(Callback):
                     " (errors.html#sharded)"
                 )
             if learn.shards.stays:
+                learn.shards.take_optimizers(learn.opts)
                 learn.shards.renew()
             else:
                 learn.shards.restore()

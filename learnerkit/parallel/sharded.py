@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, cast
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.optim import Adam
 from learnerkit import optim, world
 from learnerkit.data.batches import map_batch, tensors_in
 from learnerkit.gradient_mean import zero_loss
-from learnerkit.shards import gathered, is_shard, local, owners, rows_of
+from learnerkit.shards import gathered, is_shard, local, owners, put_parameter, rows_of
 from learnerkit.text import first_few, in_units
 from learnerkit.torch_internals import forget_forward_passes, undo_fully_shard
 
@@ -80,9 +81,10 @@ class Shards:
                 p.grad, old.grad = rows_of(old.grad, p), None
             old.shard, old.__class__ = p, _Divided
         self.steps, self.failed = 0, False
-        self.opts, self._listening, self._ways = list["Optimizer"](), list[Any](), list[tuple[dict, str, Any]]()
+        # Those that train the shards, each with its hook, and with how its groups were stepped before.
+        self._taken = dict["Optimizer", tuple[Any, list[tuple[dict, str, Any]]]]()
         self.take_optimizers(opts)
-        self.voting = self._rest = False
+        self._n_voting, self._rest = 0, False
         self._votes: list[Any] = []
         self._kept = set[int]()  # units that stay gathered
 
@@ -104,15 +106,24 @@ class Shards:
         self.named, self._divided = dict(self.model.named_parameters()), list(owners(self.model))
 
     def take_optimizers(self, opts: Iterable["Optimizer"]) -> None:
-        """Let optimizers train the shards; those that do already are left alone."""
+        """Let optimizers train the shards; those that do already are left alone.
+
+        Where the model stays divided, others that did are forgotten: each has as much state as there is of the model.
+        """
+        opts = list(opts)
+        for opt in [opt for opt in self._taken if opt not in opts] if self.stays else ():
+            self._leave(opt)
         for opt in opts:
-            if opt in self.opts:
-                continue
-            self.opts.append(opt)
-            self._listening.append(opt.register_step_post_hook(self._count))
-            optim.exchange(opt, dict(self.pairs))
-            for group in opt.param_groups:
-                self._choose_way(group, can_fuse=isinstance(opt, Adam))
+            if opt not in self._taken:
+                optim.exchange(opt, dict(self.pairs))
+                ways = [way for group in opt.param_groups for way in _choose_way(group, isinstance(opt, Adam))]
+                self._taken[opt] = opt.register_step_post_hook(self._count), ways
+
+    def _leave(self, opt: "Optimizer") -> None:
+        hook, ways = self._taken.pop(opt)
+        hook.remove()
+        for group, way, value in ways:
+            group[way] = value
 
     def text(self, units: Mapping[str, nn.Module]) -> str:
         """Say what the units are, and how many bytes of the parameters a rank has."""
@@ -124,27 +135,15 @@ class Shards:
             f"({in_units(total - sum(sizes))}): {in_units(mine)} of {in_units(total)} parameters on this rank"
         )
 
-    def _choose_way(self, group: dict[str, Any], can_fuse: bool) -> None:
-        """Have a group of an optimizer stepped in a way that DTensor has.
-
-        Args:
-            group: the group, with its new parameters.
-            can_fuse: DTensor has the fused kernel of this optimizer, as it has that of Adam.
-        """
-        is_mixed = len(set(map(is_shard, group["params"]))) > 1  # neither fused nor foreach kernels take both
-        for way, refused in (("fused", is_mixed or not can_fuse), ("foreach", is_mixed)):
-            if refused and way in group and group[way] is not False:
-                self._ways.append((group, way, group[way]))
-                group[way] = False
-
     def _count(self, *_: Any) -> None:
         self.steps += 1
 
     def put_away(self) -> None:
         """Have the shards in the model, where a pass that has failed may have left gathered parameters."""
+        self._n_voting = min(self._n_voting, 1)  # whatever was inside of what
         self.end_votes()
         for _, owner, name, p in self._divided:
-            owner._parameters[name] = p
+            put_parameter(owner, name, p)
 
     def restore(self, gather: bool = True) -> None:
         """Make the model whole, with its own parameters; with `gather` every rank must reach this.
@@ -152,8 +151,9 @@ class Shards:
         Args:
             gather: take the values of all ranks. Else the parameters have memory, but no values as yet.
         """
+        self._n_voting = min(self._n_voting, 1)
         self.end_votes()
-        for hook in (*self._hooks, *self._listening):
+        for hook in self._hooks:
             hook.remove()
         undo_fully_shard([*self.units, self.model])
         whole = gathered if gather else _without_values
@@ -166,10 +166,9 @@ class Shards:
             old.requires_grad_(p.requires_grad)
             old.grad = None if p.grad is None else whole(p.grad).to(self.device)
         for _, owner, name, p in self.places:
-            owner._parameters[name] = p
-        for group, way, value in self._ways:
-            group[way] = value
-        for opt in self.opts:
+            put_parameter(owner, name, p)
+        for opt in list(self._taken):
+            self._leave(opt)
             for state in opt.state.values():
                 state.update({name: whole(value) for name, value in state.items() if is_shard(value)})
             optim.exchange(opt, new)
@@ -187,18 +186,18 @@ class Shards:
         for _, owner, name, p in self._divided:
             if is_shard(p):
                 made = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
-                owner._parameters[name] = empty.setdefault(p, made)
+                put_parameter(owner, name, empty.setdefault(p, made))
         self._fully_shard()
         new = {p: old[name] for name, p in self.named.items()}
         rows = {p: nn.Parameter(self._of_rows(other), other.requires_grad) for p, other in new.items() if is_shard(p)}
         for _, owner, name, p in self._divided:
-            owner._parameters[name] = rows.get(p, p)
+            put_parameter(owner, name, rows.get(p, p))
         self.named, self._divided = dict(self.model.named_parameters()), list(owners(self.model))
         exchanged: dict[Tensor, Tensor] = {old[name]: p for name, p in self.named.items() if p is not old[name]}
         self.pairs = [(first, cast(nn.Parameter, exchanged[p])) for first, p in self.pairs]
         for first, p in self.pairs:
             first.shard = p
-        for opt in self.opts:
+        for opt in self._taken:
             for state in opt.state.values():
                 state.update({name: self._of_rows(value) for name, value in state.items() if is_shard(value)})
             optim.exchange(opt, exchanged)
@@ -211,15 +210,21 @@ class Shards:
 
     # Votes: ranks may run the model any number of times, on different parts of it
 
+    @property
+    def voting(self) -> bool:
+        """Ranks vote which unit is gathered next."""
+        return self._n_voting > 0
+
     def begin_votes(self) -> None:
         """Let each rank run the model as often as it likes, until `end_votes`; every rank must reach this.
 
         Before a rank gathers a unit it says so, and those that do not need it help. What is in no unit is gathered
-        at the first pass of any rank, and freed at the end.
+        at the first pass of any rank, and freed at the end. An evaluation may be inside another.
         """
-        if self.voting:
+        self._n_voting += 1
+        if self._n_voting > 1:
             return
-        self.voting, self._rest = True, False
+        self._rest = False
         self._votes = [
             unit.register_forward_pre_hook(lambda *_, i=i: self.help(i), prepend=True)
             for i, unit in enumerate([*self.units, self.model])
@@ -231,22 +236,37 @@ class Shards:
         Args:
             wanted: the index of a unit, which is gathered next; -1: none.
         """
-        if not self.voting or wanted in self._kept:
+        rest = len(self.units)
+        if not self.voting or wanted in self._kept or (wanted == rest and self._rest):
             return
-        if not self._rest:
-            self._rest = True
-            cast(Any, self.model).unshard()
-        while wanted < len(self.units):
+        while True:
             with world.before_collective(None):
                 chosen = world.reduce(wanted, "max", among="votes")
-            if chosen >= 0 and not self._reshard:
+            if chosen < 0:
+                return
+            if not self._rest:
+                self._rest = True
+                cast(Any, self.model).unshard()
+            if chosen < rest and not self._reshard:
                 self._kept.add(chosen)
             if chosen == wanted:
                 return
-            unit = cast(Any, self.units[chosen])
-            unit.unshard()
-            if self._reshard:
-                unit.reshard()
+            if chosen < rest:
+                unit = cast(Any, self.units[chosen])
+                unit.unshard()
+                if self._reshard:
+                    unit.reshard()
+
+    def free(self) -> None:
+        """Free what is gathered, where no rank runs the model, so that callbacks see the shards.
+
+        All ranks do so at the same places. The next pass gathers it again.
+        """
+        if self._rest:
+            for module in (*(self.units[i] for i in self._kept), self.model):
+                cast(Any, module).reshard()
+            self._kept.clear()
+            self._rest = False
 
     def end_votes(self, frees: bool = True) -> None:
         """Let ranks run the model together again, or not at all.
@@ -256,14 +276,30 @@ class Shards:
         """
         if not self.voting:
             return
-        self.voting = False
+        self._n_voting -= 1
+        if frees:
+            self.free()
+            forget_forward_passes([*self.units, self.model])
+        if self.voting:
+            return
         for hook in self._votes:
             hook.remove()
-        if frees:
-            for module in (*(self.units[i] for i in self._kept), self.model):
-                cast(Any, module).reshard()
-            forget_forward_passes([*self.units, self.model])
         self._kept.clear()
+
+
+def _choose_way(group: dict[str, Any], can_fuse: bool) -> list[tuple[dict, str, Any]]:
+    """Have a group of an optimizer stepped in a way that DTensor has, and return what was chosen before.
+
+    Args:
+        group: the group, with its new parameters.
+        can_fuse: DTensor has the fused kernel of this optimizer, as it has that of Adam.
+    """
+    is_mixed, before = len(set(map(is_shard, group["params"]))) > 1, []  # neither fused nor foreach kernels take both
+    for way, refused in (("fused", is_mixed or not can_fuse), ("foreach", is_mixed)):
+        if refused and way in group and group[way] is not False:
+            before.append((group, way, group[way]))
+            group[way] = False
+    return before
 
 
 class _Divided(nn.Parameter):
@@ -370,10 +406,13 @@ class Sharded:
         self._looks = True  # for parameters on which the loss of a batch does not depend
         mine = {id(p) for _, p in shards.pairs}
         self._replicated = {name: p for name, p in step.params.items() if id(p) not in mine}
+        self._used = set[str]()  # parameters on which the losses of the batches depend that are reduced at once
+        self._before = set[str]()  # parameters that had gradients before these batches
         self._left_out = set[str]()  # parameters on which the loss of this batch does not depend on any rank
         # While a unit is gathered its parameters are other objects, which stay the same.
-        self._gathered: dict[str, Tensor] = {}
-        first = {id(p): name for name, p in reversed([*shards.model.named_parameters()])}
+        of_model = dict(shards.model.named_parameters())
+        self._gathered: dict[str, Tensor] = {name: p for name, p in step.params.items() if name not in of_model}
+        first = {id(p): name for name, p in reversed(of_model.items())}
         self._owned: dict[nn.Module, list[tuple[str, nn.Module, str]]] = {}
         for unit in (*shards.units, shards.model):
             self._owned[unit] = [(first[id(p)], owner, name) for _, owner, name, p in owners(unit) if id(p) in first]
@@ -432,10 +471,11 @@ class Sharded:
     def _begin(self, *_: Any) -> None:
         if torch.is_grad_enabled():
             self.is_inside = True
-            if self._votes or not self._settled:
+            if (self._votes or not self._settled) and not self.shards.voting:
                 self.shards.begin_votes()  # on ranks that call different units it ends in an error, not in a hang
 
     def _check_calls(self) -> None:
+        """Refuse ranks that call different units: these may have gathered the rows of one for those of another."""
         everyone = world.all_gather(self._calls)
         for rank, calls in enumerate(everyone):
             if calls != everyone[0]:
@@ -454,6 +494,9 @@ class Sharded:
             self.shards.end_votes(frees=False)
             self._check_calls()
         loss = learn.loss_grad
+        if self._sync or not self.mean.begun:
+            self._used.clear()
+            self._before = {name for name, p in step.params.items() if p.grad is not None} if self._looks else set()
         if not self._sync:
             if not self.mean.begun:
                 for p in self._gathered.values():  # of a step that was not finished
@@ -473,7 +516,6 @@ class Sharded:
         if not self._settled:
             looks = self._settle(unused if something else None)
             self._settled, self._looks = looks is not None, looks is not False
-        before = {name: p.grad is not None for name, p in step.params.items()} if self._looks else {}
         if unused and (left := self._unused(learn.loss_grad)):
             # Ranks reduce the gradients of the same parameters: here these are zeros.
             learn.loss_grad = learn.loss_grad + zero_loss([self._gathered[name] for name in left])
@@ -483,14 +525,16 @@ class Sharded:
         finally:
             self._is_backward = False
         learn.loss_grad = loss
-        for found in (self._outputs, self._calls, self._without_grad):
-            found.clear()
         step.reduced = True
         if self._check is not None:
             check, self._check = self._check, None
             check()
         if self._looks:
-            self._share_use(set(unused) if something else step.params.keys(), before)
+            self._used |= step.params.keys() - set(unused) if something else set()
+            if self._sync or learn.step_due:
+                self._share_use()
+        for found in (self._outputs, self._calls, self._without_grad):
+            found.clear()
         if work is not None:
             self._average_replicated()
             work.wait()
@@ -510,11 +554,15 @@ class Sharded:
         trained = {name: p for name, p in self._gathered.items() if p.requires_grad}
         return [name for name, p in trained.items() if id(p) not in found]
 
-    def _share_use(self, unused: Iterable[str], before: Mapping[str, bool]) -> None:
+    def _share_use(self) -> None:
         """Leave no gradient where no rank has one in this step; every rank must reach this. A host-device sync."""
-        params, left_out = self.step.params, set(unused)
-        mine = torch.tensor([name not in left_out or bool(before.get(name)) for name in params], dtype=torch.int32)
-        used = world.reduce(mine, "max", among="gradients").tolist()
+        params, taken = self.step.params, self._used | self._before
+        found = [name in taken for name in params]
+        calls = crc32("\n".join(self._calls).encode()) & 0x7FFFFFFF
+        mine = torch.tensor([*found, calls, -calls], dtype=torch.int32)
+        *used, most, least = world.reduce(mine, "max", among="gradients").tolist()
+        if most != -least:
+            self._check_calls()
         self._left_out = {name for name, is_used in zip(params, used, strict=True) if not is_used}
         for name in self._left_out:
             params[name].grad = None

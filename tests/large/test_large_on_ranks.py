@@ -1,8 +1,10 @@
 """Models that are too large to be whole: made, trained, read and written by ranks that have their rows alone."""
 
+import gc
 import io
 import re
 import warnings
+import weakref
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -231,6 +233,7 @@ def test_weights_come_from_files_by_the_rows_of_a_rank():
 
 
 @slow_on_ranks
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # in torch 2.10 itself
 def test_ranks_share_the_writing_of_a_checkpoint():
     path = Path("run").absolute()
     learn = learner([CheckpointCallback(path)])
@@ -308,3 +311,196 @@ def test_the_report_has_the_collectives_of_shards():
     assert all(seconds > 0 for seconds in report.parts["all-gather"])
     assert "network" not in report.without
     assert any("divided among the ranks" in note for note in report.notes)
+
+
+class Heads(Net):
+    """Weights and biases of one row, of which some ranks have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(17, 1, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.again(x) + self.twin(x).tanh()) * self.scale + sum(head(x).tanh() for head in self.heads)
+
+
+@slow_on_ranks
+def test_the_state_of_parameters_of_one_row_is_saved():
+    learn = learner(model=lambda: Heads())
+    with sharded(learn):
+        fits(learn)
+        learn.save(Path("net.pth").absolute())
+        world.barrier()
+    found = torch.load("net.pth")["opt"]["state"]
+    _, alone = weights_alone(fits, model=lambda: Heads())
+    torch.testing.assert_close(found, alone.opt.state_dict()["state"], rtol=1e-9, atol=1e-11)
+
+
+class Side(Net):
+    """Has a part that every second batch leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.side, self.calls = nn.Linear(13, 5, dtype=torch.float64), 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return super().forward(x) + (self.side(x) if self.calls % 2 or not self.training else 0)
+
+
+@slow_on_ranks
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_parameter_that_a_later_batch_of_a_step_leaves_out_keeps_its_gradient(sync):
+    from learnerkit import GradientAccumulation
+
+    def cbs():
+        return GradientAccumulation(n_batches=2)
+
+    learn = learner(cbs(), lambda: Side())
+    with learn.distrib_ctx(shard=True, split_batches=True, sync=sync, find_unused_parameters=True):
+        fits(learn)
+        found = saved(learn, "net.safetensors")
+    close(found, weights_alone(fits, cbs=cbs(), model=lambda: Side())[0])
+
+
+class Loss(nn.Module):
+    """Has parameters that no batch uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.unused = (nn.Parameter(torch.ones(5, dtype=torch.float64)) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, pred, y):
+        return (pred * self.weight - y).square().mean()
+
+
+@slow_on_ranks
+def test_parameters_beside_the_model_that_no_rank_uses_stay():
+    def made():
+        learn = learner(opt_func=partial(torch.optim.AdamW, weight_decay=0.1))
+        learn.loss_func = Loss().double()
+        learn.create_opt()
+        learn.opt.add_param_group({"params": [*learn.loss_func.parameters()]})
+        return learn
+
+    learn = made()
+    with sharded(learn):
+        fits(learn)
+    with world.alone():
+        alone = made()
+        fits(alone)
+    found, expected = learn.loss_func.state_dict(), alone.loss_func.state_dict()
+    assert torch.equal(found["unused"], torch.ones(5).double())
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+class Leaves(Net):
+    """From the second batch on each rank leaves another block out; one parameter is in no loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.calls = nn.Linear(2, 2, dtype=torch.float64), 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.first(x)
+        for i, block in enumerate(self.blocks):
+            x = x if self.calls > 1 and i == RANK % 2 else block(x)
+        return self.last(self.again(x) + self.twin(x).tanh()) * self.scale
+
+
+@slow_on_ranks
+def test_ranks_that_leave_out_different_blocks_are_told():
+    learn = learner(model=lambda: Leaves())
+    # Blocks are of one size, so that what is gathered would be rows of both.
+    with sharded(learn), pytest.raises((ValueError, PeerError), match="each must call the same"):
+        learn.fit(1)
+
+
+class Nested(Callback):
+    """Validates once more, in an event of an epoch."""
+
+    def __init__(self, event):
+        super().__init__(order=50, **{event: lambda cb: cb.look()})
+        self.found, self.inside = [], False
+
+    def look(self):
+        if not self.inside:
+            self.inside = True
+            self.found = self.learn.validate()
+            self.inside = False
+
+
+@slow_on_ranks
+@pytest.mark.parametrize("event", ["before_validate", "after_validate", "before_step"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_validation_inside_a_validation_does_not_end_it(event, reshard):
+    set_seed(1)
+    # Three batches, of which rank 0 has one more than the others.
+    dls = DataLoaders.from_datasets(data(16 * N, 0), data(8 * (N + 1), 1), bs=8)
+    learn = Learner(dls, lambda: Net(), nn.MSELoss(), metrics=mae, cbs=(nested := Nested(event)))
+    with learn.distrib_ctx(shard=True, reshard_after_forward=reshard, timeout=60):
+        learn.fit(1)
+    assert len(nested.found) == 2
+    if event != "before_step":
+        assert nested.found == pytest.approx(learn.recorder.values[-1][1:], rel=1e-12)
+
+
+class Scales(Callback):
+    """Changes the weights before and after each validation."""
+
+    order = 60
+
+    @torch.no_grad()
+    def before_validate(self):
+        for p in self.model.parameters():
+            p.mul_(1.1)
+
+    @torch.no_grad()
+    def after_validate(self):
+        for p in self.model.parameters():
+            p.mul_(0.9)
+
+
+@slow_on_ranks
+@pytest.mark.parametrize("reshard", [True, False])
+def test_weights_that_change_around_a_validation(reshard):
+    learn = learner(Scales())
+    with learn.distrib_ctx(shard=True, split_batches=True, reshard_after_forward=reshard):
+        fits(learn)
+        found = saved(learn, "net.safetensors")
+    close(found, weights_alone(fits, cbs=Scales())[0])
+
+
+@slow_on_ranks
+def test_the_optimizers_of_earlier_fits_are_forgotten():
+    learn, old = learner(), []
+    with sharded(learn):
+        for _ in range(3):
+            learn.fit(1, 1e-2, reset_opt=True)
+            old.append(weakref.ref(learn.opt))
+    gc.collect()
+    assert [each() is None for each in old] == [True, True, False]
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.rnn, self.last = nn.Linear(13, 17), nn.LSTM(17, 19), nn.Linear(19, 5)
+        self.double()
+
+    def forward(self, x):
+        return self.last(self.rnn(self.first(x)[None])[0][0])
+
+
+@slow_on_ranks
+def test_a_recurrent_layer_has_its_own_weights_again():
+    learn = learner(model=Recurrent())
+    with sharded(learn):
+        learn.fit(1)
+    rnn = learn.model.rnn
+    assert all(a is b for a, b in zip(rnn._flat_weights, rnn.parameters(), strict=True))
