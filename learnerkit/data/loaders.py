@@ -191,11 +191,10 @@ class DataLoaders:
             None if ds is None else RowsLoader(ds, batch_size=valid_bs or bs, **loader_kwargs)
             for ds in (valid_ds, *more)
         ]
-        options = {
-            "target_keys": target_keys, "ignore_keys": ignore_keys, "batch_size": batch_size, "batch_dim": batch_dim,
-            "classes": classes, "decode": decode,
-        }  # fmt: skip
-        dls = cls(train, *others, device=device, n_inp=n_inp, **options)  # type: ignore[arg-type]  # mixed values
+        dls = cls(
+            train, *others, device=device, n_inp=n_inp, target_keys=target_keys, ignore_keys=ignore_keys,
+            batch_size=batch_size, batch_dim=batch_dim, classes=classes, decode=decode,
+        )  # fmt: skip
         dls._pins = "pin_memory" not in loader_kwargs
         return dls
 

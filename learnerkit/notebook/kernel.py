@@ -34,7 +34,7 @@ from learnerkit.notebook import settings, transfer
 from learnerkit.notebook.pickling import load_error
 from learnerkit.parallel.distributed import OWN_DEVICE, DistributedCallback, member_of
 from learnerkit.text import killed_by
-from learnerkit.utils import front_end, ipython_shell, warn
+from learnerkit.utils import front_end, ipython_shell, same, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -245,7 +245,7 @@ class Workers:
         args, kwargs = tuple(map(_listed, args)), {name: _listed(value) for name, value in kwargs.items()}
         # If the kernel's generators have not moved since the last call, each worker goes on with its own.
         states = settings.get_random_states()
-        moved = not settings.same_random_states(states, self._random_states)
+        moved = not same(states, self._random_states)
         call = transfer.Call(self.learn, method, args, kwargs, self.options)
         file, path, shared = transfer.send(call, states if moved else None)
         try:

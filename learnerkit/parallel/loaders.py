@@ -83,13 +83,10 @@ class RankLoader(LoaderView):
                 share = share._replace(size=size, total=total)
             self.share, self.sample = share, batch
             yield first_rows(batch, self.dims, 0) if share.size == 0 else batch
-        if self.share is not None and self.rank_step is not None and self.rank_step.mean.begun and self._is_unsized:
+        in_step = self.rank_step is not None and self.rank_step.mean.begun
+        if self.share is not None and in_step and loader_len(self) is None:
             self.is_last, self.share = True, Share(self.share.place + self.indices.ranks, 0, 0)
             yield first_rows(self.sample, self.dims, 0)
-
-    @property
-    def _is_unsized(self) -> bool:
-        return loader_len(self) is None
 
     @property
     def per_step(self) -> int:
