@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from learnerkit.shards import is_shard, storage_of
+from learnerkit.shards import gathered, is_shard, storage_of
 from learnerkit.text import first_few, printable
 
 if TYPE_CHECKING:
@@ -163,24 +163,40 @@ def save_whole(obj: Any, file: Path | BinaryIO) -> None:
         os.fsync(opened.fileno())
 
 
-def save_weights(weights: Mapping[str, Any], file: Path, notes: Mapping[str, str] | None = None) -> None:
+def save_weights(
+    weights: Mapping[str, Any], file: Path, notes: Mapping[str, str] | None = None, writes: bool = True
+) -> None:
     """Save weights in the safetensors format, which other tools read, as atomically as `save_whole`.
 
-    Tied weights are in the file once, as `safetensors.torch.save_model` has them.
+    Tied weights are in the file once, as `safetensors.torch.save_model` has them. Shards are gathered one after the
+    other; then every rank must reach this.
 
     Args:
         weights: a state dict.
         file: where to.
         notes: more for the file's header.
+        writes: this rank writes the file; others help to gather shards.
 
     Raises:
         CheckpointError: the file cannot be written, or there is more than tensors.
     """
     kept, own_notes = without_tied(weights)
-    tensors = {name: on_host(value) for name, value in kept.items()}
-    pieces = tensor_file(tensors, own_notes | dict(notes or {}))
-    with replacing(file) as temporary:
-        write_new(temporary, pieces)
+    header, names = file_header(kept, own_notes | dict(notes or {}))
+    tensors = (gathered(kept[name], keep=writes) for name in names)
+    if not writes:
+        for _ in tensors:
+            pass
+        return
+    try:
+        with replacing(file) as temporary, open(temporary, "xb") as opened:
+            opened.write(header)
+            for tensor in tensors:
+                opened.writelines(_memory(on_host(tensor)))
+            opened.flush()
+            os.fsync(opened.fileno())
+    finally:
+        for _ in tensors:  # after an error the other ranks still wait for the rest
+            pass
 
 
 @contextmanager
@@ -337,6 +353,30 @@ def without_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[st
     return kept, notes
 
 
+def file_header(tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None) -> tuple[bytes, list[str]]:
+    """Return the header of a file of tensors, and their names in the order in which they stand in it.
+
+    Args:
+        tensors: by their names; only their shapes and types are read.
+        notes: more for the header.
+    """
+    header: dict[str, Any] = {}
+    types, end = {}, 0
+    # The widest first: so each stands at a multiple of its own width.
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        kind, shape, size = _TYPES.get(tensor.dtype), list(tensor.shape), tensor.numel() * tensor.itemsize
+        if kind is None:
+            types[name] = [str(tensor.dtype).removeprefix("torch."), shape]
+            kind, shape = "U8", [size]
+        start, end = end, end + size
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+    names = list(header)
+    header["__metadata__"] = {**(notes or {}), **({"learnerkit.types": json.dumps(types)} if types else {})}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, names
+
+
 def tensor_file(tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None) -> list[Buffer]:
     """Return the pieces of a file of tensors: its header, and the memory of each tensor, which must not change.
 
@@ -344,24 +384,14 @@ def tensor_file(tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None =
         tensors: by their names; each with its values in a row on the host.
         notes: more for the header.
     """
-    header: dict[str, Any] = {}
-    pieces: list[Buffer] = []
-    types, end = {}, 0
-    # The widest first: so each stands at a multiple of its own width.
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        kind, shape = _TYPES.get(tensor.dtype), list(tensor.shape)
-        if kind is None:
-            types[name] = [str(tensor.dtype).removeprefix("torch."), shape]
-            kind, shape = "U8", [tensor.nbytes]
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
-        if tensor.nbytes:
-            memory: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-            pieces.append(memoryview(memory))
-    header["__metadata__"] = {**(notes or {}), **({"learnerkit.types": json.dumps(types)} if types else {})}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *pieces]
+    header, names = file_header(tensors, notes)
+    return [header, *(piece for name in names for piece in _memory(tensors[name]))]
+
+
+def _memory(tensor: Tensor) -> list[Buffer]:
+    "The memory of a tensor, if it has any."
+    memory: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.nbytes else None
+    return [] if memory is None else [memoryview(memory)]
 
 
 def write_new(path: Path, pieces: Sequence[Buffer]) -> dict[str, Any]:

@@ -1432,17 +1432,19 @@ class Learner(RunState):
             CheckpointError: the file cannot be written; the old one is as it was.
         """
         target = files.place_of(self, file)
-        if self.shards is None and not world.is_main():
+        if self.shards is not None:
+            world.meet("learn.save")  # rank 0 alone has some rows only
+        elif not world.is_main():
             return target
         with self.as_validated():
-            state: Any = self.gathered(unwrap(self.model).state_dict(), "learn.save")
+            weights: Any = unwrap(self.model).state_dict()
             if isinstance(target, Path) and target.suffix == files.SAFETENSORS:
-                if world.is_main():
-                    files.save_weights(state, target)
+                files.save_weights(weights, target, writes=world.is_main())
                 return target
+            state = self._gathered(weights)
             if with_opt and self.opt is not None:
                 one = isinstance(self.opt, Optimizer)
-                opt = self.gathered(self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()})
+                opt = self._gathered(self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()})
                 found = [cb.scaler.state_dict() for cb in self.cbs if isinstance(cb, MixedPrecision) and cb.scaler]
                 scaler = found[0] if found else self._scaler_state
                 state = {"model": state, "opt": opt} | ({"scaler": scaler} if scaler else {})
@@ -1450,22 +1452,9 @@ class Learner(RunState):
                 save_whole(state, target)
         return target
 
-    def gathered(self, state: Any, what: str = "learn.gathered") -> Any:
-        """Return nested values with the whole tensors in the place of shards, on rank 0.
-
-        If the model is divided among the ranks, every rank must reach this, and the others get tensors without memory.
-
-        Args:
-            state: such as the state dict of the model or of the optimizer.
-            what: the call for which it is, for the error if a rank does not come.
-
-        Raises:
-            PeerError: some ranks have not come within a minute.
-        """
-        if self.shards is None:
-            return state
-        world.meet(what)  # rank 0 alone has some rows only
-        return map_batch(Gatherer(keep=world.is_main()), state, lambda x: x)
+    def _gathered(self, state: Any) -> Any:
+        "The values of a state, on rank 0 without shards; then every rank must reach this."
+        return state if self.shards is None else map_batch(Gatherer(keep=world.is_main()), state, lambda x: x)
 
     @public
     def load(
@@ -1647,13 +1636,14 @@ class Learner(RunState):
         self, *, sync_bn: bool | None = None, split_batches: bool = False, find_unused_parameters: bool | None = None,
         timeout: float | timedelta | None = None, wrap: tuple[str, ...] | None = None, sharded: bool = False,
         uneven: str = "stop", comm_hook: str | None = None, shard: Shard = False, reshard_after_forward: bool = True,
-        **ddp_kwargs: Any,
+        offload: bool = False, sync: bool = True, **ddp_kwargs: Any,
     ) -> Learner:  # fmt: skip
         """Train with DistributedDataParallel; the arguments are those of `DistributedCallback`."""
         return self.add_cb(
             parallel.DistributedCallback(
                 sync_bn, split_batches, find_unused_parameters, timeout, wrap, sharded=sharded, uneven=uneven,
-                comm_hook=comm_hook, shard=shard, reshard_after_forward=reshard_after_forward, **ddp_kwargs,
+                comm_hook=comm_hook, shard=shard, reshard_after_forward=reshard_after_forward, offload=offload,
+                sync=sync, **ddp_kwargs,
             )
         )  # fmt: skip
 
@@ -1665,7 +1655,8 @@ class Learner(RunState):
         self, nproc: int | None = None, *, sync_bn: bool | None = None, split_batches: bool = False,
         find_unused_parameters: bool | None = None, timeout: float | timedelta | None = None,
         wrap: tuple[str, ...] | None = None, sharded: bool = False, uneven: str = "stop",
-        comm_hook: str | None = None, shard: Shard = False, reshard_after_forward: bool = True, **ddp_kwargs: Any,
+        comm_hook: str | None = None, shard: Shard = False, reshard_after_forward: bool = True,
+        offload: bool = False, sync: bool = True, **ddp_kwargs: Any,
     ) -> AbstractContextManager[Learner]:  # fmt: skip
         """A context in which this learner trains, validates and predicts with DistributedDataParallel.
 
@@ -1677,7 +1668,7 @@ class Learner(RunState):
         Args:
             nproc: in a notebook or at a prompt, how many processes; by default one for each GPU.
             sync_bn, split_batches, find_unused_parameters, timeout, wrap, sharded, uneven, comm_hook, shard,
-                reshard_after_forward, ddp_kwargs: those of `DistributedCallback`.
+                reshard_after_forward, offload, sync, ddp_kwargs: those of `DistributedCallback`.
 
         Raises:
             ValueError: `nproc` in a script, whose processes are started by `python -m learnerkit.launch`.
@@ -1685,7 +1676,7 @@ class Learner(RunState):
         return distrib_ctx(
             self, nproc, sync_bn=sync_bn, split_batches=split_batches, find_unused_parameters=find_unused_parameters,
             timeout=timeout, wrap=wrap, sharded=sharded, uneven=uneven, comm_hook=comm_hook, shard=shard,
-            reshard_after_forward=reshard_after_forward, **ddp_kwargs,
+            reshard_after_forward=reshard_after_forward, offload=offload, sync=sync, **ddp_kwargs,
         )  # fmt: skip
 
     def check_distributed(self, n: int = 2, **kwargs: Any) -> bool:

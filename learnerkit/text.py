@@ -85,7 +85,8 @@ def format_time(seconds: float) -> str:
 
 def in_units(n_bytes: float) -> str:
     """Bytes as a person reads them, such as 64 MB."""
-    power = next((power for power in (4, 3, 2, 1) if n_bytes >= 1024**power), 0)
+    # A unit from 0.976 of it on, as three digits would show 1,000 and more of the smaller one by an exponent.
+    power = next((power for power in (4, 3, 2, 1) if n_bytes >= 999.5 * 1024 ** (power - 1)), 0)
     return f"{n_bytes / 1024**power:.3g} {('bytes', 'KB', 'MB', 'GB', 'TB')[power]}"
 
 

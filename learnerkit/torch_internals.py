@@ -155,6 +155,36 @@ def forget_forward_passes(modules: Iterable[nn.Module]) -> None:
             group.comm_ctx.post_forward_order.clear()
 
 
+class _Timed:
+    """Has a collective of FSDP2 run in a context."""
+
+    def __init__(self, inner: Any, context: Callable[[], AbstractContextManager]) -> None:
+        self.inner, self.context, self.allocate = inner, context, inner.allocate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.context():
+            return self.inner(*args, **kwargs)
+
+
+def time_collectives(
+    modules: Iterable[nn.Module],
+    gather: Callable[[], AbstractContextManager],
+    scatter: Callable[[], AbstractContextManager],
+) -> Callable[[], None]:
+    """Enter contexts for each all-gather and each reduce-scatter of sharded modules; return what undoes it."""
+    found = [group for module in modules for group in _fsdp_groups(module)]
+    for group in found:
+        group._all_gather_comm = _Timed(group._all_gather_comm, gather)
+        group._reduce_scatter_comm = _Timed(group._reduce_scatter_comm, scatter)
+
+    def undo() -> None:
+        for group in found:
+            group._all_gather_comm = group._all_gather_comm.inner
+            group._reduce_scatter_comm = group._reduce_scatter_comm.inner
+
+    return undo
+
+
 def _fsdp_groups(module: nn.Module) -> list[Any]:
     """The groups of parameters that FSDP2 gathers for a module: one at most, but for versions before 2.11."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]

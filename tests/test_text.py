@@ -65,6 +65,6 @@ def test_text_that_is_safe_to_print():
 
 
 def test_in_units():
-    assert [in_units(n) for n in (5, 2**12, 1.5 * 2**20, 2**36, 2**50)] == [
-        "5 bytes", "4 KB", "1.5 MB", "64 GB", "1.02e+03 TB",
+    assert [in_units(n) for n in (5, 999, 2**12, 1020 * 2**10, 1.5 * 2**20, 2**36, 2**50)] == [
+        "5 bytes", "999 bytes", "4 KB", "0.996 MB", "1.5 MB", "64 GB", "1.02e+03 TB",
     ]  # fmt: skip

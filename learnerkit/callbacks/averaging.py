@@ -77,11 +77,15 @@ class _Averaging(Callback):
         if self.learn.shards is None or any(map(is_shard, self._own.values())):
             return
         old, self._average, self._copies = self._average, {}, []
-        self._own = self._chosen(unwrap(self.learn.model))
+        self._take_again()
         if old:
             self._begin()
             for name, value in old.items():
                 put(self._average[name], value)
+
+    def _take_again(self) -> None:
+        "Take the tensors of a model that has been divided."
+        self._own = self._chosen(unwrap(self.learn.model))
 
     def _begin(self) -> None:
         if self._average:
@@ -278,6 +282,20 @@ class EMA(_Averaging):
         model = model if self.of is None else unwrap(self.of)
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         return {name: t for name, t in named.items() if t.is_floating_point() or t.is_complex()}
+
+    def _take_again(self) -> None:
+        if self.module is None:
+            super()._take_again()
+            return
+        for found, module in ((self._own, self.of or self.learn.model), (self._homes, self.module)):
+            named = dict(unwrap(module).named_parameters())
+            found.update({name: named[name] for name in found})
+        if apart := [name for name, t in self._own.items() if is_shard(t) is not is_shard(self._homes[name])]:
+            raise ValueError(
+                "EMA(module=...) averages a model that is divided among the ranks into a module that is not: "
+                f"{first_few(apart)}; put that module into the learner's model, or use EMA() without module="
+                " (errors.html#sharded)"
+            )
 
     def before_train(self) -> None:
         super().before_train()

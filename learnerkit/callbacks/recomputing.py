@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from learnerkit import world
@@ -24,8 +25,10 @@ class ActivationCheckpointing(Callback):
     dropped. The model keeps its modules and their names; afterwards it is as it was. `learn.check()` says how much is
     kept, and what it takes.
 
-    A unit that draws random numbers from anywhere but torch, or that appends to a list, does so a second time, and so
-    do hooks on modules inside a unit. torch refuses a unit that changes its inputs in place.
+    A unit that draws random numbers from anywhere but torch, or appends to a list of its own, does so a second time,
+    and hooks on modules inside a unit are called again. torch refuses a unit that changes its inputs in place, or that
+    computes something else the second time, as one of transformers does that has filled a cache (set
+    `model.config.use_cache = False`).
 
     Args:
         modules: names of modules, patterns of names (`"layers.*"`), or classes. `None`: the blocks of which the model
@@ -89,7 +92,21 @@ def _recomputed(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any)
     values = (*args, *kwargs.values())
     if torch.compiler.is_compiling():  # which computes again what changes nothing, and takes no contexts
         return checkpoint(run, *values, use_reentrant=False)
-    return checkpoint(run, *values, use_reentrant=False, context_fn=partial(_contexts, module))
+    then, times = [None if isinstance(value, Tensor) else _copied(value) for value in values], count()
+
+    def again(*values: Any) -> Any:
+        # A list of tensors may have grown since: that of a DenseNet has.
+        first = next(times) == 0
+        return run(*(v if first or isinstance(v, Tensor) else _copied(x) for v, x in zip(values, then, strict=True)))
+
+    return checkpoint(again, *values, use_reentrant=False, context_fn=partial(_contexts, module))
+
+
+def _copied(x: Any) -> Any:
+    """Copy lists, and dicts, inside each other."""
+    if type(x) is dict:
+        return {key: _copied(value) for key, value in x.items()}
+    return type(x)(map(_copied, x)) if type(x) in (list, tuple) else x
 
 
 def _contexts(module: nn.Module) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from learnerkit import arguments, optim, world
 from learnerkit.callback import is_ours
@@ -412,6 +412,43 @@ class CheckpointCallback(StepCounter):
         self._saved_at = self._steps
         self._deadline = time.monotonic() + self._seconds
 
+    def to_dcp(self, path: str | Path) -> Path:
+        """Write the newest checkpoint for other tools, in the format of `torch.distributed.checkpoint`, on rank 0.
+
+        It has 'model', the state dict of the model, and 'optimizer', that of the optimizer with the names of parameters
+        in the place of their numbers, as `torch.distributed.checkpoint.state_dict` has it; of several optimizers one
+        under each name. `torch.distributed.checkpoint.load` reads them on any number of ranks, sharded or not. Call it
+        between fits; no other rank need come.
+
+        Args:
+            path: a directory, which is made.
+
+        Returns:
+            The directory.
+
+        Raises:
+            CheckpointError: there is no whole checkpoint.
+        """
+        from torch.distributed import checkpoint as dcp
+
+        path = Path(path)
+        if not world.is_main():
+            return path
+        with world.alone():
+            if self._storage is not None:
+                self._storage.wait()
+            storages = [Storage(self.path), *(Storage(self.path / _ENDS / str(n)) for n in _numbers(self.path / _ENDS))]
+            found = max((c for c in map(_newest_of, storages) if c is not None), key=_age, default=None)
+        if found is None:
+            raise CheckpointError(f"{self.path} has no checkpoint; to_dcp writes the newest one for other tools")
+        found.in_place = True  # values are read as they are written
+        state, opt = {"model": dict(found.weights())}, found.state()["opt"]
+        if opt is not None:
+            opt = _by_name(self.learn.opt, opt, unwrap(self.learn.model))
+            state["optimizer"] = opt
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+        return path
+
     # Signals
 
     def _listen(self) -> None:
@@ -492,6 +529,20 @@ def _read_state(found: Checkpoint, learn: Any, now: dict[str, Any]) -> dict[str,
             mine = (mine or {"seed": owns[0]["seed"]}) | {"callbacks": {}}
         then["callbacks"][state.BUDGET] = {"steps": found.info["step"], "open": False}  # it counts what is counted here
     return then | {"model": found.weights(), "rank": mine, "place": found.info["place"]}
+
+
+def _age(found: Checkpoint) -> tuple[int, float]:
+    return found.info["fit"], found.info["time"]
+
+
+def _by_name(made: Any, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the state of optimizers with the names of parameters in the place of their numbers."""
+    if isinstance(made, dict):
+        return {name: _by_name(opt, state[name], model) for name, opt in made.items()}
+    names = {p: name for name, p in model.named_parameters()}
+    order = [names.get(p, f"beside the model {i}") for i, p in enumerate(optim.parameters_of([made]))]
+    groups = [group | {"params": [order[i] for i in group["params"]]} for group in state["param_groups"]]
+    return {"state": {order[i]: value for i, value in state["state"].items()}, "param_groups": groups}
 
 
 def _parts(now: Mapping[str, Any]) -> tuple[Any, dict[str, Any], Any]:

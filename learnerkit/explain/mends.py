@@ -59,7 +59,13 @@ def of_run(learn: "Learner", error: Exception, text: str) -> str:
             "the loss does not depend on the model's parameters: look for no_grad, detach, .data, .item() or .numpy() "
             "in forward and in the loss"
         )
-    if "inplace operation" in text and any(cb.name == "activation_checkpointing" for cb in learn.cbs):
+    recomputes = any(cb.name == "activation_checkpointing" for cb in learn.cbs)
+    if recomputes and "utils.checkpoint" in text:
+        return (
+            "a block computed something else the second time: it depends on more than its inputs, such as a cache; "
+            "in a model of transformers set model.config.use_cache = False"
+        )
+    if recomputes and "inplace operation" in text:
         return (
             "a block that changes its inputs in place cannot be computed again: write inplace=False in it, or name "
             "others by ActivationCheckpointing(modules=[...])"

@@ -62,18 +62,21 @@ def export(learn: "Learner", fname: Any) -> Path:
     path = exported_path(fname, learn.path / learn.model_dir)
     if path.suffix == ONNX:
         require_onnx()
-    if path.suffix == files.SAFETENSORS:
-        with learn.as_validated():
-            weights = learn.gathered(unwrap(learn.model).state_dict(), "learn.export")
-    else:
+    if path.suffix != files.SAFETENSORS:
         arguments.check_whole(learn, f"learn.export to '{path.suffix}'")
+    if learn.shards is not None:
+        world.meet("learn.export")  # rank 0 alone has some rows only
+    elif not world.is_main():
+        return path
     if not world.is_main():
+        with learn.as_validated():
+            save_weights(unwrap(learn.model).state_dict(), path, writes=False)
         return path
     _warn_of_callbacks(learn)
     with world.alone(), learn.as_validated():
         give_shapes(learn)
         if path.suffix == files.SAFETENSORS:
-            save_weights(weights, path, {KEY: facts_of(learn).as_json()})
+            save_weights(unwrap(learn.model).state_dict(), path, {KEY: facts_of(learn).as_json()})
         else:
             _write_traced(learn, path)
     return path

@@ -5,7 +5,9 @@ A model that is too large for one process is made with these, and each rank then
 
 import ctypes
 import mmap
+import os
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -28,16 +30,22 @@ class Mapped:
     """
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="learnerkit")  # noqa: SIM115 (it lives as long as this object)
+        self._file, name = tempfile.mkstemp(prefix="learnerkit")
+        os.unlink(name)  # what is open stays until the process ends, however it does
+        weakref.finalize(self, os.close, self._file)
+        self._end = 0
         self._held: dict[int, Tensor] = {}  # by their addresses
 
     def copy(self, t: Tensor) -> Tensor:
         """Return a tensor with the values of `t`, in the temporary file."""
         if not t.nbytes:
             return t
-        start = -(-self._file.seek(0, 2) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        self._file.truncate(start + t.nbytes)
-        memory = mmap.mmap(self._file.fileno(), t.nbytes, offset=start)  # which the tensor keeps
+        start, self._end = (
+            self._end,
+            self._end + -(-t.nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY,
+        )
+        os.truncate(self._file, start + t.nbytes)
+        memory = mmap.mmap(self._file, t.nbytes, offset=start)  # which the tensor keeps
         found = torch.frombuffer(memory, dtype=torch.uint8).view(t.dtype).view(t.shape)
         with torch.no_grad():
             found.copy_(t)

@@ -1,6 +1,6 @@
 """How the gradients of a fit are averaged: chosen by what is known, put on the model, and taken off."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from learnerkit import optim, world
 from learnerkit.callback import is_ours
 from learnerkit.gradient_mean import StepGradient
 from learnerkit.parallel.deferred import Deferred
-from learnerkit.parallel.model_checks import buffer_marks, check_parts, rank_norms, synchronised
+from learnerkit.parallel.model_checks import buffer_marks, check_parts, check_shardable, rank_norms, synchronised
 from learnerkit.parallel.rank_step import Overlapped, RankStep
 from learnerkit.text import first_few
 from learnerkit.utils import overrides
@@ -61,6 +61,8 @@ class Averager:
                     "the gradients, and accumulation does not; leave static_graph out"
                     " (errors.html#accumulation)"
                 )
+        if cb.shard:
+            check_shardable(self.learn)
         if own and engine:
             raise ValueError(
                 f"{engine} is for gradients that DDP averages during the backward pass, and those of a learner "
@@ -128,7 +130,8 @@ class Averager:
         shards = self.cb.divide()
         of_model = dict(learn.model.named_parameters())
         step.take_parameters({name: of_model.get(name, p) for name, p in named.items()}, watches=False)
-        self._take(Sharded(step, shards, self._settle_shards))
+        votes = bool(self.cb.find_unused_parameters)
+        self._take(Sharded(step, shards, self._settle_shards, self._check_foreign, votes, self.cb.sync))
 
     def _settle_shards(self, unused: list[str] | None) -> bool | None:
         """Return whether the loss may leave parameters out; `None`: no rank had data. Every rank must reach this.
@@ -136,13 +139,27 @@ class Averager:
         Args:
             unused: those that this rank's first batch leaves out; `None`: it has no data.
         """
-        self._check_foreign()
-        everyone = [names for names in world.all_gather(unused) if names is not None]
-        left_out, given = dict.fromkeys(chain(*everyone)), self.cb.find_unused_parameters
+        mine = None if unused is None else (unused, buffer_marks(self.learn.model, self.learn.loss_func))
+        everyone = [found for found in world.all_gather(mine) if found is not None]
+        if not everyone:
+            return None
+        names, marks = zip(*everyone, strict=True)
+        self._check_marks(marks)
+        left_out, given = dict.fromkeys(chain(*names)), self.cb.find_unused_parameters
         self._check_used(left_out)
         if left_out and not given:
             self._tell_unused(left_out)
-        return bool(left_out or given) if everyone else None
+        return bool(left_out or given)
+
+    def _check_marks(self, marks: Sequence[dict]) -> None:
+        apart = [name for name in marks[0] if any(other.get(name) != marks[0][name] for other in marks)]
+        if apart:
+            self.cb.tell_once(
+                f"each rank makes {first_few(apart)} (buffers that change in the forward pass) of its own samples, so "
+                "the numbers are not those of one process; make them of all ranks' samples: learnerkit.world.reduce or "
+                "all_gather, in the forward pass"
+                " (errors.html#rank-statistics)"
+            )
 
     def _check_used(self, unused: Iterable[str]) -> None:
         if unused and self.cb.find_unused_parameters is False:
@@ -170,14 +187,7 @@ class Averager:
         if not everyone:
             return False
         left_out, why, marks = zip(*everyone, strict=True)
-        apart = [name for name in marks[0] if any(other.get(name) != marks[0][name] for other in marks)]
-        if apart:
-            self.cb.tell_once(
-                f"each rank makes {first_few(apart)} (buffers that change in the forward pass) of its own samples, so "
-                "the numbers are not those of one process; make them of all ranks' samples: learnerkit.world.reduce or "
-                "all_gather, in the forward pass"
-                " (errors.html#rank-statistics)"
-            )
+        self._check_marks(marks)
         if self._own:
             several = f"{type(learn.opt).__name__} evaluates the loss several times in a step"
             self._say_deferred(several if learn._by_closure else f"{type(learn).__name__} has a {self._own} of its own")

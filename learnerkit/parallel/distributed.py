@@ -74,6 +74,11 @@ class DistributedCallback(Callback):
             structure; or they are named: names in the model, patterns of names, or classes.
         reshard_after_forward: free a unit after its forward pass, and gather it again for its backward pass; False
             keeps it, which takes memory and spares time.
+        offload: with `shard` keep each rank's rows, their gradients and the optimizer's state on the host, where the
+            optimizer then steps; an accelerator has the units alone that it computes with.
+        sync: with `shard` and GradientAccumulation reduce the gradients of each batch; False reduces those of the whole
+            step at once, which spares time and needs memory for the gradients of the whole model. The numbers are the
+            same.
         ddp_kwargs: further arguments of `DistributedDataParallel`.
 
     Attributes:
@@ -99,6 +104,8 @@ class DistributedCallback(Callback):
         comm_hook: str | None = None,
         shard: bool | Iterable[str | type[nn.Module]] = False,
         reshard_after_forward: bool = True,
+        offload: bool = False,
+        sync: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__()
@@ -109,7 +116,7 @@ class DistributedCallback(Callback):
         self.wrap_names = tuple(listify(wrap))
         self.dataset_is_sharded, self.uneven, self.comm_hook = sharded, uneven, comm_hook
         self.shard = shard if isinstance(shard, bool) else listify(shard)
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward, self.offload, self.sync = reshard_after_forward, offload, sync
         if uneven not in ("stop", "join"):
             raise ValueError(f"got uneven={uneven!r}; it takes 'stop' or 'join'")
         if comm_hook not in (None, *COMM_HOOKS):
@@ -129,6 +136,9 @@ class DistributedCallback(Callback):
         refused = ["comm_hook"] * (comm_hook is not None) + ["wrap"] * bool(self.wrap_names) + [*ddp_kwargs]
         if shard and refused:
             raise ValueError(f"{refused[0]} is for DistributedDataParallel, and shard= trains without it: leave it out")
+        for name, is_given in {"offload": offload, "sync": not sync}.items():
+            if is_given and not shard:
+                raise ValueError(f"{name} is for sharded models: give shard=True, or leave it out")
         self._told = set[str]()
         self._loaders: dict[tuple, tuple[Any, RankLoader]] = {}
         self._averager: Averager | None = None  # of a fit that trains
@@ -229,10 +239,12 @@ class DistributedCallback(Callback):
                     mapped.release()
                 world.give_values([*model.buffers()])
             learn.shards = Shards(
-                model, found, learn.opts, learn.dls.device, self.reshard_after_forward, stays=mapped is not None
-            )
+                model, found, learn.opts, learn.dls.device, self.reshard_after_forward, self.offload,
+                stays=mapped is not None,
+            )  # fmt: skip
             learn.mapped = None
-            self.tell_once(learn.shards.text(found), by=learn.say)
+            if learn.task in (None, "fit"):  # not in each of the steps that are tried out
+                self.tell_once(learn.shards.text(found), by=learn.say)
         return learn.shards
 
     def cleanup_fit(self) -> None:
@@ -255,11 +267,11 @@ class DistributedCallback(Callback):
             self._share_out(None)
             self._send_buffers()
             if self.learn.shards is not None:
-                self.learn.shards.begin_evaluation()
+                self.learn.shards.begin_votes()
 
     def cleanup_validate(self) -> None:
         if self.learn.shards is not None:
-            self.learn.shards.end_evaluation()
+            self.learn.shards.end_votes()
 
     def _send_buffers(self) -> None:
         """Give every rank rank 0's buffers; every rank must reach this."""
@@ -333,7 +345,7 @@ def will_shard(learn: "Learner") -> bool:
 
 def warn_outside_context(learn: "Learner") -> None:
     """Warn, once, that several processes are about to train the same thing, each for itself."""
-    if world.world_size() > 1 and not member_of(learn.cbs):
+    if world.world_size() > 1 and not member_of(learn.cbs) and learn.shards is None:  # else it is refused
         world.warn_once(
             f"{world.world_size()} processes each train a whole copy of the model on all the data; "
             "to train one together write `with learn.distrib_ctx(): learn.fit(...)`"

@@ -12,6 +12,7 @@ from learnerkit.gradient_mean import StepGradient, counts_something
 from learnerkit.losses import output_of, pass_kept
 from learnerkit.parallel.agreement import STEP
 from learnerkit.parallel.loaders import first_rows
+from learnerkit.parallel.model_checks import rank_norms
 from learnerkit.parallel.rank_step import RankStep
 from learnerkit.utils import overrides
 
@@ -49,7 +50,8 @@ class LeftBatch(Callback):
         learn.batch_size = 0
         if asks_ranks(learn.model):
             return
-        if overrides(learn, "_backward"):
+        if overrides(learn, "_backward") or (learn.shards is not None and not rank_norms(learn.model)):
+            # Of a sharded model a pass that fails cannot be followed by another: other ranks gather the next unit.
             self._take_sample()
         else:
             vars(learn)["_forward"] = self._forward
@@ -92,7 +94,14 @@ class LeftBatch(Callback):
                 learn._forward()
                 learn._loss()
             elif output_of(learn) is None and (learn.shards is not None or asks_ranks(learn.model)):
-                learn.xb = first_rows(learn.xb, 0, 0)
+                if getattr(learn._gradient, "is_inside", False):
+                    raise RuntimeError(
+                        f"a cancel in the middle of the model's forward pass on rank {world.rank()}, where the other "
+                        "ranks wait for it to gather the next unit of the sharded model: raise it in an event of a "
+                        "callback, such as after_pred"
+                        " (errors.html#sharded)"
+                    )
+                learn.xb = first_rows(learn.xb, 0, int(learn.shards is not None and not rank_norms(learn.model)))
                 with suppress(CancelException):  # that of a hook of the model, again
                     learn._forward()
             cast(StepGradient, learn._gradient).backward()

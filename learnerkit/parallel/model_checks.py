@@ -2,13 +2,22 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
-from learnerkit.utils import digests
+from learnerkit.utils import digests, overrides, spanned_devices
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+_NOT_ELEMENTWISE = {"LBFGS", "Adafactor", "Muon", "Shampoo", "SparseAdam", "Rprop", "LARS", "Lamb", "LAMB"}
+"""Optimizers whose step of an element depends on others, or has operations that shards have not."""
+
+_WHOLE = {"GradientNoiseScale", "ChannelsLast", "ParallelCallback"}
+"""Callbacks that need the whole model."""
 
 
 def check_parts(model: nn.Module, names: tuple[str, ...], beside: list[nn.Parameter]) -> None:
@@ -35,6 +44,46 @@ def check_parts(model: nn.Module, names: tuple[str, ...], beside: list[nn.Parame
         raise ValueError(
             f"the loss or the optimizer has {len(beside)} trainable parameters that are not the model's, and "
             f"wrap={names} leaves them out: put them into the model, in one of these parts"
+        )
+
+
+def check_shardable(learn: "Learner") -> None:
+    """Refuse what cannot be trained on shards of a model.
+
+    Raises:
+        ValueError: with what it is, and what to do.
+    """
+    for opt in learn.opts:
+        if kinds := _NOT_ELEMENTWISE & {kind.__name__ for kind in type(opt).__mro__}:
+            raise ValueError(
+                f"{type(opt).__name__} cannot step on shards of a parameter, as it is a {min(kinds)}, whose step needs "
+                "whole parameters: take an elementwise optimizer, such as AdamW or SGD, or leave shard= out"
+                " (errors.html#sharded)"
+            )
+    for seam in ("_backward", "_step"):
+        if overrides(learn, seam):
+            raise ValueError(
+                f"{type(learn).__name__} has a {seam} of its own (or {type(learn.opt).__name__} takes a closure), and "
+                "a sharded model makes one backward pass in a step, that of learn.loss_grad: make one loss of all in "
+                "_loss or in after_loss, or leave shard= out"
+                " (errors.html#sharded)"
+            )
+    for cb in learn.cbs:
+        if cb.run and (kinds := _WHOLE & {kind.__name__ for kind in type(cb).__mro__}):
+            raise ValueError(
+                f"{min(kinds)} needs the whole model on each rank, and shard= divides it among the ranks: leave one of "
+                "the two out"
+            )
+    if len(spanned_devices(learn.model)) > 1 or isinstance(learn.model, nn.DataParallel):
+        raise ValueError(
+            f"{type(learn.model).__name__} spans several devices of this process (a device_map, or nn.DataParallel), "
+            "and shard= divides a model among ranks of one device each: load it without device_map, or leave shard= out"
+            " (errors.html#sharded)"
+        )
+    if sparse := [name for name, m in learn.model.named_modules() if getattr(m, "sparse", False) is True]:
+        raise ValueError(
+            f"{first_few(sparse)} makes sparse gradients, which cannot be divided among ranks: write sparse=False, or "
+            "leave shard= out"
         )
 
 

@@ -1,6 +1,6 @@
 """An optimizer step that several ranks take together: what each counts, when all leave, and DDP during the pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -186,6 +186,15 @@ class RankStep:
         if self.passes.watches:
             self.passes.open_now()
 
+    def no_part(self, names: Iterable[str]) -> RuntimeError:
+        """Return the error for parameters that a later batch of this rank leaves out."""
+        return RuntimeError(
+            f"parameters that took no part in the loss of batch {self.learn.iter} on rank {world.rank()}, although "
+            f"they did in the first batch: {first_few(list(names) or ['unknown'])}. Freeze them, use them in every "
+            "batch, or pass find_unused_parameters=True to DistributedCallback, for losses that may leave any out"
+            " (errors.html#unused-parameters)"
+        )
+
     # What other ranks may wait for
 
     def is_open(self) -> bool:
@@ -283,14 +292,7 @@ class Overlapped:
         try:
             check_reduced(self.ddp)
         except RuntimeError:
-            names = [name for name, p in step.params.items() if p.grad is None]
-            raise RuntimeError(
-                f"parameters that took no part in the loss of batch {learn.iter} on rank {world.rank()}, although "
-                f"they did in the first batch: {first_few(names or ['unknown'])}. Freeze them, use them in every "
-                "batch, or pass find_unused_parameters=True to DistributedCallback, which then averages the gradients "
-                "after the backward pass, whichever there are"
-                " (errors.html#unused-parameters)"
-            ) from None
+            raise step.no_part(name for name, p in step.params.items() if p.grad is None) from None
         if carrier is None:
             vector = world.reduce(step.vector(), "mean", among="gradients")
         else:

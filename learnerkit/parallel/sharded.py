@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Adam
 
@@ -28,9 +28,10 @@ class Shards:
     """Divides the parameters of a model among the ranks, and makes it whole again.
 
     A unit of the model is gathered when its forward or backward pass begins, and freed at its end. Parameters without
-    a dimension stay whole on every rank. `learn.shards` is this while a model is divided.
+    a dimension, or without elements, stay whole on every rank. `learn.shards` is this while a model is divided.
 
-    The parameter objects that there are before come back when the model is whole; meanwhile they are empty.
+    The parameter objects that there are before come back when the model is whole; meanwhile they stand for the shards,
+    so that who holds them can freeze them, or read their gradients.
 
     Args:
         model: of every rank, with the same values.
@@ -39,6 +40,7 @@ class Shards:
         opts: the optimizers, which get the new parameters.
         device: of the ranks' group.
         reshard_after_forward: free a unit after its forward pass; else it stays gathered for its backward pass.
+        offload: keep the shards on the host.
         stays: from fit to fit, as the model is too large to be whole.
 
     Attributes:
@@ -57,23 +59,32 @@ class Shards:
         opts: Iterable["Optimizer"],
         device: torch.device,
         reshard_after_forward: bool = True,
+        offload: bool = False,
         stays: bool = False,
     ) -> None:
         self.model, self.units, self.device, self.stays = model, list(units.values()), device, stays
+        self.names = {unit: name for name, unit in units.items()}
         self._reshard = reshard_after_forward
+        # A model on the host is there already.
+        self._policy = CPUOffloadPolicy() if offload and device.type != "cpu" else OffloadPolicy()
         _check(model, units)
         before = dict(model.named_parameters())
         self.places = list(owners(model))
         self._fully_shard(free=True)
         self.pairs = [(before[name], p) for name, p in self.named.items() if p is not before[name]]
+        # Hooks of the parameters, which are for the gathered ones.
+        self.tensor_hooks = {name: hooks for name, p in before.items() if (hooks := _hooks_of(p))}
+        self._classes = [type(old) for old, _ in self.pairs]
         for old, p in self.pairs:
             if old.grad is not None:
                 p.grad, old.grad = rows_of(old.grad, p), None
+            old.shard, old.__class__ = p, _Divided
         self.steps, self.failed = 0, False
-        self.opts, self._listening, self._unfused = list["Optimizer"](), list[Any](), list[tuple[dict, bool]]()
+        self.opts, self._listening, self._ways = list["Optimizer"](), list[Any](), list[tuple[dict, str, Any]]()
         self.take_optimizers(opts)
-        self.evaluating = self._rest = False
+        self.voting = self._rest = False
         self._votes: list[Any] = []
+        self._kept = set[int]()  # units that stay gathered
 
     def _fully_shard(self, free: bool = False) -> None:
         """Have FSDP2 divide the parameters that are in the modules; with `free` those are empty afterwards."""
@@ -81,12 +92,12 @@ class Shards:
         self._hooks: list[Any] = [m.register_forward_hook(_after_unit) for m in (*self.units, self.model)]
         group: Any = world.group("gradients", self.device.type) or dist.group.WORLD
         self._mesh = DeviceMesh.from_group(group, self.device.type)
-        whole = {p for p in self.model.parameters() if not p.ndim}
+        whole = {p for p in self.model.parameters() if not _is_divisible(p)}
         for module in (*self.units, self.model):
             mine = [p for p in module.parameters() if p not in whole and not is_shard(p)]
             fully_shard(
                 module, mesh=self._mesh, reshard_after_forward=self._reshard and module is not self.model,
-                ignored_params=whole,
+                ignored_params=whole, offload_policy=self._policy,
             )  # fmt: skip
             for p in mine if free else ():
                 p.data = p.data.new_empty(0)  # at once: of a model that is too large no two units are in memory
@@ -99,11 +110,9 @@ class Shards:
                 continue
             self.opts.append(opt)
             self._listening.append(opt.register_step_post_hook(self._count))
-            if not isinstance(opt, Adam):  # whose fused kernel DTensor has
-                self._unfused += [(group, group["fused"]) for group in opt.param_groups if group.get("fused")]
             optim.exchange(opt, dict(self.pairs))
-        for group, _ in self._unfused:
-            group["fused"] = False
+            for group in opt.param_groups:
+                self._choose_way(group, can_fuse=isinstance(opt, Adam))
 
     def text(self, units: Mapping[str, nn.Module]) -> str:
         """Say what the units are, and how many bytes of the parameters a rank has."""
@@ -115,12 +124,25 @@ class Shards:
             f"({in_units(total - sum(sizes))}): {in_units(mine)} of {in_units(total)} parameters on this rank"
         )
 
+    def _choose_way(self, group: dict[str, Any], can_fuse: bool) -> None:
+        """Have a group of an optimizer stepped in a way that DTensor has.
+
+        Args:
+            group: the group, with its new parameters.
+            can_fuse: DTensor has the fused kernel of this optimizer, as it has that of Adam.
+        """
+        is_mixed = len(set(map(is_shard, group["params"]))) > 1  # neither fused nor foreach kernels take both
+        for way, refused in (("fused", is_mixed or not can_fuse), ("foreach", is_mixed)):
+            if refused and way in group and group[way] is not False:
+                self._ways.append((group, way, group[way]))
+                group[way] = False
+
     def _count(self, *_: Any) -> None:
         self.steps += 1
 
     def put_away(self) -> None:
         """Have the shards in the model, where a pass that has failed may have left gathered parameters."""
-        self.end_evaluation()
+        self.end_votes()
         for _, owner, name, p in self._divided:
             owner._parameters[name] = p
 
@@ -130,21 +152,23 @@ class Shards:
         Args:
             gather: take the values of all ranks. Else the parameters have memory, but no values as yet.
         """
-        self.end_evaluation()
+        self.end_votes()
         for hook in (*self._hooks, *self._listening):
             hook.remove()
         undo_fully_shard([*self.units, self.model])
         whole = gathered if gather else _without_values
         new = dict[Tensor, Tensor]()
-        for old, p in self.pairs:
+        for (old, p), kind in zip(self.pairs, self._classes, strict=True):
             new[p] = old
-            old.data = whole(p)
+            old.__class__ = kind
+            del old.shard
+            old.data = whole(p).to(self.device)
             old.requires_grad_(p.requires_grad)
-            old.grad = None if p.grad is None else whole(p.grad)
+            old.grad = None if p.grad is None else whole(p.grad).to(self.device)
         for _, owner, name, p in self.places:
             owner._parameters[name] = p
-        for group, fused in self._unfused:
-            group["fused"] = fused
+        for group, way, value in self._ways:
+            group[way] = value
         for opt in self.opts:
             for state in opt.state.values():
                 state.update({name: whole(value) for name, value in state.items() if is_shard(value)})
@@ -172,6 +196,8 @@ class Shards:
         self.named, self._divided = dict(self.model.named_parameters()), list(owners(self.model))
         exchanged: dict[Tensor, Tensor] = {old[name]: p for name, p in self.named.items() if p is not old[name]}
         self.pairs = [(first, cast(nn.Parameter, exchanged[p])) for first, p in self.pairs]
+        for first, p in self.pairs:
+            first.shard = p
         for opt in self.opts:
             for state in opt.state.values():
                 state.update({name: self._of_rows(value) for name, value in state.items() if is_shard(value)})
@@ -183,17 +209,17 @@ class Shards:
             local(t), self._mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride()
         ).detach()
 
-    # Evaluation: ranks may run the model any number of times, on different parts of it
+    # Votes: ranks may run the model any number of times, on different parts of it
 
-    def begin_evaluation(self) -> None:
-        """Let each rank run the model as often as it likes, until `end_evaluation`; every rank must reach this.
+    def begin_votes(self) -> None:
+        """Let each rank run the model as often as it likes, until `end_votes`; every rank must reach this.
 
         Before a rank gathers a unit it says so, and those that do not need it help. What is in no unit is gathered
         at the first pass of any rank, and freed at the end.
         """
-        if self.evaluating:
+        if self.voting:
             return
-        self.evaluating, self._rest = True, False
+        self.voting, self._rest = True, False
         self._votes = [
             unit.register_forward_pre_hook(lambda *_, i=i: self.help(i), prepend=True)
             for i, unit in enumerate([*self.units, self.model])
@@ -205,7 +231,7 @@ class Shards:
         Args:
             wanted: the index of a unit, which is gathered next; -1: none.
         """
-        if not self.evaluating:
+        if not self.voting or wanted in self._kept:
             return
         if not self._rest:
             self._rest = True
@@ -213,20 +239,57 @@ class Shards:
         while wanted < len(self.units):
             with world.before_collective(None):
                 chosen = world.reduce(wanted, "max", among="votes")
+            if chosen >= 0 and not self._reshard:
+                self._kept.add(chosen)
             if chosen == wanted:
                 return
             unit = cast(Any, self.units[chosen])
             unit.unshard()
-            unit.reshard()
+            if self._reshard:
+                unit.reshard()
 
-    def end_evaluation(self) -> None:
-        """Train again, or not at all: ranks run the model together."""
-        if self.evaluating:
-            self.evaluating = False
-            for hook in self._votes:
-                hook.remove()
-            cast(Any, self.model).reshard()
+    def end_votes(self, frees: bool = True) -> None:
+        """Let ranks run the model together again, or not at all.
+
+        Args:
+            frees: what is gathered; else a backward pass will do so.
+        """
+        if not self.voting:
+            return
+        self.voting = False
+        for hook in self._votes:
+            hook.remove()
+        if frees:
+            for module in (*(self.units[i] for i in self._kept), self.model):
+                cast(Any, module).reshard()
             forget_forward_passes([*self.units, self.model])
+        self._kept.clear()
+
+
+class _Divided(nn.Parameter):
+    """A parameter of a model that is divided: whatever is done with it is done with its `shard`."""
+
+    shard: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = map_batch(lambda t: t.shard if isinstance(t, _Divided) else t, (args, kwargs or {}), _same)
+        return func(*args, **kwargs)
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _hooks_of(p: Tensor) -> tuple[list[Any], list[Any]] | None:
+    """The hooks of a parameter on its gradient, and those after the gradient is there."""
+    found = [[*(hooks or {}).values()] for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+    return (found[0], found[1]) if any(found) else None
+
+
+def _is_divisible(p: Tensor) -> bool:
+    """Tell whether a parameter has rows."""
+    return bool(p.ndim and p.numel())
 
 
 def _without_values(t: Tensor) -> Tensor:
@@ -248,7 +311,7 @@ def _without_views(output: Any) -> Any:
 
 def _check(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
     for name, p in model.named_parameters():
-        if p.ndim and not p.is_contiguous():
+        if _is_divisible(p) and not p.is_contiguous():
             raise ValueError(
                 f"the parameter {name} has the strides {p.stride()}, and only contiguous ones can be sharded: leave "
                 "ChannelsLast out, or write p.data = p.data.contiguous()"
@@ -260,7 +323,7 @@ def _check(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
             inside[id(p)] = unit
     kinds: dict[str, set[torch.dtype]] = {}
     for _, p in model.named_parameters():
-        if p.ndim and p.requires_grad:
+        if _is_divisible(p) and p.requires_grad:
             kinds.setdefault(inside.get(id(p), "(the rest)"), set()).add(p.dtype)
     for unit, found in kinds.items():
         if len(found) > 1:
@@ -282,15 +345,32 @@ class Sharded:
         settle: called once, by every rank, with what its first batch has shown: the names of the parameters on which
             the loss does not depend. `None` stands for a rank without data. It tells whether there may be such ones, or
             returns `None` if no rank had data.
+        check: called after the first backward pass.
+        votes: ranks vote in each forward pass which unit is gathered, so that an error says where they call different
+            ones; by default in the first one.
+        sync: reduce the gradients in each batch of a step, and not those of all at its last one.
+
+    Attributes:
+        is_inside: a forward pass of the model has begun, and not ended.
     """
 
-    def __init__(self, step: "RankStep", shards: Shards, settle: Callable[[list[str] | None], bool | None]) -> None:
-        self.step, self.mean, self.shards, self._settle = step, step.mean, shards, settle
-        self._settled = False
+    def __init__(
+        self,
+        step: "RankStep",
+        shards: Shards,
+        settle: Callable[[list[str] | None], bool | None],
+        check: Callable[[], None],
+        votes: bool,
+        sync: bool = True,
+    ) -> None:
+        self.step, self.mean, self.shards, self._settle, self._votes = step, step.mean, shards, settle, votes
+        self._check: Callable[[], None] | None = check
+        self._without_grad = set[nn.Module]()  # units that were called without gradients
+        self._settled, self._sync = False, sync
         self._looks = True  # for parameters on which the loss of a batch does not depend
-        self._used: dict[str, bool] = {}  # in this step, on any rank
         mine = {id(p) for _, p in shards.pairs}
-        self._replicated = [p for p in step.params.values() if id(p) not in mine]
+        self._replicated = {name: p for name, p in step.params.items() if id(p) not in mine}
+        self._left_out = set[str]()  # parameters on which the loss of this batch does not depend on any rank
         # While a unit is gathered its parameters are other objects, which stay the same.
         self._gathered: dict[str, Tensor] = {}
         first = {id(p): name for name, p in reversed([*shards.model.named_parameters()])}
@@ -299,35 +379,116 @@ class Sharded:
             self._owned[unit] = [(first[id(p)], owner, name) for _, owner, name, p in owners(unit) if id(p) in first]
             for _, _, _, p in owners(unit):
                 first.pop(id(p), None)
+        self._outputs: list[Tensor] = []  # of all units, in this batch
+        self._calls: list[str] = []  # of units, in this batch
+        self.is_inside = self._is_backward = False
         self._hooks: list[Any] = [
-            unit.register_forward_hook(self._note, prepend=True) for unit, owned in self._owned.items() if owned
+            shards.model.register_forward_pre_hook(self._begin, prepend=True),
+            *(unit.register_forward_hook(self._note, prepend=True) for unit, owned in self._owned.items() if owned),
+            *(unit.register_forward_hook(self._note_output) for unit in self._owned),
         ]
 
     def _note(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._looks and torch.is_grad_enabled():
+        if self._looks and torch.is_grad_enabled() and not self._is_backward:
             for name, owner, attribute in self._owned[module]:
-                self._gathered[name] = cast(Tensor, owner._parameters[attribute])
+                p = self._gathered[name] = cast(Tensor, owner._parameters[attribute])
+                for i, hooks in enumerate(self.shards.tensor_hooks.pop(name, ())):
+                    for hook in hooks:
+                        (p.register_post_accumulate_grad_hook if i else p.register_hook)(hook)
+
+    def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        # After FSDP's own hooks, to whose part of the backward pass the output belongs.
+        if module is self.shards.model:
+            self.is_inside = False
+        if not torch.is_grad_enabled():
+            if self.is_inside:
+                self._without_grad.add(module)
+            return
+        if self._is_backward:
+            if module in self._without_grad:
+                raise ValueError(
+                    f"{self.shards.names.get(module) or 'the model'} is computed again in the backward pass with "
+                    "gradients that its forward pass did not have (a reentrant checkpoint), which a sharded model "
+                    "cannot: write use_reentrant=False, or use ActivationCheckpointing"
+                    " (errors.html#sharded)"
+                )
+            return
+        found = [t for t in tensors_in(output) if t.requires_grad]
+        for t in found:
+            t.register_hook(self._check_pass)
+        if module is not self.shards.model and (self._looks or not self.step.learn.batch_size):
+            self._outputs += found
+            self._calls.append(self.shards.names[module])
+
+    def _check_pass(self, grad: Tensor) -> None:
+        if not self._is_backward and self.step.learn.training:
+            raise RuntimeError(
+                "a backward pass, or torch.autograd.grad, goes through a sharded model outside of the backward pass of "
+                "learn.loss_grad, and ranks average only what that gives: add the loss to learn.loss_grad in "
+                "after_loss, or leave shard= out"
+                " (errors.html#sharded)"
+            )
+
+    def _begin(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self.is_inside = True
+            if self._votes or not self._settled:
+                self.shards.begin_votes()  # on ranks that call different units it ends in an error, not in a hang
+
+    def _check_calls(self) -> None:
+        everyone = world.all_gather(self._calls)
+        for rank, calls in enumerate(everyone):
+            if calls != everyone[0]:
+                raise ValueError(
+                    f"in a batch rank 0 calls the units {first_few(everyone[0])}, and rank {rank} calls "
+                    f"{first_few(calls)}; all ranks gather a unit together, so each must call the same: say by "
+                    "shard=[...] which modules are units, such as those that have these in them"
+                    " (errors.html#sharded)"
+                )
 
     def backward(self) -> None:
         """Compute the batch's gradients with their weight; of a batch that counts nothing, zeros."""
         step, learn = self.step, self.step.learn
+        if self.shards.voting:
+            self.shards.help()
+            self.shards.end_votes(frees=False)
+            self._check_calls()
         loss = learn.loss_grad
+        if not self._sync:
+            if not self.mean.begun:
+                for p in self._gathered.values():  # of a step that was not finished
+                    p.grad = None
+            cast(Any, self.shards.model).set_requires_gradient_sync(learn.step_due)
         something = step.weigh()
         vector, work = step.vector(), None
         if learn.step_due:
             # It runs during the backward pass.
             work = dist.all_reduce(vector, group=world.group("gradients", vector.device.type), async_op=True)
-        unused = self._unused() if self._looks else []
+        unused = self._unused(learn.loss_grad)
+        if self._looks or not something:
+            # All units take part in the backward pass, in the order in which they were called.
+            learn.loss_grad = learn.loss_grad + zero_loss(self._outputs)
+        elif unused:
+            raise step.no_part(unused)
         if not self._settled:
             looks = self._settle(unused if something else None)
             self._settled, self._looks = looks is not None, looks is not False
         before = {name: p.grad is not None for name, p in step.params.items()} if self._looks else {}
-        if unused:
+        if unused and (left := self._unused(learn.loss_grad)):
             # Ranks reduce the gradients of the same parameters: here these are zeros.
-            learn.loss_grad = learn.loss_grad + zero_loss([self._gathered[name] for name in unused])
-        learn._backward()
+            learn.loss_grad = learn.loss_grad + zero_loss([self._gathered[name] for name in left])
+        self._is_backward = True
+        try:
+            learn._backward()
+        finally:
+            self._is_backward = False
         learn.loss_grad = loss
+        for found in (self._outputs, self._calls, self._without_grad):
+            found.clear()
         step.reduced = True
+        if self._check is not None:
+            check, self._check = self._check, None
+            check()
         if self._looks:
             self._share_use(set(unused) if something else step.params.keys(), before)
         if work is not None:
@@ -335,9 +496,9 @@ class Sharded:
             work.wait()
             step.complete(vector / step.mean.ranks)
 
-    def _unused(self) -> list[str]:
-        """Return the trainable parameters of which the loss is no function, by a walk through its graph."""
-        seen, found, open_ = set[Any](), set[int](), [self.step.learn.loss_grad.grad_fn]
+    def _unused(self, loss: Tensor) -> list[str]:
+        """Return the trainable parameters of which a loss is no function, by a walk through its graph."""
+        seen, found, open_ = set[Any](), set[int](), [loss.grad_fn]
         while open_:
             node = open_.pop()
             if node is None or node in seen:
@@ -352,18 +513,19 @@ class Sharded:
     def _share_use(self, unused: Iterable[str], before: Mapping[str, bool]) -> None:
         """Leave no gradient where no rank has one in this step; every rank must reach this. A host-device sync."""
         params, left_out = self.step.params, set(unused)
-        mine = torch.tensor([name not in left_out for name in params], dtype=torch.int32)
+        mine = torch.tensor([name not in left_out or bool(before.get(name)) for name in params], dtype=torch.int32)
         used = world.reduce(mine, "max", among="gradients").tolist()
-        for (name, p), is_used in zip(params.items(), used, strict=True):
-            if not is_used and not before.get(name):
-                p.grad = None
+        self._left_out = {name for name, is_used in zip(params, used, strict=True) if not is_used}
+        for name in self._left_out:
+            params[name].grad = None
 
     def _average_replicated(self) -> None:
         """Put the mean over the ranks into the gradients of what every rank has whole; every rank must reach this."""
-        for p in self._replicated:
+        trained = [p for name, p in self._replicated.items() if name not in self._left_out]
+        for p in trained:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        world.mean_into([cast(Tensor, p.grad) for p in self._replicated], among="gradients")
+        world.mean_into([cast(Tensor, p.grad) for p in trained], among="gradients")
 
     def detach(self) -> None:
         """Take the hooks off the units."""

@@ -20,6 +20,7 @@ from learnerkit.events import CancelFitException, CancelValidException
 from learnerkit.inspection.undoing import trial
 from learnerkit.metrics import make_meters
 from learnerkit.preflight.activations import judge_activations
+from learnerkit.preflight.memory import judge_memory
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
 from learnerkit.shards import gathered
 from learnerkit.text import first_few, in_one_line
@@ -62,8 +63,8 @@ def check(learn: "Learner") -> bool:
 
 
 TOPICS = (
-    "inputs", "targets", "prediction", "loss", "gradients", "optimizer", "batchnorm", "activations", "validation",
-    "metrics", "callbacks", "other ranks",
+    "inputs", "targets", "prediction", "loss", "gradients", "optimizer", "memory", "batchnorm", "activations",
+    "validation", "metrics", "callbacks", "other ranks",
 )  # fmt: skip
 """In the order of the report."""
 
@@ -199,6 +200,7 @@ class StepCheck(Callback):
             after = {name: gathered(now[name].detach()).cpu() for name in self._before}
             stuck = [name for name, before in self._before.items() if torch.equal(after[name], before)]
             self.found["optimizer"] += judge_optimizer(self._named, stuck, self.learn.opts)
+        self.found["memory"] += judge_memory(self.learn)
 
     def after_cancel_step(self) -> None:
         if self.stage != "optimizer":  # cancelled before this callback's before_step

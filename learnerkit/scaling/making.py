@@ -131,7 +131,9 @@ class Making:
     def run_without(self, report: ScalingReport) -> None:
         """Run steps without what costs time."""
         trials: dict[str, dict[str, bool]] = {"input": {"loader": False}}
-        if self.ranks > 1:
+        if self._is_sharded():
+            report.notes.append("a sharded step cannot be run without the network, so there is no forecast")
+        elif self.ranks > 1:
             trials |= {"network": {"network": False}, "both": {"network": False, "loader": False}}
         for name, options in trials.items():
             found, reason = attempt(lambda options=options: pace(self.learn, self.n_steps, **options))  # type: ignore
@@ -142,8 +144,15 @@ class Making:
         if self.ranks > 1:
             self.run_alone(report)
 
+    def _is_sharded(self) -> bool:
+        member = member_of(self.learn.cbs)
+        return self.ranks > 1 and member is not None and bool(member.shard)
+
     def run_alone(self, report: ScalingReport) -> None:
         """Run steps in one process alone: with the threads of a rank, and with all that it could have."""
+        if self.learn.shards is not None:
+            report.notes.append("steps in one process alone could not be run: the model stays divided among the ranks")
+            return
         first, cores = world.broadcast((torch.get_num_threads(), usable_cores()))  # every rank must try the same
         more = first == 1 and self.learn.dls.device.type == "cpu"
         for threads in dict.fromkeys([first, cores if more else first]):
@@ -163,6 +172,8 @@ class Making:
         if self.ranks > 1 and "network" in report.without:
             single = None if report.alone is None else Pace(*report.alone)
             report.cost = cost_on_ranks(learn, step, report.without["network"], self._alone, single)
+        elif self._is_sharded():
+            pass
         elif world.world_size() > 1:
             report.notes.append("no forecast: it needs steps of ranks that train together, without the network too")
         elif learn.dls.device.type != "cpu":
@@ -216,7 +227,10 @@ class Making:
                 new = n != getattr(dls.train, "num_workers", n) and n <= max(2, cores)
                 if new and (dl := with_workers(dls.train, n)) is not None:
                     yield f"num_workers={n}", lambda dl=dl: (_training_on(dls, dl), 1)
-        if self.ranks > 1 and saves.get("network", 0.0) > GAIN:
+        if self._is_sharded() and (member := member_of(self.learn.cbs)) is not None:
+            if member.reshard_after_forward and self.learn.shards is None:
+                yield "reshard_after_forward=False", lambda: (replaced(member, reshard_after_forward=False), 1)
+        elif self.ranks > 1 and saves.get("network", 0.0) > GAIN:
             yield from self._network_advice(report)
         if (dl := with_larger_batches(dls.train, 2)) is not None:
             yield f"batches of {dl.batch_size}", lambda dl=dl: (_training_on(dls, dl), 1)

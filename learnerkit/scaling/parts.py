@@ -22,16 +22,19 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.training import StepBudget
 from learnerkit.data.iterable import LoaderView
 from learnerkit.events import INNER_EVENTS
-from learnerkit.torch_internals import call_after_backward
+from learnerkit.torch_internals import call_after_backward, time_collectives
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 INPUT, COPY, FORWARD, BACKWARD = "waiting for input", "copying to the device", "forward", "backward"
 REDUCE, OPTIMIZER, REST = "exposed all-reduce", "optimizer", "the rest"
+GATHER, SCATTER = "all-gather", "reduce-scatter"  # of a sharded model
 
 PARTS = (INPUT, COPY, FORWARD, BACKWARD, REDUCE, OPTIMIZER, REST)
-"""The parts of a step but for the callbacks, each of which is one by its name."""
+"""The parts of every step but for the callbacks, each of which is one by its name."""
+
+_SENT = (REDUCE, GATHER, SCATTER)
 
 SKIPPED = 3
 """Steps at the start that do not count: the first is averaged after its pass, and then DDP arranges its buckets."""
@@ -114,6 +117,7 @@ class Stopwatch(Clock):
         self.parts: list[dict[str, float]] = []
         self._running, self._start = REST, perf_counter()
         self._found: dict[str, float] = {}
+        self._undo: Callable[[], None] | None = None  # of what times the collectives of shards
 
     def enter(self, part: str) -> str:
         """Begin a part, and return the one that was running."""
@@ -183,14 +187,22 @@ class Stopwatch(Clock):
             sends = event == "before_batch" and repr(cb) == "DistributedCallback"
             return self.timed(REDUCE if sends else f"callback {name_of(cb, event)}", made)
 
+        def undo() -> None:
+            del dispatch._hook
+            if self._undo is not None and learn.shards is not None:
+                self._undo()
+
         dispatch._hook = hook
         dispatch.changed()
-        return partial(delattr, dispatch, "_hook")
+        return undo
 
     def _attach(self) -> None:
         learn = self.learn
         input_begins, input_is_there = partial(self.enter, INPUT), partial(self.enter, COPY)
         learn.dl = LoaderView(learn.dl, partial(watched, before=input_begins, after=input_is_there))
+        if learn.shards is not None and self._undo is None:
+            shards = [*learn.shards.units, learn.shards.model]
+            self._undo = time_collectives(shards, partial(self.within, GATHER), partial(self.within, SCATTER))
 
     def _begin_backward(self) -> None:
         self.enter(BACKWARD)
@@ -252,7 +264,7 @@ Steps = Sequence[dict[str, float]]
 
 def own_time(parts: dict[str, float]) -> float:
     """The seconds of a step in which a rank does not wait for others, nor sends anything."""
-    return sum(seconds for part, seconds in parts.items() if part != REDUCE)
+    return sum(seconds for part, seconds in parts.items() if part not in _SENT)
 
 
 def mean_parts(steps: Steps) -> dict[str, float]:
@@ -300,7 +312,7 @@ def slowest(ranks: Sequence[Steps]) -> Slowest | None:
     excess = {
         name: seconds - median(other.get(name, 0.0) for r, other in enumerate(parts) if r != rank)
         for name, seconds in parts[rank].items()
-        if name != REDUCE
+        if name not in _SENT
     }
     part = max(excess, key=lambda name: excess[name])
     total = sum(x for x in excess.values() if x > 0)
@@ -310,7 +322,7 @@ def slowest(ranks: Sequence[Steps]) -> Slowest | None:
 
 
 def waiting(ranks: Sequence[Steps]) -> tuple[list[float], float]:
-    """Divide the exposed all-reduce: the seconds that each rank waits for the slowest, and those of communication."""
-    exposed = [mean_parts(steps).get(REDUCE, 0.0) for steps in ranks]
+    """Divide what is sent: the seconds that each rank waits for the slowest, and those of communication."""
+    exposed = [sum(mean_parts(steps).get(part, 0.0) for part in _SENT) for steps in ranks]
     alone = min(exposed)
     return [seconds - alone for seconds in exposed], alone

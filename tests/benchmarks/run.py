@@ -97,6 +97,24 @@ def ddp(rounds: int) -> list[tuple[str, str, str]]:
     ]
 
 
+def sharded(rounds: int) -> list[tuple[str, str, str]]:
+    """Training steps with shards on two processes, and the memory of a rank, against FSDP2 by hand and against DDP."""
+    found = measure_in_terminal([*LAUNCH, HERE / "sharded.py", rounds])
+    by_hand = median(raw for raw, _ in found["times"])
+
+    def share(*kinds: str) -> tuple[float, float]:
+        ours, ddp = (max(sum(rank[kind] for kind in kinds) for rank in found[way]) for way in ("sharded", "ddp"))
+        return ours / 2**20, ours / ddp
+
+    lasting, most = share("parameters", "gradients", "optimizer state"), share("most")
+    return [
+        (f"2-process sharded step over a hand-written one ({by_hand:.0f} us)", f"{ratio(found['times']):.3f}", "1.02"),
+        ("    processor time of a step, likewise", f"{ratio(found['processor']):.3f}", ""),
+        (f"    parameters, gradients, moments of a rank ({lasting[0]:.1f} MB), of DDP's", f"{lasting[1]:.3f}", "0.5"),
+        (f"    most parameters at once, gathered ones too ({most[0]:.1f} MB), likewise", f"{most[1]:.3f}", ""),
+    ]
+
+
 def data(rounds: int) -> list[tuple[str, str, str]]:
     """A shuffled epoch over images, and over a table, against a hand-written `randperm` and `index_select`."""
     images, table = json.loads(output_of([sys.executable, HERE / "data.py", rounds]))
@@ -278,6 +296,7 @@ BENCHMARKS: dict[str, Callable[[int], list[tuple[str, str, str]]]] = {
     "import": imports,
     "launch": launch,
     "ddp": ddp,
+    "sharded": sharded,
     "data": data,
     "images": images,
     "serve": serve,

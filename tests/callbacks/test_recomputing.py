@@ -82,16 +82,28 @@ class Named(Block):
         return x + self.change(x) * debug, {"more": more["more"].sin() + x.mean()}
 
 
+class Dense(Block):
+    """Takes a list, to which the model then adds what it returns, and itself too."""
+
+    def forward(self, found):
+        x = torch.stack(found).mean(0)
+        found.append(x.sin())
+        return super().forward(x)
+
+
 class Net(nn.Module):
     def __init__(self, kind, n=3):
         super().__init__()
         self.blocks, self.head = nn.ModuleList([kind() for _ in range(n)]), nn.Linear(4, 1)
 
     def forward(self, x):
-        more = {"more": x.mean()}
+        more, found = {"more": x.mean()}, [x]
         for block in self.blocks:
             if isinstance(block, Named):
                 x, more = block(x, debug=x.tanh(), more=more)
+            elif isinstance(block, Dense):
+                x = block(found)
+                found.append(x)
             else:
                 x = block(x)
         return self.head(x) + 0.01 * more["more"]
@@ -123,6 +135,7 @@ CASES = {
     "BatchNorm": (Normed, 0, list),
     "buffers and attributes": (Stateful, 0, list),
     "keywords, a mapping and a tuple": (Named, 0, list),
+    "a list that grows": (Dense, 0, list),
     "a frozen first block": (Normed, 1, list),
     "accumulation": (Normed, 0, lambda: [GradientAccumulation(n_batches=3), GradientClip(0.1)]),
     "autocast": (Attention, 0, lambda: [MixedPrecision("bf16")]),
@@ -198,6 +211,18 @@ def test_a_block_that_changes_its_inputs_is_told():
         learn.fit(1)
     learn.remove_cb(ActivationCheckpointing)
     learn.fit(1)
+
+
+def test_a_block_that_computes_something_else_is_told():
+    class Cached(Block):
+        def forward(self, x):
+            self.calls.append(True)
+            h = self.inner(x)
+            return h.sin() * h.cos() if len(self.calls) == 1 else h
+
+    model = Net(Cached, 2)
+    with raises(RuntimeError, "torch.utils.checkpoint: ", "model.config.use_cache = False"):
+        fitted(model, ActivationCheckpointing())
 
 
 # The model

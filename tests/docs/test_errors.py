@@ -26,6 +26,7 @@ PASSED_ON = {  # places where a text of elsewhere is passed on, which is collect
     "learnerkit/launch/rank_main.py": 2,  # what the script exits with, and its traceback
     "learnerkit/launch/report.py": 4,  # how_it_ended
     "learnerkit/notebook/kernel.py": 3,  # _describe_death, and what the workers print and raise
+    "learnerkit/parallel/distributed.py": 1,  # how a model is divided
     "learnerkit/parallel/watch.py": 2,  # the ranks' calls, and _describe
     "learnerkit/preflight/facts.py": 1,  # an exit code
     "learnerkit/preflight/local_checks.py": 1,  # free memory

@@ -216,6 +216,33 @@ def test_train_transformer_goes_on_with_a_model_of_a_directory():
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("options", [[], ["--recompute", "--keep-units"]], ids=["plain", "recompute"])
+def test_train_large_comes_to_the_same_numbers_on_any_number_of_processes(options):
+    sizes = ["--layers", 3, "--width", 48, "--heads", 3, "--seq-len", 32, "--vocab-size", 301, *options]
+    found = {}
+    for nproc in (1, 2, 3):
+        printed = run_script(EXAMPLES / "train_large.py", *sizes, "--epochs", 2, "--out", f"on-{nproc}", nproc=nproc)
+        (table,) = tables(printed.replace("perplexity", "accuracy"))
+        found[nproc] = [float(cell) for cell in table[-1][:4]]
+        assert printed.count("sharded into 3 units") == (nproc > 1)
+        here = re.search(r"of (\d) has (\S+) MB of parameters, (\S+) MB of gradients and (\S+) MB", printed)
+        assert int(here[1]) == nproc
+        assert float(here[4]) == pytest.approx(0.8 / nproc, abs=0.1)
+        assert printed.count("saved ") == 1
+    assert found[2] == pytest.approx(found[1], rel=1e-3)
+    assert found[3] == pytest.approx(found[1], rel=1e-3)
+
+
+@pytest.mark.soak
+def test_train_large_goes_on_with_another_number_of_processes():
+    command = ["--layers", 2, "--width", 32, "--heads", 2, "--epochs"]
+    run_script(EXAMPLES / "train_large.py", *command, 1, nproc=2)
+    printed = run_script(EXAMPLES / "train_large.py", *command, 2, "--resume", nproc=3)
+    assert "resumed fit 0 after epoch 0" in printed
+    assert len(rows(printed.replace("perplexity", "accuracy"))) == 1
+
+
+@pytest.mark.soak
 def test_sweep_fashion_searches_and_goes_on():
     pytest.importorskip("optuna")
     config = json.loads((EXAMPLES / "sweep.json").read_text())
