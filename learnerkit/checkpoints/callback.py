@@ -259,14 +259,7 @@ class CheckpointCallback(StepCounter):
         if info["place"] != EPOCH and learn._position is None:
             warn(f"without TrainEvalCallback the place in the data is not known: epoch {info['epoch']} is read anew")
         self._steps = self._saved_at = info["step"]
-        ranks = world.world_size()
-        when = {TRAIN: "in", TRAINED: "at the validation of", EPOCH: "after"}[info["place"]]
-        ago, other = format_time(max(0.0, time.time() - info["time"])), ""
-        if found.n_ranks != ranks:
-            other = f"; it had {found.n_ranks} rank{'s' * (found.n_ranks > 1)} and has {ranks}"
-            other += ", of which the new ones have fresh random streams" if ranks > found.n_ranks else ""
-        where = f"{when} epoch {info['epoch']}, step {info['step']}, from {_shown(found.path)}"
-        learn.say(f"resumed fit {info['fit']} {where} ({ago} old{other})")
+        self._tell(found)
 
     def _compare(self, then: dict[str, Any]) -> bool:
         """Warn of what has changed, or refuse it; tell whether the optimizer is of the same kind."""
@@ -293,6 +286,16 @@ class CheckpointCallback(StepCounter):
                 "callback state_dict and load_state_dict"
             )
         return before["optimizer"] == now["optimizer"]
+
+    def _tell(self, found: Checkpoint) -> None:
+        info, ranks = found.info, world.world_size()
+        when = {TRAIN: "in", TRAINED: "at the validation of", EPOCH: "after"}[info["place"]]
+        ago, other = format_time(max(0.0, time.time() - info["time"])), ""
+        if found.n_ranks != ranks:
+            other = f"; it had {found.n_ranks} rank{'s' * (found.n_ranks > 1)} and has {ranks}"
+            other += ", of which the new ones have fresh random streams" if ranks > found.n_ranks else ""
+        where = f"{when} epoch {info['epoch']}, step {info['step']}, from {_shown(found.path)}"
+        self.learn.say(f"resumed fit {info['fit']} {where} ({ago} old{other})")
 
     def before_train(self) -> None:
         super().before_train()
@@ -435,8 +438,7 @@ class CheckpointCallback(StepCounter):
         if not world.is_main():
             return path
         with world.alone():
-            if self._storage is not None:
-                self._storage.wait()
+            self._storage.wait()
             storages = [Storage(self.path), *(Storage(self.path / _ENDS / str(n)) for n in _numbers(self.path / _ENDS))]
             found = max((c for c in map(_newest_of, storages) if c is not None), key=_age, default=None)
         if found is None:
@@ -444,8 +446,7 @@ class CheckpointCallback(StepCounter):
         found.in_place = True  # values are read as they are written
         state, opt = {"model": dict(found.weights())}, found.state()["opt"]
         if opt is not None:
-            opt = _by_name(self.learn.opt, opt, unwrap(self.learn.model))
-            state["optimizer"] = opt
+            state["optimizer"] = _by_name(self.learn.opt, opt, unwrap(self.learn.model))
         dcp.save(state, checkpoint_id=path, no_dist=True)
         return path
 

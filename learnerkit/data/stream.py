@@ -27,8 +27,8 @@ from learnerkit import world
 from learnerkit.data.batches import loader_len
 from learnerkit.data.cuts import Share, even_sizes
 from learnerkit.data.lengths import LengthBatches
-from learnerkit.data.order import draw_seed, samplers_of
-from learnerkit.data.rows import IndexBatches
+from learnerkit.data.order import samplers_of
+from learnerkit.data.rows import IndexBatches, draw_seed
 from learnerkit.torch_internals import set_worker_dataset
 from learnerkit.utils import same
 

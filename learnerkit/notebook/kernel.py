@@ -297,7 +297,9 @@ class Workers:
             ended = p.process.poll() is not None
             for message in p.receive():
                 self._handle(p, *message)
-            self._take_output(p)
+            if (text := p.read_output()) and not p.rank:
+                print(text, end="", file=sys.stderr, flush=True)
+            p.last_lines.extend(text.splitlines() if p.rank else ())  # for the error, if it dies
             if ended:
                 p.kill()
                 p.state = "dead"
@@ -319,12 +321,6 @@ class Workers:
                 p.failure, p.path = values
                 if p.failure is not None:
                     self._limit_wait()
-
-    def _take_output(self, p: _WorkerProcess) -> None:
-        text = p.read_output()
-        if text and p.rank == 0:
-            print(text, end="", file=sys.stderr, flush=True)
-        p.last_lines.extend(text.splitlines() if p.rank else ())  # for the error, if it dies
 
     def _limit_wait(self) -> None:
         self._deadline = min(self._deadline, time.monotonic() + FOLLOW_SECONDS)

@@ -59,6 +59,7 @@ class RankLoader(LoaderView):
     ) -> None:  # fmt: skip
         super().__init__(loader)
         self.indices, self.dims, self.cut, self.rank_step = indices, dims, cut, rank_step
+        self.split = getattr(indices, "split", False)
         self.share: Share | None = None
         self.sample: Any = None
 
@@ -68,7 +69,7 @@ class RankLoader(LoaderView):
     @property
     def step_size(self) -> int | None:
         size = self.loader.batch_size
-        return size if size is None or self.indices.split else size * self.indices.ranks
+        return size and size * self.per_step
 
     def __iter__(self) -> Iterator:
         shares, self.is_last = None, False
@@ -85,13 +86,13 @@ class RankLoader(LoaderView):
             yield first_rows(batch, self.dims, 0) if share.size == 0 else batch
         in_step = self.rank_step is not None and self.rank_step.mean.begun
         if self.share is not None and in_step and loader_len(self) is None:
-            self.is_last, self.share = True, Share(self.share.place + self.indices.ranks, 0, 0)
+            self.is_last, self.share = True, Share(self.share.place + world.world_size(), 0, 0)
             yield first_rows(self.sample, self.dims, 0)
 
     @property
     def per_step(self) -> int:
         """The batches of the user's loader in a step of all ranks."""
-        return 1 if self.indices.split else self.indices.ranks
+        return 1 if self.split else world.world_size()
 
     def reseed(self, seed: Any, since: tuple | None = None) -> None:
         """Give the states of the global generators to data without an index; those with one have the epoch's seed.
@@ -189,10 +190,6 @@ class RankStreamLoader(RankLoader):
         self._since: tuple | None = None
         self._own_generator = dl.generator
         self.begin(0, 0, {}, quiet=False)
-
-    @property
-    def per_step(self) -> int:
-        return 1 if self.split else world.world_size()
 
     @property
     def own_state(self) -> dict[str, Any]:
@@ -319,7 +316,7 @@ class RankStreamLoader(RankLoader):
             having, step = rank_step.count_ranks(piece.batch is not None), step + 1
         if rank_step.mean.begun:  # a step of several batches is still to be taken
             self.is_last = True
-            yield self._given(_NOTHING._replace(total=0), step)
+            yield self._given(Share(0, 0, 0), step)
         self.share, self._ended, self._left = None, False, piece.batch is not None
         if self.source is not None:
             deque(pieces, 0)  # what is left of the last step, so that the next epoch begins alike on all ranks

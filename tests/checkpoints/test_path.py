@@ -74,7 +74,8 @@ def test_a_checkpoint_passes_eight_files_when_it_is_written_and_eight_when_it_is
             run(job, make(job, tmp_path, Kill(9)))
     for owner, name in ((Storage, "newest"), (CheckpointCallback, "_take_up"), (Resumption, "enter")):
         watch(monkeypatch, read, owner, name)
-    watch(monkeypatch, read, CheckpointCallback, "_compare", looks=False)  # what the user is told
+    for name in ("_compare", "_tell"):  # what the user is told
+        watch(monkeypatch, read, CheckpointCallback, name, looks=False)
     run(job, make(job, tmp_path, resume=True))
     for found in (written.files - HELPERS, read.files - HELPERS):
         assert {"checkpoints/callback.py", "checkpoints/storage.py", "run_state.py", "files.py"} <= found
