@@ -211,24 +211,24 @@ class RankStreamLoader(RankLoader):
                 "the dataset begins each epoch anew. uneven='join' uses all data"
                 " (errors.html#place-in-data)"
             )
-        self.stream, self._skip = own.get("stream"), 0
-        self._place: dict[str, Any] = {}
+        self.stream, self._skip = own.get("stream"), 0  # batches that are read and dropped
+        self._place: dict[str, Any] = {}  # for `read_on`
         if skip == inf:
             self._place = {"skip": skip}
         elif state is not None:
             # The generators that ranks read alike with draw nothing for workers.
             source, quiet = (self._source, quiet) if self.sharded else (self.source, True)
             self._place = {"source": source, "state": state, "at_end": not first, "quiet": quiet}
-        elif self.sharded:
-            self._place = {"skip": first}
         else:
-            self._skip = int(skip)
-        if not first or skip == inf or state is not None:
-            return 0
-        name = type(self.loader.dataset).__name__
-        advice = "" if self.sharded else f"give the {name} (with num_workers=0) state_dict and load_state_dict"
-        say_read_forward(self.loader, first, advice)
-        return first
+            advice = ""
+            if self.sharded:
+                self._place = {"skip": first}
+            else:
+                self._skip, name = int(skip), type(self.loader.dataset).__name__
+                advice = f"give the {name} (with num_workers=0) state_dict and load_state_dict"
+            say_read_forward(self.loader, first, advice)
+            return first
+        return 0
 
     def __len__(self) -> int:
         if self.steps is None:
@@ -240,10 +240,10 @@ class RankStreamLoader(RankLoader):
 
     def _alone(self) -> Iterator:
         pieces = self._pieces()
-        first = next(pieces, None)
+        first = next(pieces, _NOTHING)  # which is left out
         if self.sharded:
-            self._compare(None if first is None else first.batch)
-        for step, piece in enumerate(pieces if first is None else chain([first], pieces)):
+            self._compare(first.batch)
+        for step, piece in enumerate(chain([first], pieces)):
             if piece.size != 0:
                 yield self._given(piece, step)
 
