@@ -78,7 +78,7 @@ class Shards:
         for old, p in self.pairs:
             if old.grad is not None:
                 p.grad, old.grad = rows_of(old.grad, p), None
-            old.shard, old.__class__ = p, _Divided
+            cast(Any, old).shard, old.__class__ = p, _Divided
         self.steps, self.failed = 0, False
         self.opts, self._listening, self._ways = list["Optimizer"](), list[Any](), list[tuple[dict, str, Any]]()
         self.take_optimizers(opts)
@@ -161,7 +161,7 @@ class Shards:
         for (old, p), kind in zip(self.pairs, self._classes, strict=True):
             new[p] = old
             old.__class__ = kind
-            del old.shard
+            del cast(Any, old).shard
             old.data = whole(p).to(self.device)
             old.requires_grad_(p.requires_grad)
             old.grad = None if p.grad is None else whole(p.grad).to(self.device)
@@ -183,7 +183,8 @@ class Shards:
         for hook in self._hooks:
             hook.remove()
         undo_fully_shard([*self.units, self.model])
-        self.failed, old, empty = False, self.named, dict[Tensor, nn.Parameter]()
+        self.steps, self.failed = 0, False
+        old, empty = self.named, dict[Tensor, nn.Parameter]()
         for _, owner, name, p in self._divided:
             if is_shard(p):
                 made = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
@@ -197,7 +198,7 @@ class Shards:
         exchanged: dict[Tensor, Tensor] = {old[name]: p for name, p in self.named.items() if p is not old[name]}
         self.pairs = [(first, cast(nn.Parameter, exchanged[p])) for first, p in self.pairs]
         for first, p in self.pairs:
-            first.shard = p
+            cast(_Divided, first).shard = p
         for opt in self.opts:
             for state in opt.state.values():
                 state.update({name: self._of_rows(value) for name, value in state.items() if is_shard(value)})
@@ -371,8 +372,11 @@ class Sharded:
         mine = {id(p) for _, p in shards.pairs}
         self._replicated = {name: p for name, p in step.params.items() if id(p) not in mine}
         self._left_out = set[str]()  # parameters on which the loss of this batch does not depend on any rank
-        # While a unit is gathered its parameters are other objects, which stay the same.
-        self._gathered: dict[str, Tensor] = {}
+        # While a unit is gathered its parameters are other objects, which stay the same. Those beside the model are
+        # always as they are.
+        of_model = dict(shards.model.named_parameters())
+        self._gathered: dict[str, Tensor] = {name: p for name, p in step.params.items() if name not in of_model}
+        self._used = set[str]()  # parameters of which the losses of this step are functions on this rank
         first = {id(p): name for name, p in reversed([*shards.model.named_parameters()])}
         self._owned: dict[nn.Module, list[tuple[str, nn.Module, str]]] = {}
         for unit in (*shards.units, shards.model):
@@ -454,10 +458,12 @@ class Sharded:
             self.shards.end_votes(frees=False)
             self._check_calls()
         loss = learn.loss_grad
+        if not self.mean.begun:
+            self._used.clear()
         if not self._sync:
             if not self.mean.begun:
-                for p in self._gathered.values():  # of a step that was not finished
-                    p.grad = None
+                for name in self._gathered.keys() - self._replicated.keys():  # of a step that was not finished
+                    self._gathered[name].grad = None
             cast(Any, self.shards.model).set_requires_gradient_sync(learn.step_due)
         something = step.weigh()
         vector, work = step.vector(), None
@@ -512,8 +518,9 @@ class Sharded:
 
     def _share_use(self, unused: Iterable[str], before: Mapping[str, bool]) -> None:
         """Leave no gradient where no rank has one in this step; every rank must reach this. A host-device sync."""
-        params, left_out = self.step.params, set(unused)
-        mine = torch.tensor([name not in left_out or bool(before.get(name)) for name in params], dtype=torch.int32)
+        params = self.step.params
+        self._used |= params.keys() - set(unused)
+        mine = torch.tensor([name in self._used or bool(before.get(name)) for name in params], dtype=torch.int32)
         used = world.reduce(mine, "max", among="gradients").tolist()
         self._left_out = {name for name, is_used in zip(params, used, strict=True) if not is_used}
         for name in self._left_out:
