@@ -183,7 +183,7 @@ def check(name: str) -> None:
 OPTIMIZERS = {
     "SGD": partial(optim.SGD, momentum=0.9, nesterov=True), "Adam": partial(optim.Adam, amsgrad=True),
     "AdamW": optim.AdamW, "NAdam": optim.NAdam, "RAdam": optim.RAdam, "Adamax": optim.Adamax,
-    "Adagrad": optim.Adagrad, "Adadelta": optim.Adadelta, "RMSprop": partial(optim.RMSprop, momentum=0.5, centered=True),
+    "Adagrad": optim.Adagrad, "Adadelta": optim.Adadelta, "RMSprop": partial(optim.RMSprop, momentum=0.5),
     "ASGD": optim.ASGD, "AdamW, foreach": partial(optim.AdamW, foreach=True, fused=False),
     "Adam, single": partial(optim.Adam, foreach=False, fused=False),
 }  # fmt: skip
@@ -506,7 +506,9 @@ def _():
 
 @job("loss_weight")
 def _():
-    loss = lambda pred, y: F.cross_entropy(pred, y, ignore_index=1)
+    def loss(pred, y):
+        return F.cross_entropy(pred, y, ignore_index=1)
+
     return learner(loss=loss, loss_weight=lambda y: (y != 1).sum())
 
 

@@ -140,7 +140,8 @@ class Agreement:
                         error,
                         "the model is sharded: its parameters are whole only while the model itself or a unit of it "
                         "runs its forward. Name the modules that are called by themselves in shard=[...]; values of "
-                        "parameters, outside of forward, are those of p.full_tensor() on every rank (errors.html#sharded)",
+                        "parameters, outside of forward, are those of p.full_tensor() on every rank"
+                        " (errors.html#sharded)",
                     )
                 self.failed(error)
                 if may_follow(error) and ending_of(error).rank < 0:  # this rank has told nobody of it

@@ -78,7 +78,7 @@ class Shards:
         for old, p in self.pairs:
             if old.grad is not None:
                 p.grad, old.grad = rows_of(old.grad, p), None
-            cast(Any, old).shard, old.__class__ = p, _Divided
+            vars(old)["shard"], old.__class__ = p, _Divided
         self.steps, self.failed = 0, False
         self.opts, self._listening, self._ways = list["Optimizer"](), list[Any](), list[tuple[dict, str, Any]]()
         self.take_optimizers(opts)
@@ -161,7 +161,7 @@ class Shards:
         for (old, p), kind in zip(self.pairs, self._classes, strict=True):
             new[p] = old
             old.__class__ = kind
-            del cast(Any, old).shard
+            del vars(old)["shard"]
             old.data = whole(p).to(self.device)
             old.requires_grad_(p.requires_grad)
             old.grad = None if p.grad is None else whole(p.grad).to(self.device)
@@ -198,7 +198,7 @@ class Shards:
         exchanged: dict[Tensor, Tensor] = {old[name]: p for name, p in self.named.items() if p is not old[name]}
         self.pairs = [(first, cast(nn.Parameter, exchanged[p])) for first, p in self.pairs]
         for first, p in self.pairs:
-            cast(_Divided, first).shard = p
+            vars(first)["shard"] = p
         for opt in self.opts:
             for state in opt.state.values():
                 state.update({name: self._of_rows(value) for name, value in state.items() if is_shard(value)})

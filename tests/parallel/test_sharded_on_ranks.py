@@ -313,7 +313,7 @@ REFUSED = {
     "a backward pass before the loss's": (
         lambda: passes("before_backward", lambda cb: cb.model(cb.x).square().mean()), "outside of the backward pass"),
     "a part that is called by itself": (
-        lambda: learner(cbs=Callback(before_batch=lambda cb: cb.model.first(cb.x))), "Name the modules that are called"),
+        lambda: learner(cbs=Callback(before_batch=lambda cb: cb.model.first(cb.x))), "Name the modules that are"),
 }  # fmt: skip
 QUICK_REFUSED = ["own _backward", "LBFGS", "sparse gradients"]
 
