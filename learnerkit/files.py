@@ -121,26 +121,17 @@ def name_or_path(name: str | Path, directory: str = "the model directory") -> st
     return path
 
 
-def path_or_file(file: Any) -> Path | BinaryIO:
-    """Return a path or an open file as it is.
-
-    Raises:
-        TypeError: something else.
-    """
-    if isinstance(file, Path) or hasattr(file, "write") or hasattr(file, "read"):
-        return file
-    raise TypeError(f"got file={file!r}; it is a name, a path, or a file open in binary mode")
-
-
 def place_of(learn: "Learner", file: "str | Path | BinaryIO") -> Path | BinaryIO:
     """Return where a learner saves and loads a file: a plain name lies in its model directory.
 
     Raises:
         TypeError, ValueError: neither a name, a path, nor an open file.
     """
-    name = name_or_path(file) if isinstance(file, str) else path_or_file(file)
+    name = name_or_path(file) if isinstance(file, str) else file
     if not isinstance(name, str):
-        return name
+        if isinstance(name, Path) or hasattr(name, "write") or hasattr(name, "read"):
+            return name
+        raise TypeError(f"got file={file!r}; it is a name, a path, or a file open in binary mode")
     if not name.endswith(SAFETENSORS):
         name = f"{name.removesuffix('.pth')}.pth"
     return learn.path / learn.model_dir / name
@@ -491,23 +482,6 @@ def tied_names(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensors[other] for name, other in notes_of(path).items() if name not in tensors and other in tensors}
 
 
-def mapped_tensors(path: Path) -> OrderedDict[str, Tensor]:
-    """The tensors of a safetensors file, or of all files of a directory, of which nothing is read as yet.
-
-    Their memory is that of the files, which must not change meanwhile.
-
-    Args:
-        path: a file; or a directory with one, or with several and an index, as transformers writes it.
-
-    Raises:
-        Exception: of many types, if a file is damaged.
-    """
-    found: OrderedDict[str, Tensor] = OrderedDict()
-    for file in weight_files(path) if path.is_dir() else [path]:
-        found.update(read_tensors(file, in_place=True))
-    return found
-
-
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that a directory of transformers has; an empty list if it is not such a directory."""
     index = folder / "model.safetensors.index.json"
@@ -566,11 +540,19 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
 def read_mapped(path: Path) -> Saved:
     """Read what weights a safetensors file, or a directory of transformers, has, but none of their values.
 
+    Their memory is that of the files, which must not change meanwhile.
+
+    Args:
+        path: a file; or a directory with one, or with several and an index, as transformers writes it.
+
     Raises:
         CheckpointError: a file is damaged, or missing.
     """
+    found: OrderedDict[str, Tensor] = OrderedDict()
     try:
-        return Saved(str(path), mapped_tensors(path))
+        for file in weight_files(path) if path.is_dir() else [path]:
+            found.update(read_tensors(file, in_place=True))
+        return Saved(str(path), found)
     except Exception as e:
         raise CheckpointError(f"{path} cannot be read as safetensors: {type(e).__name__}: {e}") from e
 

@@ -33,7 +33,7 @@ WRITERS = {
 """Functions that make such text; all text in them counts."""
 
 MAKERS = {
-    "no_loss", "no_scalar", "_refused", "_used", "_refusal", "_not_met", "_agreed", "not_together", "error",
+    "no_loss", "no_scalar", "_refused", "_used", "_refusal", "_not_met", "_agreed", "not_together", "error", "no_part",
 }  # fmt: skip
 """Functions that make an error with a text, which is collected there."""
 

@@ -1332,6 +1332,20 @@ def do(name: str) -> dict:
         return {"error": "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])}
 
 
+def do_sharded(name: str) -> dict:
+    """What a job comes to on shards of its model, on this rank."""
+    OPTIONS[name] |= {"shard": UNITS.get(name, True)}
+    try:
+        return do(name)
+    finally:
+        del OPTIONS[name]["shard"]
+
+
+UNITS = {name: ["body"] for name in (
+    "a buffer that counts", "a model that asks for samples", "a model that asks for samples in training")}  # fmt: skip
+"""The units of models in which nothing is repeated."""
+
+
 def train(learn: Learner, options: dict) -> dict:
     """Train and predict."""
     model = type(learn.model)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from learnerkit import arguments, world
 from learnerkit.callback import Callback
-from learnerkit.data.order import draw_seed
+from learnerkit.data.rows import draw_seed
 from learnerkit.losses import no_loss
 from learnerkit.utils import describe, overrides
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -121,8 +122,7 @@ class CheckpointCallback(StepCounter):
         self._ends = ExitStack()  # what the end of the fit puts back
         self._request = Request()
         self._resumption: Resumption | None = None  # until all of it is put back
-        self._trained: tuple[dict, Mapping] | None = None  # the state before validation
-        self._deadline = float("inf")
+        self._trained: Mapping[str, Any] | None = None  # the state before validation
         self._saved_at = -1  # the step after which the last one was taken
         self._config: dict[str, Any] = {}
         self._first: dict[str, dict[str, Any]] = {}  # attributes of callbacks when the fit began
@@ -160,12 +160,12 @@ class CheckpointCallback(StepCounter):
             storage.check_writable()
         trained = {name for name, p in unwrap(learn.model).named_parameters() if p.requires_grad}
         self._infinite = {k: where for k, where in _not_finite(_values(now)).items() if k not in trained}
-        self._start_clock()
+        self._deadline = time.monotonic() + self._seconds
         self._listen()
 
     def _enter(self) -> None:
         """Choose the learner's own directory, if each has one."""
-        path = self._above / f"learner{self.learn._number}" if self.per_learner else self.path
+        path = self._above / f"learner{self.learn._number}" if self.per_learner else self._above
         if path != self.path:
             self.path, self._looked, self._fit = path, False, -1
             self._storage = Storage(path, self.keep, self.async_save)
@@ -289,13 +289,12 @@ class CheckpointCallback(StepCounter):
 
     def _tell(self, found: Checkpoint) -> None:
         info, ranks = found.info, world.world_size()
-        place = {TRAIN: "in", TRAINED: "at the validation of", EPOCH: "after"}.get(info["place"])
-        ago = format_time(max(0.0, time.time() - info["time"]))
-        other = ""
+        when = {TRAIN: "in", TRAINED: "at the validation of", EPOCH: "after"}[info["place"]]
+        ago, other = format_time(max(0.0, time.time() - info["time"])), ""
         if found.n_ranks != ranks:
             other = f"; it had {found.n_ranks} rank{'s' * (found.n_ranks > 1)} and has {ranks}"
             other += ", of which the new ones have fresh random streams" if ranks > found.n_ranks else ""
-        where = f"{place} epoch {info['epoch']}, step {info['step']}, from {_shown(found.path)}"
+        where = f"{when} epoch {info['epoch']}, step {info['step']}, from {_shown(found.path)}"
         self.learn.say(f"resumed fit {info['fit']} {where} ({ago} old{other})")
 
     def before_train(self) -> None:
@@ -303,7 +302,7 @@ class CheckpointCallback(StepCounter):
         if self._resumption is not None:
             self._resumption.enter(self.learn)
             if self._resumption.state["place"] == TRAINED:
-                self._trained = self._info(TRAINED), self._resumption.state
+                self._trained = self._resumption.state
             self._resumption = None
 
     # Saving
@@ -322,25 +321,23 @@ class CheckpointCallback(StepCounter):
         vars(self)["_steps"] = steps = self._steps + 1  # at every step: an assignment to a callback takes longer
         every = self._every_steps
         is_due = bool(every) and steps // every > max(self._saved_at, 0) // every
-        if self._seconds and time.monotonic() > self._deadline and (learn.n_ranks == 1 or world.is_main()):
+        if time.monotonic() > self._deadline and (learn.n_ranks == 1 or world.is_main()):
             self._request.ask(SAVE)
-        if is_due or self._asked():
-            self._save_after_step(is_due)
-
-    def _asked(self) -> int:
-        """What was asked for from outside; on several ranks, what all of them know of."""
-        return self._request.mine if self.learn.n_ranks == 1 else self._request.agreed
-
-    def _save_after_step(self, is_due: bool) -> None:
-        learn, asked = self.learn, self._asked()
+        asked = self._asked()
+        if not is_due and not asked:
+            return
         # Gradients may also be kept as zeros, and those of parameters beside the optimizer are never cleared.
         grads = [local(p.grad) for p in optim.parameters_of(learn.opts) if p.grad is not None]
         kept = any(bool(grad.to_dense().any()) for grad in grads)
         if world.reduce(int(kept), "max"):
             return  # a callback accumulates gradients over several batches: at the end of that step
-        if self._saved_at < self._steps - (asked == SAVE and learn.n_ranks > 1 and not is_due):
+        if self._saved_at < steps - (asked == SAVE and learn.n_ranks > 1 and not is_due):
             self._save(TRAIN)
         self._serve(asked)
+
+    def _asked(self) -> int:
+        """What was asked for from outside; on several ranks, what all of them know of."""
+        return self._request.mine if self.learn.n_ranks == 1 else self._request.agreed
 
     def _serve(self, asked: int) -> None:
         """Do what else was asked for, once the run is saved."""
@@ -358,13 +355,13 @@ class CheckpointCallback(StepCounter):
             self._steps = round(learn.pct_train * learn.n_steps)
         if self._request.heard and learn.dls.valid is not None:
             # Model and optimizer stay as they are until `after_epoch`, so no copy is needed.
-            self._trained = self._info(TRAINED), state_dict(learn, self._first)
+            self._trained = state_dict(learn, self._first)
 
     def after_cancel_fit(self) -> None:
         """Save what was the state before a validation that a signal has cut short."""
         asked = self._asked()
         if asked > SAVE and self._trained is not None:
-            self._write(*self._trained)
+            self._save(TRAINED, self._trained)
             self._serve(asked)
 
     def after_epoch(self) -> None:
@@ -386,21 +383,14 @@ class CheckpointCallback(StepCounter):
             remove(self.path / _ENDS / str(number))
         self._serve(world.reduce(self._request.mine, "max"))
 
-    def _save(self, place: str) -> None:
-        self._write(self._info(place), state_dict(self.learn, self._first))
+    def _save(self, place: str, now: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint unless values became NaN or infinite in this fit; every rank must reach this.
 
-    def _info(self, place: str) -> dict[str, Any]:
-        learn = self.learn
-        return {
-            "fit": learn.n_fits, "place": place, "step": self._steps, "time": time.time(),
-            "epoch": learn.epoch, "lr_finds": list(learn.lr_finds),
-            "n_epoch": learn.epoch + 1 if learn.n_epoch is None else learn.n_epoch,
-            "n_steps": self._steps if learn.n_steps is None else learn.n_steps,
-            "runs": [run for cb in learn.cbs if isinstance(run := getattr(cb, "run_id", None), str)],
-        }  # fmt: skip
-
-    def _write(self, info: dict[str, Any], now: Mapping[str, Any]) -> None:
-        """Write a checkpoint unless values became NaN or infinite in this fit; every rank must reach this."""
+        Args:
+            place: where in the fit the state is from.
+            now: the state; by default the present one.
+        """
+        learn, now = self.learn, now or state_dict(self.learn, self._first)
         found = _not_finite(_values(now))
         bad = [name for name, where in found.items() if bool((where & ~self._infinite.get(name, _NOWHERE)).any())]
         if world.reduce(int(bool(bad)), "max"):
@@ -408,16 +398,22 @@ class CheckpointCallback(StepCounter):
             if world.is_main():
                 warn(f"no checkpoint is written: {first_few(everywhere)} are not finite; the last one stays")
             return
-        info |= {"launchers": sorted({*world.all_gather(_launcher())})}
-        name = f"fit{info['fit']}-epoch{info['epoch']}-step{info['step']}"
-        name += _SUFFIXES[info["place"]]
-        if info["place"] == FIT:
+        info = {
+            "fit": learn.n_fits, "place": place, "step": self._steps, "time": time.time(),
+            "epoch": learn.epoch, "lr_finds": list(learn.lr_finds),
+            "n_epoch": learn.epoch + 1 if learn.n_epoch is None else learn.n_epoch,
+            "n_steps": self._steps if learn.n_steps is None else learn.n_steps,
+            "runs": [run for cb in learn.cbs if isinstance(run := getattr(cb, "run_id", None), str)],
+            "launchers": sorted({*world.all_gather(_launcher())}),
+        }  # fmt: skip
+        if place == FIT:
             self._storage.wait()
-            self._storage = Storage(self.path / _ENDS / str(info["fit"]), 1, self.async_save)
+            self._storage = Storage(self.path / _ENDS / str(learn.n_fits), 1, self.async_save)
             _ends_here.add(self._storage.path.resolve())
+        name = f"fit{learn.n_fits}-epoch{learn.epoch}-step{self._steps}{_SUFFIXES[place]}"
         self._storage.save(name, *_parts({**now, "config": self._config}), info)
         self._saved_at = self._steps
-        self._start_clock()
+        self._deadline = time.monotonic() + self._seconds
 
     def to_dcp(self, path: str | Path) -> Path:
         """Write the newest checkpoint for other tools, in the format of `torch.distributed.checkpoint`, on rank 0.
@@ -442,8 +438,7 @@ class CheckpointCallback(StepCounter):
         if not world.is_main():
             return path
         with world.alone():
-            if self._storage is not None:
-                self._storage.wait()
+            self._storage.wait()
             storages = [Storage(self.path), *(Storage(self.path / _ENDS / str(n)) for n in _numbers(self.path / _ENDS))]
             found = max((c for c in map(_newest_of, storages) if c is not None), key=_age, default=None)
         if found is None:
@@ -451,14 +446,9 @@ class CheckpointCallback(StepCounter):
         found.in_place = True  # values are read as they are written
         state, opt = {"model": dict(found.weights())}, found.state()["opt"]
         if opt is not None:
-            opt = _by_name(self.learn.opt, opt, unwrap(self.learn.model))
-            state["optimizer"] = opt
+            state["optimizer"] = _by_name(self.learn.opt, opt, unwrap(self.learn.model))
         dcp.save(state, checkpoint_id=path, no_dist=True)
         return path
-
-    def _start_clock(self) -> None:
-        if self._seconds:
-            self._deadline = time.monotonic() + self._seconds
 
     # Signals
 
@@ -577,11 +567,11 @@ def _note(request: Request, asked: int, signum: int, frame: object) -> None:
 
 
 def _interval(every: Any) -> tuple[int, float]:
-    """The steps and the seconds of `every`; 0 for what it does not say."""
+    """The steps and the seconds of `every`; 0 and infinite where it does not say them."""
     if every == "epoch":
-        return 0, 0.0
+        return 0, inf
     if type(every) is int and every > 0:
-        return every, 0.0
+        return every, inf
     minutes = re.fullmatch(r"(\d+(?:\.\d+)?)\s*min", every) if isinstance(every, str) else None
     if minutes is None or not float(minutes[1]):
         raise ValueError(f"got every={every!r}; it is 'epoch', a number of optimizer steps, or minutes such as '10min'")
@@ -654,10 +644,8 @@ def _launcher() -> str:
     if named := os.environ.get("LEARNERKIT_LAUNCHER"):
         return named  # by a search, which is the same one when it has been started again
     parent, began = os.getppid(), ""
-    try:
+    with suppress(OSError, IndexError):
         began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        pass
     return f"{socket.gethostname()} {parent} {began}"
 
 

@@ -98,14 +98,13 @@ class Checkpoint:
         Raises:
             CheckpointError: the file is not what `Storage.save` writes.
         """
-        names = [_model_part(rank, self.n_ranks) for rank in range(self.n_ranks)] if _INDEX in self._files else [_MODEL]
         found: Any = OrderedDict()
+        names = [name for name in self._files if name.startswith("model") and name != _INDEX]
         for name in names:
             tensors: Any = self._read(name, partial(read_tensors, in_place=self.in_place))
             found.update(tensors)
             found._metadata = tensors._metadata
-        if _INDEX in self._files:  # tied weights may be in any of the files
-            found.update(self._read(names[0], lambda path: tied_names(path, found)))
+        found.update(self._read(names[0], lambda path: tied_names(path, found)))  # they may be in any of the files
         found.update(self._decoded(_STATE, "extra", [0]))
         return found
 
@@ -142,36 +141,31 @@ class Checkpoint:
         except Exception as e:  # of many types, if somebody has made a manifest for other content
             raise CheckpointError(f"{self.path / name} is damaged: {e or type(e).__name__}") from e
 
-    def verify(self, names: Iterable[str] | None = None) -> None:
-        """Compare sizes and hashes with the manifest's; nothing is parsed.
+    def verify(self, rank: int = 0, n: int = 1) -> None:
+        """Compare sizes with the manifest's, and a share of the hashes; nothing is parsed.
 
         Args:
-            names: of the files; by default all.
+            rank, n: whose share of how many, so that all have about as much to do.
 
         Raises:
-            CheckpointError: one is missing or differs.
+            CheckpointError: a file is missing or differs.
         """
-        names = list(self._files if names is None else names)
-        self.check_sizes(names)
+        self.check_sizes()
+        names = sorted(self._files, key=lambda name: self._files[name]["size"])[rank::n]
         with ThreadPoolExecutor(4) as threads:
             for name, found in zip(names, threads.map(lambda name: _sha256(self.path / name), names), strict=True):
                 if found != self._files[name]["sha256"]:
                     raise CheckpointError(f"{self.path / name} is damaged: its content is not what was written")
 
-    def check_sizes(self, names: Iterable[str] | None = None) -> None:
+    def check_sizes(self) -> None:
         """Compare sizes with the manifest's.
 
         Raises:
             CheckpointError: a file is missing or of another size.
         """
-        for name in self._files if names is None else names:
-            size, expected = _size(self.path / name), self._files[name]["size"]
-            if size != expected:
-                raise CheckpointError(f"{self.path / name} is damaged: it has {size} bytes of {expected}")
-
-    def share(self, rank: int, n: int) -> list[str]:
-        """The files that a rank of n verifies, so that all have about as much to do."""
-        return sorted(self._files, key=lambda name: self._files[name]["size"])[rank::n]
+        for name, file in self._files.items():
+            if (size := _size(self.path / name)) != file["size"]:
+                raise CheckpointError(f"{self.path / name} is damaged: it has {size} bytes of {file['size']}")
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -265,7 +259,7 @@ class Storage:
         """
         self.wait()
         content: Any = None
-        part = _Part(world.rank(), world.world_size())
+        part = _Part()
         files: dict[str, list[Buffer]] = {}
 
         def encode_all() -> str:
@@ -327,9 +321,8 @@ class Storage:
             self._pass_over(problem)
         for name, manifest in listed:
             checkpoint = Checkpoint(self.path / name, manifest)
-            names = checkpoint.share(world.rank(), world.world_size())
             try:
-                _agree(partial(checkpoint.verify, names))
+                _agree(partial(checkpoint.verify, world.rank(), world.world_size()))
             except CheckpointError as e:
                 problems.append(str(e))
                 self._pass_over(str(e))
@@ -505,40 +498,36 @@ class _Content:
             n: how many ranks share the large tensors; the others, and the weights, are rank 0's.
             memory: to copy the values to; without it they must not change before they are written.
         """
-        owners = {name: rank if name.startswith("own.") else 0 for name in self._tensors}
-        is_divided = any(is_shard(t) for name, t in self._tensors.items() if name.startswith("model."))
-        kinds = ("state.", "model.") if is_divided else ("state.",)  # whose large tensors are shared out
-        loads = [sum(t.nbytes for name, t in self._tensors.items() if name.startswith("model."))] + [0] * (n - 1)
-        loads[0] *= not is_divided
-        large = [name for name, t in self._tensors.items() if name.startswith(kinds) and t.nbytes >= _SHARED_BYTES]
-        for name in sorted(large, key=lambda name: (-self._tensors[name].nbytes, name)):  # to who has least
-            owners[name] = loads.index(min(loads))
-            loads[owners[name]] += self._tensors[name].nbytes
+        sizes = {name: tensor.nbytes for name, tensor in self._tensors.items()}
+        of_model = [name for name in sizes if name.startswith("model.")]
+        is_divided = any(is_shard(self._tensors[name]) for name in of_model)
+        shared = [name for name in sizes if name.startswith(("state.", "model.") if is_divided else "state.")]
+        loads = [0 if is_divided else sum(sizes[name] for name in of_model), *[0] * (n - 1)]
+        owners = {name: rank if name.startswith("own.") else 0 for name in sizes}
+        for name in sorted(shared, key=lambda name: (-sizes[name], name)):  # the large ones, to who has least
+            if sizes[name] >= _SHARED_BYTES:
+                owners[name] = loads.index(min(loads))
+                loads[owners[name]] += sizes[name]
         # Shards are gathered one by one, in one order on all ranks, and whoever writes a tensor keeps it.
-        mine = {
-            name: gathered(tensor, keep=owners[name] == rank)
-            for name, tensor in self._tensors.items()
-            if owners[name] == rank or is_shard(tensor)
-        }
-        mine = {name: tensor for name, tensor in mine.items() if owners[name] == rank}
+        mine = {}
+        for name, tensor in self._tensors.items():
+            whole = gathered(tensor, keep=owners[name] == rank)
+            if owners[name] == rank:
+                mine[name] = whole
         taken = {name: on_host(t) for name, t in mine.items()} if memory is None else memory.copies(mine)
-        model = {name.removeprefix("model."): taken.pop(name) for name in mine if name.startswith("model.")}
+        model = {name.removeprefix("model."): taken.pop(name) for name in of_model if name in mine}
         found: dict[str, list[Buffer]] = {
             f"rank{rank}.safetensors": tensor_file(taken),
-            f"rank{rank}.json": [json.dumps({"own": self._json["own"]}).encode()],
+            f"rank{rank}.json": [json.dumps({"own": self._json.pop("own")}).encode()],
         }
-        if is_divided and rank < n:
-            found[_model_part(rank, n)] = tensor_file(model, self._notes)
+        if rank < (n if is_divided else 1):
+            found[_model_part(rank, n) if is_divided else _MODEL] = tensor_file(model, self._notes)
         if rank == 0:
-            alike = {part: self._json[part] for part in ("state", "extra")}
-            found[_STATE] = [json.dumps(alike).encode()]
+            found[_STATE] = [json.dumps(self._json).encode()]
             if is_divided:
-                files = {name: _model_part(owner, n) for name, owner in owners.items() if name.startswith("model.")}
-                weight_map = {name.removeprefix("model."): file for name, file in files.items()}
-                size = sum(self._tensors[name].nbytes for name in files)
-                found[_INDEX] = [json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}).encode()]
-            else:
-                found[_MODEL] = tensor_file(model, self._notes)
+                weight_map = {name.removeprefix("model."): _model_part(owners[name], n) for name in of_model}
+                index = {"metadata": {"total_size": sum(sizes[name] for name in of_model)}, "weight_map": weight_map}
+                found[_INDEX] = [json.dumps(index).encode()]
         return found
 
 
@@ -547,14 +536,10 @@ def _model_part(rank: int, n: int) -> str:
 
 
 class _Part:
-    """A rank's part in writing a checkpoint; may run in a thread: ranks talk by the store, not in collectives.
+    """A rank's part in writing a checkpoint; may run in a thread: ranks talk by the store, not in collectives."""
 
-    Args:
-        rank, n: this one of how many.
-    """
-
-    def __init__(self, rank: int, n: int) -> None:
-        self.rank, self.n = rank, n
+    def __init__(self) -> None:
+        self.rank, self.n = world.rank(), world.world_size()
         self.folder = Path()
 
     def write(self, files: dict[str, list[Buffer]], finish: Callable[[dict[str, dict]], None]) -> None:
@@ -569,50 +554,37 @@ class _Part:
         """
         error: BaseException | None = None
         written: dict[str, dict] = {}
+        key = f"checkpoint{self.folder.name}/"  # the directory's name is new each time
         try:
             calls = [partial(write_new, self.folder / name, content) for name, content in files.items()]
             written = dict(zip(files, in_threads(calls), strict=True))
         except BaseException as e:
             error = e
-        if self.rank == 0:
-            self._gather(written, error, finish)
-            return
-        world.tell(self._key(self.rank), json.dumps([written, _said(error)]))
-        failure = world.hear(self._key("end"), 2 * _PATIENCE)
+        if self.rank:
+            world.tell(f"{key}{self.rank}", json.dumps([written, _said(error)]))
+            failure = world.hear(f"{key}end", 2 * _PATIENCE)
+        else:
+            failure = "rank 0 has left"
+            try:
+                texts = [_said(error)]
+                for rank in range(1, self.n):
+                    theirs, text = json.loads(world.hear(f"{key}{rank}", _PATIENCE))
+                    written |= theirs
+                    texts.append(text)
+                failure = _REFUSED + _joined(texts)
+                if failure == _REFUSED:
+                    finish(written)
+                    failure = ""
+            except Exception as e:
+                failure, error = str(e) if isinstance(e, CheckpointError) else _REFUSED + _said(e), error or e
+            finally:
+                self.clear()
+                if self.n > 1:
+                    world.tell(f"{key}end", failure)
         if error is not None and not isinstance(error, Exception):
             raise error
         if failure:
             raise CheckpointError(failure) from error
-
-    def _gather(
-        self, written: dict[str, dict], error: BaseException | None, finish: Callable[[dict[str, dict]], None]
-    ) -> None:
-        failure = "rank 0 has left"
-        try:
-            texts = [_said(error)]
-            for rank in range(1, self.n):
-                theirs, text = json.loads(world.hear(self._key(rank), _PATIENCE))
-                written |= theirs
-                texts.append(text)
-            if error is not None and not isinstance(error, Exception):
-                raise error
-            if failures := _joined(texts):
-                raise CheckpointError(_REFUSED + failures) from error
-            finish(written)
-            failure = ""
-        except CheckpointError as e:
-            failure = str(e)
-            raise
-        except Exception as e:
-            failure = _REFUSED + _said(e)
-            raise CheckpointError(failure) from e
-        finally:
-            self.clear()
-            if self.n > 1:
-                world.tell(self._key("end"), failure)
-
-    def _key(self, what: object) -> str:
-        return f"checkpoint{self.folder.name}/{what}"  # the directory's name is new each time
 
     def clear(self) -> None:
         """Remove what is left of the temporary directory; on rank 0."""
@@ -685,17 +657,16 @@ def manifest_of(folder: Path) -> dict[str, Any]:
         text = path.read_bytes()
         manifest = json.loads(text)
         del manifest["sha256"]
-        whole = _signed(manifest) == text
-        if whole and manifest["format"] != _FORMAT:
-            raise CheckpointError(f"{path} is of format {manifest['format']!r}; this version reads {_FORMAT}")
-        whole = whole and _is_manifest(path, manifest)
+        if _signed(manifest) == text:
+            if manifest["format"] != _FORMAT:
+                raise CheckpointError(f"{path} is of format {manifest['format']!r}; this version reads {_FORMAT}")
+            if _is_manifest(path, manifest):
+                return manifest
     except CheckpointError:
         raise
     except Exception as e:
         raise CheckpointError(f"{path} is damaged: {e}") from e
-    if not whole:
-        raise CheckpointError(f"{path} is damaged: its content is not what was written")
-    return manifest
+    raise CheckpointError(f"{path} is damaged: its content is not what was written")
 
 
 def _is_manifest(path: Path, manifest: dict[str, Any]) -> bool:

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from learnerkit import world
 from learnerkit.data.batches import loader_len
-from learnerkit.data.order import draw_seed, has_state, keep_seeds, states_at_start
+from learnerkit.data.order import has_state, keep_seeds, states_at_start
+from learnerkit.data.rows import draw_seed
 from learnerkit.utils import warn
 
 if TYPE_CHECKING:

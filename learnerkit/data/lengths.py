@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from learnerkit.data.rows import draw_seed
+
 
 class LengthBatches(Sampler[list[int]]):
     """A batch sampler that puts samples of similar length together: little padding, and as much work in each batch.
@@ -62,7 +64,7 @@ class LengthBatches(Sampler[list[int]]):
             return
         generator = self.generator
         if generator is None:
-            generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+            generator = torch.Generator().manual_seed(draw_seed())
         order = torch.randperm(len(self.lengths), generator=generator)
         order = order[self._bounds[order].argsort(descending=True, stable=True)]
         if self.weights is not None:

@@ -191,11 +191,10 @@ class DataLoaders:
             None if ds is None else RowsLoader(ds, batch_size=valid_bs or bs, **loader_kwargs)
             for ds in (valid_ds, *more)
         ]
-        options = {
-            "target_keys": target_keys, "ignore_keys": ignore_keys, "batch_size": batch_size, "batch_dim": batch_dim,
-            "classes": classes, "decode": decode,
-        }  # fmt: skip
-        dls = cls(train, *others, device=device, n_inp=n_inp, **options)  # type: ignore[arg-type]  # mixed values
+        dls = cls(
+            train, *others, device=device, n_inp=n_inp, target_keys=target_keys, ignore_keys=ignore_keys,
+            batch_size=batch_size, batch_dim=batch_dim, classes=classes, decode=decode,
+        )  # fmt: skip
         dls._pins = "pin_memory" not in loader_kwargs
         return dls
 
@@ -402,7 +401,7 @@ class DataLoaders:
 
     def keeps(self, dl: Any) -> bool:
         """Tell whether `dl` is one of these loaders, or a copy that is kept for one."""
-        return self._owns(dl) or any(dl is twin and self._owns(original) for original, twin in self._twins.values())
+        return self._owns(dl) or any(dl is twin for _, twin in self._twins.values())
 
     def _owns(self, dl: Any) -> bool:
         return any(dl is known for known in self.loaders)
@@ -500,8 +499,8 @@ class Unpacker:
         self._shares: Any = None  # of the stream, as it is read
         self._only_inputs = getattr(getattr(dl, "loader", dl), "only_inputs", False)
         plain = dls.batch_dim == 0 and not self._only_inputs and not dls.takes_targets(arguments, 1, 2)
-        self._pairs = dls.n_inp in (None, 1) and dls.batch_size is None and plain
-        self._pairs = self._pairs and type(dls).split is DataLoaders.split  # a subclass may change what it splits
+        usual = type(dls).split is DataLoaders.split  # a subclass may change what it splits
+        self._pairs = plain and usual and dls.n_inp in (None, 1) and dls.batch_size is None
         self._places: list[tuple[Any, ...]] = []  # where the lengths of a full batch are its number of samples
 
     def __call__(self, batch: Any, index: int) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], int]:

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from learnerkit import world
 from learnerkit.data.batches import loader_len
 from learnerkit.data.lengths import LengthBatches
-from learnerkit.data.rows import IndexBatches
+from learnerkit.data.rows import IndexBatches, draw_seed
 from learnerkit.torch_internals import loader_attributes
 
 HOST = torch.device("cpu")
@@ -35,11 +35,6 @@ def epoch_seed(start: Tensor, epoch: int) -> int:
     generator.set_state(start)
     # Of the two draws of each epoch the first is the one that torch's loader makes for its workers.
     return int(torch.empty(2 * epoch + 2, dtype=torch.int64).random_(generator=generator)[-1])
-
-
-def draw_seed(generator: torch.Generator | None = None) -> int:
-    """Draw a number as torch's loaders and samplers draw their seeds, from the global generator or another."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
 def samplers_of(dl: Any) -> list:

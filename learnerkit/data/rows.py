@@ -17,6 +17,11 @@ from torch.utils.data import (
 )
 
 
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """Draw a number as torch's loaders and samplers draw their seeds, from the global generator or another."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+
+
 def _rows(dataset: Dataset) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
     """Return (tensors, index into them or `None`) of a TensorDataset, or of nested Subsets of one; else `None`."""
     if type(dataset) is TensorDataset:
@@ -61,7 +66,7 @@ class RowsLoader(DataLoader):
     ) -> Iterator[list[Tensor]]:
         pin = self.pin_memory and torch.accelerator.is_available()
         # torch's loader draws a seed for its workers here; the same draw keeps the random streams equal.
-        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        draw_seed(self.generator)
         # This runs at every batch. A batch that is yielded is held by no name here, so that its memory can be used
         # again as soon as the reader has done with it.
         for rows in batches:
@@ -100,6 +105,5 @@ class IndexBatches(BatchSampler):
             return None
         generator = sampler.generator
         if generator is None:  # as torch's RandomSampler does
-            generator = torch.Generator()
-            generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+            generator = torch.Generator().manual_seed(draw_seed())
         return torch.randperm(sampler.num_samples, generator=generator)

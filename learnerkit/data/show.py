@@ -252,15 +252,12 @@ def _figure(pictures: list[Tensor], notes: list[dict[str, Any]], title: str) -> 
     for ax, each in zip(axes.flat, notes, strict=False):
         drawn = {name: y for name, y in each.items() if not isinstance(y, str)}
         for name, y in drawn.items():
-            _draw(ax, y, _COLORS.get(name, "tab:red"), outlines=len(drawn) > 1 and name == "target")
+            _draw(ax, y, "tab:green" if name == "target" else "tab:red", outlines=len(drawn) > 1 and name == "target")
     if title:
         figure.suptitle(title, fontsize=10)
     if front_end() == "notebook":
         plt.close(figure)  # else the notebook would show it twice, as a figure and as the value of the cell
     return figure
-
-
-_COLORS = {"target": "tab:green"}
 
 
 def _draw(ax: Any, y: Any, color: str, outlines: bool) -> None:

@@ -27,8 +27,8 @@ from learnerkit import world
 from learnerkit.data.batches import loader_len
 from learnerkit.data.cuts import Share, even_sizes
 from learnerkit.data.lengths import LengthBatches
-from learnerkit.data.order import draw_seed, samplers_of
-from learnerkit.data.rows import IndexBatches
+from learnerkit.data.order import samplers_of
+from learnerkit.data.rows import IndexBatches, draw_seed
 from learnerkit.torch_internals import set_worker_dataset
 from learnerkit.utils import same
 
@@ -384,8 +384,12 @@ def reading(learn: "Learner") -> Iterator[None]:
         if seeds_loader:
             loader.generator = torch.Generator().manual_seed(base)  # its own draw has been made
         if stream is not None:
-            again = position.data.again if position is not None and training else 0
-            _begin(stream, learn, loader, base, again)
+            again = position.data.again if position is not None and training else 0  # steps read a second time
+            stream.place, stream.first = 0, learn.first_iter - again
+            per_sample = isinstance(loader.dataset, PerSample)
+            if per_sample or starts_workers(loader):
+                alike = per_sample or learn.n_ranks == 1 or getattr(learn.dl, "alike", False)
+                stream.fetching = world.mixed_seed(base, 0 if alike else world.rank()), per_sample
             if position is not None and indexed and goes_on:
                 stream.place = inf if position.over else position.read
         if position is not None and training:
@@ -397,13 +401,3 @@ def reading(learn: "Learner") -> Iterator[None]:
             loader.generator = generator
         if stream is not None:
             stream.fetching = None
-
-
-def _begin(stream: SampleStream, learn: "Learner", loader: DataLoader, seed: int, again: int) -> None:
-    "Have a stream begin, and seed those who fetch what it gives; `again`: steps that are read a second time."
-    stream.place, stream.first = 0, learn.first_iter - again
-    per_sample = isinstance(loader.dataset, PerSample)
-    if per_sample or starts_workers(loader):
-        alike = per_sample or learn.n_ranks == 1 or getattr(learn.dl, "alike", False)
-        rank = 0 if alike else world.rank()
-        stream.fetching = world.mixed_seed(seed, rank), per_sample

@@ -34,7 +34,7 @@ from learnerkit.notebook import settings, transfer
 from learnerkit.notebook.pickling import load_error
 from learnerkit.parallel.distributed import OWN_DEVICE, DistributedCallback, member_of
 from learnerkit.text import killed_by
-from learnerkit.utils import front_end, ipython_shell, warn
+from learnerkit.utils import front_end, ipython_shell, same, warn
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -245,7 +245,7 @@ class Workers:
         args, kwargs = tuple(map(_listed, args)), {name: _listed(value) for name, value in kwargs.items()}
         # If the kernel's generators have not moved since the last call, each worker goes on with its own.
         states = settings.get_random_states()
-        moved = not settings.same_random_states(states, self._random_states)
+        moved = not same(states, self._random_states)
         call = transfer.Call(self.learn, method, args, kwargs, self.options)
         file, path, shared = transfer.send(call, states if moved else None)
         try:
@@ -297,7 +297,9 @@ class Workers:
             ended = p.process.poll() is not None
             for message in p.receive():
                 self._handle(p, *message)
-            self._take_output(p)
+            if (text := p.read_output()) and not p.rank:
+                print(text, end="", file=sys.stderr, flush=True)
+            p.last_lines.extend(text.splitlines() if p.rank else ())  # for the error, if it dies
             if ended:
                 p.kill()
                 p.state = "dead"
@@ -319,12 +321,6 @@ class Workers:
                 p.failure, p.path = values
                 if p.failure is not None:
                     self._limit_wait()
-
-    def _take_output(self, p: _WorkerProcess) -> None:
-        text = p.read_output()
-        if text and p.rank == 0:
-            print(text, end="", file=sys.stderr, flush=True)
-        p.last_lines.extend(text.splitlines() if p.rank else ())  # for the error, if it dies
 
     def _limit_wait(self) -> None:
         self._deadline = min(self._deadline, time.monotonic() + FOLLOW_SECONDS)

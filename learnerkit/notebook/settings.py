@@ -66,12 +66,3 @@ def set_random_states(states: tuple) -> None:
         torch.cuda.set_rng_state(cuda)
     elif torch.cuda.is_available():
         torch.cuda.manual_seed(torch.initial_seed())
-
-
-def same_random_states(a: Any, b: Any) -> bool:
-    """Tell whether two results of `get_random_states` are equal."""
-    return _plain(a) == _plain(b)
-
-
-def _plain(x: Any) -> Any:
-    return tuple(map(_plain, x)) if isinstance(x, tuple) else getattr(x, "tolist", lambda: x)()

@@ -133,24 +133,31 @@ class Agreement:
             try:
                 yield
                 self.vote("the end of the run")  # another rank may have failed in a cleanup
+                self._make_whole()  # where a cancel has left `after_fit` out
             except BaseException as error:
                 if self.learn.shards is not None and "mixed torch.Tensor and DTensor" in str(error):
                     add_note_once(
                         error,
                         "the model is sharded: its parameters are whole only while the model itself or a unit of it "
                         "runs its forward. Name the modules that are called by themselves in shard=[...]; values of "
-                        "parameters, outside of forward, are those of p.full_tensor() on every rank (errors.html#sharded)",
+                        "parameters, outside of forward, are those of p.full_tensor() on every rank"
+                        " (errors.html#sharded)",
                     )
                 self.failed(error)
                 if may_follow(error) and ending_of(error).rank < 0:  # this rank has told nobody of it
                     self.watch.check()
-                shards = self.learn.shards
-                if shards is not None and not shards.stays and ending_of(error).agreed:  # all are here, as with Ctrl-C
-                    shards.restore()
-                    self.learn.shards = None
+                if ending_of(error).agreed:  # all are here, as with Ctrl-C
+                    self._make_whole()
                 raise
             finally:
                 self.pending = self.left_batch = self.learn._agreement = None
+
+    def _make_whole(self) -> None:
+        """Make a sharded model whole, unless it is too large for that; every rank must reach this."""
+        shards = self.learn.shards
+        if shards is not None and not shards.stays:
+            shards.restore()
+            self.learn.shards = None
 
     def _interrupt(self, *_: object) -> None:
         """Let Ctrl-C take effect where all ranks can leave together; pressed again, at once."""
@@ -340,6 +347,9 @@ class RankDispatch(Dispatch):
         with self.agreement.keeping():
             self._call(event, self.table[event])
         self.agreement.vote(f"the end of {event}")
+        shards = self.agreement.learn.shards
+        if event == "before_validate" and shards is not None:
+            shards.begin_votes()  # not in the event, which a rank may leave before the others begin
 
     def has_passed(self, event: str) -> bool:
         """Tell whether an event of this batch has taken place, or begun."""

@@ -267,8 +267,6 @@ class DistributedCallback(Callback):
         if world.world_size() > 1:
             self._share_out(None)
             self._send_buffers()
-            if self.learn.shards is not None:
-                self.learn.shards.begin_votes()
 
     def cleanup_validate(self) -> None:
         if self.learn.shards is not None:

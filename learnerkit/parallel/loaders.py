@@ -59,6 +59,7 @@ class RankLoader(LoaderView):
     ) -> None:  # fmt: skip
         super().__init__(loader)
         self.indices, self.dims, self.cut, self.rank_step = indices, dims, cut, rank_step
+        self.split = getattr(indices, "split", False)
         self.share: Share | None = None
         self.sample: Any = None
 
@@ -68,7 +69,7 @@ class RankLoader(LoaderView):
     @property
     def step_size(self) -> int | None:
         size = self.loader.batch_size
-        return size if size is None or self.indices.split else size * self.indices.ranks
+        return size and size * self.per_step
 
     def __iter__(self) -> Iterator:
         shares, self.is_last = None, False
@@ -83,18 +84,15 @@ class RankLoader(LoaderView):
                 share = share._replace(size=size, total=total)
             self.share, self.sample = share, batch
             yield first_rows(batch, self.dims, 0) if share.size == 0 else batch
-        if self.share is not None and self.rank_step is not None and self.rank_step.mean.begun and self._is_unsized:
-            self.is_last, self.share = True, Share(self.share.place + self.indices.ranks, 0, 0)
+        in_step = self.rank_step is not None and self.rank_step.mean.begun
+        if self.share is not None and in_step and loader_len(self) is None:
+            self.is_last, self.share = True, Share(self.share.place + world.world_size(), 0, 0)
             yield first_rows(self.sample, self.dims, 0)
-
-    @property
-    def _is_unsized(self) -> bool:
-        return loader_len(self) is None
 
     @property
     def per_step(self) -> int:
         """The batches of the user's loader in a step of all ranks."""
-        return 1 if self.indices.split else self.indices.ranks
+        return 1 if self.split else world.world_size()
 
     def reseed(self, seed: Any, since: tuple | None = None) -> None:
         """Give the states of the global generators to data without an index; those with one have the epoch's seed.
@@ -194,10 +192,6 @@ class RankStreamLoader(RankLoader):
         self.begin(0, 0, {}, quiet=False)
 
     @property
-    def per_step(self) -> int:
-        return 1 if self.split else world.world_size()
-
-    @property
     def own_state(self) -> dict[str, Any]:
         """The state of this rank's own part of the data as training has read it."""
         if not self.sharded:
@@ -217,24 +211,24 @@ class RankStreamLoader(RankLoader):
                 "the dataset begins each epoch anew. uneven='join' uses all data"
                 " (errors.html#place-in-data)"
             )
-        self.stream, self._skip = own.get("stream"), 0
-        self._place: dict[str, Any] = {}
+        self.stream, self._skip = own.get("stream"), 0  # batches that are read and dropped
+        self._place: dict[str, Any] = {}  # for `read_on`
         if skip == inf:
             self._place = {"skip": skip}
         elif state is not None:
             # The generators that ranks read alike with draw nothing for workers.
             source, quiet = (self._source, quiet) if self.sharded else (self.source, True)
             self._place = {"source": source, "state": state, "at_end": not first, "quiet": quiet}
-        elif self.sharded:
-            self._place = {"skip": first}
         else:
-            self._skip = int(skip)
-        if not first or skip == inf or state is not None:
-            return 0
-        name = type(self.loader.dataset).__name__
-        advice = "" if self.sharded else f"give the {name} (with num_workers=0) state_dict and load_state_dict"
-        say_read_forward(self.loader, first, advice)
-        return first
+            advice = ""
+            if self.sharded:
+                self._place = {"skip": first}
+            else:
+                self._skip, name = int(skip), type(self.loader.dataset).__name__
+                advice = f"give the {name} (with num_workers=0) state_dict and load_state_dict"
+            say_read_forward(self.loader, first, advice)
+            return first
+        return 0
 
     def __len__(self) -> int:
         if self.steps is None:
@@ -246,10 +240,10 @@ class RankStreamLoader(RankLoader):
 
     def _alone(self) -> Iterator:
         pieces = self._pieces()
-        first = next(pieces, None)
+        first = next(pieces, _NOTHING)  # which is left out
         if self.sharded:
-            self._compare(None if first is None else first.batch)
-        for step, piece in enumerate(pieces if first is None else chain([first], pieces)):
+            self._compare(first.batch)
+        for step, piece in enumerate(chain([first], pieces)):
             if piece.size != 0:
                 yield self._given(piece, step)
 
@@ -322,7 +316,7 @@ class RankStreamLoader(RankLoader):
             having, step = rank_step.count_ranks(piece.batch is not None), step + 1
         if rank_step.mean.begun:  # a step of several batches is still to be taken
             self.is_last = True
-            yield self._given(_NOTHING._replace(total=0), step)
+            yield self._given(Share(0, 0, 0), step)
         self.share, self._ended, self._left = None, False, piece.batch is not None
         if self.source is not None:
             deque(pieces, 0)  # what is left of the last step, so that the next epoch begins alike on all ranks

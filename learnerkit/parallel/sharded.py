@@ -79,7 +79,7 @@ class Shards:
         for old, p in self.pairs:
             if old.grad is not None:
                 p.grad, old.grad = rows_of(old.grad, p), None
-            old.shard, old.__class__ = p, _Divided
+            vars(old)["shard"], old.__class__ = p, _Divided
         self.steps, self.failed = 0, False
         # Those that train the shards, each with its hook, and with how its groups were stepped before.
         self._taken = dict["Optimizer", tuple[Any, list[tuple[dict, str, Any]]]]()
@@ -161,7 +161,7 @@ class Shards:
         for (old, p), kind in zip(self.pairs, self._classes, strict=True):
             new[p] = old
             old.__class__ = kind
-            del old.shard
+            del vars(old)["shard"]
             old.data = whole(p).to(self.device)
             old.requires_grad_(p.requires_grad)
             old.grad = None if p.grad is None else whole(p.grad).to(self.device)
@@ -182,7 +182,8 @@ class Shards:
         for hook in self._hooks:
             hook.remove()
         undo_fully_shard([*self.units, self.model])
-        self.failed, old, empty = False, self.named, dict[Tensor, nn.Parameter]()
+        self.steps, self.failed = 0, False
+        old, empty = self.named, dict[Tensor, nn.Parameter]()
         for _, owner, name, p in self._divided:
             if is_shard(p):
                 made = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
@@ -196,7 +197,7 @@ class Shards:
         exchanged: dict[Tensor, Tensor] = {old[name]: p for name, p in self.named.items() if p is not old[name]}
         self.pairs = [(first, cast(nn.Parameter, exchanged[p])) for first, p in self.pairs]
         for first, p in self.pairs:
-            first.shard = p
+            vars(first)["shard"] = p
         for opt in self._taken:
             for state in opt.state.values():
                 state.update({name: self._of_rows(value) for name, value in state.items() if is_shard(value)})
@@ -409,7 +410,8 @@ class Sharded:
         self._used = set[str]()  # parameters on which the losses of the batches depend that are reduced at once
         self._before = set[str]()  # parameters that had gradients before these batches
         self._left_out = set[str]()  # parameters on which the loss of this batch does not depend on any rank
-        # While a unit is gathered its parameters are other objects, which stay the same.
+        # While a unit is gathered its parameters are other objects, which stay the same. Those beside the model are
+        # always as they are.
         of_model = dict(shards.model.named_parameters())
         self._gathered: dict[str, Tensor] = {name: p for name, p in step.params.items() if name not in of_model}
         first = {id(p): name for name, p in reversed(of_model.items())}
@@ -499,8 +501,8 @@ class Sharded:
             self._before = {name for name, p in step.params.items() if p.grad is not None} if self._looks else set()
         if not self._sync:
             if not self.mean.begun:
-                for p in self._gathered.values():  # of a step that was not finished
-                    p.grad = None
+                for name in self._gathered.keys() - self._replicated.keys():  # of a step that was not finished
+                    self._gathered[name].grad = None
             cast(Any, self.shards.model).set_requires_gradient_sync(learn.step_due)
         something = step.weigh()
         vector, work = step.vector(), None

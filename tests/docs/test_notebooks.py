@@ -19,6 +19,7 @@ NOTEBOOKS = {  # with so many pictures and tables
     "07_looking_inside": (10, 1),
     "08_data": (2, 4),
     "09_batch_and_rate": (1, 2),
+    "12_large_models": (1, 3),
 }
 # The others take half a minute to two.
 SHORT = ("02_distributed",)

@@ -413,6 +413,7 @@ class Leaves(Net):
         return self.last(self.again(x) + self.twin(x).tanh()) * self.scale
 
 
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was chosen")
 @slow_on_ranks
 def test_ranks_that_leave_out_different_blocks_are_told():
     learn = learner(model=lambda: Leaves())

@@ -1,15 +1,13 @@
 """Training on shards of a model: N processes equal one, what cannot be is refused, and cancels and errors end all."""
 
-import copy
+import os
 import signal
 import time
-import warnings
 from functools import partial
 
 import pytest
 import shard_jobs
 import torch
-import torch.distributed as dist
 from shard_jobs import JOBS, Block, Net, learner
 from torch import nn, optim
 from torch.nn import functional as F
@@ -122,7 +120,7 @@ def check_after(learn, took, where, alike=True):
 
 def cancel(kind, when, **options):
     kind = KeyboardInterrupt if kind == "KeyboardInterrupt" else getattr(learnerkit, kind)
-    action = (lambda: signal.raise_signal(signal.SIGINT)) if kind is KeyboardInterrupt else throw(kind())
+    action = (lambda: os.kill(os.getpid(), signal.SIGINT)) if kind is KeyboardInterrupt else throw(kind)
     for event, training in when:
         where = (kind.__name__, event, training)
         learn = learner(cbs=Do(event, action, training=training), opt_func=optim.AdamW)
@@ -130,7 +128,7 @@ def cancel(kind, when, **options):
         errors = world.all_gather(type(error).__name__)
         assert len(set(errors)) == 1, (where, errors, error)
         assert errors[0] in ("NoneType", kind.__name__), (where, errors, error)
-        check_after(learn, took, where)
+        check_after(learn, took, where, alike=error is None)
 
 
 @on_ranks
@@ -152,7 +150,7 @@ def test_a_cancel_at_any_event_ends_all(kind, reshard):
 def fail(when, error=ValueError, make=learner, **kwargs):
     for event, training in when:
         where = (event, training)
-        learn = make(cbs=[Do(event, throw(error("boom")), training=training)], **kwargs)
+        learn = make(cbs=[Do(event, lambda: throw(error("boom"))(), training=training)], **kwargs)
         found, took = fit(learn)
         assert type(found) is (error if RANK == LAST else PeerError), (where, repr(found))
         assert RANK == LAST or f"{error.__name__}: boom" in str(found), (where, found)
@@ -207,9 +205,13 @@ def test_an_error_inside_the_model_or_the_optimizer_ends_all(what):
         model.blocks[1] = Broken(model.blocks[1], "forward", training=False)
     elif what == "hook":
         calls = []
-        model.blocks[1].register_forward_hook(
-            lambda *_: calls.append(1) or (RANK == LAST and len(calls) == 2 and throw(ZeroDivisionError("boom"))())
-        )
+
+        def hook(*_):
+            calls.append(1)
+            if RANK == LAST and len(calls) == 2:
+                raise ZeroDivisionError("boom")
+
+        model.blocks[1].register_forward_hook(hook)
     learn = learner(model, opt_func=BrokenStep if what == "optimizer" else optim.AdamW)
     found, took = fit(learn)
     assert type(found) is (ZeroDivisionError if RANK == LAST else PeerError), repr(found)
@@ -230,6 +232,7 @@ def test_a_batch_that_one_rank_leaves_weighs_nothing_of_it(accumulated):
             found = []
             for shard in (False, True):
                 learn = make()
+                learn.remove_cbs(shard_jobs.Checks)
                 error, took = fit(learn, shard=shard)
                 assert error is None, (event, at, error)
                 found.append((weights(learn), learn.recorder.values))
@@ -253,3 +256,213 @@ def test_a_cancel_in_the_middle_of_the_forward_pass_is_refused():
     assert took < SOON
     assert "a cancel in the middle of the model's forward pass" in str(error)
     check_after(learn, took, "", alike=False)
+
+
+# What cannot be trained on shards is refused, with what to do
+
+
+def refused(make, *words, **options):
+    error, took = fit(make(), **options)
+    assert error is not None, words
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    assert all(word in text for word in words), (words, text)
+    assert took < SOON
+
+
+class OwnBackward(Learner):
+    def _backward(self):
+        self.loss_grad.backward()
+
+
+class OwnStep(Learner):
+    def _step(self):
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+        super()._step()
+
+
+class Sparse(Net):
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.Embedding(5, 29, sparse=True, dtype=torch.float64)
+
+    def forward(self, x):
+        return super().forward(x) + self.bag(torch.zeros(len(x), dtype=torch.long))[:, :3]
+
+
+class Spans(Net):
+    hf_device_map = {"first": 0, "head": 1}
+
+
+def passes(event, loss):
+    return learner(cbs=Callback(**{event: lambda cb: loss(cb).backward() if cb.training else None}))
+
+
+REFUSED = {
+    "own _backward": (lambda: learner(cls=OwnBackward), "OwnBackward has a _backward of its own"),
+    "own _step": (lambda: learner(cls=OwnStep), "OwnStep has a _step of its own"),
+    "LBFGS": (lambda: learner(opt_func=partial(optim.LBFGS, max_iter=2)), "LBFGS cannot step on shards"),
+    "Adafactor": (lambda: learner(opt_func=optim.Adafactor), "Adafactor cannot step on shards"),
+    "Rprop": (lambda: learner(opt_func=optim.Rprop), "Rprop cannot step on shards"),
+    "sparse gradients": (lambda: learner(Sparse(), opt_func=optim.SGD), "bag makes sparse gradients"),
+    "GradientNoiseScale": (lambda: learner(cbs=learnerkit.GradientNoiseScale()), "GradientNoiseScale needs the whole"),
+    "ChannelsLast": (lambda: learner(cbs=learnerkit.ChannelsLast()), "ChannelsLast needs the whole model"),
+    "EMA of a module beside the model": (
+        lambda: learner(cbs=learnerkit.EMA(0.5, module=Net())), "put that module into the learner's model"),
+    "a backward pass of a callback": (
+        lambda: passes("after_backward", lambda cb: cb.model(cb.x).square().mean()), "outside of the backward pass"),
+    "a backward pass before the loss's": (
+        lambda: passes("before_backward", lambda cb: cb.model(cb.x).square().mean()), "outside of the backward pass"),
+    "a part that is called by itself": (
+        lambda: learner(cbs=Callback(before_batch=lambda cb: cb.model.first(cb.x))), "Name the modules that are"),
+}  # fmt: skip
+QUICK_REFUSED = ["own _backward", "LBFGS", "sparse gradients"]
+
+
+@on_ranks
+def test_what_cannot_be_sharded_is_refused():
+    for name in QUICK_REFUSED:
+        refused(*REFUSED[name])
+
+
+@slow_on_ranks
+@pytest.mark.parametrize("name", [name for name in REFUSED if name not in QUICK_REFUSED])
+def test_other_things_that_cannot_be_sharded_are_refused(name):
+    refused(*REFUSED[name])
+
+
+class Experts(Net):
+    """Each rank calls what its samples want."""
+
+    def forward(self, x):
+        h = self.first(x)
+        for i, block in enumerate(self.blocks):
+            if i == 0 or world.rank() == 0:
+                h = block(h)
+        return self.head(h)
+
+
+@slow_on_ranks
+def test_ranks_that_call_different_units_are_told_so():
+    refused(lambda: learner(Experts()), "in a batch rank 0 calls the units")
+
+
+class LeavesOut(Net):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        h = self.first(x)
+        h = self.blocks[0](h) + (
+            0 if self.training and self.calls == 3 and RANK == 0 else self.blocks[1](h).detach() * 0
+        )
+        used = self.blocks[1](h)
+        return self.head(h if self.training and self.calls == 2 and RANK == LAST else used)
+
+
+@slow_on_ranks
+def test_a_unit_that_a_later_batch_leaves_out_is_told_of():
+    refused(lambda: learner(LeavesOut(), n=24), "took no part in the loss of batch 1")
+
+
+class Reentrant(Net):
+    def forward(self, x):
+        h = self.first(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=True) if self.training else block(h)
+        return self.head(h)
+
+
+class Recomputed(Net):
+    def forward(self, x):
+        h = self.first(x)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False) if self.training else block(h)
+        return self.head(h)
+
+
+shard_jobs.job("a checkpoint of units")(lambda: learner(Recomputed()))
+
+
+# The pitfalls, by their numbers; those that a job has are that job
+
+
+@slow_on_ranks
+def test_p14_activations_are_computed_again_without_reentrance():
+    shard_jobs.check("a checkpoint of units")
+    refused(lambda: learner(Reentrant()), "use_reentrant=False")
+
+
+PITFALLS = {
+    "p01_optimizer_before_shard": ["optimizer Adagrad", "optimizer AdamW"],
+    "p02_tied_and_uneven": ["tied weights and shared modules"],
+    "p03_the_norm_is_of_all_ranks": ["clip by norm", "clip each", "clip by another norm", "clip by the greatest"],
+    "p04_buffers_that_are_in_no_state": ["buffers"],
+    "p05_a_rank_without_data": ["plain", "a model that cannot run on nothing"],
+    "p06_unfrozen_later": ["fine_tune", "frozen and unfrozen between fits", "blocks unfrozen in before_batch"],
+    "p13_hooks_of_parameters": ["a hook of a parameter", "a hook of a parameter after accumulation"],
+    "p15_lr_find_and_hooks": ["lr_find", "hooks of modules"],
+    "p19_parametrized_modules": ["parametrized modules", "old weight_norm"],
+    "p20_complex_0_dim_and_tiny": ["complex parameters", "0-dim and empty parameters", "fewer rows than ranks"],
+    "p21_rows_that_no_number_divides": ["optimizer SGD", "EMA", "SWA"],
+}
+
+
+@slow_on_ranks
+@pytest.mark.parametrize("pitfall", PITFALLS)
+def test_pitfall(pitfall):
+    for name in PITFALLS[pitfall]:
+        shard_jobs.check(name)
+
+
+@slow_on_ranks
+def test_p07_state_dict_of_rank_0_alone_is_an_error_that_says_so():
+    def save(cb):
+        if world.is_main():
+            cb.learn.save("model")
+
+    start = time.monotonic()
+    error, _ = fit(learner(cbs=Callback(after_step=save)))
+    assert error is not None
+    assert time.monotonic() - start < 90
+
+
+@slow_on_ranks
+def test_p12_validation_by_rank_0_alone_ends_in_an_error():
+    error, _ = fit(learner(cbs=Callback(after_epoch=lambda cb: world.is_main() and cb.learn.validate())), timeout=8)
+    assert error is not None
+
+
+@slow_on_ranks
+def test_p22_dropout_and_half_precision_are_those_of_ddp():
+    class Dropped(Block):
+        def forward(self, x):
+            return F.dropout(super().forward(x), 0.5, self.training)
+
+    def trained(shard, precision):
+        learnerkit.set_seed(7)
+        model = Net(Dropped).float()
+        data = [
+            torch.utils.data.TensorDataset(d.tensors[0].float(), d.tensors[1]) for d in (shard_jobs.make_data(24),) * 2
+        ]
+        cbs = [learnerkit.MixedPrecision(precision)] if precision else []
+        learn = learner(model, dls=DataLoaders.from_datasets(*data, bs=8, device="cpu"), cbs=cbs, opt_func=optim.AdamW)
+        learn.remove_cbs(shard_jobs.Checks)
+        error, _ = fit(learn, shard=shard)
+        assert error is None, error
+        return weights(learn)
+
+    for precision in (None, "bf16"):
+        one, other = (trained(shard, precision) for shard in (False, True))
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 if precision is None else 2e-3)
+
+
+@slow_on_ranks
+def test_iterable_data_of_unequal_lengths():
+    def trained(shard):
+        learn = learner(dls=DataLoaders(DataLoader(shard_jobs.Stream(), 3), device="cpu"))
+        learn.remove_cbs(shard_jobs.Checks)
+        error, _ = fit(learn, shard=shard, sharded=True, uneven="join", split_batches=False)
+        assert error is None, error
+        return weights(learn)
+
+    torch.testing.assert_close(trained(False), trained(True), rtol=1e-9, atol=1e-10)

@@ -1,0 +1,123 @@
+"""Strangers' models, losses and optimizers on shards: equal to one process, or refused with what to do."""
+
+import pytest
+import torch
+from model_jobs import JOBS, do, do_sharded
+from rank_pool import Ranks
+
+REFUSED = {
+    "got mixed torch.Tensor and DTensor": [
+        "forward by parts",
+        "callback's loss of a parameter",
+        "callback's loss of the model's weights",
+        "callback's own backward pass of the data",
+        "the model's attributes",
+        "a callback's average of the weights",
+        "torch's AveragedModel",
+        "callback's own backward pass of the data, with a sum",
+    ],
+    "outside of the backward pass of": [
+        "callback's own backward pass before the loss's",
+        "callback's own backward pass of the whole model before the loss's",
+        "callback's own backward pass of the whole model, said before",
+        "callback's own backward pass of the data, whole model",
+        "gradient penalty of the input",
+    ],
+    "makes one backward pass in a step": [
+        "learner with a second optimizer",
+        "a closure for SGD",
+        "SAM in two steps",
+        "SAM by a closure",
+        "SAM that needs a closure",
+        "a closure of the learner's",
+        "SAM with unused parameters",
+        "a _step that clips",
+        "backward with create_graph",
+        "a _backward of its own",
+        "a _backward of its own, with unused parameters",
+        "a _backward of its own, with an auxiliary loss",
+        "a _backward of its own, of experts",
+        "a _backward of its own, in two passes",
+        "a _backward of its own, in two passes, with a sum",
+        "a _backward of its own, and a loss with parameters",
+    ],
+    "neither the model's nor": ["callback with an optimizer of its own"],
+    "cannot step on shards": [
+        "LBFGS",
+        "LBFGS with a line search",
+        "LBFGS with a sum",
+        "a closure with _backward",
+        "a closure with a _backward of its own",
+        "LBFGS by itself",
+        "LBFGS by itself, with a line search",
+        "LBFGS by itself, with a penalty",
+        "a closure of the learner's, with a _backward of its own",
+    ],
+    "appears to not have been used": ["gradient penalty of the weights"],
+    "wrap is for Distr": ["wrapped parts, and a loss with parameters"],
+    "computed again in the backward pass": [
+        "reentrant checkpoint",
+        "reentrant checkpoint of a shared module",
+        "reentrant checkpoint with unused parameters",
+    ],
+    "makes sparse gradients": ["sparse gradients", "sparse gradients and unused parameters"],
+    "calls the units": [
+        "experts",
+        "experts of which one is never asked",
+        "experts, with weight decay and momentum",
+        "experts, accumulated",
+        "experts, accumulated, and a batch that one rank leaves",
+    ],
+    "took no part in the loss of batch": [
+        "a part left out in mid-training",
+        "a part left out in the last batch of one rank",
+    ],
+    "a cancel in the middle": [
+        "cancel in a forward hook",
+        "cancel in a forward hook, with buffers",
+        "cancel in a forward hook, on one rank",
+        "cancel in a forward hook, on one rank, with buffers",
+    ],
+    "of its own samples": ["a buffer of features"],
+    "(buffers that change": ["a loss with a buffer of its own"],
+    "raised in Look.before_batch": ["a Sequential's items"],
+}
+"""The jobs that are refused on shards, by a piece of the message. The last one sees the class of a unit."""
+
+PIECES = {name: piece for piece, names in REFUSED.items() for name in names}
+
+REPRESENTATIVE = [
+    "loss with parameters, accumulated",
+    "auxiliary loss in _loss",
+    "lazy layers, one cycle",
+    "a mask of attention",
+    "checkpoint of a shared module",
+    "parametrizations",
+    "a compiled model",
+    "frozen in mid-epoch",
+    "a NaN on one rank",
+    "gradient penalty of the input",
+]
+"""The others are for `pytest -m soak`."""
+
+
+@pytest.mark.parametrize(
+    "job", [pytest.param(job, marks=pytest.mark.slow if job in REPRESENTATIVE else pytest.mark.soak) for job in JOBS]
+)
+def test_a_job_on_shards_equals_one_process_or_is_refused_2_ranks(rank_pools, job):
+    ranks = rank_pools.run(Ranks(2), do_sharded, name=job)
+    if job in PIECES:
+        for rank in ranks:
+            assert PIECES[job] in rank["error"]
+        return
+    alone = do(job)
+    for rank in ranks:
+        assert "error" not in rank, rank["error"]
+        if "one rank" not in job:  # what one rank alone does, one process cannot do
+            for name in alone:
+                torch.testing.assert_close(rank[name], alone[name], rtol=1e-9, atol=1e-10, equal_nan=True)
+        torch.testing.assert_close(rank, ranks[0], rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_job_in_a_list_is_there():
+    assert set(PIECES) | set(REPRESENTATIVE) <= set(JOBS)
