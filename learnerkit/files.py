@@ -54,6 +54,9 @@ class CheckpointError(ValueError, RuntimeError):
         super().__init__(printable(str(text), 4000))
 
 
+MANIFEST = "manifest.json"
+"""The file of a checkpoint that says what the others are."""
+
 SAFETENSORS = ".safetensors"
 _STARTED = time.time()
 
@@ -492,8 +495,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def is_mappable(path: Path) -> bool:
-    """Tell whether the values of a file, or of a directory of transformers, can be read when they are needed."""
-    return bool(weight_files(path)) if path.is_dir() else path.suffix == SAFETENSORS
+    """Tell whether the values of a file, or of a directory of transformers, can be read when they are needed.
+
+    A checkpoint of this library has files of the same names, and a manifest by which they are verified.
+    """
+    if path.is_dir():
+        return bool(weight_files(path)) and not (path / MANIFEST).exists()
+    return path.suffix == SAFETENSORS
 
 
 # Files of weights

@@ -1594,7 +1594,7 @@ class Learner(RunState):
     def _read_saved(file: Path | BinaryIO, device: Any) -> Saved:
         if not isinstance(file, Path) or not file.is_dir():
             return files.read(file, device)
-        if files.weight_files(file):
+        if files.is_mappable(file):
             return files.read_mapped(file)
         checkpoint = read_checkpoint(file)
         state = checkpoint.state()

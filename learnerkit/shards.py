@@ -105,9 +105,11 @@ def put(target: Tensor, value: Tensor) -> None:
     local(target).copy_(local(value))
 
 
-def rows_for(named: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+def rows_for(named: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
     """Return values by name, those of the parameters of a sharded module as its rows. No communication."""
     params = dict(module.named_parameters(remove_duplicate=False))
+    if not any(map(is_shard, params.values())):
+        return named
     return {
         name: rows_of(value, params[name])
         if name in params and isinstance(value, Tensor) and value.shape == params[name].shape

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from learnerkit import world
 from learnerkit.files import (
+    MANIFEST,
     Buffer,
     CheckpointError,
     HostMemory,
@@ -64,9 +65,9 @@ from learnerkit.utils import warn
 T = TypeVar("T")
 
 _FORMAT = 2
-_MODEL, _STATE, _MANIFEST, _LATEST = "model.safetensors", "state.json", "manifest.json", "latest"
+_MODEL, _STATE, _LATEST = "model.safetensors", "state.json", "latest"
 _INDEX = f"{_MODEL}.index.json"  # of a sharded model, of which each rank writes some tensors; as transformers has it
-_SIGNS = (_MANIFEST, _MODEL, _STATE)  # of these a directory has one if it is a checkpoint, perhaps a damaged one
+_SIGNS = (MANIFEST, _MODEL, _STATE)  # of these a directory has one if it is a checkpoint, perhaps a damaged one
 _LOCK = ".learnerkit.lock"
 _DYING = 5.0  # seconds that the memory of a killed process may take to be freed, and its lock with it
 _MANIFEST_BYTES = 2**26  # more than any has
@@ -177,10 +178,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     if not path.is_dir():
         raise FileNotFoundError(f"there is no checkpoint {printable(str(path), 1000)}")
-    if not os.path.lexists(path / _MANIFEST):
+    if not os.path.lexists(path / MANIFEST):
         names = sorted(p.name for p in candidates(path))
         there = f"; the checkpoints in it are {first_few(names)}" if names else ""
-        raise CheckpointError(f"{path} is not a whole checkpoint: it has no {_MANIFEST}{there}")
+        raise CheckpointError(f"{path} is not a whole checkpoint: it has no {MANIFEST}{there}")
     checkpoint = Checkpoint(path, manifest_of(path))
     checkpoint.verify()
     return checkpoint
@@ -375,7 +376,7 @@ class Storage:
             "info": info,
             "files": files,
         }
-        write_new(folder / _MANIFEST, [_signed(manifest)])
+        write_new(folder / MANIFEST, [_signed(manifest)])
         sync_directory(folder)
         os.rename(folder, path)
         sync_directory(self.path)
@@ -650,7 +651,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing, damaged, or of another form.
     """
-    path = folder / _MANIFEST
+    path = folder / MANIFEST
     if _size(path) > _MANIFEST_BYTES:
         raise CheckpointError(f"{path} is damaged: it is too long")
     try:

@@ -15,8 +15,8 @@ from learnerkit.run_state import Resumption
 
 PACKAGE = str(Path(learnerkit.__file__).parent)
 
-HELPERS = {"callback.py", "utils.py", "torch_internals.py", "text.py"}
-"""They have attributes looked up, wrappers taken off and texts made safe, and know nothing of a checkpoint."""
+HELPERS = {"callback.py", "utils.py", "torch_internals.py", "text.py", "shards.py"}
+"""They have attributes looked up, wrappers and shards taken off and texts made safe, and know of no checkpoint."""
 
 
 class Look:
