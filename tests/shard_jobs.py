@@ -709,7 +709,7 @@ class AsksForSamples(Net):
 
     def forward(self, x):
         x = self.blocks[0](self.first(x))
-        return self.head(self.blocks[1](x / x.abs().max()))
+        return self.head(self.blocks[1](x * (x.flatten()[0].item() < 1e9)))
 
 
 @job("a model that cannot run on nothing")
