@@ -99,7 +99,7 @@ def test_many_tensors_are_clipped_each_by_itself():
     clipped = [t.clone() for t in tensors]
     torch_internals.clip_elements(clipped, 3.5)
     assert [t.tolist() for t in clipped] == [[3.0, -3.5], [[0.1]], [0.0, 0.0]]
-    torch_internals.clip_each(tensors, 1.0, 2.0)
+    torch_internals.scale_down_each(tensors, torch_internals.norms_of_each(tensors, 2.0), 1.0)
     torch.testing.assert_close(tensors[0], torch.tensor([0.6, -0.8]))
     assert tensors[1].item() == 0.1
     assert not tensors[2].any()

@@ -72,7 +72,10 @@ class Position:
 
     def of_all_ranks(self, learn: "Learner") -> int:
         """The samples of all ranks in the batch; where only the data tell, those of a full one."""
-        total = learn.dl.share.total
+        share = getattr(learn.dl, "share", None)  # a loader that is no rank's has none
+        if share is None:
+            return learn.batch_size
+        total = share.total
         return self._per_step * (self._batch_size or 1) if total is None else total
 
     @property

@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from inspect import signature
 from typing import Any
 
 import torch
@@ -141,6 +142,14 @@ def check_values(model: nn.Module) -> None:
             )
 
 
+def _takes_nothing(function: Callable) -> bool:
+    try:
+        signature(function).bind()
+    except (TypeError, ValueError):  # it has arguments, or is one of C
+        return False
+    return True
+
+
 def made_model(model: Any) -> tuple[Any, Mapped | None]:
     """Return the model that a Learner gets, which may be given as a function, and where its parameters are mapped.
 
@@ -149,7 +158,7 @@ def made_model(model: Any) -> tuple[Any, Mapped | None]:
     if isinstance(model, nn.Module):
         on_meta = any(p.is_meta for p in model.parameters())
         return model, Mapped() if on_meta else None
-    if not callable(model) or isinstance(model, type):
+    if not callable(model) or isinstance(model, type) or not _takes_nothing(model):
         return model, None
     if world.world_size() == 1:
         return model(), None

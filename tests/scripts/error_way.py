@@ -63,6 +63,7 @@ def train(place: str, kind: str) -> None:
 
     from learnerkit import Callback, DataLoaders, Learner
     from learnerkit.callback import Dispatch, kept_flags
+    from learnerkit.callbacks.training import TrainEvalCallback
     from learnerkit.data.stream import reading
     from learnerkit.launch.heartbeat import Heartbeat
     from learnerkit.optim import no_gradients_left
@@ -70,7 +71,7 @@ def train(place: str, kind: str) -> None:
 
     PUT_BACK = (
         Dispatch.__exit__, Dispatch.close, kept_flags, Learner.added_cbs, Learner._part, training_modes, reading,
-        no_gradients_left, Heartbeat.close,
+        no_gradients_left, Heartbeat.close, TrainEvalCallback.note_modes,
     )  # fmt: skip
     put_back.update(inspect.unwrap(function).__code__ for function in PUT_BACK)
     error = {"ValueError": ValueError, "RuntimeError": RuntimeError}[kind]("the cause")
