@@ -95,7 +95,7 @@ def trained(job):
     return {name: p.detach() for name, p in model.named_parameters()}, learn.recorder.values[-1]
 
 
-@pytest.mark.ranks(2, slow=[3])
+@pytest.mark.ranks(slow=[2], soak=[3])
 @pytest.mark.filterwarnings("ignore:.*the loss does not depend on")
 @pytest.mark.parametrize("job", JOBS)
 def test_sharded_ranks_equal_one_process(job):
