@@ -1667,8 +1667,9 @@ class Learner(RunState):
 
         Args:
             nproc: in a notebook or at a prompt, how many processes; by default one for each GPU.
-            sync_bn, split_batches, find_unused_parameters, timeout, wrap, sharded, uneven, comm_hook, shard,
-                reshard_after_forward, offload, sync, ddp_kwargs: those of `DistributedCallback`.
+            sync_bn, split_batches, find_unused_parameters, timeout, wrap, sharded, uneven, comm_hook, ddp_kwargs: those
+                of `DistributedCallback`.
+            shard, reshard_after_forward, offload, sync: likewise.
 
         Raises:
             ValueError: `nproc` in a script, whose processes are started by `python -m learnerkit.launch`.
