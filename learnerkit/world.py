@@ -541,7 +541,10 @@ def meet(what: str, timeout: float = 60.0) -> None:
         PeerError: some ranks did not come; the text names them.
     """
     if _has_peers(what):
-        await_all(dist.PrefixStore(f"learnerkit/meet/{what}/{_count_call(what)}", store()), what, timeout)
+        counter = f"learnerkit/meet/{what}/{rank()}"
+        met = store().add(counter, 0)  # a call to which others did not come does not count
+        await_all(dist.PrefixStore(f"learnerkit/met/{what}/{met}", store()), what, timeout)
+        store().add(counter, 1)
 
 
 def barrier() -> None:

@@ -10,7 +10,6 @@ from learnerkit.data.batches import tensors_in
 from learnerkit.inspection.summary import bytes_beside, counting_kept
 from learnerkit.inspection.undoing import predict, trial
 from learnerkit.preflight.report import OK, Finding
-from learnerkit.scaling.parts import waiter
 from learnerkit.text import in_units
 from learnerkit.utils import unwrap
 
@@ -39,6 +38,8 @@ def judge_activations(learn: "Learner", batch: Any) -> list[Finding]:
 
 def _measured(learn: "Learner", batch: Any) -> tuple[int, float]:
     """The bytes that a batch keeps, and the seconds of its forward and backward pass."""
+    from learnerkit.scaling.parts import waiter  # here, as most fits need nothing of it
+
     model, wait, seconds = unwrap(learn.model), waiter(learn.dls.device), list[float]()
     with trial(learn, model.train()):
         for _ in range(_RUNS):
