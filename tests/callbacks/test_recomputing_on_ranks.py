@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from learnerkit import ActivationCheckpointing, Callback, DataLoaders, GradientAccumulation, Learner, world
 from learnerkit.large.units import units
 
-pytestmark = pytest.mark.ranks(2, slow=[3])
+pytestmark = pytest.mark.ranks(slow=[2], soak=[3])
 
 
 class Block(nn.Module):
