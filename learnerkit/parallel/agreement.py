@@ -133,7 +133,7 @@ class Agreement:
             try:
                 yield
                 self.vote("the end of the run")  # another rank may have failed in a cleanup
-                self._make_whole()  # where a cancel has left `after_fit` out
+                self.make_whole()  # where a cancel has left `after_fit` out
             except BaseException as error:
                 if self.learn.shards is not None and "mixed torch.Tensor and DTensor" in str(error):
                     add_note_once(
@@ -147,12 +147,12 @@ class Agreement:
                 if may_follow(error) and ending_of(error).rank < 0:  # this rank has told nobody of it
                     self.watch.check()
                 if ending_of(error).agreed:  # all are here, as with Ctrl-C
-                    self._make_whole()
+                    self.make_whole()
                 raise
             finally:
                 self.pending = self.left_batch = self.learn._agreement = None
 
-    def _make_whole(self) -> None:
+    def make_whole(self) -> None:
         """Make a sharded model whole, unless it is too large for that; every rank must reach this."""
         shards = self.learn.shards
         if shards is not None and not shards.stays:

@@ -324,11 +324,9 @@ class _MakeWhole(Callback):
     run_valid = False
 
     def after_fit(self) -> None:
-        shards = self.learn.shards
-        if shards is not None and not shards.stays:
+        if (agreement := self.learn._agreement) is not None:
             with world.grouped_collectives():
-                shards.restore()
-            self.learn.shards = None
+                agreement.make_whole()
 
 
 def member_of(cbs: Iterable[Callback]) -> DistributedCallback | None:
