@@ -103,6 +103,11 @@ def call_after_backward(call: Callable[[], Any]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def is_backward_pass() -> bool:
+    """Tell whether the code runs within a backward pass, as where activations are computed again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def remove_hooks(handles: Iterable[Any], tensors: Iterable[Tensor]) -> None:
     """Remove hooks, and let tensors that have none be as before the first one: torch leaves them empty dictionaries."""
     for handle in handles:
@@ -153,6 +158,18 @@ def forget_forward_passes(modules: Iterable[nn.Module]) -> None:
         for group in _fsdp_groups(module):
             group._post_forward_indices.clear()
             group.comm_ctx.post_forward_order.clear()
+
+
+def make_outermost(model: nn.Module) -> None:
+    """Have FSDP2 take a module for the outermost one, as it else takes the first that is called."""
+    model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+
+
+def begin_backward_at(model: nn.Module, outputs: Iterable[Tensor]) -> None:
+    """Have FSDP2 begin the outermost module's part of a backward pass at outputs of parts of it."""
+    state = model._get_fsdp_state()  # type: ignore[operator]
+    for t in outputs:
+        t.register_hook(state._pre_backward)
 
 
 class _Timed:

@@ -715,3 +715,79 @@ class AsksForSamples(Net):
 @job("a model that cannot run on nothing")
 def _():
     return learner(AsksForSamples())
+
+
+# Passes of the learner's own
+
+
+class Networks(nn.Module):
+    """A generator and a critic, each a unit; the output is the critic's opinion on what is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.generator = nn.Sequential(nn.Linear(5, 11), nn.ReLU(), nn.Linear(11, 8), nn.Sigmoid()).double()
+        self.critic = nn.Sequential(nn.Linear(8, 11), nn.LeakyReLU(0.2), nn.Linear(11, 1)).double()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))  # whole on every rank
+
+    def forward(self, real, noise):
+        return self.critic(self.generator(noise) * self.scale)
+
+
+def says(logits, real):
+    return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)))
+
+
+class GAN(Learner):
+    """Two losses, each with a pass of its own in `_backward`; the parts are called by themselves."""
+
+    def create_opt(self):
+        model = self.model
+        made = [*model.generator.parameters(), model.scale]
+        return {"critic": optim.Adam(model.critic.parameters()), "generator": optim.SGD(made, momentum=0.9)}
+
+    def _forward(self):
+        _, noise = self.xb
+        self.made = self.model.generator(noise) * self.model.scale
+        self.pred = self.model.critic(self.made)
+
+    def _loss(self):
+        real, _ = self.xb
+        self.critic_loss = says(self.model.critic(real), 1) + says(self.model.critic(self.made.detach()), 0)
+        self.loss_grad = says(self.pred, 1)
+        self.loss = self.loss_grad.detach()
+
+    def _backward(self):
+        self.loss_grad.backward()
+        self.opt["critic"].zero_grad()
+        self.critic_loss.backward()
+
+
+class GANInStep(GAN):
+    """The critic's loss and step, and then the generator's pass."""
+
+    def _loss(self):
+        super()._loss()
+        self.loss_grad = self.critic_loss
+
+    def _backward(self):
+        Learner._backward(self)
+
+    def _step(self):
+        self.opt["critic"].step()
+        self.opt["generator"].zero_grad()
+        if self.iter % 2 == 0:
+            says(self.model.critic(self.made), 1).backward()
+            self.opt["generator"].step()
+
+
+def gan(cls):
+    generator = torch.Generator().manual_seed(2)
+    real, noise = (torch.randn(17, n, generator=generator, dtype=torch.float64) for n in (8, 5))
+    dls = DataLoaders.from_datasets(TensorDataset(real, noise), bs=8, n_inp=2, device="cpu")
+    return cls(dls, Networks(), loss_weight="samples", cbs=Checks())
+
+
+for cls in (GAN, GANInStep):
+    job(f"a {cls.__name__} of two units", shard=["generator", "critic"])(partial(gan, cls))
+    job(f"a {cls.__name__} with one network in a unit", shard=["critic"])(partial(gan, cls))

@@ -116,10 +116,13 @@ class Averager:
         if cb.shard:
             self._take_shards(named)
             return
-        heard = [heard for event in _LATER for heard in learn._dispatch.table[event]]
-        theirs = any(not (is_ours(hook) or other.rank0_only) for other, hook, *_ in heard)
-        step.take_parameters(named, watches=bool(self._own) or theirs)
+        step.take_parameters(named, self._watches())
         self._take(Deferred(step, self._own == "_backward", self._settle))
+
+    def _watches(self) -> bool:
+        """Tell whether something may make backward passes after that of the loss."""
+        heard = [heard for event in _LATER for heard in self.learn._dispatch.table[event]]
+        return bool(self._own) or any(not (is_ours(hook) or other.rank0_only) for other, hook, *_ in heard)
 
     def _take_shards(self, named: dict[str, nn.Parameter]) -> None:
         """Train on shards of the model, which are made if it is whole; every rank must reach this."""
@@ -129,9 +132,9 @@ class Averager:
         step, learn = self.step, self.learn
         shards = self.cb.divide()
         of_model = dict(learn.model.named_parameters())
-        step.take_parameters({name: of_model.get(name, p) for name, p in named.items()}, watches=False)
-        votes = bool(self.cb.find_unused_parameters)
-        self._take(Sharded(step, shards, self._settle_shards, self._check_foreign, votes, self.cb.sync))
+        step.take_parameters({name: of_model.get(name, p) for name, p in named.items()}, self._watches())
+        votes, own = bool(self.cb.find_unused_parameters), self._own == "_backward"
+        self._take(Sharded(step, shards, own, self._settle_shards, self._check_foreign, votes, self.cb.sync))
 
     def _settle_shards(self, unused: list[str] | None) -> bool | None:
         """Return whether the loss may leave parameters out; `None`: no rank had data. Every rank must reach this.

@@ -8,7 +8,7 @@ from torch import nn
 
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
-from learnerkit.utils import digests, overrides, spanned_devices
+from learnerkit.utils import digests, spanned_devices
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _NOT_ELEMENTWISE = {"LBFGS", "Adafactor", "Muon", "Shampoo", "SparseAdam", "Rprop", "LARS", "Lamb", "LAMB"}
 """Optimizers whose step of an element depends on others, or has operations that shards have not."""
 
-_WHOLE = {"GradientNoiseScale", "ChannelsLast", "ParallelCallback"}
+_WHOLE = {"ChannelsLast", "ParallelCallback"}
 """Callbacks that need the whole model."""
 
 
@@ -58,14 +58,6 @@ def check_shardable(learn: "Learner") -> None:
             raise ValueError(
                 f"{type(opt).__name__} cannot step on shards of a parameter, as it is a {min(kinds)}, whose step needs "
                 "whole parameters: take an elementwise optimizer, such as AdamW or SGD, or leave shard= out"
-                " (errors.html#sharded)"
-            )
-    for seam in ("_backward", "_step"):
-        if overrides(learn, seam):
-            raise ValueError(
-                f"{type(learn).__name__} has a {seam} of its own (or {type(learn.opt).__name__} takes a closure), and "
-                "a sharded model makes one backward pass in a step, that of learn.loss_grad: make one loss of all in "
-                "_loss or in after_loss, or leave shard= out"
                 " (errors.html#sharded)"
             )
     for cb in learn.cbs:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from learnerkit import world
 from learnerkit.gradient_mean import scale_gradients
+from learnerkit.shards import is_shard
 from learnerkit.torch_internals import call_after_backward, remove_hooks
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ class Passes:
     """Averages, at its end, each backward pass that DDP does not: those of a `_backward`, a `_step` or a callback.
 
     What is averaged already stays what it is, since it is the same on all ranks, and their weights have a mean of 1.
+    The gradients of shards are left to FSDP.
 
     Args:
         step: of the ranks, whose parameters these are.
@@ -28,13 +30,14 @@ class Passes:
 
     Attributes:
         averaged: the gradients that are averaged, by their parameters.
+        is_open: passes are averaged.
     """
 
     def __init__(self, step: "RankStep", watches: bool) -> None:
         self.step = proxy(step)  # which holds this one: nothing of a run is left to garbage collection
-        self.watches, self.params = watches, list(step.params.values())
+        self.watches, self.params = watches, [p for p in step.params.values() if not is_shard(p)]
         self.averaged: dict[Tensor, Tensor] = {}
-        self._open = self._running = False
+        self.is_open = self._running = False
         heard = self.params if watches else []
         self._hooks: list[Any] = [p.register_post_accumulate_grad_hook(self._note) for p in heard]
         if step.mean.sums:
@@ -47,33 +50,34 @@ class Passes:
 
     def open_now(self) -> None:
         """Average the passes from here on; the gradients that are there are averaged."""
-        self._open = True
+        self.is_open = True
         if self.step.reduced:
             self.averaged = {p: p.grad for p in self.params if p.grad is not None}
 
     def close(self) -> None:
         """Leave the passes alone from here on."""
-        self._open = self._running = False
+        self.is_open = self._running = False
         self.averaged.clear()
 
     def _weigh(self, grad: Tensor) -> Tensor | None:
         # At once, and not when it is averaged: what there is of a step's sum already must keep its scale.
-        return grad * self.step.weight(1.0) if self._open else None
+        return grad * self.step.weight(1.0) if self.is_open else None
 
     def _note(self, p: Tensor) -> None:
-        if self._open:
+        if self.is_open:
             self.averaged.pop(p, None)
             if not self._running:
                 self._running = True
                 call_after_backward(self._average)
 
-    def _weight(self) -> float:
+    def weight(self) -> float:
         """Return the weight of this rank's batch among those of all; every rank must reach this."""
-        return self.step.weight(world.reduce(float(self.step.count), "mean"))  # host-device syncs
+        step = self.step
+        return step.weight(1.0 if step.mean.sums else world.reduce(float(step.count), "mean"))  # host-device syncs
 
     def _average(self) -> None:
         self._running = False
-        self.average(1.0 if self.step.mean.sums else self._weight())
+        self.average(1.0 if self.step.mean.sums else self.weight())
 
     def before_optimizer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Average what has been put into `p.grad`, and let a closure return the loss of all ranks.
@@ -81,7 +85,7 @@ class Passes:
         It is a hook of the `step` of the optimizers of a learner that overrides `_backward` or `_step`.
         """
         self.step.note_optimizer_step()  # first: a rank that has left asks if any has come here, and then comes, too
-        if not self._open:
+        if not self.is_open:
             return None
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._together(args[1]), *args[2:]), kwargs
@@ -97,7 +101,7 @@ class Passes:
             loss = closure()
             if loss is None:
                 return None
-            loss, weight = torch.as_tensor(loss), self._weight()
+            loss, weight = torch.as_tensor(loss), self.weight()
             # A host-device sync; the optimizer looks at the loss, too. What weighs nothing may be a NaN.
             return loss.new_tensor(world.reduce(loss.item() * weight if weight else 0.0, "mean"))
 

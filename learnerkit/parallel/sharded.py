@@ -17,7 +17,13 @@ from learnerkit.data.batches import map_batch, tensors_in
 from learnerkit.gradient_mean import zero_loss
 from learnerkit.shards import gathered, is_shard, local, owners, put_parameter, rows_of
 from learnerkit.text import first_few, in_units
-from learnerkit.torch_internals import forget_forward_passes, undo_fully_shard
+from learnerkit.torch_internals import (
+    begin_backward_at,
+    forget_forward_passes,
+    is_backward_pass,
+    make_outermost,
+    undo_fully_shard,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -48,6 +54,8 @@ class Shards:
         named: the parameters by name, each with the rows of this rank.
         steps: optimizer steps of this rank while the model is divided.
         failed: a rank has failed, and the group of the shards is lost.
+        gathered: by the shards, the parameters that are there while a unit is gathered. They stay the same, and each
+            is here once its unit has been called in training.
 
     Raises:
         ValueError: parameters that cannot be divided.
@@ -73,8 +81,9 @@ class Shards:
         self.places = list(owners(model))
         self._fully_shard(free=True)
         self.pairs = [(before[name], p) for name, p in self.named.items() if p is not before[name]]
-        # Hooks of the parameters, which are for the gathered ones.
-        self.tensor_hooks = {name: hooks for name, p in before.items() if (hooks := _hooks_of(p))}
+        # Hooks of the divided parameters, which are for the gathered ones.
+        apart = {name: p for name, p in before.items() if p is not self.named[name]}
+        self.tensor_hooks = {name: hooks for name, p in apart.items() if (hooks := _hooks_of(p))}
         self._classes = [type(old) for old, _ in self.pairs]
         for old, p in self.pairs:
             if old.grad is not None:
@@ -91,7 +100,8 @@ class Shards:
     def _fully_shard(self, free: bool = False) -> None:
         """Have FSDP2 divide the parameters that are in the modules; with `free` those are empty afterwards."""
         # Before FSDP's own hooks, which free the unit: the parameters are whole here.
-        self._hooks: list[Any] = [m.register_forward_hook(_after_unit) for m in (*self.units, self.model)]
+        copy_views = torch.compiler.disable(_after_unit)
+        self._hooks: list[Any] = [m.register_forward_hook(copy_views) for m in (*self.units, self.model)]
         group: Any = world.group("gradients", self.device.type) or dist.group.WORLD
         self._mesh = DeviceMesh.from_group(group, self.device.type)
         whole = {p for p in self.model.parameters() if not _is_divisible(p)}
@@ -103,7 +113,14 @@ class Shards:
             )  # fmt: skip
             for p in mine if free else ():
                 p.data = p.data.new_empty(0)  # at once: of a model that is too large no two units are in memory
+        self._note_parameters()
+
+    def _note_parameters(self) -> None:
         self.named, self._divided = dict(self.model.named_parameters()), list(owners(self.model))
+        self.gathered = dict[Tensor, Tensor]()
+        inside = {part for unit in self.units for part in unit.modules()}
+        # The modules that have parameters of their own and are in no unit; each may be called by itself.
+        self.parts = list(dict.fromkeys(owner for _, owner, _, p in self._divided if owner not in inside))
 
     def take_optimizers(self, opts: Iterable["Optimizer"]) -> None:
         """Let optimizers train the shards; those that do already are left alone.
@@ -193,7 +210,7 @@ class Shards:
         rows = {p: nn.Parameter(self._of_rows(other), other.requires_grad) for p, other in new.items() if is_shard(p)}
         for _, owner, name, p in self._divided:
             put_parameter(owner, name, rows.get(p, p))
-        self.named, self._divided = dict(self.model.named_parameters()), list(owners(self.model))
+        self._note_parameters()
         exchanged: dict[Tensor, Tensor] = {old[name]: p for name, p in self.named.items() if p is not old[name]}
         self.pairs = [(first, cast(nn.Parameter, exchanged[p])) for first, p in self.pairs]
         for first, p in self.pairs:
@@ -226,9 +243,12 @@ class Shards:
         if self._n_voting > 1:
             return
         self._rest = False
+        make_outermost(self.model)
+        rest = len(self.units)
+        wanted = [*enumerate(self.units), *((rest, part) for part in dict.fromkeys([self.model, *self.parts]))]
         self._votes = [
-            unit.register_forward_pre_hook(lambda *_, i=i: self.help(i), prepend=True)
-            for i, unit in enumerate([*self.units, self.model])
+            part.register_forward_pre_hook(torch.compiler.disable(lambda *_, i=i: self.help(i)), prepend=True)
+            for i, part in wanted
         ]
 
     def help(self, wanted: int = -1) -> None:
@@ -374,11 +394,14 @@ def _check(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
 class Sharded:
     """Averages gradients by FSDP2, which gives each rank its rows of the mean, during every backward pass.
 
-    The loss is weighed before, as for DDP; the small vector has a collective of its own, which runs meanwhile.
+    The loss is weighed before, as for DDP; the small vector has a collective of its own, which runs meanwhile. In
+    passes that the learner or a callback makes by itself the gradients are weighed, on their way into the mean. What
+    the ranks have whole `Passes` averages then.
 
     Args:
         step: of the ranks.
         shards: the model.
+        own: the learner's `_backward` is its own, with passes of losses that nobody else sees.
         settle: called once, by every rank, with what its first batch has shown: the names of the parameters on which
             the loss does not depend. `None` stands for a rank without data. It tells whether there may be such ones, or
             returns `None` if no rank had data.
@@ -395,13 +418,16 @@ class Sharded:
         self,
         step: "RankStep",
         shards: Shards,
+        own: bool,
         settle: Callable[[list[str] | None], bool | None],
         check: Callable[[], None],
         votes: bool,
         sync: bool = True,
     ) -> None:
-        self.step, self.mean, self.shards, self._settle, self._votes = step, step.mean, shards, settle, votes
+        self.step, self.mean, self.shards, self._own = step, step.mean, shards, own
+        self._settle, self._votes = settle, votes and not own
         self._check: Callable[[], None] | None = check
+        self._weight: float | None = None  # of the gradients in passes that are the learner's own, once there is one
         self._without_grad = set[nn.Module]()  # units that were called without gradients
         self._settled, self._sync = False, sync
         self._looks = True  # for parameters on which the loss of a batch does not depend
@@ -423,19 +449,61 @@ class Sharded:
         self._outputs: list[Tensor] = []  # of all units, in this batch
         self._calls: list[str] = []  # of units, in this batch
         self.is_inside = self._is_backward = False
+        self._weighed = set(self._replicated)  # the parameters that need no hook for that any more
+        make_outermost(shards.model)
+        # torch's compiler leaves these out, as it does FSDP's own.
+        begin, note, note_output, begin_part, note_part = map(
+            torch.compiler.disable, (self._begin, self._note, self._note_output, self._begin_part, self._note_part)
+        )
         self._hooks: list[Any] = [
-            shards.model.register_forward_pre_hook(self._begin, prepend=True),
-            *(unit.register_forward_hook(self._note, prepend=True) for unit, owned in self._owned.items() if owned),
-            *(unit.register_forward_hook(self._note_output) for unit in self._owned),
+            shards.model.register_forward_pre_hook(begin, prepend=True),
+            *(unit.register_forward_hook(note, prepend=True) for unit, owned in self._owned.items() if owned),
+            *(unit.register_forward_hook(note_output) for unit in self._owned),
         ]
+        for part in shards.parts:
+            if part is not shards.model:
+                self._hooks += [
+                    part.register_forward_pre_hook(begin_part, prepend=True),
+                    part.register_forward_hook(note_part),
+                ]
 
-    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._looks and torch.is_grad_enabled() and not self._is_backward:
+    def _begin_part(self, *_: Any) -> None:
+        """Gather what is in no unit, for a part of it that is called by itself."""
+        if torch.is_grad_enabled() and not self.is_inside and not self.shards.voting:
+            cast(Any, self.shards.model).unshard()
+
+    def _note_part(self, module: nn.Module, args: Any, output: Any) -> None:
+        # A second backward pass may reach the part by another way than the model's output.
+        if (not self.is_inside or self.step.passes.watches) and torch.is_grad_enabled() and not is_backward_pass():
+            self._note(self.shards.model)
+            begin_backward_at(self.shards.model, self._watched(output))
+
+    def _watched(self, output: Any) -> list[Tensor]:
+        """Return the tensors of an output that have gradients; a pass through them must be one that counts."""
+        found = [t for t in tensors_in(output) if t.requires_grad]
+        for t in found:
+            t.register_hook(self._check_pass)
+        return found
+
+    def _note(self, module: nn.Module, *_: Any) -> None:
+        watches = self.step.passes.watches
+        if (self._looks or watches) and torch.is_grad_enabled() and not is_backward_pass():
             for name, owner, attribute in self._owned[module]:
-                p = self._gathered[name] = cast(Tensor, owner._parameters[attribute])
+                p = cast(Tensor, owner._parameters[attribute])
+                self._gathered[name] = self.shards.gathered[self.shards.named[name]] = p
                 for i, hooks in enumerate(self.shards.tensor_hooks.pop(name, ())):
                     for hook in hooks:
                         (p.register_post_accumulate_grad_hook if i else p.register_hook)(hook)
+                if watches and p.requires_grad and name not in self._weighed:
+                    self._weighed.add(name)
+                    self._hooks.append(p.register_hook(self._weigh))
+
+    def _weigh(self, grad: Tensor) -> Tensor | None:
+        if not self.step.passes.is_open:
+            return None
+        if self._weight is None:
+            self._weight = self.step.passes.weight()
+        return grad * self._weight if self._weight else torch.zeros_like(grad)  # 0 times a NaN would be one
 
     def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
         # After FSDP's own hooks, to whose part of the backward pass the output belongs.
@@ -445,7 +513,7 @@ class Sharded:
             if self.is_inside:
                 self._without_grad.add(module)
             return
-        if self._is_backward:
+        if is_backward_pass():
             if module in self._without_grad:
                 raise ValueError(
                     f"{self.shards.names.get(module) or 'the model'} is computed again in the backward pass with "
@@ -454,24 +522,23 @@ class Sharded:
                     " (errors.html#sharded)"
                 )
             return
-        found = [t for t in tensors_in(output) if t.requires_grad]
-        for t in found:
-            t.register_hook(self._check_pass)
-        if module is not self.shards.model and (self._looks or not self.step.learn.batch_size):
+        found = self._watched(output)
+        is_later = self.step.passes.is_open  # a pass of the learner's own
+        if module is not self.shards.model and not is_later and (self._looks or not self.step.learn.batch_size):
             self._outputs += found
             self._calls.append(self.shards.names[module])
 
     def _check_pass(self, grad: Tensor) -> None:
-        if not self._is_backward and self.step.learn.training:
+        if not (self._is_backward or self.step.passes.is_open) and self.step.learn.training:
             raise RuntimeError(
-                "a backward pass, or torch.autograd.grad, goes through a sharded model outside of the backward pass of "
-                "learn.loss_grad, and ranks average only what that gives: add the loss to learn.loss_grad in "
-                "after_loss, or leave shard= out"
+                "a backward pass, or torch.autograd.grad, goes through a sharded model before the backward pass of "
+                "learn.loss_grad, and its gradients have no weight as yet: add the loss to learn.loss_grad in "
+                "after_loss, make the pass in after_backward or in a _backward of your own, or leave shard= out"
                 " (errors.html#sharded)"
             )
 
     def _begin(self, *_: Any) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not is_backward_pass():
             self.is_inside = True
             if (self._votes or not self._settled) and not self.shards.voting:
                 self.shards.begin_votes()  # on ranks that call different units it ends in an error, not in a hang
@@ -495,6 +562,9 @@ class Sharded:
             self.shards.help()
             self.shards.end_votes(frees=False)
             self._check_calls()
+        if self._own:
+            self._make_own_passes()
+            return
         loss = learn.loss_grad
         if self._sync or not self.mean.begun:
             self._used.clear()
@@ -509,15 +579,22 @@ class Sharded:
         if learn.step_due:
             # It runs during the backward pass.
             work = dist.all_reduce(vector, group=world.group("gradients", vector.device.type), async_op=True)
+        zeros: list[Any] = []
+        if not something and not self._looks and loss is not None and loss.requires_grad:
+            # The loss of a sample, or of a batch that this rank has left: its graph is that of the other ranks' losses.
+            learn.loss_grad = loss
+            zeros = [p.register_hook(torch.zeros_like) for p in self._gathered.values() if p.requires_grad]
         unused = self._unused(learn.loss_grad)
-        if self._looks or not something:
+        if self._looks or not (something or zeros):
             # All units take part in the backward pass, in the order in which they were called.
             learn.loss_grad = learn.loss_grad + zero_loss(self._outputs)
         elif unused:
             raise step.no_part(unused)
         if not self._settled:
             looks = self._settle(unused if something else None)
-            self._settled, self._looks = looks is not None, looks is not False
+            self._settled = looks is not None
+            # A later pass of the step may give a gradient to what the loss leaves out.
+            self._looks = looks is not False or step.passes.watches
         if unused and (left := self._unused(learn.loss_grad)):
             # Ranks reduce the gradients of the same parameters: here these are zeros.
             learn.loss_grad = learn.loss_grad + zero_loss([self._gathered[name] for name in left])
@@ -526,21 +603,47 @@ class Sharded:
             learn._backward()
         finally:
             self._is_backward = False
+            for hook in zeros:
+                hook.remove()
         learn.loss_grad = loss
-        step.reduced = True
-        if self._check is not None:
-            check, self._check = self._check, None
-            check()
+        self._note_reduced()
         if self._looks:
             self._used |= step.params.keys() - set(unused) if something else set()
             if self._sync or learn.step_due:
                 self._share_use()
-        for found in (self._outputs, self._calls, self._without_grad):
-            found.clear()
+        self._forget_calls()
         if work is not None:
             self._average_replicated()
             work.wait()
+            self._weight = None
             step.complete(vector / step.mean.ranks)
+
+    def _make_own_passes(self) -> None:
+        """Have the learner make its backward passes, whose gradients are weighed; every rank must reach this."""
+        step = self.step
+        something = step.take_count()
+        if not self._settled:
+            self._settled = self._settle([] if something else None) is not None
+        step.passes.open_now()
+        self._weight = None
+        step.learn._backward()
+        self._note_reduced()
+        self._forget_calls()
+        vector = world.reduce(step.vector(), "mean", among="gradients")
+        step.mean.expected = vector[0].item()  # a host-device sync
+        step.passes.average(step.weight(step.mean.expected), among="gradients")
+        step.passes.averaged.clear()
+        step.complete(vector)
+
+    def _note_reduced(self) -> None:
+        self.step.reduced = True
+        if self._check is not None:
+            check, self._check = self._check, None
+            check()
+
+    def _forget_calls(self) -> None:
+        for found in (self._outputs, self._calls, self._without_grad):
+            found.clear()
 
     def _unused(self, loss: Tensor) -> list[str]:
         """Return the trainable parameters of which a loss is no function, by a walk through its graph."""

@@ -19,6 +19,7 @@ from learnerkit.host_scalars import HostScalars
 from learnerkit.inspection.undoing import trial
 from learnerkit.losses import batch_count, loss_sums
 from learnerkit.parallel.distributed import member_of
+from learnerkit.shards import local, total_norm
 from learnerkit.torch_internals import BatchNorm, remove_hooks
 from learnerkit.utils import add_note_once, overrides, unwrap
 
@@ -159,6 +160,7 @@ class GradientNoiseScale(Callback):
         self._own = HostScalars()  # those of this rank since then, one number after the other
         self._row: dict[str, Any] | None = None  # of the step that is being measured
         self._norms: dict[int, Tensor] = {}  # of the parameters' gradients in the present backward pass
+        self._heard: list[Tensor] = []  # parameters that have these hooks
         self._hooks: list[Any] = []
 
     def before_fit(self) -> None:
@@ -213,10 +215,12 @@ class GradientNoiseScale(Callback):
         if not self._has_begun():
             left = [p.grad for p in params if p.grad is not None]  # of steps that a callback has left out
             if left:
-                self._row["left"] = _square(left)
+                self._row["left"] = _square(map(local, left))
         if learn.batch_size and not self._cuts:
             self._norms = {}
-            self._hooks = [p.register_hook(partial(self._note, i)) for i, p in enumerate(params)]
+            gathered = learn.shards.gathered if learn.shards is not None else {}
+            self._heard = [gathered.get(p, p) for p in params]
+            self._hooks = [p.register_hook(partial(self._note, i)) for i, p in enumerate(self._heard)]
 
     def _note(self, number: int, grad: Tensor) -> None:
         if number in self._norms:
@@ -278,8 +282,8 @@ class GradientNoiseScale(Callback):
             self._own.poll()
 
     def _stop_listening(self) -> None:
-        remove_hooks(self._hooks, self._params() if self._hooks else ())
-        self._hooks, self._norms = [], {}
+        remove_hooks(self._hooks, self._heard)
+        self._hooks, self._heard, self._norms = [], [], {}
 
     # The pass that is left out counts nothing, and its rank may go on with gradients of zero.
     after_cancel_backward = after_cancel_batch = cleanup_train = _stop_listening
@@ -439,5 +443,5 @@ def _readable(grad: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _square(grads: Iterable[Tensor]) -> Tensor:
-    """The squared norm of several tensors together."""
-    return torch.nn.utils.get_total_norm([_readable(grad) for grad in grads]).square()
+    """The squared norm of several tensors together. Of shards every rank must reach this."""
+    return total_norm([_readable(grad) for grad in grads], 2.0).square()

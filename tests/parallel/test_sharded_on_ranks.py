@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import learnerkit
-from learnerkit import Callback, DataLoaders, Event, GradientAccumulation, Learner, PeerError, world
+from learnerkit import Callback, DataLoaders, Event, GradientAccumulation, PeerError, world
 from learnerkit.events import INNER_EVENTS
 
 on_ranks = pytest.mark.ranks(2, slow=[3])
@@ -271,17 +271,6 @@ def refused(make, *words, **options):
     assert took < SOON
 
 
-class OwnBackward(Learner):
-    def _backward(self):
-        self.loss_grad.backward()
-
-
-class OwnStep(Learner):
-    def _step(self):
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-        super()._step()
-
-
 class Sparse(Net):
     def __init__(self):
         super().__init__()
@@ -300,24 +289,20 @@ def passes(event, loss):
 
 
 REFUSED = {
-    "own _backward": (lambda: learner(cls=OwnBackward), "OwnBackward has a _backward of its own"),
-    "own _step": (lambda: learner(cls=OwnStep), "OwnStep has a _step of its own"),
     "LBFGS": (lambda: learner(opt_func=partial(optim.LBFGS, max_iter=2)), "LBFGS cannot step on shards"),
     "Adafactor": (lambda: learner(opt_func=optim.Adafactor), "Adafactor cannot step on shards"),
     "Rprop": (lambda: learner(opt_func=optim.Rprop), "Rprop cannot step on shards"),
     "sparse gradients": (lambda: learner(Sparse(), opt_func=optim.SGD), "bag makes sparse gradients"),
-    "GradientNoiseScale": (lambda: learner(cbs=learnerkit.GradientNoiseScale()), "GradientNoiseScale needs the whole"),
     "ChannelsLast": (lambda: learner(cbs=learnerkit.ChannelsLast()), "ChannelsLast needs the whole model"),
     "EMA of a module beside the model": (
         lambda: learner(cbs=learnerkit.EMA(0.5, module=Net())), "put that module into the learner's model"),
-    "a backward pass of a callback": (
-        lambda: passes("after_backward", lambda cb: cb.model(cb.x).square().mean()), "outside of the backward pass"),
     "a backward pass before the loss's": (
-        lambda: passes("before_backward", lambda cb: cb.model(cb.x).square().mean()), "outside of the backward pass"),
-    "a part that is called by itself": (
-        lambda: learner(cbs=Callback(before_batch=lambda cb: cb.model.first(cb.x))), "Name the modules that are"),
+        lambda: passes("before_backward", lambda cb: cb.model(cb.x).square().mean()), "before the backward pass of"),
+    "a part of a unit that is called by itself": (
+        lambda: learner(cbs=Callback(before_batch=lambda cb: cb.model.blocks[0].norm(cb.model.first(cb.x)))),
+        "Name the modules that are"),
 }  # fmt: skip
-QUICK_REFUSED = ["own _backward", "LBFGS", "sparse gradients"]
+QUICK_REFUSED = ["LBFGS", "sparse gradients"]
 
 
 @on_ranks

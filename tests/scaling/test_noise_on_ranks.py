@@ -75,6 +75,10 @@ JOBS = {
     },
     "views": {"data": 37, "batch_size": 8, "context": {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-4}},
     "static": {"data": 37, "batch_size": 8, "context": {"static_graph": True}},
+    "shards": {"data": 37, "batch_size": 8, "context": {"shard": True}},
+    "shards, accumulated, sum": {
+        "data": 37, "batch_size": 8, "loss": "sum", "n_batches": 2, "context": {"shard": True, "sync": False}
+    },
 }  # fmt: skip
 
 
