@@ -165,6 +165,11 @@ def make_outermost(model: nn.Module) -> None:
     model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
 
 
+def is_gathered(module: nn.Module) -> bool:
+    """Tell whether the parameters that FSDP2 gathers for a module are there."""
+    return all(group.is_unsharded for group in _fsdp_groups(module))
+
+
 def begin_backward_at(model: nn.Module, outputs: Iterable[Tensor]) -> None:
     """Have FSDP2 begin the outermost module's part of a backward pass at outputs of parts of it."""
     state = model._get_fsdp_state()  # type: ignore[operator]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import random
 from contextlib import contextmanager
 
 import torch
@@ -40,6 +41,13 @@ def is_state(checkpoint, number, size=100):
         and all(torch.equal(opt[name], value) for name, value in state["opt"]["state"][0].items())
         and checkpoint.own(0)["text"] == own["text"]
     )
+
+
+def spoil(path, place):
+    """Flip a bit of a byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << random.randrange(8)
+    path.write_bytes(content)
 
 
 def three(path, **kwargs):

@@ -33,6 +33,8 @@ from learnerkit import (
 )
 
 CLASSES = 3
+SHARDING: dict[str, bool] = {}
+"""Options of the context with which the jobs train on shards."""
 
 
 def make_data(n: int, seed: int = 0) -> TensorDataset:
@@ -176,7 +178,7 @@ def all_metrics() -> dict:
 def train(learn: Learner, epochs: int, fit: str = "fit") -> dict:
     """Train and report; every rank reports its own."""
     seen = Seen()
-    with learn.distrib_ctx(split_batches=True, sync_bn=False):
+    with learn.distrib_ctx(split_batches=True, sync_bn=False, **SHARDING):
         getattr(learn, fit)(epochs, 0.05, cbs=seen)
         preds, targets = learn.get_preds()
         valid = learn.validate()
@@ -330,7 +332,7 @@ def fit_in(way: str, loss: str) -> dict:
     bs, split, accumulation = WAYS[way](world.world_size())
     dls = DataLoaders.from_datasets(train, valid, bs=bs, valid_bs=4, shuffle=not tokens)
     learn, seen = Learner(dls, kwargs.pop("model", make_model)(), opt_func=sgd, **kwargs), AtSteps()
-    with learn.distrib_ctx(split_batches=split):
+    with learn.distrib_ctx(split_batches=split, **SHARDING):
         learn.fit_one_cycle(2, 0.004 if loss == "sum" else 0.05, cbs=[seen, accumulation] if accumulation else seen)
     return {"weights": weights(learn), "values": learn.recorder.values, "steps": seen.steps}
 
@@ -346,7 +348,7 @@ def evaluate_lengths() -> list:
     for n in range(1, 41):
         learn = Learner(DataLoaders.from_datasets(data), make_model(), nn.CrossEntropyLoss())
         learn.metrics = {kind: metrics[kind] for i, kind in enumerate(kinds) if n <= 6 or n % 5 == i}
-        with learn.distrib_ctx(split_batches=n % 2 == 0):
+        with learn.distrib_ctx(split_batches=n % 2 == 0, **SHARDING):
             found.append(learn.validate(dl=DataLoader(Subset(data, range(n)), batch_size=3)))
     return found
 
@@ -371,7 +373,7 @@ def predict() -> list:
     for n in (1, 2, 3, 11, 40):
         data = make_data(n, seed=6)
         dls = DataLoaders.from_datasets(data, data, bs=3, drop_last=True, shuffle=True)
-        with Learner(dls, Several(), nested_loss).distrib_ctx() as learn:
+        with Learner(dls, Several(), nested_loss).distrib_ctx(**SHARDING) as learn:
             found.append({on: learn.get_preds(ds_idx=0, with_input=True, with_loss=True, on=on) for on in ON})
     return found
 
@@ -390,7 +392,7 @@ def fit_batch_norm() -> list:
         sizes = []
         look = Callback(before_backward=lambda cb, sizes=sizes: sizes.append(cb.batch_size))
         learn = Learner(DataLoaders.from_datasets(data, bs=bs), model, nn.CrossEntropyLoss(), opt_func=sgd, cbs=look)
-        with learn.distrib_ctx(split_batches=split, sync_bn=False):
+        with learn.distrib_ctx(split_batches=split, sync_bn=False, **SHARDING):
             learn.fit(1)
         assert all(world.same_everywhere(w.tolist()) for w in weights(learn).values())
         found.append(sizes)
@@ -495,7 +497,7 @@ def fit_gan(gan: type[Learner]) -> dict:
     data = TensorDataset(noise, real + 2)
     dls = DataLoaders.from_datasets(data, data, bs=6, valid_bs=4)  # at last a batch of one sample
     learn = gan(dls, GAN(), opt_func=sgd)
-    with learn.distrib_ctx(split_batches=True, wrap=("g", "d")):
+    with learn.distrib_ctx(split_batches=True, **SHARDING or {"wrap": ("g", "d")}):
         learn.fit_one_cycle(2, 0.02)
     return {"weights": weights(learn), "values": learn.recorder.values, "losses": learn.recorder.losses}
 
@@ -504,3 +506,12 @@ def do(name: str) -> dict | list:
     """What a job comes to on this rank."""
     set_seed(42)
     return jobs()[name]()
+
+
+def do_sharded(name: str) -> dict | list:
+    """The same on shards of the model."""
+    SHARDING["shard"] = True
+    try:
+        return do(name)
+    finally:
+        SHARDING.clear()

@@ -699,6 +699,16 @@ def _():
     return learn
 
 
+@job("moved to where it is")
+def _():
+    return learner(cbs=Callback(before_batch=lambda cb: cb.model.to("cpu")))
+
+
+@job("offload", offload=True)
+def _():
+    return learner(opt_func=optim.AdamW)
+
+
 @job("Compile")
 def _():
     return learner(cbs=learnerkit.Compile(backend="eager"))

@@ -33,7 +33,6 @@ from learnerkit.events import (
 )
 from learnerkit.parallel.watch import Watch
 from learnerkit.text import in_one_line
-from learnerkit.utils import add_note_once
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -135,14 +134,8 @@ class Agreement:
                 self.vote("the end of the run")  # another rank may have failed in a cleanup
                 self.make_whole()  # where a cancel has left `after_fit` out
             except BaseException as error:
-                if self.learn.shards is not None and "mixed torch.Tensor and DTensor" in str(error):
-                    add_note_once(
-                        error,
-                        "the model is sharded: its parameters are whole only while the model itself or a unit of it "
-                        "runs its forward. Name the modules that are called by themselves in shard=[...]; values of "
-                        "parameters, outside of forward, are those of p.full_tensor() on every rank"
-                        " (errors.html#sharded)",
-                    )
+                if self.learn.shards is not None:
+                    self.learn.shards.explain(error)
                 self.failed(error)
                 if may_follow(error) and ending_of(error).rank < 0:  # this rank has told nobody of it
                     self.watch.check()

@@ -21,9 +21,11 @@ from learnerkit.torch_internals import (
     begin_backward_at,
     forget_forward_passes,
     is_backward_pass,
+    is_gathered,
     make_outermost,
     undo_fully_shard,
 )
+from learnerkit.utils import add_note_once
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -155,6 +157,39 @@ class Shards:
     def _count(self, *_: Any) -> None:
         self.steps += 1
 
+    def explain(self, error: BaseException) -> None:
+        """Add to an error of torch's what it has to do with shards."""
+        text, kind = str(error), type(error).__name__
+        if "mixed torch.Tensor and DTensor" in text or "Sharding propagation failed" in text:
+            add_note_once(
+                error,
+                "the model is sharded: its parameters are whole only while the model itself or a unit of it runs its "
+                "forward. Name the modules that are called by themselves in shard=[...]; values of parameters, outside "
+                "of forward, are those of p.full_tensor() on every rank"
+                " (errors.html#sharded)",
+            )
+        elif "Expected out tensor to have dtype" in text:
+            add_note_once(
+                error,
+                "the model is sharded, and its parameters have another type than when it was divided: convert it "
+                "before the fit, or use MixedPrecision"
+                " (errors.html#sharded)",
+            )
+        elif "not support deepcopy" in text or (kind == "PicklingError" and "FSDP" in text):
+            add_note_once(
+                error,
+                "the model is sharded, and a copy of it would have the rows of this rank: let every rank call "
+                "learn.save, or p.full_tensor() of its parameters, or copy the model after the fit"
+                " (errors.html#sharded)",
+            )
+        elif "not have been used in the graph" in text:
+            add_note_once(
+                error,
+                "the model is sharded, and a loss depends on the gathered parameters instead of those of "
+                "model.parameters(): their gradients are in p.grad after loss.backward()"
+                " (errors.html#sharded)",
+            )
+
     def put_away(self) -> None:
         """Have the shards in the model, where a pass that has failed may have left gathered parameters."""
         self._n_voting = min(self._n_voting, 1)  # whatever was inside of what
@@ -258,25 +293,30 @@ class Shards:
             wanted: the index of a unit, which is gathered next; -1: none.
         """
         rest = len(self.units)
-        if not self.voting or wanted in self._kept or (wanted == rest and self._rest):
+        if not self.voting:
+            return
+        # `model.to` and `model.state_dict` of one rank may have freed what was kept.
+        if (wanted in self._kept and is_gathered(self.units[wanted])) or (
+            wanted == rest and self._rest and is_gathered(self.model)
+        ):
             return
         while True:
             with world.before_collective(None):
                 chosen = world.reduce(wanted, "max", among="votes")
             if chosen < 0:
                 return
-            if not self._rest:
+            if chosen == rest or not self._rest:
                 self._rest = True
-                cast(Any, self.model).unshard()
+                _gather_anew(self.model)
             if chosen < rest and not self._reshard:
                 self._kept.add(chosen)
             if chosen == wanted:
                 return
             if chosen < rest:
-                unit = cast(Any, self.units[chosen])
-                unit.unshard()
+                unit = self.units[chosen]
+                _gather_anew(unit)
                 if self._reshard:
-                    unit.reshard()
+                    cast(Any, unit).reshard()
 
     def free(self) -> None:
         """Free what is gathered, where no rank runs the model, so that callbacks see the shards.
@@ -306,6 +346,11 @@ class Shards:
         for hook in self._votes:
             hook.remove()
         self._kept.clear()
+
+
+def _gather_anew(module: Any) -> None:
+    module.reshard()
+    module.unshard()
 
 
 def _choose_way(group: dict[str, Any], can_fuse: bool) -> list[tuple[dict, str, Any]]:

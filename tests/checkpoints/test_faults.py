@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +12,10 @@ from collections import Counter
 
 import psutil
 import pytest
+from checkpoint_files import spoil
 from launching import SCRIPTS, environment, in_time, without_chatter
+
+from learnerkit.checkpoints.storage import Storage
 
 LIMIT = 300
 
@@ -229,3 +234,44 @@ def test_r22_another_number_of_ranks_sees_each_sample_once(tmp_path, whole):
 
 def close(a, b):
     return abs(a - b) < 1e-9 if isinstance(a, float) else all(map(close, a, b))
+
+
+# Shards
+
+
+@pytest.mark.slow
+def test_r01_a_sharded_run_is_killed_and_ends_as_it_would_have(tmp_path, whole):
+    run = Run(tmp_path, "--shard", fault="kill:1:27", restarts=1).finish()
+    assert run.ends() == whole("--shard").ends(), run
+    assert run.read("out").count("resumed fit 0") == 1, run
+
+
+# A save has some 34 accesses of rank 0, which makes the directory, and 4 of the other.
+PLACES = [(0, 3 * i) for i in range(12)] + [(1, i) for i in range(8)]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("rank", "place"), PLACES)
+def test_r05_a_sharded_save_that_is_killed_leaves_a_whole_checkpoint(rank, place, tmp_path, whole):
+    args = ["--shard", *(["--async"] if place % 2 else [])]
+    run = Run(tmp_path, *args, fault=f"save:{rank}:{place}", restarts=1).finish()
+    assert run.read("out").count("resumed fit 0") == 1, run
+    assert (tmp_path / f"saving-{rank}").exists(), run
+    assert run.ends() == whole("--shard").ends(), run
+
+
+@pytest.mark.slow
+def test_r25_a_flipped_bit_in_any_file_of_a_sharded_checkpoint_is_found(tmp_path, whole):
+    shutil.copytree(whole("--shard").folder / "runs", tmp_path / "runs")
+    found = Storage(tmp_path / "runs")
+    newest = found.newest()
+    files = sorted(path for path in newest.path.iterdir() if path.is_file())
+    assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"} < {path.name for path in files}
+    for path in files:
+        content = path.read_bytes()
+        for place in {0, len(content) - 1, *random.sample(range(len(content)), min(8, len(content)))}:
+            spoil(path, place)
+            with pytest.warns(UserWarning, match=path.name):
+                assert found.newest().path != newest.path, (path, place)
+            path.write_bytes(content)
+    assert found.newest().path == newest.path

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from checkpoint_files import is_state, largest_file, resign, save, save_and_wait, state_of, three
+from checkpoint_files import is_state, largest_file, resign, save, save_and_wait, spoil, state_of, three
 from helpers import make_learner, make_model, same_weights, weights
 from launching import run_script
 from torch import nn
@@ -257,12 +257,6 @@ def test_an_error_in_the_background_is_raised_once_by_the_next_call(tmp_path):
 
 
 # Damage
-
-
-def spoil(path, place):
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1 << random.randrange(8)
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parity import do, jobs
+from parity import do, do_sharded, jobs
 from rank_pool import Results
 
 TRAINING = [
@@ -153,3 +153,27 @@ def test_several_networks_equal_one_process(found, n, job):
     for rank in found[n, job]:
         for name in ("weights", "values", "losses"):
             same(rank[name], alone[name], f"{job}: {name}")
+
+
+# Shards
+
+
+@pytest.fixture(scope="module")
+def on_shards(rank_pools):
+    return Results(rank_pools, do_sharded)
+
+
+@pytest.mark.parametrize("job", [pytest.param(job, marks=[] if job == "plain" else pytest.mark.soak) for job in ALL])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.soak)])
+def test_shards_equal_one_process(found, on_shards, n, job):
+    (alone,) = found[1, f"{job.split(':')[0]}: whole" if ": " in job and "GAN" not in job else job]
+    for rank in on_shards[n, job]:
+        if job == "predictions":
+            rank, expected = [got["all"] for got in rank], [got["all"] for got in alone]
+        elif isinstance(alone, dict):
+            names = alone.keys() & {"weights", "values", "losses", "lrs", "iters", "preds", "targets", "valid"}
+            rank, expected = {name: rank[name] for name in names}, {name: alone[name] for name in names}
+        else:
+            expected = alone
+        if job != "batch_norm":  # whose results are sizes of batches
+            torch.testing.assert_close(rank, expected, rtol=1e-9, atol=1e-10, equal_nan=True)

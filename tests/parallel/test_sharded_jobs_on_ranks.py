@@ -30,7 +30,7 @@ REFUSED = {
         "LBFGS by itself, with a penalty",
         "a closure of the learner's, with a _backward of its own",
     ],
-    "appears to not have been used": ["gradient penalty of the weights", "backward with create_graph"],
+    "are in p.grad after loss.backward()": ["gradient penalty of the weights", "backward with create_graph"],
     "wrap is for Distr": ["wrapped parts, and a loss with parameters"],
     "computed again in the backward pass": [
         "reentrant checkpoint",

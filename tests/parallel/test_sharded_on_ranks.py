@@ -1,6 +1,8 @@
 """Training on shards of a model: N processes equal one, what cannot be is refused, and cancels and errors end all."""
 
+import copy
 import os
+import pickle
 import signal
 import time
 from functools import partial
@@ -281,7 +283,7 @@ class Sparse(Net):
 
 
 class Spans(Net):
-    hf_device_map = {"first": 0, "head": 1}
+    hf_device_map = {"first": 2 * RANK, "head": 2 * RANK + 1}
 
 
 def passes(event, loss):
@@ -289,20 +291,30 @@ def passes(event, loss):
 
 
 REFUSED = {
-    "LBFGS": (lambda: learner(opt_func=partial(optim.LBFGS, max_iter=2)), "LBFGS cannot step on shards"),
+    "p18 LBFGS": (lambda: learner(opt_func=partial(optim.LBFGS, max_iter=2)), "LBFGS cannot step on shards"),
     "Adafactor": (lambda: learner(opt_func=optim.Adafactor), "Adafactor cannot step on shards"),
     "Rprop": (lambda: learner(opt_func=optim.Rprop), "Rprop cannot step on shards"),
-    "sparse gradients": (lambda: learner(Sparse(), opt_func=optim.SGD), "bag makes sparse gradients"),
+    "SparseAdam": (lambda: learner(opt_func=optim.SparseAdam), "SparseAdam cannot step on shards"),
+    "p17 sparse gradients": (lambda: learner(Sparse(), opt_func=optim.SGD), "bag makes sparse gradients"),
     "ChannelsLast": (lambda: learner(cbs=learnerkit.ChannelsLast()), "ChannelsLast needs the whole model"),
     "EMA of a module beside the model": (
         lambda: learner(cbs=learnerkit.EMA(0.5, module=Net())), "put that module into the learner's model"),
     "a backward pass before the loss's": (
         lambda: passes("before_backward", lambda cb: cb.model(cb.x).square().mean()), "before the backward pass of"),
+    "p08 another type": (
+        lambda: learner(cbs=Callback(before_epoch=lambda cb: cb.epoch == 1 and cb.model.float())),
+        "convert it before the fit"),
+    "p09 a copy of the model": (
+        lambda: learner(cbs=Callback(before_epoch=lambda cb: copy.deepcopy(cb.model))), "rows of this rank"),
+    "p09 a pickled model": (
+        lambda: learner(cbs=Callback(before_epoch=lambda cb: pickle.dumps(cb.model))), "rows of this rank"),
+    "p16 a model on several devices": (lambda: learner(Spans()), "spans several devices"),
+    "p16 DataParallel": (lambda: learner(nn.DataParallel(Net())), "spans several devices"),
     "a part of a unit that is called by itself": (
         lambda: learner(cbs=Callback(before_batch=lambda cb: cb.model.blocks[0].norm(cb.model.first(cb.x)))),
         "Name the modules that are"),
 }  # fmt: skip
-QUICK_REFUSED = ["LBFGS", "sparse gradients"]
+QUICK_REFUSED = ["p18 LBFGS", "p17 sparse gradients"]
 
 
 @on_ranks
@@ -386,11 +398,15 @@ PITFALLS = {
     "p04_buffers_that_are_in_no_state": ["buffers"],
     "p05_a_rank_without_data": ["plain", "a model that cannot run on nothing"],
     "p06_unfrozen_later": ["fine_tune", "frozen and unfrozen between fits", "blocks unfrozen in before_batch"],
+    "p08_moved_in_a_fit": ["moved to where it is"],
+    "p10_compiled": ["Compile"],
+    "p11_two_networks": ["a GAN of two units", "a GANInStep with one network in a unit"],
     "p13_hooks_of_parameters": ["a hook of a parameter", "a hook of a parameter after accumulation"],
     "p15_lr_find_and_hooks": ["lr_find", "hooks of modules"],
     "p19_parametrized_modules": ["parametrized modules", "old weight_norm"],
     "p20_complex_0_dim_and_tiny": ["complex parameters", "0-dim and empty parameters", "fewer rows than ranks"],
     "p21_rows_that_no_number_divides": ["optimizer SGD", "EMA", "SWA"],
+    "p23_offload_of_a_model_on_the_host": ["offload"],
 }
 
 

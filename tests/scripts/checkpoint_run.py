@@ -3,8 +3,9 @@
 `FAULT=kind:rank:step,...` has one fault for each attempt; it strikes that rank (-1: each) before that step: 'kill';
 'term' and 'usr1', sent to itself; 'group', TERM to its loader workers too; 'await', until a signal from outside has
 come: `waits-<rank>` tells that it may be sent; 'nan'; 'raise'; in the validation after it 'term-valid'; while a
-loader's first batch is fetched 'term-fetch'. In the working directory each rank leaves `order-<rank>` with what it has
-trained on, and at its end `end-<rank>` with a digest of all that must be equal bit by bit.
+loader's first batch is fetched 'term-fetch'; 'save' kills it at such an access to the files of the checkpoints, counted
+from the second save on, and leaves `saving-<rank>`. In the working directory each rank leaves `order-<rank>` with what
+it has trained on, and at its end `end-<rank>` with a digest of all that must be equal bit by bit.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -34,6 +36,7 @@ parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--every", type=int, default=10)
 parser.add_argument("--resume", action="store_true")
 parser.add_argument("--split", action="store_true")
+parser.add_argument("--shard", action="store_true")
 parser.add_argument("--async", action="store_true", dest="background")
 parser.add_argument("--late", action="store_true", help="flags are read one step later, as on an accelerator")
 parser.add_argument("--exact", action="store_true", help="float64, no dropout, no augmentation")
@@ -73,6 +76,9 @@ class Faults(Callback):
             self.learn._gradient.step.reads_late = True
 
     def before_batch(self):
+        global left
+        if KIND == "save" and MINE and self.train_iter == OPTIONS.every + 2:
+            left = DUE
         if not (MINE and self.train_iter == DUE) or (KIND == "term-valid") == self.training:
             return
         if KIND == "kill":
@@ -96,6 +102,24 @@ class Faults(Callback):
         if KIND == "nan" and MINE and self.training and self.train_iter == DUE:
             self.learn.loss_grad = self.loss_grad * float("nan")
             self.learn.loss = self.learn.loss_grad.detach()
+
+
+def kill_in_save(event: str, args: tuple) -> None:
+    """Count an access to a file of the checkpoints; before the one that is due, kill this process."""
+    global left
+    if left is None or event not in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir"):
+        return
+    if not any("runs" in str(arg).split(os.sep) for arg in args):
+        return
+    left -= 1
+    if left < 0:
+        left = None  # to leave a file is an event, too
+        Path(f"saving-{RANK}").write_text(f"{event} {args}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+left: int | None = None  # such accesses
+sys.addaudithook(kill_in_save)
 
 
 class Order(Callback):
@@ -130,7 +154,7 @@ learn = Learner(
     dls, model.double() if OPTIONS.exact else model, nn.MSELoss(), lr=0.01, metrics=mae,
     cbs=[Faults(), Order(), TerminateOnNaNCallback(), checkpoint],
 )  # fmt: skip
-with learn.distrib_ctx(split_batches=OPTIONS.split):
+with learn.distrib_ctx(split_batches=OPTIONS.split, shard=OPTIONS.shard):
     learn.fit_one_cycle(EPOCHS)
     if KIND == "nan":
         newest = max(Path("runs").glob("fit*"), key=os.path.getmtime)
