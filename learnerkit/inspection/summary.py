@@ -14,6 +14,7 @@ from learnerkit.data.order import first_batch
 from learnerkit.data.show import WIDTH, Table
 from learnerkit.inspection.undoing import give_shapes, predict, trial
 from learnerkit.losses import loss_name
+from learnerkit.shards import local
 from learnerkit.text import in_units
 from learnerkit.utils import count_parameters, overrides, unwrap
 
@@ -150,7 +151,7 @@ def counting_kept(learn: "Learner") -> Iterator[dict[int, torch.UntypedStorage]]
 
 def bytes_beside(model: nn.Module, kept: dict[int, torch.UntypedStorage]) -> int:
     """Count the bytes of what is kept, without those of the model's own tensors."""
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    own = {local(t).untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     return sum(storage.nbytes() for place, storage in kept.items() if place not in own)
 
 

@@ -1,4 +1,4 @@
-"""What it saves, and what it takes, to compute activations again in the backward pass."""
+"""What a batch keeps for its backward pass, and what it saves and takes to compute activations again."""
 
 import time
 from typing import TYPE_CHECKING, Any
@@ -9,6 +9,7 @@ from learnerkit.callbacks.recomputing import ActivationCheckpointing
 from learnerkit.data.batches import tensors_in
 from learnerkit.inspection.summary import bytes_beside, counting_kept
 from learnerkit.inspection.undoing import predict, trial
+from learnerkit.parallel import will_shard
 from learnerkit.preflight.report import OK, Finding
 from learnerkit.text import in_units
 from learnerkit.utils import unwrap
@@ -21,8 +22,17 @@ _RUNS = 4
 
 
 def judge_activations(learn: "Learner", batch: Any) -> list[Finding]:
-    """Measure on a training batch what ActivationCheckpointing does, if both are there. It waits for the device."""
+    """Measure on a training batch what ActivationCheckpointing does, or else what a sharded model keeps of it.
+
+    It waits for the device. Every rank of a sharded model must reach this.
+
+    Args:
+        learn: the learner.
+        batch: of this rank; `None`: it has no data.
+    """
     cb = next((cb for cb in learn.cbs if isinstance(cb, ActivationCheckpointing)), None)
+    if cb is None and will_shard(learn):
+        return [Finding(OK, f"a batch keeps {in_units(_kept(learn, batch))} for its backward pass")]
     if cb is None or batch is None:
         return []
     with cb.recomputed(learn.model):
@@ -34,6 +44,21 @@ def judge_activations(learn: "Learner", batch: Any) -> list[Finding]:
         return [Finding(OK, f"{text}; all of them are more than the device holds")]
     longer = max(0.0, seconds / least - 1)
     return [Finding(OK, f"{text} instead of {in_units(whole)}; it takes {longer:.0%} more time than to keep them")]
+
+
+def _kept(learn: "Learner", batch: Any) -> int:
+    """The bytes that a batch keeps; the forward pass of each rank gathers what it needs."""
+    model, shards, found = unwrap(learn.model), learn.shards, 0
+    if shards is not None:
+        shards.begin_votes()
+    if batch is not None:
+        with trial(learn, model.train()), counting_kept(learn) as kept:
+            predict(learn, batch)
+            found = bytes_beside(model, kept)  # while parameters are gathered: they are the model's own
+    if shards is not None:
+        shards.help()
+        shards.end_votes()
+    return found
 
 
 def _measured(learn: "Learner", batch: Any) -> tuple[int, float]:

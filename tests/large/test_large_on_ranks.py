@@ -300,6 +300,7 @@ def test_check_tells_the_bytes_of_a_rank():
     if RANK == 0:
         text = " ".join(printed.getvalue().split())
         assert re.search(rf"on this rank, of 28.5 KB, 28.5 KB, 57\S* KB that are divided among {N} ranks", text), text
+        assert re.search(r"a batch keeps \S+ KB for its backward pass", text), text
 
 
 @slow_on_ranks

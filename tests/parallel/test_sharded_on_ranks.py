@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import shutil
 import signal
 import time
 from functools import partial
@@ -427,6 +428,19 @@ def test_p07_state_dict_of_rank_0_alone_is_an_error_that_says_so():
     error, _ = fit(learner(cbs=Callback(after_step=save)))
     assert error is not None
     assert time.monotonic() - start < 90
+
+
+@pytest.mark.ranks(soak=[2])
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for the CPU needs one for C++")
+def test_p10_blocks_that_torch_compiles():
+    def compiled():
+        model = Net()
+        for block in model.blocks:
+            block.compile()
+        return learner(model)
+
+    shard_jobs.job("compiled blocks")(compiled)
+    shard_jobs.check("compiled blocks")
 
 
 @slow_on_ranks
