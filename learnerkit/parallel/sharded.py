@@ -491,6 +491,7 @@ class Sharded:
             self._owned[unit] = [(first[id(p)], owner, name) for _, owner, name, p in owners(unit) if id(p) in first]
             for _, _, _, p in owners(unit):
                 first.pop(id(p), None)
+        self._later = set[str]()  # parameters that were gathered first by a later pass, and may be for it alone
         self._outputs: list[Tensor] = []  # of all units, in this batch
         self._calls: list[str] = []  # of units, in this batch
         self.is_inside = self._is_backward = False
@@ -535,6 +536,8 @@ class Sharded:
         if (self._looks or watches) and torch.is_grad_enabled() and not is_backward_pass():
             for name, owner, attribute in self._owned[module]:
                 p = cast(Tensor, owner._parameters[attribute])
+                if name not in self._gathered and self.step.passes.is_open:
+                    self._later.add(name)
                 self._gathered[name] = self.shards.gathered[self.shards.named[name]] = p
                 for i, hooks in enumerate(self.shards.tensor_hooks.pop(name, ())):
                     for hook in hooks:
@@ -637,9 +640,7 @@ class Sharded:
             raise step.no_part(unused)
         if not self._settled:
             looks = self._settle(unused if something else None)
-            self._settled = looks is not None
-            # A later pass of the step may give a gradient to what the loss leaves out.
-            self._looks = looks is not False or step.passes.watches
+            self._settled, self._looks = looks is not None, looks is not False
         if unused and (left := self._unused(learn.loss_grad)):
             # Ranks reduce the gradients of the same parameters: here these are zeros.
             learn.loss_grad = learn.loss_grad + zero_loss([self._gathered[name] for name in left])
@@ -701,7 +702,7 @@ class Sharded:
             if (variable := getattr(node, "variable", None)) is not None:
                 found.add(id(variable))
             open_ += [other for other, _ in node.next_functions]
-        trained = {name: p for name, p in self._gathered.items() if p.requires_grad}
+        trained = {name: p for name, p in self._gathered.items() if p.requires_grad and name not in self._later}
         return [name for name, p in trained.items() if id(p) not in found]
 
     def _share_use(self) -> None:

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:find_unused_parameters=True was chosen",
     "ignore:the last fit failed when the ranks had taken",
     "ignore:The .grad attribute of a Tensor that is not a leaf",  # torch's, of a compiled model
+    "ignore:mixed precision with float16 is some 30 times slower",
 )
 
 RANK, N = world.rank(), world.world_size()
@@ -462,15 +463,15 @@ def test_p22_dropout_and_half_precision_are_those_of_ddp():
             torch.utils.data.TensorDataset(d.tensors[0].float(), d.tensors[1]) for d in (shard_jobs.make_data(24),) * 2
         ]
         cbs = [learnerkit.MixedPrecision(precision)] if precision else []
-        learn = learner(model, dls=DataLoaders.from_datasets(*data, bs=8, device="cpu"), cbs=cbs, opt_func=optim.AdamW)
+        learn = learner(model, dls=DataLoaders.from_datasets(*data, bs=8, device="cpu"), cbs=cbs, opt_func=optim.SGD)
         learn.remove_cbs(shard_jobs.Checks)
         error, _ = fit(learn, shard=shard)
         assert error is None, error
         return weights(learn)
 
-    for precision in (None, "bf16"):
+    for precision in (None, "bf16", "fp16"):
         one, other = (trained(shard, precision) for shard in (False, True))
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 if precision is None else 2e-3)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @slow_on_ranks
