@@ -95,8 +95,9 @@ def test_a_rank_reports_what_is_known_of_its_error(tmp_path):
 @pytest.mark.parametrize(
     ("place", "kind"),
     [
-        ("hook", "ValueError"), pytest.param("model", "RuntimeError", marks=pytest.mark.slow),
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in [("hook", "RuntimeError"), ("model", "ValueError")]),
+        pytest.param("hook", "ValueError", marks=pytest.mark.slow),
+        *(pytest.param(place, kind, marks=pytest.mark.soak)
+          for place, kind in [("model", "RuntimeError"), ("hook", "RuntimeError"), ("model", "ValueError")]),
     ],
 )  # fmt: skip
 def test_an_error_passes_ten_files_up_to_the_launchers_print(place, kind):

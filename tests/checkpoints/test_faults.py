@@ -150,7 +150,7 @@ def test_r14_term_to_the_other_rank(tmp_path, whole):
     assert Run(tmp_path, "--resume").finish().ends() == whole().ends()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("fault", "saved", "options"),
     [

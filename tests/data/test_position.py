@@ -244,7 +244,7 @@ def check_all_places(make, places=PLACES, cbs=tuple, Log=Log):
 
 
 QUICK = {"shuffled": ["workers"]}
-SLOW = ("own generator", "global", "buckets", "batches of the dataset")  # with workers: the others are for `-m soak`
+SLOW = ("global", "buckets")  # with workers: the others are for `-m soak`
 
 
 @pytest.mark.parametrize(("sampler", "workers"), [
@@ -333,7 +333,7 @@ print(json.dumps(log.seen))
     assert json.loads(done.stdout.splitlines()[-1]) == json.loads(json.dumps(whole.seen[stopped.count :]))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_t9_a_second_resume_within_an_epoch_and_one_in_the_next():
     for sampler, workers in (("shuffled", "no workers"), ("own generator", "persistent"), ("global", "workers")):
         whole = check_all_places(lambda s=sampler, w=workers: make_dls(s, w), places=[])

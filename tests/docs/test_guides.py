@@ -131,8 +131,14 @@ def missing(page):
     return [name for name in needs(page.read_text(encoding="utf-8")) if importlib.util.find_spec(name) is None]
 
 
-@pytest.mark.slow
-@EACH_PAGE
+LONG = ("reinforcement.md", "gan.md")  # half a minute or more, of what other tests have, too
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=pytest.mark.soak if p.name in LONG else pytest.mark.slow) for p in all_pages()],
+    ids=lambda path: str(path.relative_to(NBS)),
+)
 def test_the_code_of_a_page_runs(page, found):
     if missing(page):
         pytest.skip(f"the page needs {', '.join(missing(page))}")

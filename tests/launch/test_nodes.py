@@ -305,7 +305,7 @@ def test_a_missing_node_is_named_and_another_script_refused(launcher, tmp_path):
         assert "\none.py\n" not in printed
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_failure_on_one_node_is_told_on_all_and_all_start_anew(launcher, tmp_path):
     (tmp_path / "train.py").write_text(
         "import os, sys, time\n"

@@ -23,6 +23,7 @@ from learnerkit.events import INNER_EVENTS
 
 on_ranks = pytest.mark.ranks(2, slow=[3])
 slow_on_ranks = pytest.mark.ranks(slow=[2], soak=[3])
+soak_on_ranks = pytest.mark.ranks(soak=[2, 3])
 pytestmark = pytest.mark.filterwarnings(
     "ignore:find_unused_parameters=True was chosen",
     "ignore:the last fit failed when the ranks had taken",
@@ -39,7 +40,13 @@ SOON = 15  # seconds; a second on an idle machine
 # Equality with one process
 
 QUICK = ["plain", "tied weights and shared modules", "parts that one rank alone uses"]
-GROUPS = [name for name in JOBS if name not in QUICK]
+SLOW = [
+    "optimizer SGD", "blocks frozen in before_epoch, by parameters that are held", "first unfrozen in before_batch",
+    "EMA of a module", "check", "a loss with parameters, clipped each and accumulated", "a sum", "DriftCheck",
+    "parts that one rank alone uses, accumulated and clipped", "a part left out later", "hooks of modules",
+    "validate and get_preds in a fit", "a method that calls the units differently often on each rank",
+    "a GAN of two units",
+]  # fmt: skip
 
 
 @on_ranks
@@ -49,13 +56,19 @@ def test_training_on_shards_equals_one_process():
 
 
 @slow_on_ranks
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", SLOW)
 def test_a_job_on_shards_equals_one_process(name):
     shard_jobs.check(name)
 
 
+@soak_on_ranks
+@pytest.mark.parametrize("name", [name for name in JOBS if name not in (*QUICK, *SLOW)])
+def test_any_job_on_shards_equals_one_process(name):
+    shard_jobs.check(name)
+
+
 def test_every_quick_job_is_there():
-    assert set(QUICK) < set(JOBS)
+    assert {*QUICK, *SLOW} < set(JOBS)
 
 
 # Cancels and errors on one rank: all leave together, and the next fit goes on
@@ -148,6 +161,11 @@ CANCELS = ["CancelFitException", "CancelEpochException", "CancelTrainException",
 
 
 @slow_on_ranks
+def test_ctrl_c_at_any_event_ends_all():
+    cancel("KeyboardInterrupt", WHEN)
+
+
+@soak_on_ranks
 @pytest.mark.parametrize("kind", CANCELS)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_cancel_at_any_event_ends_all(kind, reshard):
@@ -170,9 +188,13 @@ def test_an_error_on_one_rank_ends_all():
 
 
 @slow_on_ranks
-@pytest.mark.parametrize("half", [0, 1])
-def test_an_error_at_any_event_ends_all(half):
-    fail(WHEN[half::2])
+def test_an_error_at_some_events_ends_all():
+    fail(WHEN[::4])
+
+
+@soak_on_ranks
+def test_an_error_at_any_event_ends_all():
+    fail(WHEN)
 
 
 class Broken(nn.Module):
@@ -224,11 +246,20 @@ def test_an_error_inside_the_model_or_the_optimizer_ends_all(what):
     check_after(learn, took, what, alike=False)
 
 
-@slow_on_ranks
+@soak_on_ranks
 @pytest.mark.parametrize("accumulated", [False, True])
-def test_a_batch_that_one_rank_leaves_weighs_nothing_of_it(accumulated):
-    """Its gradients are those of the other ranks' samples, also if it leaves the first batch."""
-    for event in ("before_batch", "after_pred", "after_loss", "before_backward"):
+def test_a_batch_that_one_rank_leaves_anywhere_weighs_nothing_of_it(accumulated):
+    leave_one(("before_batch", "after_pred", "after_loss", "before_backward"), accumulated)
+
+
+@slow_on_ranks
+def test_a_batch_that_one_rank_leaves_weighs_nothing_of_it():
+    leave_one(("before_batch", "after_loss"), accumulated=True)
+
+
+def leave_one(events, accumulated):
+    """The gradients are those of the other ranks' samples, also if a rank leaves the first batch."""
+    for event in events:
         for at in (0, 1):
 
             def make(event=event, at=at):

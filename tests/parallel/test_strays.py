@@ -8,7 +8,6 @@ import pytest
 from launching import SCRIPTS, WAYS, environment, in_time
 
 SAME = "every rank must make the same calls of fit, validate, get_preds and the like, in the same order"
-SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 
 ENDS = {
     # The exit code, and what is said.
@@ -40,15 +39,12 @@ def end_of(case, way):
     return done.returncode, time.monotonic() - start, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("case", "way"),
-    [
-        pytest.param(case, "launch", marks=SLOW if i == 5 else SOAK)
-        for i, case in enumerate(["shapes", *(case for case in ENDS if case != "shapes")])
-    ]
-    # torchrun's own agent stops the other ranks with the first that fails.
-    + [pytest.param(case, "torchrun", marks=SOAK) for case in ("alone-0-sleep", "own-group", "shapes", "second-0")],
-)
+# torchrun's own agent stops the other ranks with the first that fails.
+WITH_TORCHRUN = [(case, "torchrun") for case in ("alone-0-sleep", "own-group", "shapes", "second-0")]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("case", "way"), [*((case, "launch") for case in ENDS), *WITH_TORCHRUN])
 def test_ranks_that_make_different_calls_end_by_themselves(case, way):
     code, seconds, printed = end_of(case, way)
     expected, said = ENDS[case]

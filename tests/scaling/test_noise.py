@@ -42,7 +42,7 @@ def accumulated(n=4):
 
 
 @pytest.mark.parametrize("how", ["parts", "uneven parts", "cut"])
-@pytest.mark.parametrize("loss", ["mean", pytest.param("weighted", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loss", ["mean", pytest.param("weighted", marks=pytest.mark.soak)])
 def test_it_is_that_of_single_samples(how, loss):
     """With replacement, so that the data are all there is."""
     batches = 600 if loss == "mean" else 1600

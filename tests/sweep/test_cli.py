@@ -27,7 +27,7 @@ def search():
         yield lambda *options, **more: started.enter_context(Search(*options, **more))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_kills_and_errors_cost_one_trial_each(search):
     write_config(maxCombo=14, retryLimit=1)
     fates = {2: "kill", 5: "kill", 7: "kills", 3: "raise", 4: "exit", 6: "silent"}
@@ -89,7 +89,9 @@ def test_a_search_that_is_killed_goes_on_also_on_a_machine_that_joins(search):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak)]
+)
 def test_ctrl_c_stops_all_and_keeps_everything(search, signum, code):
     write_config(maxCombo=4, retryLimit=0)
     first = search("-j", 2, FATES={1: "wait", 2: "wait"})
