@@ -230,7 +230,9 @@ class DistributedCallback(Callback):
         from learnerkit.parallel.sharded import Shards
 
         learn = self.learn
-        if learn.shards is None:
+        if learn.shards is not None:
+            learn.shards.check_parameters()
+        else:
             model, mapped = learn.model, learn.mapped
             found = units(model, self.shard)
             if mapped is not None:

@@ -50,7 +50,7 @@ class LeftBatch(Callback):
         learn.batch_size = 0
         if asks_ranks(learn.model):
             return
-        if overrides(learn, "_backward") or (learn.shards is not None and not rank_norms(learn.model)):
+        if overrides(learn, "_backward") or learn.shards is not None:
             # Of a sharded model a pass that fails cannot be followed by another: other ranks gather the next unit.
             self._take_sample()
         else:

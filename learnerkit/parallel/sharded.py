@@ -157,6 +157,16 @@ class Shards:
     def _count(self, *_: Any) -> None:
         self.steps += 1
 
+    def check_parameters(self) -> None:
+        """Refuse a model that has other parameters than when it was divided."""
+        new = [name for name, p in self.model.named_parameters() if p is not self.named.get(name)]
+        if new:
+            raise ValueError(
+                f"{first_few(new)} of the model {'is' if len(new) == 1 else 'are'} not there as when it was divided "
+                "among the ranks: replace parts of a sharded model between two fits"
+                " (errors.html#sharded)"
+            )
+
     def explain(self, error: BaseException) -> None:
         """Add to an error of torch's what it has to do with shards."""
         text, kind = str(error), type(error).__name__

@@ -334,6 +334,9 @@ REFUSED = {
         lambda: learner(cbs=learnerkit.EMA(0.5, module=Net())), "put that module into the learner's model"),
     "a backward pass before the loss's": (
         lambda: passes("before_backward", lambda cb: cb.model(cb.x).square().mean()), "before the backward pass of"),
+    "a part that is replaced in a fit": (
+        lambda: learner(cbs=Callback(before_epoch=lambda cb: cb.epoch and setattr(cb.model, "head", nn.Linear(29, 3)))),
+        "between two fits"),
     "p08 another type": (
         lambda: learner(cbs=Callback(before_epoch=lambda cb: cb.epoch == 1 and cb.model.float())),
         "convert it before the fit"),
@@ -413,6 +416,26 @@ class Recomputed(Net):
 
 
 shard_jobs.job("a checkpoint of units")(lambda: learner(Recomputed()))
+
+
+class Normed(Net):
+    """Cannot run on nothing, and has a BatchNorm that sees the samples of its rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(29, dtype=torch.float64)
+
+    def forward(self, x):
+        h = self.blocks[0](self.norm(self.first(x)))
+        return self.head(self.blocks[1](h * (x.flatten()[0].item() < 1e9)))
+
+
+@slow_on_ranks
+def test_a_rank_without_data_of_a_model_with_batchnorm_runs_on_samples():
+    learn = learner(Normed(), n=18)
+    error, took = fit(learn)
+    assert error is None, error
+    check_after(learn, took, "")
 
 
 # The pitfalls, by their numbers; those that a job has are that job
