@@ -127,7 +127,7 @@ class Averager:
     def _take_shards(self, named: dict[str, nn.Parameter]) -> None:
         """Train on shards of the model, which are made if it is whole; every rank must reach this."""
         # Imported here, as torch's part of it takes half a second to import.
-        from learnerkit.parallel.sharded import Sharded
+        from learnerkit.parallel.sharded_step import Sharded
 
         step, learn = self.step, self.learn
         shards = self.cb.divide()

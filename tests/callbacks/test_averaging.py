@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Unsized, make_data, make_dls, make_learner, make_model, raises, raising, same_weights, weights
+from helpers import (
+    Unsized,
+    make_data,
+    make_dls,
+    make_learner,
+    make_model,
+    mostly_slow,
+    raises,
+    raising,
+    same_weights,
+    weights,
+)
 from rank_pool import Results
 from resume_jobs import Shuffling
 from torch import nn
@@ -530,7 +541,9 @@ def found(rank_pools):
     return Results(rank_pools, do)
 
 
-@pytest.mark.parametrize("job", ["EMA", "EMA, accumulated", "EMA, taught", "EMA, in the model", "SWA"])
+@pytest.mark.parametrize(
+    "job", mostly_slow(["EMA", "EMA, accumulated", "EMA, taught", "EMA, in the model", "SWA"], "EMA", "SWA")
+)
 def test_averages_on_ranks_are_those_of_one_process(found, job):
     (alone,) = found[1, job]
     for rank in found[2, job]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import same_weights
+from helpers import mostly_slow, same_weights
 from rank_pool import Results
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -138,7 +138,7 @@ def found(rank_pools):
     return Results(rank_pools, do)
 
 
-@pytest.mark.parametrize("job", ["stop", "save", "reduce", "own column", "in mid-epoch"])
+@pytest.mark.parametrize("job", mostly_slow(["stop", "save", "reduce", "own column", "in mid-epoch"], "stop", "save"))
 def test_ranks_decide_as_one_process(found, job):
     (alone,), ranks = found[1, job], found[2, job]
     for rank in ranks:

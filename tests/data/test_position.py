@@ -244,7 +244,7 @@ def check_all_places(make, places=PLACES, cbs=tuple, Log=Log):
 
 
 QUICK = {"shuffled": ["workers"]}
-SLOW = ("global", "buckets")  # with workers: the others are for `-m soak`
+SLOW = ("global",)  # with workers: the others are for `-m soak`
 
 
 @pytest.mark.parametrize(("sampler", "workers"), [

@@ -107,7 +107,7 @@ def train_autoencoder(monkeypatch, capsys):
     assert signal.signal(signal.SIGTERM, before) is before
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_train_autoencoder_stopped_twice_comes_to_the_same_numbers(train_autoencoder):
     code, whole = train_autoencoder("--epochs", 4, "--out", "whole")
     assert (code, len(rows(whole))) == (0, 4)
@@ -342,7 +342,7 @@ def test_train_replay_finds_the_way_on_one_process_and_on_two(nproc, monkeypatch
         assert [list(map(float, row)) for row in together] == [pytest.approx(row, abs=1e-4) for row in found]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("processes", [[1], pytest.param([1, 2], marks=pytest.mark.soak)])
 def test_train_segmentation_comes_to_the_same_numbers_on_two_processes(processes, monkeypatch, capsys):
     found = {}

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from helpers import mostly_slow
 from PIL import Image
 from rank_pool import Results
 from torch import nn
@@ -118,7 +119,7 @@ def found(rank_pools):
     return Results(rank_pools, train_targets)
 
 
-@pytest.mark.parametrize("targets", ["classes", "numbers", "boxes", pytest.param("points", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("targets", mostly_slow(["classes", "numbers", "boxes", "points"], "boxes"))
 def test_ranks_learn_several_classes_numbers_points_and_boxes_as_one_process_does(found, targets):
     (expected,) = found[1, targets]
     for each in found[2, targets]:

@@ -125,6 +125,7 @@ def test_the_numbers_are_those_of_the_launcher(kernel, tmp_path):
     assert here == there
 
 
+@pytest.mark.slow
 def test_everything_comes_back(kernel):
     shown = kernel.run("""
 seen = []

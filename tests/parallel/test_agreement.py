@@ -212,7 +212,9 @@ def test_of_two_cancels_of_a_rank_the_stronger_one_counts():
 
 
 @on_ranks
-@pytest.mark.parametrize("event", ["before_batch", "after_pred", "after_backward", "after_batch"])
+@pytest.mark.parametrize(
+    "event", mostly_slow(["before_batch", "after_pred", "after_backward", "after_batch"], "after_pred")
+)
 def test_a_cancel_in_the_middle_of_a_group_of_batches(event):
     learn = make_learner([Do(event, throw(CancelTrainException())), GradientAccumulation(n_batches=4)])
     error, took = fit(learn)
@@ -356,7 +358,8 @@ def cases(*found):
 
     def mark(test):
         test = pytest.mark.parametrize(("kind", "event"), names, ids=[" in ".join(pair) for pair in names])(test)
-        return pytest.mark.parametrize("order", [0, 70], ids="order {}".format)(test)
+        orders = [0, pytest.param(70, marks=pytest.mark.soak)]
+        return pytest.mark.parametrize("order", orders, ids="order {}".format)(test)
 
     return mark
 
@@ -478,7 +481,10 @@ class Accumulate(Callback):
 
 @on_ranks
 @pytest.mark.parametrize(
-    "options", [{}, {"weight": torch.tensor((0.2, 0.9), dtype=torch.float64)}, {"reduction": "sum"}],
+    "options", [
+        {}, pytest.param({"weight": torch.tensor((0.2, 0.9), dtype=torch.float64)}, marks=pytest.mark.slow),
+        pytest.param({"reduction": "sum"}, marks=pytest.mark.slow),
+    ],
     ids=["mean", "class weights", "sum"],
 )  # fmt: skip
 def test_accumulation_by_cancels_is_that_of_one_process(options):

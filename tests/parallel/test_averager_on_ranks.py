@@ -129,7 +129,7 @@ class Assigns(Learner):
             self.opt.step()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cls", [Backward, Clips, Assigns])
 def test_a_learner_with_passes_of_its_own_says_so_and_equals_one_process(cls, reduction):
     seam, lr = "_step" if cls is Assigns else "_backward", 0.1 if reduction == "mean" else 0.01

@@ -103,7 +103,10 @@ def fit(learn, epochs=1, **options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"split_batches": False}], ids=["1", "cut", "turns"])
+@pytest.mark.parametrize(
+    "options", [{}, {"split_batches": True}, pytest.param({"split_batches": False}, marks=pytest.mark.slow)],
+    ids=["1", "cut", "turns"],
+)  # fmt: skip
 def test_nothing_is_drawn_or_read_before_its_step(kind, options):
     make, items = KINDS[kind]
     log = Log()

@@ -262,6 +262,7 @@ def check_step(case, step, group, last):
         assert max(used) - min(used) <= 1, case
 
 
+@pytest.mark.slow
 def test_ranks_together_train_on_the_batches_of_one_process_in_order(monkeypatch):
     compared = 0
     for case in draw_cases(280, seed=0):

@@ -104,7 +104,7 @@ def same(alone, learn):
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "items"))
 @pytest.mark.parametrize("dims", [1, (1, None, 0)])
 def test_batches_that_are_cut_train_as_on_one_process(kind, dims):
     """Weights, losses, metrics and predictions; a batch of one sample, too."""

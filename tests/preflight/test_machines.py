@@ -402,7 +402,7 @@ def test_what_fails_on_one_rank_is_told_though_the_others_wait():
     assert out.endswith("\n1 problem (errors.html#doctor)\n")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_its_file_goes_when_it_is_stopped(tmp_path):
     command = [sys.executable, "-m", "learnerkit.launch", "--nproc", "2", str(SCRIPTS / "doctor_cases.py")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -108,7 +108,7 @@ def test_ctrl_c_stops_all_and_keeps_everything(search, signum, code):
     assert states(printed) == {1: "complete (run 2)", 2: "complete (run 2)", 3: "complete"}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_it_goes_on_when_nobody_reads_what_it_prints(search):
     write_config(maxCombo=2)
     running = search("-j", 1, PYTHONUNBUFFERED="")
@@ -178,7 +178,7 @@ with open("log.jsonl", "w") as file:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_script_that_knows_nothing_of_it(search):
     parameters = {"x": {"type": "float", "min": 0, "max": 1}, "n-layers": {"type": "int", "min": 1, "max": 3}}
     write_config(maxCombo=3, metric="score", objective="maximize", parameters=parameters)
@@ -199,7 +199,7 @@ def test_where_the_first_failure_is_told_of_and_what_it_said_last(search):
     assert printed.count(" ends with: ") == printed.count(said) == 1, printed
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_module_that_runs_in_the_present_folder(search):
     write_config(maxCombo=2)
     Path("own.py").write_text(

@@ -1,0 +1,316 @@
+"""The gradient of a step of which each rank gets its rows from FSDP2, in the learner's backward pass or several."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from learnerkit import world
+from learnerkit.data.batches import tensors_in
+from learnerkit.gradient_mean import zero_loss
+from learnerkit.parallel.sharded import Shards
+from learnerkit.shards import owners
+from learnerkit.text import first_few
+from learnerkit.torch_internals import begin_backward_at, is_backward_pass, make_outermost
+
+if TYPE_CHECKING:
+    from learnerkit.parallel.rank_step import RankStep
+
+
+class Sharded:
+    """Averages gradients by FSDP2, which gives each rank its rows of the mean, during every backward pass.
+
+    The loss is weighed before, as for DDP; the small vector has a collective of its own, which runs meanwhile. In
+    passes that the learner or a callback makes by itself the gradients are weighed, on their way into the mean. What
+    the ranks have whole `Passes` averages then.
+
+    Args:
+        step: of the ranks.
+        shards: the model.
+        own: the learner's `_backward` is its own, with passes of losses that nobody else sees.
+        settle: called once, by every rank, with what its first batch has shown: the names of the parameters on which
+            the loss does not depend. `None` stands for a rank without data. It tells whether there may be such ones, or
+            returns `None` if no rank had data.
+        check: called after the first backward pass.
+        votes: ranks vote in each forward pass which unit is gathered, so that an error says where they call different
+            ones; by default in the first one.
+        sync: reduce the gradients in each batch of a step, and not those of all at its last one.
+
+    Attributes:
+        is_inside: a forward pass of the model has begun, and not ended.
+    """
+
+    def __init__(
+        self,
+        step: "RankStep",
+        shards: Shards,
+        own: bool,
+        settle: Callable[[list[str] | None], bool | None],
+        check: Callable[[], None],
+        votes: bool,
+        sync: bool = True,
+    ) -> None:
+        self.step, self.mean, self.shards, self._own = step, step.mean, shards, own
+        self._settle, self._votes = settle, votes and not own
+        self._check: Callable[[], None] | None = check
+        self._weight: float | None = None  # of the gradients in passes that are the learner's own, once there is one
+        self._without_grad = set[nn.Module]()  # units that were called without gradients
+        self._settled, self._sync = False, sync
+        self._looks = True  # for parameters on which the loss of a batch does not depend
+        mine = {id(p) for _, p in shards.pairs}
+        self._replicated = {name: p for name, p in step.params.items() if id(p) not in mine}
+        self._used = set[str]()  # parameters on which the losses of the batches depend that are reduced at once
+        self._before = set[str]()  # parameters that had gradients before these batches
+        self._left_out = set[str]()  # parameters on which the loss of this batch does not depend on any rank
+        # While a unit is gathered its parameters are other objects, which stay the same. Those beside the model are
+        # always as they are.
+        of_model = dict(shards.model.named_parameters())
+        self._gathered: dict[str, Tensor] = {name: p for name, p in step.params.items() if name not in of_model}
+        first = {id(p): name for name, p in reversed(of_model.items())}
+        self._owned: dict[nn.Module, list[tuple[str, nn.Module, str]]] = {}
+        for unit in (*shards.units, shards.model):
+            self._owned[unit] = [(first[id(p)], owner, name) for _, owner, name, p in owners(unit) if id(p) in first]
+            for _, _, _, p in owners(unit):
+                first.pop(id(p), None)
+        self._later = set[str]()  # parameters that were gathered first by a later pass, and may be for it alone
+        self._outputs: list[Tensor] = []  # of all units, in this batch
+        self._calls: list[str] = []  # of units, in this batch
+        self.is_inside = self._is_backward = False
+        self._weighed = set(self._replicated)  # the parameters that need no hook for that any more
+        make_outermost(shards.model)
+        # torch's compiler leaves these out, as it does FSDP's own.
+        begin, note, note_output, begin_part, note_part = map(
+            torch.compiler.disable, (self._begin, self._note, self._note_output, self._begin_part, self._note_part)
+        )
+        self._hooks: list[Any] = [
+            shards.model.register_forward_pre_hook(begin, prepend=True),
+            *(unit.register_forward_hook(note, prepend=True) for unit, owned in self._owned.items() if owned),
+            *(unit.register_forward_hook(note_output) for unit in self._owned),
+        ]
+        for part in shards.parts:
+            if part is not shards.model:
+                self._hooks += [
+                    part.register_forward_pre_hook(begin_part, prepend=True),
+                    part.register_forward_hook(note_part),
+                ]
+
+    def _begin_part(self, *_: Any) -> None:
+        """Gather what is in no unit, for a part of it that is called by itself."""
+        if torch.is_grad_enabled() and not self.is_inside and not self.shards.voting:
+            cast(Any, self.shards.model).unshard()
+
+    def _note_part(self, module: nn.Module, args: Any, output: Any) -> None:
+        # A second backward pass may reach the part by another way than the model's output.
+        if (not self.is_inside or self.step.passes.watches) and torch.is_grad_enabled() and not is_backward_pass():
+            self._note(self.shards.model)
+            begin_backward_at(self.shards.model, self._watched(output))
+
+    def _watched(self, output: Any) -> list[Tensor]:
+        """Return the tensors of an output that have gradients; a pass through them must be one that counts."""
+        found = [t for t in tensors_in(output) if t.requires_grad]
+        for t in found:
+            t.register_hook(self._check_pass)
+        return found
+
+    def _note(self, module: nn.Module, *_: Any) -> None:
+        watches = self.step.passes.watches
+        if (self._looks or watches) and torch.is_grad_enabled() and not is_backward_pass():
+            for name, owner, attribute in self._owned[module]:
+                p = cast(Tensor, owner._parameters[attribute])
+                if name not in self._gathered and self.step.passes.is_open:
+                    self._later.add(name)
+                self._gathered[name] = self.shards.gathered[self.shards.named[name]] = p
+                for i, hooks in enumerate(self.shards.tensor_hooks.pop(name, ())):
+                    for hook in hooks:
+                        (p.register_post_accumulate_grad_hook if i else p.register_hook)(hook)
+                if watches and p.requires_grad and name not in self._weighed:
+                    self._weighed.add(name)
+                    self._hooks.append(p.register_hook(self._weigh))
+
+    def _weigh(self, grad: Tensor) -> Tensor | None:
+        if not self.step.passes.is_open:
+            return None
+        if self._weight is None:
+            self._weight = self.step.passes.weight()
+        return grad * self._weight if self._weight else torch.zeros_like(grad)  # 0 times a NaN would be one
+
+    def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        # After FSDP's own hooks, to whose part of the backward pass the output belongs.
+        if module is self.shards.model:
+            self.is_inside = False
+        if not torch.is_grad_enabled():
+            if self.is_inside:
+                self._without_grad.add(module)
+            return
+        if is_backward_pass():
+            if module in self._without_grad:
+                raise ValueError(
+                    f"{self.shards.names.get(module) or 'the model'} is computed again in the backward pass with "
+                    "gradients that its forward pass did not have (a reentrant checkpoint), which a sharded model "
+                    "cannot: write use_reentrant=False, or use ActivationCheckpointing"
+                    " (errors.html#sharded)"
+                )
+            return
+        found = self._watched(output)
+        is_later = self.step.passes.is_open  # a pass of the learner's own
+        if module is not self.shards.model and not is_later and (self._looks or not self.step.learn.batch_size):
+            self._outputs += found
+            self._calls.append(self.shards.names[module])
+
+    def _check_pass(self, grad: Tensor) -> None:
+        if not (self._is_backward or self.step.passes.is_open) and self.step.learn.training:
+            raise RuntimeError(
+                "a backward pass, or torch.autograd.grad, goes through a sharded model before the backward pass of "
+                "learn.loss_grad, and its gradients have no weight as yet: add the loss to learn.loss_grad in "
+                "after_loss, make the pass in after_backward or in a _backward of your own, or leave shard= out"
+                " (errors.html#sharded)"
+            )
+
+    def _begin(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and not is_backward_pass():
+            self.is_inside = True
+            if (self._votes or not self._settled) and not self.shards.voting:
+                self.shards.begin_votes()  # on ranks that call different units it ends in an error, not in a hang
+
+    def _check_calls(self) -> None:
+        """Refuse ranks that call different units: these may have gathered the rows of one for those of another."""
+        everyone = world.all_gather(self._calls)
+        for rank, calls in enumerate(everyone):
+            if calls != everyone[0]:
+                raise ValueError(
+                    f"in a batch rank 0 calls the units {first_few(everyone[0])}, and rank {rank} calls "
+                    f"{first_few(calls)}; all ranks gather a unit together, so each must call the same: say by "
+                    "shard=[...] which modules are units, such as those that have these in them"
+                    " (errors.html#sharded)"
+                )
+
+    def backward(self) -> None:
+        """Compute the batch's gradients with their weight; of a batch that counts nothing, zeros."""
+        step, learn = self.step, self.step.learn
+        if self.shards.voting:
+            self.shards.help()
+            self.shards.end_votes(frees=False)
+            self._check_calls()
+        if self._own:
+            self._make_own_passes()
+            return
+        loss = learn.loss_grad
+        if self._sync or not self.mean.begun:
+            self._used.clear()
+            self._before = {name for name, p in step.params.items() if p.grad is not None} if self._looks else set()
+        if not self._sync:
+            if not self.mean.begun:
+                for name in self._gathered.keys() - self._replicated.keys():  # of a step that was not finished
+                    self._gathered[name].grad = None
+            cast(Any, self.shards.model).set_requires_gradient_sync(learn.step_due)
+        something = step.weigh()
+        vector, work = step.vector(), None
+        if learn.step_due:
+            # It runs during the backward pass.
+            work = dist.all_reduce(vector, group=world.group("gradients", vector.device.type), async_op=True)
+        zeros: list[Any] = []
+        if not something and not self._looks and loss is not None and loss.requires_grad:
+            # The loss of a sample, or of a batch that this rank has left: its graph is that of the other ranks' losses.
+            learn.loss_grad = loss
+            zeros = [p.register_hook(torch.zeros_like) for p in self._gathered.values() if p.requires_grad]
+        unused = self._unused(learn.loss_grad)
+        if self._looks or not (something or zeros):
+            # All units take part in the backward pass, in the order in which they were called.
+            learn.loss_grad = learn.loss_grad + zero_loss(self._outputs)
+        elif unused:
+            raise step.no_part(unused)
+        if not self._settled:
+            looks = self._settle(unused if something else None)
+            self._settled, self._looks = looks is not None, looks is not False
+        if unused and (left := self._unused(learn.loss_grad)):
+            # Ranks reduce the gradients of the same parameters: here these are zeros.
+            learn.loss_grad = learn.loss_grad + zero_loss([self._gathered[name] for name in left])
+        self._is_backward = True
+        try:
+            learn._backward()
+        finally:
+            self._is_backward = False
+            for hook in zeros:
+                hook.remove()
+        learn.loss_grad = loss
+        self._note_reduced()
+        if self._looks:
+            self._used |= step.params.keys() - set(unused) if something else set()
+            if self._sync or learn.step_due:
+                self._share_use()
+        self._forget_calls()
+        if work is not None:
+            self._average_replicated()
+            work.wait()
+            self._weight = None
+            step.complete(vector / step.mean.ranks)
+
+    def _make_own_passes(self) -> None:
+        """Have the learner make its backward passes, whose gradients are weighed; every rank must reach this."""
+        step = self.step
+        something = step.take_count()
+        if not self._settled:
+            self._settled = self._settle([] if something else None) is not None
+        step.passes.open_now()
+        self._weight = None
+        step.learn._backward()
+        self._note_reduced()
+        self._forget_calls()
+        vector = world.reduce(step.vector(), "mean", among="gradients")
+        step.mean.expected = vector[0].item()  # a host-device sync
+        step.passes.average(step.weight(step.mean.expected), among="gradients")
+        step.passes.averaged.clear()
+        step.complete(vector)
+
+    def _note_reduced(self) -> None:
+        self.step.reduced = True
+        if self._check is not None:
+            check, self._check = self._check, None
+            check()
+
+    def _forget_calls(self) -> None:
+        for found in (self._outputs, self._calls, self._without_grad):
+            found.clear()
+
+    def _unused(self, loss: Tensor) -> list[str]:
+        """Return the trainable parameters of which a loss is no function, by a walk through its graph."""
+        seen, found, open_ = set[Any](), set[int](), [loss.grad_fn]
+        while open_:
+            node = open_.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if (variable := getattr(node, "variable", None)) is not None:
+                found.add(id(variable))
+            open_ += [other for other, _ in node.next_functions]
+        trained = {name: p for name, p in self._gathered.items() if p.requires_grad and name not in self._later}
+        return [name for name, p in trained.items() if id(p) not in found]
+
+    def _share_use(self) -> None:
+        """Leave no gradient where no rank has one in this step; every rank must reach this. A host-device sync."""
+        params, taken = self.step.params, self._used | self._before
+        found = [name in taken for name in params]
+        calls = crc32("\n".join(self._calls).encode()) & 0x7FFFFFFF
+        mine = torch.tensor([*found, calls, -calls], dtype=torch.int32)
+        *used, most, least = world.reduce(mine, "max", among="gradients").tolist()
+        if most != -least:
+            self._check_calls()
+        self._left_out = {name for name, is_used in zip(params, used, strict=True) if not is_used}
+        for name in self._left_out:
+            params[name].grad = None
+
+    def _average_replicated(self) -> None:
+        """Put the mean over the ranks into the gradients of what every rank has whole; every rank must reach this."""
+        trained = [p for name, p in self._replicated.items() if name not in self._left_out]
+        for p in trained:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        world.mean_into([cast(Tensor, p.grad) for p in trained], among="gradients")
+
+    def detach(self) -> None:
+        """Take the hooks off the units."""
+        for hook in self._hooks:
+            hook.remove()
