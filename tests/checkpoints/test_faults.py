@@ -214,10 +214,18 @@ def test_r12_a_loss_that_is_not_finite_on_one_rank_leaves_good_checkpoints_alone
 
 
 @pytest.mark.soak
-def test_r22_another_number_of_ranks_sees_each_sample_once(tmp_path, whole):
+@pytest.mark.parametrize(
+    "runs", [
+        [(2, ""), (1, ""), (3, "")], [(2, "--shard"), (1, ""), (3, "--shard")],
+        [(3, "--shard"), (2, ""), (3, "--shard")],
+    ],
+    ids=["whole", "shards", "shards and DDP"],
+)  # fmt: skip
+def test_r22_another_number_of_ranks_sees_each_sample_once(runs, tmp_path, whole):
     options, seen = ("--split", "--exact", "--every=1"), Counter()
-    for ranks, fault in ((2, "raise:0:15"), (1, "raise:0:27"), (3, "")):
-        run = Run(tmp_path, *options, *(["--resume"] if seen else []), fault=fault, nproc=ranks)
+    for (ranks, shard), fault in zip(runs, ("raise:0:15", "raise:0:27", ""), strict=True):
+        more = [*(["--resume"] if seen else []), *([shard] if shard else [])]
+        run = Run(tmp_path, *options, *more, fault=fault, nproc=ranks)
         run.finish(1 if fault else 0)
         for rank in range(ranks):
             for line in run.read(f"order-{rank}").splitlines():
@@ -229,7 +237,9 @@ def test_r22_another_number_of_ranks_sees_each_sample_once(tmp_path, whole):
     ends = [json.loads(run.read(f"end-{rank}"))["weights"] for rank in range(3)]
     assert ends[1:] == ends[:1] * 2
     assert close(ends[0], json.loads(whole("--split", "--exact", nproc=1).read("end-0"))["weights"])
-    assert "it had 1 rank and has 3, of which the new ones have fresh random streams" in run.read("out")
+    before = runs[-2][0]
+    had = f"it had {before} rank{'s' * (before > 1)} and has 3, of which the new ones have fresh random streams"
+    assert had in run.read("out")
 
 
 def close(a, b):
