@@ -21,8 +21,6 @@ NOTEBOOKS = {  # with so many pictures and tables
     "09_batch_and_rate": (1, 2),
     "12_large_models": (1, 3),
 }
-# The others take half a minute to two.
-SHORT = ("02_distributed",)
 
 
 def read_notebook(name):
@@ -52,9 +50,8 @@ def test_what_a_notebook_imports_is_there(name):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.usefixtures("ctrl_c")  # nbclient leaves Ctrl-C heard, also where it was ignored
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in SHORT else pytest.mark.soak) for n in NOTEBOOKS]
-)
+@pytest.mark.soak  # half a minute to two each; their code is that of the pages, which run more often
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs(name, monkeypatch, tmp_path):
     nbclient = pytest.importorskip("nbclient")
     for variable, value in environment().items():

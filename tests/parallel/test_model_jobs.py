@@ -39,7 +39,7 @@ def on_ranks(*numbers):
     found = []
     for n in numbers:
         for i, job in enumerate(JOBS):
-            marks = pytest.mark.slow if n == 2 and i % 2 else pytest.mark.soak
+            marks = pytest.mark.slow if n == 2 and i % 3 == 1 else pytest.mark.soak
             found.append(pytest.param(n, job, marks=() if n == 2 and job in QUICK else marks, id=f"{n}-ranks-{job}"))
     return pytest.mark.parametrize(("n", "job"), found)
 

@@ -41,7 +41,7 @@ def on_ranks(jobs, alone=False):
     for n, done in JOBS.items():
         for job in done:
             if job in jobs and (n > 1 or alone):
-                later = [pytest.mark.slow] if n == 3 or job in SLOW_ON_TWO else [pytest.mark.soak] if n == 4 else []
+                later = [pytest.mark.soak] if n == 4 else [pytest.mark.slow] if n == 3 or job in SLOW_ON_TWO else []
                 found.append(pytest.param(n, job, marks=later, id=f"{n}-ranks-{job}"))
     return pytest.mark.parametrize(("n", "job"), found)
 

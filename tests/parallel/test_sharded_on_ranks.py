@@ -161,8 +161,8 @@ CANCELS = ["CancelFitException", "CancelEpochException", "CancelTrainException",
 
 
 @slow_on_ranks
-def test_ctrl_c_at_any_event_ends_all():
-    cancel("KeyboardInterrupt", WHEN)
+def test_ctrl_c_at_some_events_ends_all():
+    cancel("KeyboardInterrupt", WHEN[::2])
 
 
 @soak_on_ranks
