@@ -215,7 +215,8 @@ class Sharded:
         if not something and not self._looks and loss is not None and loss.requires_grad:
             # The loss of a sample, or of a batch that this rank has left: its graph is that of the other ranks' losses.
             learn.loss_grad = loss
-            zeros = [p.register_hook(torch.zeros_like) for p in self._gathered.values() if p.requires_grad]
+            trained = {p for p in (*self._gathered.values(), *self._replicated.values()) if p.requires_grad}
+            zeros = [p.register_hook(torch.zeros_like) for p in trained]
         unused = self._unused(learn.loss_grad)
         if self._looks or not (something or zeros):
             # All units take part in the backward pass, in the order in which they were called.
