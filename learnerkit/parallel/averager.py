@@ -18,6 +18,7 @@ from learnerkit.utils import overrides
 
 if TYPE_CHECKING:
     from learnerkit.parallel.distributed import DistributedCallback
+    from learnerkit.parallel.sharded_step import Sharded
 
 _LATER = ("after_backward", "before_step")  # where a callback may make a backward pass that counts
 
@@ -134,7 +135,10 @@ class Averager:
         of_model = dict(learn.model.named_parameters())
         step.take_parameters({name: of_model.get(name, p) for name, p in named.items()}, self._watches())
         votes, own = bool(self.cb.find_unused_parameters), self._own == "_backward"
-        self._take(Sharded(step, shards, own, self._settle_shards, self._check_foreign, votes, self.cb.sync))
+        way = Sharded(step, shards, own, self._settle_shards, self._check_foreign, votes, self.cb.sync)
+        self._take(way)
+        if own:
+            self.cb.ends.callback(self._tell_silent, way)
 
     def _settle_shards(self, unused: list[str] | None) -> bool | None:
         """Return whether the loss may leave parameters out; `None`: no rank had data. Every rank must reach this.
@@ -215,6 +219,16 @@ class Averager:
         elif reasons:
             self._say_deferred(", and ".join(reasons))
         return True
+
+    def _tell_silent(self, way: "Sharded") -> None:
+        """Tell of shards to which no backward pass of the learner's own has given a gradient in the fit."""
+        if way.silent and self.learn.train_iter:
+            self.cb.tell_once(
+                f"no backward pass of {type(self.learn).__name__} gave a gradient to {first_few(sorted(way.silent))}. "
+                "If it names parameters in backward(inputs=...): those of a sharded model are no part of the graph; "
+                "leave inputs= out, and clear the gradients that are not wanted"
+                " (errors.html#sharded)"
+            )
 
     def _check_foreign(self) -> None:
         """Refuse parameters of an optimizer that this package does not know, if they get gradients of the loss."""

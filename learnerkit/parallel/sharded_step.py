@@ -1,6 +1,7 @@
 """The gradient of a step of which each rank gets its rows from FSDP2, in the learner's backward pass or several."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
 
@@ -41,6 +42,7 @@ class Sharded:
 
     Attributes:
         is_inside: a forward pass of the model has begun, and not ended.
+        silent: the shards of which the gradients of own passes are weighed, and to which none has given one.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Sharded:
         self._calls: list[str] = []  # of units, in this batch
         self.is_inside = self._is_backward = False
         self._weighed = set(self._replicated)  # the parameters that need no hook for that any more
+        self.silent = step.params.keys() - self._weighed
         make_outermost(shards.model)
         # torch's compiler leaves these out, as it does FSDP's own.
         begin, note, note_output, begin_part, note_part = map(
@@ -128,9 +131,10 @@ class Sharded:
                         (p.register_post_accumulate_grad_hook if i else p.register_hook)(hook)
                 if watches and p.requires_grad and name not in self._weighed:
                     self._weighed.add(name)
-                    self._hooks.append(p.register_hook(self._weigh))
+                    self._hooks.append(p.register_hook(partial(self._weigh, name)))
 
-    def _weigh(self, grad: Tensor) -> Tensor | None:
+    def _weigh(self, name: str, grad: Tensor) -> Tensor | None:
+        self.silent.discard(name)
         if not self.step.passes.is_open:
             return None
         if self._weight is None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import learnerkit
-from learnerkit import Callback, DataLoaders, Event, GradientAccumulation, PeerError, world
+from learnerkit import Callback, DataLoaders, Event, GradientAccumulation, Learner, PeerError, world
 from learnerkit.events import INNER_EVENTS
 
 on_ranks = pytest.mark.ranks(2, slow=[3])
@@ -323,7 +323,19 @@ def passes(event, loss):
     return learner(cbs=Callback(**{event: lambda cb: loss(cb).backward() if cb.training else None}))
 
 
+class ByInputs(Learner):
+    def _backward(self):
+        self.loss_grad.backward(inputs=list(self.model.blocks.parameters()))
+
+
+def by_inputs():
+    learn = learner(cls=ByInputs)
+    learn.remove_cbs(shard_jobs.Checks)
+    return learn
+
+
 REFUSED = {
+    "inputs of a backward pass": (by_inputs, "leave inputs= out"),
     "p18 LBFGS": (lambda: learner(opt_func=partial(optim.LBFGS, max_iter=2)), "LBFGS cannot step on shards"),
     "Adafactor": (lambda: learner(opt_func=optim.Adafactor), "Adafactor cannot step on shards"),
     "Rprop": (lambda: learner(opt_func=optim.Rprop), "Rprop cannot step on shards"),
