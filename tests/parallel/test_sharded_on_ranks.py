@@ -93,7 +93,8 @@ class Do(Callback):
         learn = self.learn
         if self.done or RANK not in self.ranks:
             return
-        if self.event in INNER_EVENTS and (learn.training, learn.epoch, learn.iter) != (self.in_training, 0, self.at):
+        at = self.at if self.in_training or N < 3 else 0  # the last of three ranks has one batch of validation
+        if self.event in INNER_EVENTS and (learn.training, learn.epoch, learn.iter) != (self.in_training, 0, at):
             return
         self.done = True
         self.action()
