@@ -224,13 +224,14 @@ def _prepare_forks() -> None:
     os.register_at_fork(after_in_child=gc.freeze)
 
 
-def await_all(keys: dist.Store, what: str, timeout: float) -> list[str]:
+def await_all(keys: dist.Store, what: str, timeout: float, none_moves: Callable[[], bool] | None = None) -> list[str]:
     """Wait until every rank is here, and return what each calls: by the store, which tells who is missing.
 
     Args:
         keys: for this meeting alone.
         what: the call for which this rank is here; '' for any.
         timeout: seconds to wait.
+        none_moves: tells whether all other ranks wait, too, so that nobody can come any more.
 
     Raises:
         PeerError: some ranks did not come.
@@ -239,6 +240,7 @@ def await_all(keys: dist.Store, what: str, timeout: float) -> list[str]:
     me = f"rank {here} called {what}" if what else f"rank {here}"
     ended = f"{me}, but rank 0 has ended"
     end, pause, root = time.monotonic() + timeout, 0.002, _root(keys)
+    asked, stood = time.monotonic(), 0
     port = getattr(root, "port", 0)
     if here and port and has_closed(port):
         raise not_together(ended)
@@ -251,10 +253,15 @@ def await_all(keys: dist.Store, what: str, timeout: float) -> list[str]:
         while not keys.check(names):
             if here and root.check([ends]):
                 raise not_together(ended)
-            if time.monotonic() > end:
+            if none_moves is not None and time.monotonic() > asked + 1:
+                stood, asked = stood + 1 if none_moves() else 0, time.monotonic()
+            stands = stood > 1 and not keys.check(names)  # twice, a second apart
+            if stands or time.monotonic() > end:
                 missing = [str(number) for number, name in enumerate(names) if not keys.check([name])]
                 ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
                 keys.delete_key(names[here])  # so that a late rank does not take this one for there
+                if stands:
+                    raise not_together(f"{me}, and {ranks} {'wait' if len(missing) > 1 else 'waits'} in another call")
                 raise not_together(f"{me}{' and' if what else ''} waited {timeout:.0f} s for {ranks}")
             time.sleep(pause)
             pause = min(1.1 * pause, 0.05)
@@ -465,6 +472,19 @@ def before_collective(call: Callable[[], None] | None) -> Iterator[None]:
         _before_collective.reset(token)
 
 
+_none_moves: ContextVar[Callable[[], bool] | None] = ContextVar("none_moves", default=None)
+
+
+@contextmanager
+def noticing_standstills(none_moves: Callable[[], bool]) -> Iterator[None]:
+    """End the wait in `meet` in here where `none_moves()` tells that all other ranks wait, too."""
+    token = _none_moves.set(none_moves)
+    try:
+        yield
+    finally:
+        _none_moves.reset(token)
+
+
 _around_collective: ContextVar[Callable[[], AbstractContextManager]] = ContextVar("around", default=nullcontext)
 
 
@@ -543,7 +563,7 @@ def meet(what: str, timeout: float = 60.0) -> None:
     if _has_peers(what):
         counter = f"learnerkit/meet/{what}/{rank()}"
         met = store().add(counter, 0)  # a call to which others did not come does not count
-        await_all(dist.PrefixStore(f"learnerkit/met/{what}/{met}", store()), what, timeout)
+        await_all(dist.PrefixStore(f"learnerkit/met/{what}/{met}", store()), what, timeout, _none_moves.get())
         store().add(counter, 1)
 
 

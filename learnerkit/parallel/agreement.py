@@ -125,6 +125,7 @@ class Agreement:
         with ExitStack() as stack:
             self.watch = stack.enter_context(Watch(what, timeout))
             stack.enter_context(world.before_collective(self._before_collective))
+            stack.enter_context(world.noticing_standstills(self.watch.none_moves))
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the user has a handler
                 with suppress(ValueError):  # not in the main thread, where alone Python sees signals
                     stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._interrupt))

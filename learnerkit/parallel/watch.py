@@ -242,6 +242,11 @@ class Watch:
 
     # A standstill
 
+    def none_moves(self) -> bool:
+        """Tell whether all other ranks have waited for others for a second."""
+        answers = self._ask()
+        return len(answers) == len(self.others) and all(a["waits"] and a["since"] > 1 for a in answers.values())
+
     def _look(self) -> None:
         every, waited = min(1.0, self.timeout / 4), 0.0
         while not self._over.wait(every):
