@@ -37,6 +37,7 @@ REFUSED = {
         "reentrant checkpoint of a shared module",
         "reentrant checkpoint with unused parameters",
     ],
+    "gave a gradient to": ["a _backward of its own, with unused parameters"],  # a warning
     "makes sparse gradients": ["sparse gradients", "sparse gradients and unused parameters"],
     "calls the units": [
         "a _backward of its own, of experts",
