@@ -459,43 +459,38 @@ def _refusal(refused: tuple[str, str], what: str) -> RuntimeError:
     return RuntimeError(f"{where} called {what}: {why} (errors.html#collective-refused)")
 
 
-_before_collective: ContextVar[Callable[[], None] | None] = ContextVar("before_collective", default=None)
-
-
 @contextmanager
-def before_collective(call: Callable[[], None] | None) -> Iterator[None]:
-    """Call `call()` before each collective in here; it can keep this rank from entering by an exception."""
-    token = _before_collective.set(call)
+def _within(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Give a context variable a value in here."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _before_collective.reset(token)
+        variable.reset(token)
+
+
+_before_collective: ContextVar[Callable[[], None] | None] = ContextVar("before_collective", default=None)
+
+
+def before_collective(call: Callable[[], None] | None) -> AbstractContextManager[None]:
+    """Call `call()` before each collective in here; it can keep this rank from entering by an exception."""
+    return _within(_before_collective, call)
 
 
 _none_moves: ContextVar[Callable[[], bool] | None] = ContextVar("none_moves", default=None)
 
 
-@contextmanager
-def noticing_standstills(none_moves: Callable[[], bool]) -> Iterator[None]:
+def noticing_standstills(none_moves: Callable[[], bool]) -> AbstractContextManager[None]:
     """End the wait in `meet` in here where `none_moves()` tells that all other ranks wait, too."""
-    token = _none_moves.set(none_moves)
-    try:
-        yield
-    finally:
-        _none_moves.reset(token)
+    return _within(_none_moves, none_moves)
 
 
 _around_collective: ContextVar[Callable[[], AbstractContextManager]] = ContextVar("around", default=nullcontext)
 
 
-@contextmanager
-def around_collectives(context: Callable[[], AbstractContextManager]) -> Iterator[None]:
+def around_collectives(context: Callable[[], AbstractContextManager]) -> AbstractContextManager[None]:
     """Enter `context()` for each collective of this module in here, to measure how long this rank waits in it."""
-    token = _around_collective.set(context)
-    try:
-        yield
-    finally:
-        _around_collective.reset(token)
+    return _within(_around_collective, context)
 
 
 @contextmanager
