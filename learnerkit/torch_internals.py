@@ -7,6 +7,7 @@ import linecache
 import os
 import socket
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as loader_worker
@@ -294,6 +296,54 @@ class CollectiveRefusal(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             raise self.error(f"torch.distributed ({func.__name__.partition('.')[0]})")
         return func(*args, **(kwargs or {}))
+
+
+# Memory
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts, while it is entered, the bytes of the tensors that torch's operations make, until they are freed.
+
+    A storage counts once, however many tensors share it. What a kernel takes for itself while it runs is not seen, nor
+    is memory that the allocator keeps. Operations take some 20 microseconds longer.
+
+    Attributes:
+        now: bytes that are alive.
+        peak: the most that were alive at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, tuple[weakref.ref, int]] = {}  # by the id of a storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run an operation of torch's, and note the tensors that it returns."""
+        found = func(*args, **(kwargs or {}))
+        self.note(x for x in pytree.tree_leaves(found) if isinstance(x, Tensor))
+        return found
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Count these tensors, too: those that were made before."""
+        for t in tensors:
+            storage = t.untyped_storage()
+            key, size = id(storage), storage.nbytes()
+            known = self._sizes.get(key)
+            if known is not None and known[1] == size:
+                continue
+            self._sizes[key] = (known[0] if known else weakref.ref(storage, self._forgetter(key))), size
+            self.now += size - (known[1] if known else 0)
+        self.peak = max(self.peak, self.now)
+        self.changed()
+
+    def changed(self) -> None:
+        """Do what is to be done when `now` may have grown: nothing here."""
+
+    def _forgetter(self, key: int) -> Any:
+        def forget(_: Any) -> None:
+            self.now -= self._sizes.pop(key)[1]
+
+        return forget
 
 
 # Loaders

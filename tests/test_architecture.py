@@ -25,7 +25,7 @@ PACKAGE = ROOT / "learnerkit"
 # A part is a folder of the package, or a file at its top. It imports parts of lower layers only: two parts of one layer
 # know nothing of each other.
 LAYERS = [
-    ["text", "endings", "state", "torch_internals", "host_scalars", "shards", "live_bytes"],
+    ["text", "endings", "state", "torch_internals", "host_scalars", "shards"],
     ["launch", "utils", "files", "events"],
     ["world", "optim", "processes"],
     ["callback", "data", "datasets", "large"],
