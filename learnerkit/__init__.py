@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.callbacks.schedule import combine_scheds as combine_scheds
     from learnerkit.callbacks.schedule import combined_cos as combined_cos
     from learnerkit.callbacks.schedule import linear_warmup as linear_warmup
+    from learnerkit.callbacks.splitting import SplitBatch as SplitBatch
     from learnerkit.callbacks.tracking import EarlyStoppingCallback as EarlyStoppingCallback
     from learnerkit.callbacks.tracking import ReduceLROnPlateau as ReduceLROnPlateau
     from learnerkit.callbacks.tracking import SaveModelCallback as SaveModelCallback
@@ -134,6 +135,7 @@ _HOMES = {
         "ParamScheduler", "SchedCos", "SchedExp", "SchedLin", "SchedNo", "SchedPoly", "TorchScheduler",
         "combine_scheds", "combined_cos", "linear_warmup",
     ],
+    "callbacks.splitting": ["SplitBatch"],
     "callbacks.tracking": [
         "EarlyStoppingCallback", "ReduceLROnPlateau", "SaveModelCallback", "TerminateOnNaNCallback",
         "TrackerCallback", "ValidateEvery",

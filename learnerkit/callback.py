@@ -242,6 +242,22 @@ def check_hooks(cb: Callback) -> None:
             ) from None
 
 
+_BEHIND_FORWARD = [event for event in INNER_EVENTS if event != Event.before_batch]
+
+
+def readers_of_predictions(learn: "Learner") -> set[str]:
+    """Return the events of the present kind of batch at which a callback may read or change its predictions.
+
+    This library's own callbacks say by `reads_predictions` or `train_metrics` that they do.
+    """
+    return {
+        event
+        for event in _BEHIND_FORWARD
+        for cb, hook, *_ in learn._dispatch.table[event]
+        if not is_ours(hook) or getattr(cb, "train_metrics", False) or getattr(cb, "reads_predictions", False)
+    }
+
+
 _IN_EVALUATION = [e for e in Event if not any(part in e for part in ("create", "train", "backward", "step"))]
 
 

@@ -1,6 +1,6 @@
 """The gradient of a step that several batches make together: the mean over everything they count."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 import torch
@@ -123,7 +123,11 @@ def scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply the gradients of some parameters, in place."""
     if isinstance(factor, float) and factor == 1:
         return
-    grads = [local(p.grad) for p in params if p.grad is not None]
+    scale_each([local(p.grad) for p in params if p.grad is not None], factor)
+
+
+def scale_each(grads: Collection[Tensor], factor: float | Tensor) -> None:
+    """Multiply gradients, in place."""
     for kind in {(g.device, g.dtype) for g in grads}:
         alike = [g for g in grads if (g.device, g.dtype) == kind]
         scale_together(alike, factor.to(*kind) if isinstance(factor, Tensor) else factor)

@@ -67,6 +67,7 @@ from learnerkit.losses import (
     fire_after_loss,
     found_loss,
     loss_name,
+    loss_without_targets,
     makes_loss,
     no_loss,
     pred_of,
@@ -248,6 +249,7 @@ class Learner(RunState):
         scaling_monitor: lk.ScalingMonitor
         short_epoch: lk.ShortEpochCallback
         show_graph: lk.ShowGraphCallback
+        split_batch: lk.SplitBatch
         swa: lk.SWA
         tensor_board: lk.TensorBoardCallback
         terminate_on_na_n: lk.TerminateOnNaNCallback
@@ -1049,7 +1051,7 @@ class Learner(RunState):
             by_rows = self.dls.batch_dim == 0
             self._loss_weighting = LossWeight(self.loss_func, self.loss_weight, self.model, self.dls.aligned, by_rows)
             arguments.check_loss(self)
-        self._loss_without_targets = self.loss_func is None or overrides(self, "_loss") or self._loss_weighting.alone
+        self._loss_without_targets = loss_without_targets(self)
         kept = TRANSIENT if fitting else (*TRANSIENT, *COUNTERS)
         outer = {name: getattr(self, name) for name in kept}
         with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.agreement_for(self, task):

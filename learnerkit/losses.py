@@ -236,7 +236,7 @@ def count_passed(learn: "Learner") -> dict[str, Tensor]:
     """Return what `LossWeight.passed` does for the present batch, unless the model would cut it or the batch has it."""
     if learn.loss_func is not None or isinstance(learn.model, nn.DataParallel):
         return {}
-    found = learn._loss_weighting.passed(learn.yb)
+    found = weighting_of(learn).passed(learn.yb)
     return {} if found and isinstance(learn.xb[0], Mapping) and _COUNT in learn.xb[0] else found
 
 
@@ -646,7 +646,7 @@ def take_loss(learn: "Learner") -> None:
         return
     if not isinstance(learn.loss_grad, Tensor) or learn.loss_grad.ndim:
         raise no_scalar(learn.loss_grad)
-    weighting, table = learn._loss_weighting, learn._dispatch.table
+    weighting, table = weighting_of(learn), learn._dispatch.table
     learn.loss_count = count = batch_count(learn)
     if weighting.parts and learn.batch_size:
         weighting.take_parts(learn)
@@ -657,7 +657,7 @@ def take_loss(learn: "Learner") -> None:
         if why := doubtful_count(learn):
             world.warn_once(f"{why}. {_UNTIL_THEN} (errors.html#loss-weight)")
     several = learn.task == "fit" and learn._gradient is not None
-    if several and isinstance(count, int) and count != learn.batch_size and not _is_known(learn.loss_func):
+    if several and isinstance(count, int) and count != learn.batch_size and not is_of_torch(learn.loss_func):
         world.warn_once(
             f"the loss compares {count} rows of a batch of {learn.batch_size} samples, and is taken for their mean; if "
             f"it is another one, say so by loss_weight=. {_UNTIL_THEN} (errors.html#loss-weight)"
@@ -707,25 +707,46 @@ def output_of(learn: "Learner") -> Any:
     return learn.pred if learn.output is None else learn.output
 
 
+def weighting_of(learn: "Learner") -> LossWeight:
+    """Return what counts the items behind the learner's losses."""
+    return learn._loss_weighting
+
+
 def batch_count(learn: "Learner") -> int | Tensor:
     """Return what the loss of the present batch averages over."""
-    return learn._loss_weighting.count(learn.yb, learn.batch_size, learn.pred, output_of(learn))
+    return weighting_of(learn).count(learn.yb, learn.batch_size, learn.pred, output_of(learn))
+
+
+def counts_predictions(learn: "Learner") -> bool:
+    """Tell whether what the loss averages over is counted by what the model returns."""
+    weighting = weighting_of(learn)
+    return weighting.takes_output(learn.yb) or bool(weighting.entries)
+
+
+def loss_without_targets(learn: "Learner") -> bool:
+    """Tell whether a batch without targets may have a loss."""
+    return learn.loss_func is None or overrides(learn, "_loss") or weighting_of(learn).alone
+
+
+def wants_loss(learn: "Learner") -> bool:
+    """Tell whether the present batch has a loss."""
+    return (bool(learn.yb) or loss_without_targets(learn)) and learn.task != "predict"
 
 
 def loss_sums(learn: "Learner") -> bool:
     """Tell whether the loss of a batch is a sum rather than a mean."""
-    return learn._loss_weighting.sums
+    return weighting_of(learn).sums
 
 
 def loss_arguments(learn: "Learner") -> dict[str, Any]:
     """Return the attributes of the learner, or itself, that its loss function gets by keyword."""
-    return {name: learn if name == "learn" else getattr(learn, name) for name in learn._loss_weighting.asks}
+    return {name: learn if name == "learn" else getattr(learn, name) for name in weighting_of(learn).asks}
 
 
 def found_loss(learn: "Learner") -> Any:
     """Return the loss that the model has made, or that of a loss function which asks for something of the learner."""
     if learn.loss_func is None:
-        return own_loss(learn.output, learn._loss_weighting.entries)
+        return own_loss(learn.output, weighting_of(learn).entries)
     return learn.loss_func(learn.pred, *learn.yb, **loss_arguments(learn))
 
 
@@ -764,7 +785,7 @@ def loss_parts(output: Any, but: Collection[str] = ()) -> dict[str, Tensor]:
 
 def counted_parts(learn: "Learner") -> dict[str, tuple[Tensor, float | Tensor]]:
     """Return the parts of the loss that the model has made of the present batch, each with what it is the mean of."""
-    weighting = learn._loss_weighting
+    weighting = weighting_of(learn)
     if learn.loss is None or not learn.batch_size:
         return {}
     if weighting.parts:
@@ -854,7 +875,7 @@ def doubtful_count(learn: "Learner") -> str:
 
     A host-device sync.
     """
-    own, yb = learn._loss_weighting.own, learn.yb
+    own, yb = weighting_of(learn).own, learn.yb
     if own is None or own.is_known(yb):
         return ""
     if own.count(*yb) is not None:
@@ -872,7 +893,7 @@ def doubtful_count(learn: "Learner") -> str:
     )
 
 
-def _is_known(loss_func: Any) -> bool:
+def is_of_torch(loss_func: Any) -> bool:
     """Tell whether a loss is one of torch's, or the model's own, of which `doubtful_count` says what is not known."""
     inner = unwrap_partial(loss_func)
     module = getattr(inner if hasattr(inner, "__qualname__") else type(inner), "__module__", "")
@@ -895,7 +916,7 @@ def accept_no_loss(learn: "Learner") -> None:
     """
     if learn.loss_func is not None or not learn.yb:
         raise no_loss(learn)
-    learn._loss_weighting.absent = True
+    weighting_of(learn).absent = True
 
 
 def no_loss(learn: "Learner") -> ValueError:

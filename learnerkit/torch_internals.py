@@ -8,8 +8,8 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any, BinaryIO
@@ -119,6 +119,56 @@ def remove_hooks(handles: Iterable[Any], tensors: Iterable[Tensor]) -> None:
             t._backward_hooks = None
         if not t._post_accumulate_grad_hooks:
             t._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+
+@contextmanager
+def hooks_left_out(params: Iterable[Tensor]) -> Iterator[None]:
+    """Have nobody who has a hook on some leaf tensors hear of their gradients in here."""
+    found = [(hooks, dict(hooks)) for p in params for hooks in _hook_tables(p) if hooks]
+    for hooks, _ in found:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in found:
+            hooks.update(kept)
+
+
+def _hook_tables(p: Tensor) -> tuple[Any, Any]:
+    return p._backward_hooks, p._post_accumulate_grad_hooks
+
+
+def version_of(t: Tensor) -> int:
+    """Return a number that grows when a tensor is changed in place."""
+    return t._version
+
+
+class BuffersKept:
+    """Keeps the values that the buffers of a module have now, and puts them back.
+
+    Args:
+        module: the module, which has the buffers that it will have.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        tables = {id(m._buffers): m._buffers for m in module.modules()}.values()
+        self._places = [(table, name) for table in tables for name, b in table.items() if b is not None]
+        self._now: list[Tensor] = []
+        self._copies: list[Tensor] = []
+
+    def keep(self) -> None:
+        """Copy the values, by one kernel for many of them."""
+        self._now = [b for table, name in self._places if (b := table[name]) is not None]
+        if [b.shape for b in self._now] != [b.shape for b in self._copies]:
+            self._copies = [b.detach().clone() for b in self._now]
+        elif self._now:
+            torch._foreach_copy_(self._copies, self._now)
+
+    def put_back(self) -> None:
+        """Put back the tensors, and the values that were copied last."""
+        for (table, name), b, copy in zip(self._places, self._now, self._copies, strict=True):
+            table[name] = b
+            b.detach().copy_(copy)
 
 
 # FSDP2

@@ -195,6 +195,12 @@ def library_of(x: Any) -> str:
     return next((package for package in packages if package in _OTHERS), "")
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether there was not enough memory: of a device, or of the host by torch's allocator."""
+    host = type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)
+    return host or isinstance(error, torch.OutOfMemoryError)
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the user's own module inside DataParallel, DistributedDataParallel and compiled wrappers."""
     while True:

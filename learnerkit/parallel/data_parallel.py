@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from learnerkit import world
-from learnerkit.callback import Callback, is_ours
+from learnerkit.callback import Callback, readers_of_predictions
 from learnerkit.data.batches import in_float32, map_batch, rows_of, tensors_in, to_device
-from learnerkit.events import INNER_EVENTS, Event
+from learnerkit.events import Event
 from learnerkit.losses import (
     LossWeight,
     check_shapes,
+    counts_predictions,
     is_scalar,
     loss_option,
     loss_parts,
@@ -26,8 +27,6 @@ from learnerkit.losses import (
 )
 from learnerkit.text import first_few
 from learnerkit.utils import add_note_once, describe, overrides, spanned_devices, unwrap
-
-_AFTER_PRED = [e for e in INNER_EVENTS if e != Event.before_batch]
 
 
 class ParallelCallback(Callback):
@@ -146,13 +145,7 @@ class ParallelCallback(Callback):
                 "samples share in the model, or use distrib_ctx, where every process collates its own samples"
                 " (errors.html#data-parallel)"
             )
-        read = {
-            event
-            for event in _AFTER_PRED
-            for cb, hook, *_ in learn._dispatch.table[event]
-            # This library's own callbacks say so themselves.
-            if not is_ours(hook) or getattr(cb, "train_metrics", False) or getattr(cb, "reads_predictions", False)
-        }
+        read = readers_of_predictions(learn)
         takes = (
             learn.loss_func is None
             or (
@@ -163,9 +156,7 @@ class ParallelCallback(Callback):
                 and all(isinstance(y, Tensor) and y.shape[:1] == (learn.batch_size,) for y in learn.yb)
             )
         )
-        weighting = learn._loss_weighting
-        counted = weighting.takes_output(learn.yb) or weighting.entries
-        keeps = not (takes and learn.training) or bool(counted or read)
+        keeps = not (takes and learn.training) or counts_predictions(learn) or bool(read)
         self._asked = learn.yb if takes else None, keeps
 
     def _loss(self) -> None:

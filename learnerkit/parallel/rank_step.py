@@ -48,6 +48,7 @@ class RankStep:
             before out.
         reduced: this rank has taken part in the reduction of the batch's gradients.
         stepped: its optimizer has stepped after the batch; False: all ranks leave that out; `None`: neither as yet.
+        agree: called before the gradients of each batch, on every rank; something that the ranks agree on before them.
         reads_late: read the flags of a step after the next one, at the same place on every rank, so that the host need
             not wait for the device.
     """
@@ -60,6 +61,7 @@ class RankStep:
         self.passes = Passes(self, watches=False)
         self.sends: nn.Module | None = None
         self.kept = self.reduced = False
+        self.agree: Callable[[], None] = lambda: None
         self.stepped: bool | None = None
         self.count: float | Tensor = 0
         self.number = 0
@@ -117,6 +119,7 @@ class RankStep:
     def take_count(self) -> bool:
         """Take what the batch counts into its step, and tell whether that may be anything."""
         learn, mean = self.learn, self.mean
+        self.agree()
         if not learn.batch_size:
             learn.loss_count = 0  # that of a sample which stands for shapes and types only
         self.count = host_count(learn.loss_count)

@@ -1,0 +1,413 @@
+"""SplitBatch on one process: a batch that runs out of memory is taken in parts, and nothing else changes."""
+
+import gc
+
+import pytest
+import torch
+from helpers import mostly_slow, same_weights
+from memory_limits import FAILURE, Limit
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from learnerkit import (
+    EMA,
+    Callback,
+    CarriedState,
+    CheckpointCallback,
+    DataLoaders,
+    GradientAccumulation,
+    GradientClip,
+    Learner,
+    MixedPrecision,
+    MixUp,
+    SplitBatch,
+    accuracy,
+    set_seed,
+)
+
+ROWS = 20
+
+
+class Spy(Callback):
+    """Writes down each event of a batch, with the predictions and the loss that it shows."""
+
+    order = 5
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        for event in ("before_batch", "after_pred", "after_loss", "before_backward", "after_backward", "before_step",
+                      "after_step", "after_batch"):  # fmt: skip
+            setattr(self, event, lambda event=event: self._note(event))
+
+    def _note(self, event):
+        learn = self.learn
+        loss = learn.loss.item() if isinstance(learn.loss, torch.Tensor) else None
+        self.seen.append((event, learn.training, None if learn.pred is None else learn.pred.tolist(), loss))
+
+
+def make_net(dropout=0.0, norm=False):
+    parts = [nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)]
+    return nn.Sequential(*parts[:1], *[nn.BatchNorm1d(8)] * norm, *parts[1:]).double()
+
+
+def make_loaders(n=70, rows=ROWS, **kwargs):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(n, 6, generator=generator, dtype=torch.float64), torch.randint(0, 3, (n,), generator=generator)
+    data = TensorDataset(x, y)
+    return DataLoaders(DataLoader(data, rows, shuffle=True), DataLoader(data, 2 * rows), device="cpu", **kwargs)
+
+
+def fitted(limit=None, cbs=(), model=None, loss=None, epochs=2, dls=None, cls=Learner, **kwargs):
+    """A learner after a fit."""
+    set_seed(1)
+    learn = cls(
+        dls or make_loaders(), (model or make_net)(), loss or nn.CrossEntropyLoss(), lr=1e-2, cbs=list(cbs), **kwargs
+    )
+    if limit is not None:
+        limit.put_on(learn.model)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(epochs)
+    return learn
+
+
+def difference(a, b):
+    """How far the weights and the tables of two learners are from each other."""
+    pairs = zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True)
+    rows = [torch.tensor([[float(v) for v in row] for row in x.recorder.values], dtype=torch.float64) for x in (a, b)]
+    return max([(p - q).abs().max().item() for p, q in pairs] + [(rows[0] - rows[1]).abs().max().item()])
+
+
+# Equal to the whole batch
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("rows", "parts"), [(10, 2), (7, 3), (3, 7)])
+def test_a_batch_that_runs_out_of_memory_is_taken_in_parts_with_the_same_result(where, rows, parts, capsys):
+    whole, spies = fitted(cbs=[(first := Spy())], metrics=accuracy), [first, Spy(), Spy()]
+    limit = Limit(rows, where)
+    split = fitted(limit, [SplitBatch(), spies[1]], metrics=accuracy)
+    assert (split.split_batch.parts, limit.failures) == (parts, parts - 1)
+    assert difference(whole, split) < 1e-9
+    events = [[(event, training) for event, training, *_ in spy.seen] for spy in spies[:2]]
+    assert events[0] == events[1]  # each once
+    for (*_, pred, loss), (*_, others, other) in zip(spies[0].seen, spies[1].seen, strict=True):
+        assert (pred is None) == (others is None)
+        assert pred is None or torch.allclose(torch.tensor(pred), torch.tensor(others), atol=1e-9)
+        assert loss == other or abs(loss - other) < 1e-9
+    assert capsys.readouterr().out == f"SplitBatch takes batches of 20 samples in {parts} parts\n"
+    beforehand = fitted(None, [SplitBatch(parts=parts), spies[2]], metrics=accuracy)
+    assert difference(beforehand, split) == 0
+    assert spies[2].seen == spies[1].seen
+
+
+@pytest.mark.parametrize("error", [RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried "
+                                                "to allocate 8 bytes. Error code 12")])  # fmt: skip
+def test_the_hosts_allocator_counts_and_other_errors_do_not(error):
+    limit = Limit(10, error=error)
+    assert difference(fitted(), fitted(limit, [SplitBatch()])) < 1e-9
+    with pytest.raises(RuntimeError, match="out of money"):
+        fitted(Limit(10, error=RuntimeError("out of money")), [SplitBatch()])
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_memory_that_becomes_short_late_in_a_fit(where):
+    limit = Limit(10, where, begins=12)
+    split = fitted(limit, [SplitBatch()], epochs=5)
+    assert limit.failures == 1
+    assert difference(fitted(epochs=5), split) < 1e-9
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_gradients_of_earlier_batches_of_a_step_survive(where):
+    def accumulated(limit=None, cbs=()):
+        dls = make_loaders(rows=10)
+        return fitted(limit, [GradientAccumulation(n_batches=3), *cbs], dls=dls)
+
+    limit = Limit(4, where, begins=2)  # the third batch of the first step
+    assert difference(accumulated(), accumulated(limit, [SplitBatch()])) < 1e-9
+    assert limit.failures >= 1
+
+
+def test_a_late_failure_in_the_backward_pass_of_an_accumulated_step_is_an_error():
+    limit, cbs = Limit(4, "backward", begins=16), [GradientAccumulation(n_batches=2), SplitBatch()]
+    with pytest.raises(torch.OutOfMemoryError):
+        fitted(limit, cbs, dls=make_loaders(rows=10), epochs=4)
+
+
+class Padded(nn.Module):
+    """Makes its own loss, a mean over the targets that are not padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    def forward(self, x, labels):
+        logits = self.body(x)
+        return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def padded():
+    generator = torch.Generator().manual_seed(0)
+    x, y = (
+        torch.randn(40, 5, 6, generator=generator, dtype=torch.float64),
+        torch.randint(3, (40, 5), generator=generator),
+    )
+    for i, row in enumerate(y):
+        row[1 + i % 5 :] = -100
+    batches = [{"x": x[i : i + 10], "labels": y[i : i + 10]} for i in range(0, 40, 10)]
+    return DataLoaders(batches, batches, device="cpu")
+
+
+class Penalty(Callback):
+    """Adds something to the loss: a function of the weights, and one of the predictions."""
+
+    def after_loss(self):
+        if self.training:
+            more = self.learn.pred.square().mean() + self.model[0].weight.square().sum()
+            self.learn.loss_grad = self.loss_grad + 0.1 * more
+
+
+class Doubled(Callback):
+    """Changes the predictions before the loss."""
+
+    def after_pred(self):
+        self.learn.pred = 2 * self.pred
+
+
+def weighted(pred, y):
+    return F.cross_entropy(pred, y, weight=torch.tensor([0.2, 1.0, 3.0]).double())
+
+
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0]).double()
+CASES = {
+    "sum": {"loss": nn.CrossEntropyLoss(reduction="sum")},
+    "class weights": {"loss": nn.CrossEntropyLoss(weight=WEIGHTS)},
+    "ignored": {"loss": nn.CrossEntropyLoss(ignore_index=1)},
+    "a count of its own": {"loss": weighted, "loss_weight": lambda y: WEIGHTS[y].sum()},
+    "a count by predictions": {"loss": weighted, "loss_weight": lambda pred, y: WEIGHTS[y].sum()},
+    "own loss": {"dls": padded, "model": Padded},
+    "penalty": {"cbs": [Penalty]},
+    "predictions are changed": {"cbs": [Doubled]},
+    "mixed": {"cbs": [MixUp]},
+    "clipped and averaged": {"cbs": [lambda: GradientClip(0.1), EMA]},
+    "bf16": {"cbs": [lambda: MixedPrecision("bf16")]},
+    "fp16": {"cbs": [MixedPrecision]},
+}
+
+
+def case(name):
+    """The arguments of `fitted`, of which each call makes new callbacks, models and data."""
+    given = dict(CASES[name])
+    cbs = [cb() for cb in given.pop("cbs", [])]
+    if "dls" in given:
+        given["dls"] = given["dls"]()
+    if given.get("model") is Padded:
+        given["cls"] = lambda dls, model, loss, **kwargs: Learner(dls, model, **kwargs)
+    return cbs, given
+
+
+@pytest.mark.filterwarnings("ignore:the model makes its own loss", "ignore:mixed precision with float16")
+@pytest.mark.parametrize("where", mostly_slow(["forward", "backward"], "forward"))
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_callbacks_see_the_whole_batch(name, where):
+    (cbs, given), (others, again) = case(name), case(name)
+    limit = Limit(4, where)
+    split = fitted(limit, [*others, SplitBatch()], **again)
+    assert limit.failures
+    tolerance = 5e-2 if name == "bf16" else 1e-2 if name == "fp16" else 1e-9  # rows of a batch are rounded by its size
+    assert difference(fitted(cbs=cbs, **given), split) < tolerance
+
+
+@pytest.mark.parametrize("rows", [4, 13])
+def test_evaluation_is_cut_too_and_gives_the_same_table_and_predictions(rows):
+    whole, limit = fitted(metrics=accuracy), Limit(rows, trains=False)
+    split = fitted(limit, [SplitBatch()], metrics=accuracy)
+    assert limit.failures
+    assert split.split_batch.parts == 1
+    assert difference(whole, split) < 1e-9
+    preds, targets = split.get_preds()
+    assert torch.allclose(preds, whole.get_preds()[0], atol=1e-9)
+    assert torch.equal(targets, whole.get_preds()[1])
+    assert abs(split.validate()[0] - whole.validate()[0]) < 1e-9
+
+
+def test_a_validation_in_the_middle_of_a_batch_leaves_its_parts_alone():
+    class Validates(Callback):
+        def __init__(self, event):
+            super().__init__(**{event: lambda cb: cb.learn.validate() if cb.learn.training else None})
+
+    for event in ("before_batch", "after_pred", "after_loss", "after_backward", "after_batch"):
+        limit = Limit(7)
+        assert difference(fitted(cbs=[Validates(event)]), fitted(limit, [SplitBatch(), Validates(event)])) < 1e-9
+        assert limit.failures
+
+
+# What a failed try leaves behind
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_random_states_and_buffers_are_as_before_the_failed_try(where):
+    def model():
+        return make_net(dropout=0.5, norm=True)
+
+    split = fitted(Limit(7, where), [SplitBatch()], model=model)
+    assert difference(fitted(cbs=[SplitBatch(parts=3)], model=model), split) == 0
+    late = [fitted(Limit(7, where, begins=8), [SplitBatch()], model=model, epochs=3) for _ in range(2)]
+    assert difference(*late) == 0
+
+
+def test_what_cannot_be_equal_is_said_by_name_once(capsys):
+    fitted(Limit(7), [SplitBatch()], model=lambda: make_net(dropout=0.5, norm=True))
+    assert capsys.readouterr().out == (
+        "SplitBatch takes batches of 20 samples in 2 parts. Not equal to the whole batch: the statistics of 1 and the "
+        "random numbers of 3 (equal in law)\n".replace("in 2 parts", "in 3 parts")
+    )
+
+
+@pytest.mark.parametrize("where", mostly_slow(["forward", "backward"], "backward"))
+def test_no_tensor_of_a_failed_try_stays(where):
+    def alive():
+        gc.collect()
+        return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+    class Counts(Callback):
+        counts = ()
+
+        def after_batch(self):
+            self.counts = [*self.counts, alive()]
+
+    fitted(Limit(7, where), [SplitBatch()])  # what torch keeps from its first use on
+    counts = [fitted(limit, [SplitBatch(**given), Counts()]).counts.counts
+              for limit, given in ((None, {"parts": 3}), (Limit(7, where), {}))]  # fmt: skip
+    assert counts[0] == counts[1]
+
+
+def test_hooks_of_parameters_hear_of_the_whole_gradient_once():
+    heard = []
+
+    def model():
+        net = make_net()
+        net[0].weight.register_hook(lambda grad: heard.append(grad.clone()) or 2 * grad)
+        net[0].weight.register_post_accumulate_grad_hook(lambda p: heard.append(p.grad.clone()))
+        return net
+
+    whole, first = fitted(model=model), list(heard)
+    heard.clear()
+    assert difference(whole, fitted(Limit(4), [SplitBatch()], model=model)) < 1e-9
+    assert len(heard) == len(first)
+    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(heard, first, strict=True))
+
+
+def test_the_number_of_parts_stays_for_that_size_and_in_the_next_fit():
+    limit = Limit(10)
+    split = fitted(limit, [SplitBatch()], epochs=2)
+    assert limit.failures == 1
+    training = [rows for rows in limit.seen if rows != 2 * ROWS]
+    assert training[:7] == [20, 10, 10, 10, 10, 10, 10]
+    with split.no_bar(), split.no_logging():
+        split.fit(1)
+    assert limit.failures == 1
+
+
+def test_a_checkpoint_has_the_number_of_parts_and_the_run_goes_on_bit_by_bit(tmp_path):
+    class Killed(Exception):
+        pass
+
+    class Kill(Callback):
+        order = 20000
+
+        def after_batch(self):
+            if self.learn.training and self.learn.train_iter == deadly:
+                raise Killed
+
+    def run(limit):
+        cbs = [SplitBatch(), CheckpointCallback(tmp_path / "run", every=2, resume=True), Kill()]
+        return fitted(limit, cbs, epochs=3)
+
+    whole = fitted(Limit(7), [SplitBatch()], epochs=3)
+    deadly = 6
+    with pytest.raises(Killed):
+        run(Limit(7))
+    deadly, limit = 0, Limit(7)
+    assert same_weights(whole.model, run(limit).model)
+    assert limit.failures == 0
+
+
+# What is refused
+
+
+def test_one_sample_that_does_not_fit_is_an_error_with_numbers():
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fitted(Limit(0), [SplitBatch()])
+    text = str(caught.value)
+    assert text.startswith(f"one sample alone does not fit: {FAILURE}")
+    assert "are free; the largest tensors are" in text
+    assert "ActivationCheckpointing()" in text
+
+
+def test_a_loss_that_compares_samples_is_refused():
+    def contrastive(pred, y):
+        return F.cross_entropy(pred @ pred.mT, torch.arange(len(pred)))
+
+    with pytest.raises(ValueError, match="contrastive compares the samples of a batch with each other"):
+        fitted(Limit(7), [SplitBatch()], loss=contrastive)
+    fitted(None, [SplitBatch()], loss=contrastive)  # as long as no batch is cut
+
+
+def test_what_cannot_be_cut_exactly_is_refused_in_words():
+    class Own(Learner):
+        def _backward(self):
+            self.loss_grad.backward()
+
+    class State(CarriedState):
+        def start(self, n):
+            return torch.zeros(n, 3)
+
+    with pytest.raises(ValueError, match="Own makes backward passes or steps of its own"):
+        fitted(cbs=[SplitBatch()], cls=Own)
+    with pytest.raises(ValueError, match="makes backward passes or steps of its own"):
+        fitted(cbs=[SplitBatch()], opt_func=torch.optim.LBFGS)
+    with pytest.raises(ValueError, match="State carries a state"):
+        fitted(cbs=[SplitBatch(), State()])
+    with pytest.raises(ValueError, match="got parts=0"):
+        SplitBatch(parts=0)
+
+
+def test_a_batch_that_cannot_be_cut_says_so():
+    batches = [(torch.randn(20, 6).double(), torch.randint(3, (10,)))] * 2
+
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = make_net()
+
+        def forward(self, x):
+            return self.body(x)[:10]
+
+    dls = DataLoaders(batches, device="cpu", batch_size=lambda batch: 10)
+    with pytest.raises(torch.OutOfMemoryError, match=r"SplitBatch cannot cut a batch of 10 samples"):
+        fitted(Limit(7), [SplitBatch()], model=Half, dls=dls)
+    with pytest.raises(ValueError, match=r"SplitBatch cannot cut a batch of 10 samples"):
+        fitted(None, [SplitBatch(parts=2)], model=Half, dls=dls)
+
+
+def test_time_major_batches_are_cut_along_their_samples():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(6, 5).double(), nn.Linear(5, 1).double()
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0])
+
+    generator = torch.Generator().manual_seed(0)
+    batches = [tuple(torch.randn(4, 12, k, generator=generator, dtype=torch.float64) for k in (6, 1)) for _ in range(3)]
+
+    def dls():
+        return DataLoaders(batches, batches, device="cpu", batch_dim=1)
+
+    whole = fitted(dls=dls(), model=Net, loss=nn.MSELoss())
+    split = fitted(None, [SplitBatch(parts=5)], dls=dls(), model=Net, loss=nn.MSELoss())
+    assert difference(whole, split) < 1e-9

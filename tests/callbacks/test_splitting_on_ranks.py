@@ -1,0 +1,171 @@
+"""SplitBatch on several ranks: whichever of them runs out of memory, all take as many parts, and none waits in vain."""
+
+import time
+import warnings
+
+import pytest
+import torch
+from helpers import mostly_slow
+from memory_limits import FAILURE, Limit
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from learnerkit import (
+    Callback,
+    CancelBatchException,
+    CancelStepException,
+    DataLoaders,
+    GradientAccumulation,
+    GradientClip,
+    Learner,
+    SplitBatch,
+    world,
+)
+
+pytestmark = pytest.mark.ranks(2, slow=[3])
+
+RANK, N = world.rank(), world.world_size()
+ROWS = 12
+
+
+def make_net():
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def fitted(limit=None, cbs=(), together=True, model=make_net, loss=None, epochs=2, n=100, options=None, **kwargs):
+    """A learner that all ranks have trained together, or one process by itself."""
+    torch.manual_seed(3)
+    x, y = torch.randn(n, 4, dtype=torch.float64), torch.randint(3, (n,))
+    train, valid = TensorDataset(x, y), TensorDataset(x[:30], y[:30])
+    dls = DataLoaders.from_datasets(train, valid, bs=ROWS, device="cpu")
+    net = model()
+    learn = Learner(dls, net, loss or nn.CrossEntropyLoss(), opt_func=torch.optim.AdamW, lr=0.01, cbs=cbs, **kwargs)
+    if limit is not None:
+        limit.put_on(net)
+    with learn.no_logging(), learn.no_bar(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* processes each train a whole copy")
+        if together:
+            with learn.distrib_ctx(split_batches=True, **(options or {})):
+                learn.fit(epochs)
+        else:
+            learn.fit(epochs)
+    return learn
+
+
+def values(learn):
+    table = torch.tensor(learn.recorder.values, dtype=torch.float64)
+    return torch.cat([*(p.detach().flatten() for p in learn.model.parameters()), table.flatten()])
+
+
+def far(a, b):
+    return (values(a) - values(b)).abs().max().item()
+
+
+def on(rank, rows, *args, **kwargs):
+    """A limit on one rank, or with -1 on all; on the others there is none."""
+    return Limit(rows if rank in (-1, RANK) else 1000, *args, **kwargs)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("which", [-1, 0, 1])
+@pytest.mark.parametrize("rows", mostly_slow([3, 1], 3))
+def test_all_ranks_take_the_parts_that_one_of_them_needs(which, where, rows):
+    limit = on(which, rows, where)
+    split = fitted(limit, [SplitBatch()])
+    assert bool(limit.failures) == (which in (-1, RANK))
+    found = world.all_gather(split.split_batch.parts)
+    assert len({*found}) == 1
+    assert found[0] > 1
+    assert far(fitted(together=False), split) < 1e-9
+    assert far(fitted(cbs=[SplitBatch(parts=found[0])]), split) == 0
+
+
+def test_ranks_without_data_and_steps_of_several_batches():
+    # 49 samples in batches of 12: the last has one sample, so that all ranks but one have none
+    for cbs in ((), (lambda: GradientAccumulation(n_batches=2), lambda: GradientClip(0.1))):
+        limit = on(1, 2)
+        split = fitted(limit, [SplitBatch(), *(cb() for cb in cbs)], n=49)
+        assert far(fitted(cbs=[cb() for cb in cbs], together=False, n=49), split) < 1e-9
+
+
+class Cancels(Callback):
+    """Cancels a batch, or its step, on one rank, in one of the first batches."""
+
+    def __init__(self, event, error, at, rank):
+        super().__init__(**{event: lambda cb: cb.cancel()})
+        self.error, self.at, self.which = error, at, rank
+
+    def cancel(self):
+        if self.learn.training and self.learn.train_iter == self.at and self.which == RANK:
+            raise self.error
+
+
+def test_a_cancel_on_one_rank_in_the_first_batches_leaves_no_rank_waiting():
+    cases = [
+        (0, "before_batch", CancelBatchException, 0),
+        (0, "before_batch", CancelBatchException, 1),
+        (0, "after_pred", CancelBatchException, 0),
+        (1, "after_loss", CancelBatchException, 1),
+        (1, "before_step", CancelStepException, 0),
+    ]
+    for at, event, error, which in cases:
+        whole = fitted(cbs=[Cancels(event, error, at, 0)], epochs=1)
+        limit = on(which, 3)
+        assert far(whole, fitted(limit, [SplitBatch(), Cancels(event, error, at, 0)], epochs=1)) < 1e-9
+
+
+def test_a_larger_batch_late_in_an_epoch_is_cut_on_its_rank_and_all_agree_in_the_next():
+    class Grows(Callback):
+        def before_batch(self):
+            if self.learn.training and self.learn.iter == 5:
+                self.learn.xb = (torch.cat([self.learn.x, self.learn.x], 1),)
+
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = make_net()
+
+        def forward(self, x):
+            return self.body(x[:, :4] if x.shape[1] == 4 else x[:, :4] - x[:, 4:] / 2)
+
+    class Wide(Limit):
+        def put_on(self, model):
+            super().put_on(model.body)
+            model.register_forward_pre_hook(lambda _, given: setattr(self, "wide", given[0].shape[1] > 4))
+
+        def _check(self, module, rows):
+            if self.wide:
+                super()._check(module, rows)
+
+    for where in ("forward", "backward"):
+        whole = fitted(cbs=[Grows()], model=Sums, together=False)
+        limit = Wide(3 if RANK == 1 else 1000, where)
+        split = fitted(limit, [Grows(), SplitBatch()], model=Sums)
+        assert bool(limit.failures) == (RANK == 1)
+        assert far(whole, split) < 1e-9
+        assert len({*world.all_gather(split.split_batch.parts)}) == 1
+
+
+def test_a_loss_over_tokens_and_evaluation_in_parts():
+    def loss(pred, y):
+        return F.cross_entropy(pred, y.masked_fill(y == 2, -100))
+
+    weight = {"loss": loss, "loss_weight": lambda y: (y != 2).sum()}
+    for limit in (on(1, 2), on(0, 2, trains=False)):
+        assert far(fitted(together=False, **weight), fitted(limit, [SplitBatch()], **weight)) < 1e-9
+
+
+def test_a_rank_that_cannot_hold_one_sample_ends_all_in_seconds():
+    start = time.monotonic()
+    with pytest.raises((torch.OutOfMemoryError, world.PeerError)) as caught:
+        fitted(on(1, 0), [SplitBatch()])
+    assert time.monotonic() - start < 30
+    assert f"one sample alone does not fit: {FAILURE}" in str(caught.value)
+
+
+def test_a_state_of_another_number_of_ranks_has_the_most_parts():
+    cb = SplitBatch()
+    states = [{"train": (3, 8), "evaluation": (1, 9)}, {"train": (5, 6), "evaluation": (1, 7)}]
+    cb.load_state_dict({"ranks": states})
+    assert cb.state_dict() == {"own": {"train": (5, 6), "evaluation": (1, 7)}}
