@@ -386,11 +386,18 @@ class _Batch:
         unknown: list[Any] = []
         counts = {**row_counts(learn.xb, inputs, unknown.append), **row_counts((learn.yb,), [targets], unknown.append)}
         if unknown or {*counts.values()} != {self.rows}:
-            kind, before = (torch.OutOfMemoryError, f"{self._wanted}: ") if self._wanted else (ValueError, "")
-            raise kind(
-                f"{before}SplitBatch cannot cut a batch of {self.rows} samples whose inputs are "
-                f"{describe(learn.xb)} and whose targets are {describe(learn.yb)}: say where the samples are by "
-                "DataLoaders(batch_dim=...), or take smaller batches"
+            text = (
+                f"a batch of {self.rows} samples whose inputs are {describe(learn.xb)} and whose targets are "
+                f"{describe(learn.yb)}"
+            )
+            if self._wanted:
+                raise torch.OutOfMemoryError(
+                    f"{self._wanted}: SplitBatch cannot cut {text}; say where the samples are by "
+                    "DataLoaders(batch_dim=...), or take smaller batches"
+                    " (errors.html#split-batch)"
+                )
+            raise ValueError(
+                f"SplitBatch cannot cut {text}: say where the samples are by DataLoaders(batch_dim=...)"
                 " (errors.html#split-batch)"
             )
         ends = [0, *accumulate(even_sizes(self.rows, parts, 1))]
