@@ -83,14 +83,14 @@ class SplitBatch(Callback):
         self.parts = parts or 1
         self._fits = 0  # the largest size of a training batch that is known to fit as it is
         self._evaluated = (1, 0)  # the same two numbers for evaluation
-        self._open: list[_Batch] = []  # a callback may evaluate in the middle of a batch
+        self._open: list[_Batches] = []  # a callback may evaluate in the middle of a training
         self._batches = 0  # of the present training, on every rank alike
         self._said = 0  # the number of parts that was said last
         self._checked = False  # the loss of the whole batch was that of its parts
-        self.buffers = BuffersKept(nn.Module())  # of the model
 
     def before_fit(self) -> None:
         learn, why = self.learn, ""
+        self._batches = 0
         if learn.task in ("validate", "predict"):
             return
         if overrides(learn, "_backward", "_step") or learn._by_closure:
@@ -110,20 +110,29 @@ class SplitBatch(Callback):
             )
 
     def before_train(self) -> None:
-        self._batches, self.buffers = 0, BuffersKept(unwrap(self.learn.model))
-        if self.learn.n_ranks > 1:
-            step: Any = next(cb for cb in self.learn.cbs if cb.name == "left_batch")
+        learn = self.learn
+        beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
+        self._open.append(_Batches(self, [*learn.model.parameters(), *beside]))
+        if learn.n_ranks > 1:
+            self._batches = 0  # as ranks agree in these batches, they do so in each epoch
+            step: Any = next(cb for cb in learn.cbs if cb.name == "left_batch")
             step.step.agree = self._agree
 
+    def before_validate(self) -> None:
+        self._open.append(_Batches(self, []))
+
     def before_batch(self) -> None:
-        self._open.append(_Batch(self, self._open[-1] if self._open else None))
+        self._open[-1].begin()
 
     def after_batch(self) -> None:
+        self._open[-1].end()
         if self.learn.training and self.learn.n_ranks == 1:
             self._batches += 1
 
-    def cleanup_batch(self) -> None:
-        self._open.pop().close()
+    def cleanup_train(self) -> None:
+        self._open.pop().end()  # of a batch that was left before its end
+
+    cleanup_validate = cleanup_train
 
     # The number of parts
 
@@ -137,7 +146,7 @@ class SplitBatch(Callback):
         """The number of parts, and the largest size of a batch that fits as it is."""
         return (self.parts, self._fits) if self.learn.training else self._evaluated
 
-    def note_fit(self, batch: "_Batch") -> None:
+    def note_fit(self, batch: "_Batches") -> None:
         """Note that a batch has fitted in its number of parts."""
         parts, fits = self.limits
         if batch.parts > 1:
@@ -160,7 +169,7 @@ class SplitBatch(Callback):
         self._batches += 1
         if not careful:
             return
-        batch = self._open[-1] if self._open and self.learn.batch_size else None  # else there are no data here
+        batch = self._open[-1] if self.learn.batch_size else None  # else there are no data here
         while True:
             everyone = world.all_gather((batch.parts if batch else 0, self.parts), among="votes")
             of_batch, known = zip(*everyone, strict=True)
@@ -217,50 +226,62 @@ class SplitBatch(Callback):
         (self.parts, self._fits), self._evaluated = joined("train"), joined("evaluation")
 
 
-class _Batch:
-    """A batch that is computed as it is, or in parts. It stands in the place of three seams of the learner's loop.
+class _Batches:
+    """Computes the batches of a training or an evaluation as they are, or in parts: in three seams of the loop.
 
     In parts, forward pass, loss and backward pass of each are over before the next begins. What the loop then sees is
     the loss of all parts as a function of the parameters and of the predictions, whose gradients are known.
 
     Args:
         cb: says in how many parts.
-        outer: the batch in whose middle this one is.
+        params: those that get gradients.
 
     Attributes:
-        parts: the number of parts it was computed in; 0: not yet.
+        parts: the number of parts in which the present batch was computed; 0: not yet.
         cut: those parts.
-        size: how many numbers its inputs have; a smaller batch fits where this one does.
+        size: the numbers in its first input, or in all of several; a smaller batch fits where this one does.
         rows: its samples.
     """
 
-    def __init__(self, cb: SplitBatch, outer: "_Batch | None") -> None:
-        self.cb, self.learn = cb, cb.learn
+    def __init__(self, cb: SplitBatch, params: list[Tensor]) -> None:
+        self.cb, self.learn, self.params = cb, cb.learn, params
+        self._buffers = BuffersKept(unwrap(self.learn.model)) if params else None
+        self._seams = {"_forward": self._forward, "_loss": self._loss}
+        found = vars(self.learn)
+        self._replaced = {name: found[name] for name in _SEAMS if name in found}  # those of an outer batch, too
+        self._own: dict[str, Callable[[], None]] = {name: getattr(self.learn, name) for name in _SEAMS}
+        self._is_open = False
+        self._wanted = ""  # what torch has said of the memory
+        self._streams: tuple[Any, list[Tensor]] = (None, [])  # random states before a try
+        self._forget()
+
+    def _forget(self) -> None:
         self.parts = self.size = self.rows = 0
         self.cut: list[_Part] = []
         self._is_computed = self._is_computing = False
-        self._put_back: Callable[[], None] = lambda: None  # what a try has changed
-        self._given: list[tuple[int, int]] = []  # the tensors of the predictions, and their versions
-        self._root: Any = None  # the loss that is differentiated, as the loop got it
+        self._given: Any = None  # the tensors of the predictions, and their versions
+        self._root: Any = None  # the loss that is differentiated, as the loop got it; it refers to this object
         self._total: Any = None  # its value
         self._total_shown: Any = None  # as the learner got it last
+        self._ways: list[tuple[Tensor, _Way]] = []  # the predictions, each with how it is made of those of the parts
         self._gradients: dict[Tensor, Tensor] = {}
-        self._wanted = ""  # what torch has said of the memory
-        seams = vars(self.learn)
-        self._own: dict[str, Callable[[], None]] = (
-            outer._own if outer else {name: getattr(self.learn, name) for name in _SEAMS}
-        )
-        self._replaced = {name: seams[name] for name in _SEAMS if name in seams}
-        self._is_open = self.learn.batch_size > 0  # else this rank has no data in this step
-        if self._is_open:
-            seams.update(_forward=self._forward, _loss=self._loss)
 
-    def close(self) -> None:
+    def begin(self) -> None:
+        """Stand in the seams for a batch; a rank without data in this step has none."""
+        if self.learn.batch_size:
+            self._is_open = True
+            vars(self.learn).update(self._seams)
+
+    def end(self) -> None:
         """Give the learner its seams back."""
         if self._is_open:
+            self._is_open = False
+            found = vars(self.learn)
             for name in _SEAMS:
-                vars(self.learn).pop(name, None)
-            vars(self.learn).update(self._replaced)
+                found.pop(name, None)
+            if self._replaced:
+                found.update(self._replaced)
+            self._forget()
 
     @property
     def size_of_part(self) -> int:
@@ -274,12 +295,13 @@ class _Batch:
         if self.parts or self._is_computing:  # another forward pass, of a callback
             self._own["_forward"]()
             return
-        self.size = sum(t.numel() for t in tensors_in(learn.xb)) or learn.batch_size
+        x = learn.xb[0]  # mostly the only one
+        self.size = x.numel() if type(x) is Tensor else sum(t.numel() for t in tensors_in(learn.xb)) or learn.batch_size
         self.rows, self._yb = learn.batch_size, learn.yb
         parts, fits = cb.limits
         parts = 1 if self.size <= fits else parts
-        careful = learn.training and (cb.is_careful or self.size > fits)
-        self._put_back = self._note(careful or parts > 1)
+        careful = learn.training and (self.size > fits or cb.is_careful)
+        self._note(careful or parts > 1)
         if parts == 1 and not careful:
             if self._tried(self._own["_forward"]):
                 self.parts, self._given = 1, _versions(learn.pred)
@@ -303,10 +325,10 @@ class _Batch:
 
     def _backward(self) -> None:
         learn = self.learn
-        if self._is_computed or learn.loss_grad is not self._root or any(p.grad is not None for p in self._trained()):
+        if self._is_computed or learn.loss_grad is not self._root or any(p.grad is not None for p in self.params):
             self._own["_backward"]()
         elif not self._tried(self._own["_backward"]):
-            for p in self._trained():
+            for p in self.params:
                 p.grad = None
             self.compute(self._more(1))
             learn.loss = self._total
@@ -314,21 +336,21 @@ class _Batch:
 
     # Trying
 
-    def _note(self, everything: bool) -> Callable[[], None]:
-        """Note what a try changes, and return what puts it back; python's and numpy's streams with `everything`."""
-        learn, device = self.learn, self.learn.dls.device
+    def _note(self, everything: bool) -> None:
+        """Note what a try changes; with `everything` also the streams of python and numpy, which take longer."""
+        learn = self.learn
+        if self._buffers is not None:
+            self._buffers.keep()
         host: Any = world.seed_states() if everything else torch.get_rng_state()
-        streams, buffers = world.device_states(device), self.cb.buffers
-        if learn.training:
-            buffers.keep()
+        self._streams = host, world.device_states(learn.dls.device)
 
-        def put_back() -> None:
-            (world.set_seed_states if everything else torch.set_rng_state)(host)
-            world.set_device_states(device, streams)
-            if learn.training:
-                buffers.put_back()
-
-        return put_back
+    def _put_back(self) -> None:
+        """Put back what `_note` has noted."""
+        host, of_device = self._streams
+        (world.set_seed_states if isinstance(host, tuple) else torch.set_rng_state)(host)
+        world.set_device_states(self.learn.dls.device, of_device)
+        if self._buffers is not None:
+            self._buffers.put_back()
 
     def _tried(self, run: Callable[[], None]) -> bool:
         """Run something, and tell whether there was memory for it. If not, everything is as before."""
@@ -414,7 +436,7 @@ class _Batch:
     def _passes(self) -> Iterator[dict[Tensor, Tensor]]:
         """A context for passes over the parts; yields a dict that has the gradients at its end."""
         learn, found = self.learn, dict[Tensor, Tensor]()
-        params = self._trained()
+        params = [p for p in self.params if p.requires_grad]
         before, batch = [p.grad for p in params], learn.batch
         try:
             with pass_kept(learn), hooks_left_out(params):
@@ -426,11 +448,6 @@ class _Batch:
             learn.batch = batch
             for p, grad in zip(params, before, strict=True):
                 p.grad = grad
-
-    def _trained(self) -> list[Tensor]:
-        learn = self.learn
-        beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
-        return [p for p in (*learn.model.parameters(), *beside) if p.requires_grad]
 
     def _enter(self, part: "_Part") -> None:
         """Run the model on a part."""
@@ -541,7 +558,7 @@ class _Batch:
         """Compute the parts once more, and return the gradients of what depends on the predictions."""
         learn, kind = self.learn, self.learn.dls.device.type
         enabled, dtype = self._autocast
-        put_back = self._note(everything=True)
+        self._note(everything=True)
         with self._passes() as found:
             for i, part in enumerate(self.cut):
                 part.draw_again(learn.dls.device)
@@ -554,7 +571,7 @@ class _Batch:
                     if grad is not None and made[way.place].requires_grad
                 }
                 torch.autograd.backward(list(given), list(given.values()))
-        put_back()
+        self._put_back()
         return found
 
 
@@ -603,7 +620,7 @@ class _OfParts(torch.autograd.Function):
     """The loss and the predictions of a batch as a function of parameters whose gradients are computed already."""
 
     @staticmethod
-    def forward(ctx: Any, batch: _Batch, n: int, loss: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, batch: _Batches, n: int, loss: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.batch, ctx.n = batch, n
         ctx.set_materialize_grads(False)
         return tuple(t.view_as(t) for t in (loss, *tensors[:n]))
@@ -624,6 +641,8 @@ def _detached(x: Any) -> Any:
 
 def _versions(x: Any) -> list[tuple[int, int]]:
     """Return what tells whether the tensors in something are replaced or changed."""
+    if type(x) is Tensor:  # as usual, in less time
+        return [(id(x), version_of(x))]
     return [(id(t), version_of(t)) for t in tensors_in(x)]
 
 
