@@ -376,6 +376,8 @@ class LiveBytes(TorchDispatchMode):
     def note(self, tensors: Iterable[Tensor]) -> None:
         """Count these tensors, too: those that were made before."""
         for t in tensors:
+            if t.layout is not torch.strided:
+                continue  # it has no storage: its parts are tensors, which operations have made
             storage = t.untyped_storage()
             key, size = id(storage), storage.nbytes()
             known = self._sizes.get(key)
