@@ -1,13 +1,15 @@
 """Small helpers that do not depend on the rest of the library."""
 
 import copy
+import os
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -326,6 +328,31 @@ class PlainLock:
 
     def __reduce__(self) -> tuple:
         return PlainLock, ()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an allocator had not enough memory: a device's, or torch's for the host."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    texts = ("DefaultCPUAllocator", "not enough memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def memory_of(device: torch.device) -> int:
+    """The bytes of memory of a device; of the host, those that each of its processes that train may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    found, groups = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")], ""
+    with suppress(OSError):  # control groups are Linux's
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+    for line in groups.splitlines():
+        _, kinds, path = line.split(":", 2)
+        root, name = ("memory", "memory.limit_in_bytes") if kinds else ("", "memory.max")
+        group = Path("/sys/fs/cgroup", root, path.lstrip("/"))
+        for folder in (group, *group.parents) if kinds in ("", "memory") else ():
+            with suppress(OSError, ValueError):  # it may be 'max'
+                found.append(int((folder / name).read_text(encoding="utf-8")))
+    return min(found) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def ipython_shell() -> Any:

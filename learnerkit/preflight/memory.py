@@ -1,17 +1,15 @@
 """What a step needs of the memory: parameters, gradients and the optimizer's state, on this rank and as a whole."""
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from learnerkit.data.batches import tensors_in
 from learnerkit.preflight.report import HINT, OK, Finding
 from learnerkit.shards import local
 from learnerkit.text import in_units
-from learnerkit.utils import unwrap
+from learnerkit.utils import memory_of, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -37,7 +35,7 @@ def judge_memory(learn: "Learner") -> list[Finding]:
         whole = {kind: _bytes(tensors, lambda t: t.numel() * t.itemsize) for kind, tensors in kinds.items()}
         all_of = ", ".join(map(in_units, whole.values()))
         return [Finding(OK, f"{text} on this rank, of {all_of} that are divided among {learn.n_ranks} ranks")]
-    room = _memory_of(learn.dls.device)
+    room = memory_of(learn.dls.device)
     if sum(here.values()) < _MUCH * room:
         return []
     advice = "with learn.distrib_ctx(shard=True): each of several ranks then has its rows alone"
@@ -46,11 +44,3 @@ def judge_memory(learn: "Learner") -> list[Finding]:
 
 def _bytes(tensors: list[Tensor], size: Callable[[Tensor], int]) -> int:
     return sum(map(size, tensors))
-
-
-def _memory_of(device: torch.device) -> float:
-    """The bytes of memory of a device; of the host, those for each process of it that trains."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return pages / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
