@@ -48,7 +48,7 @@ class Step(NamedTuple):
 def step_of(learn: "Learner", cbs: Any = None) -> Step:
     """What a step of a fit of `learn` sees, with these callbacks beside its own. Needs no communication."""
     cbs = [*learn.cbs, *listify(cbs)]
-    ranks, split, has_parts = _ranks(learn, cbs)
+    ranks, split, has_parts = ranks_of(learn, cbs)
     group = next((cb for cb in cbs if isinstance(cb, GradientAccumulation)), None)
     batches, least = (1, None) if group is None else (group.n_batches or 1, group.n_samples)
     size, taken = batch_samples(learn.dls), 1 if split else ranks
@@ -65,7 +65,7 @@ def step_of(learn: "Learner", cbs: Any = None) -> Step:
     return Step(samples, text, ranks > 1 or batches > 1)
 
 
-def _ranks(learn: "Learner", cbs: list) -> tuple[int, bool, bool]:
+def ranks_of(learn: "Learner", cbs: list) -> tuple[int, bool, bool]:
     """Return how many ranks train together, whether they cut batches, and whether each has data of its own."""
     if (workers := learn._workers) is not None:  # of a notebook
         options = workers.options
@@ -214,14 +214,29 @@ def _for_optimizer(learn: "Learner", value: Any, opt: Optimizer, samples: int) -
 
 
 def _rule(rate: ScaledLR, opt: Optimizer) -> str:
-    if rate.rule is not None:
-        return rate.rule
-    if isinstance(opt, SGD):
-        return "linear"
-    if isinstance(opt, RMSprop) or all("betas" in group for group in opt.param_groups):
-        return "sqrt"
+    if (rule := rate.rule or rule_of(opt)) is not None:
+        return rule
     raise ValueError(
         f"{rate!r} has no rule for {type(opt).__name__}: by itself it is 'linear' for SGD, and 'sqrt' for RMSprop and "
         "optimizers with betas, as Adam. Say which: scaled_lr(..., rule='linear') or rule='sqrt'"
         " (errors.html#scaled-rate)"
     )
+
+
+def rule_of(opt: Optimizer) -> str | None:
+    """The rule by which the rates of an optimizer grow with the batch; `None` if none is known."""
+    if isinstance(opt, SGD):
+        return "linear"
+    return "sqrt" if isinstance(opt, RMSprop) or all("betas" in group for group in opt.param_groups) else None
+
+
+def plain_rates(learn: "Learner") -> list[tuple[float, Callable[[float], float]]] | None:
+    """The rate of each group of the optimizer, and its factor by that of the batch.
+
+    `None` if it is not one optimizer with a rule, or if its rates are scaled by themselves.
+    """
+    opts = learn.opts
+    rule = rule_of(opts[0]) if len(opts) == 1 else None
+    if rule is None or any(isinstance(each, optim.Later) for each in optim.leaves(learn.lr)):
+        return None
+    return [(float(group["lr"]), RULES[rule]) for group in opts[0].param_groups]

@@ -73,12 +73,7 @@ def run_trial(
     """
     cbs = [TrialSteps(clock.due), *cbs, *([] if loader else [_one_batch()]), *clock.callbacks()]
     with ExitStack() as stack:
-        if quiet:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-        stack.enter_context(learn.no_bar())
-        stack.enter_context(replaced(learn.dls, _said=True))  # the views of loaders here do not tell sizes
-        train = stack.enter_context(learn._trying("scaling", cbs))
+        train = stack.enter_context(trying(learn, "scaling", cbs, quiet))
         if isinstance(clock, Stopwatch):
             stack.callback(clock.watch_hooks())
             stack.enter_context(world.around_collectives(partial(clock.within, REDUCE)))
@@ -90,6 +85,25 @@ def run_trial(
             "no step could be timed, as the first of each epoch is left out with the start of the loader: an epoch "
             "must have 2 steps or more"
         )
+
+
+@contextmanager
+def trying(learn: "Learner", task: str, cbs: list[Callback], quiet: bool = True) -> Iterator[Callable[..., None]]:
+    """Yield what trains, for some steps and without a bar; all that it changes is put back.
+
+    Args:
+        learn: the learner.
+        task: its task meanwhile.
+        cbs: callbacks for the trial alone.
+        quiet: give no warnings.
+    """
+    with ExitStack() as stack:
+        if quiet:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+        stack.enter_context(learn.no_bar())
+        stack.enter_context(replaced(learn.dls, _said=True))  # the views of loaders here do not tell sizes
+        yield stack.enter_context(learn._trying(task, cbs))
 
 
 def pace(learn: "Learner", n_steps: int, **kwargs: Any) -> Pace:
