@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     import learnerkit as lk
     from learnerkit.callbacks.lr_find import SuggestedLRs
     from learnerkit.inspection.summary import Summary
+    from learnerkit.scaling.batch_size import BatchSize
     from learnerkit.scaling.report import ScalingReport
 
 _EVENTS = {
@@ -1369,6 +1370,42 @@ class Learner(RunState):
         from learnerkit.scaling.making import scaling_report  # here, as most fits never need it
 
         return scaling_report(self, n_steps, advice=advice, forecast=forecast, seconds=seconds, show=show)
+
+    @on_workers
+    def find_batch_size(self, share: float = 0.9, bs: int | None = None) -> BatchSize:
+        """Find the largest batch that fits into the memory, and the accumulation and the rate that go with it.
+
+        Sizes are those of a batch of one process. The search begins with the loader's, doubles it while it fits, and
+        then bisects. Of each size two optimizer steps are taken, and a batch of the validation loader is read, whose
+        size is scaled alike; if it cannot be, it is its first batch. All batches have the largest samples: the longest,
+        where the batch sampler, or an attribute `lengths` of the dataset, tells lengths; else the largest of 256 that
+        are read from all over the dataset. With `bs`, or `GradientAccumulation` among the callbacks, the steps have
+        two batches. No size is tried with which a step would have more samples than the training set, or than `bs`.
+
+        On a CUDA device what its allocator takes is measured. Elsewhere it is the tensors of the steps, compared with
+        the memory of the host for this process, or of its control group; the data, the program itself, and what a
+        kernel takes while it runs are not measured, and `share` leaves room for them. On several processes each tries a
+        size by itself, and it fits if it does on all of them; the buckets of DDP are added.
+
+        Afterwards all that `check` puts back is exactly what it was, also after an error. Callbacks that are `only_fit`
+        take no part. Under DDP every rank must reach this. A line says what was found.
+
+        Args:
+            share: of the memory, that a step may take; above 0 and at most 1.
+            bs: the samples of an optimizer step that are wanted, of all processes together. The size is then the one
+                that gives as many by the fewest batches, or a few more where they cannot be divided evenly.
+
+        Returns:
+            The size, what was measured, and what goes with it; the same on every rank.
+
+        Raises:
+            RuntimeError: called while something runs, or (torch.OutOfMemoryError) not even one sample fits.
+            ValueError: a loader whose batches cannot be of another size, a sharded model, `share` out of range, or `bs`
+                below 1.
+        """
+        from learnerkit.scaling.batch_size import find_batch_size  # here, as most fits never need it
+
+        return find_batch_size(self, share, bs)
 
     @on_workers
     def summary(self) -> Summary:

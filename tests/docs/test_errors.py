@@ -33,6 +33,7 @@ PASSED_ON = {  # places where a text of elsewhere is passed on, which is collect
     "learnerkit/preflight/machines.py": 2,  # an exit code, and errors of checks
     "learnerkit/preflight/ranks.py": 2,  # _likely_reason and _compare_samples
     "learnerkit/preflight/step.py": 9,  # errors of model, loss, its count, metrics; lone_last_batch; out_of_range
+    "learnerkit/scaling/batch_size.py": 1,  # the bytes of a try that ends
     "learnerkit/scaling/cost.py": 1,  # the error of a forked process
     "learnerkit/sweep/__main__.py": 1,
     "learnerkit/sweep/config.py": 3,  # refuse, and errors with the entry before them

@@ -443,6 +443,19 @@ learn.fit(1)
     assert "could not come back" not in shown.text, shown.text
 
 
+@pytest.mark.slow
+def test_workers_find_the_largest_batch(kernel):
+    shown = kernel.run("""
+learn = make_learner()
+with learn.distrib_ctx(nproc=2):
+    found = learn.find_batch_size(bs=30)
+assert (found.batch_size, found.effective, found.n_batches, [*found.tried]) == (15, 30, 1, [15]), found
+assert learn.opt is None
+""")
+    assert shown.error == "", shown.traceback
+    assert shown.text.count("15 samples fit (") == 1
+
+
 @pytest.mark.soak
 def test_features_of_callbacks_in_workers(kernel):
     "What they learn, change and show comes back as from a fit of the kernel's own."

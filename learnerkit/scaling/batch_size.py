@@ -1,0 +1,379 @@
+"""The largest batch that fits into the memory, found by steps of training that leave no trace."""
+
+import gc
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
+
+from learnerkit import arguments, parallel, world
+from learnerkit.callback import Callback
+from learnerkit.callbacks.accumulation import GradientAccumulation
+from learnerkit.callbacks.debugging import ShortLoader
+from learnerkit.callbacks.training import StepBudget
+from learnerkit.data.batches import entries, loader_len, tensors_in
+from learnerkit.data.lengths import LengthBatches
+from learnerkit.data.order import keep_seeds, with_batches
+from learnerkit.parallel.distributed import DistributedCallback, member_of
+from learnerkit.parallel.model_checks import rank_norms
+from learnerkit.scaling.rate import plain_rates, ranks_of, step_of
+from learnerkit.scaling.trials import replaced, trying
+from learnerkit.text import in_one_line, in_units
+from learnerkit.torch_internals import LiveBytes, uncompiled
+from learnerkit.utils import is_out_of_memory, memory_of, unwrap
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+_T = TypeVar("_T")
+
+STEPS = 2
+"""The optimizer steps of a try: its state is there in the second."""
+
+READ = 256
+"""The samples that are read, at most, where nothing tells which ones are large."""
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """The largest batch of a process that fits into the memory, and what goes with it.
+
+    Attributes:
+        batch_size: samples of a batch of one process; with `split_batches=True` those of a batch of the loader are as
+            many for each process.
+        tried: for each size that was tried the most bytes that it took, on any process; `None`: out of memory.
+        limit: the bytes that a step may take.
+        n_batches: what `GradientAccumulation(n_batches=)` takes for the effective batch that was wanted; `None`: none
+            was.
+        effective: samples of an optimizer step then, of all processes and batches; `None`: it is not known.
+        lr: the learner's rate as `scaled_lr` scales it to these, or a list for groups with several; `None`: it is
+            scaled by itself, there is no rule for the optimizer, or `effective` is not known.
+        samples: which samples the batches had.
+        tokens: the budget of tokens that allows as many of the longest samples, where batches have one.
+    """
+
+    batch_size: int
+    tried: dict[int, int | None]
+    limit: int
+    n_batches: int | None
+    effective: int | None
+    lr: float | list[float] | None
+    samples: str
+    tokens: int | None = None
+
+    def __str__(self) -> str:
+        peak, many = self.tried[self.batch_size] or 0, "samples fit" if self.batch_size > 1 else "sample fits"
+        text = f"{self.batch_size} {many} ({in_units(peak)} of {in_units(self.limit)})"
+        if self.tokens is not None:
+            text += f"; tokens={self.tokens} allows as many of the longest"
+        if (self.n_batches or 1) > 1:
+            text += f"; GradientAccumulation(n_batches={self.n_batches}) makes {self.effective} of them"
+        elif self.effective is not None:
+            text += f"; {self.effective} a step"
+        if self.lr is not None:
+            rates = self.lr if isinstance(self.lr, list) else [self.lr]
+            text += f", lr {', '.join(f'{rate:.3g}' for rate in rates)}"
+        return text
+
+
+def find_batch_size(learn: "Learner", share: float = 0.9, bs: int | None = None) -> BatchSize:
+    """Do what `Learner.find_batch_size` says; every rank must reach this."""
+    arguments.check_fit(learn, n_epoch=None, n_steps=STEPS, who="find_batch_size")
+    arguments.check_positive("share", share)
+    if share > 1:
+        raise ValueError(f"got share={share}; it is the share of the memory that a step may take, at most 1")
+    if bs is not None:
+        arguments.check_count("bs", bs, "a number of samples, of a step on all ranks together")
+    if parallel.will_shard(learn) or learn.shards is not None or learn.mapped is not None:
+        raise ValueError(
+            "find_batch_size tries each size on each rank alone, which a sharded model cannot be trained on: "
+            "learn.check(memory=...) says what a step of it takes (errors.html#find-batch-size)"
+        )
+    parallel.warn_outside_context(learn)
+    together = world.world_size() > 1 and member_of(learn.cbs) is not None
+    with nullcontext() if together else world.alone():
+        found = _Search(learn, share, bs).run()
+    learn.say(str(found))
+    return found
+
+
+class _Search:
+    """Tries sizes, each on all ranks, of which each trains alone: no rank waits in a collective for one that failed.
+
+    Args:
+        learn: the learner.
+        share: of the memory, that a step may take.
+        bs: samples of a step that are wanted.
+    """
+
+    def __init__(self, learn: "Learner", share: float, bs: int | None) -> None:
+        self.learn, self.share, self.bs = learn, share, bs
+        self.ranks, self.split, _ = ranks_of(learn, learn.cbs)
+        self.at = step_of(learn).samples
+        self.tried: dict[int, int | None] = {}
+        self.train: _Source
+        self.valid: _Source | Any = None
+        self._limit = self._wanted = 0
+        self._rates: list[tuple[float, Callable[[float], float]]] | None = None
+
+    def run(self) -> BatchSize:
+        """Find the largest size: double, then bisect."""
+        agreed = _on_all_ranks(self._prepare)
+        start, most, limit = (min(each) for each in zip(*agreed, strict=True))
+        least = min(2 if rank_norms(unwrap(self.learn.model)) else 1, most)  # BatchNorm cannot train on one sample
+        fitting, size, above = least - 1, max(start, least), most + 1
+        while fitting + 1 < above:
+            if self._fits(size):
+                fitting = size
+            else:
+                above = size
+            size = min(2 * size, most) if above > most else (fitting + above) // 2
+        if fitting < least:
+            raise torch.OutOfMemoryError(
+                f"a batch of {least} does not fit: its step takes {in_units(self._wanted)} or more, and may take "
+                f"{in_units(limit)}, {self.share:.0%} of the memory; take ActivationCheckpointing(), to_bf16(), an "
+                "optimizer with less state, or a smaller model, or divide it among several ranks by "
+                "distrib_ctx(shard=True) (errors.html#find-batch-size)"
+            )
+        return self._found(fitting, limit)
+
+    def _prepare(self) -> tuple[int, int, int]:
+        "The size to begin with, the largest one, and the bytes that a step may take, on this rank."
+        dls, ranks = self.learn.dls, self.ranks
+        if reason := _why_fixed(dls.train):
+            raise ValueError(
+                f"the training loader {reason}, so find_batch_size cannot change how many samples a batch has; give a "
+                "DataLoader with batch_size= of a dataset with an index and a length (errors.html#find-batch-size)"
+            )
+        self.train = _Source(dls.train)
+        if self.bs is not None and self.train.longest:
+            raise ValueError(
+                f"got bs={self.bs}, and the batches of the training loader have a budget of tokens, so how many "
+                "samples they have differs: leave bs= out, and take GradientAccumulation(n_samples=...)"
+                " (errors.html#find-batch-size)"
+            )
+        if hasattr(dls.valid, "__next__"):
+            raise ValueError(
+                f"the validation loader is an iterator ({type(dls.valid).__name__}), which can be read only once; pass "
+                "a DataLoader or a class with __iter__ (errors.html#find-batch-size)"
+            )
+        if dls.valid is not None:
+            self.valid = ShortLoader(dls.valid, 1) if _why_fixed(dls.valid) else _Source(dls.valid)
+        whole = self.train.n if self.bs is None else min(self.train.n, self.bs)
+        start, most = -(-self.train.size // (ranks if self.split else 1)), -(-whole // ranks)
+        self._limit = int(self.share * memory_of(dls.device))
+        return min(start, most), most, self._limit
+
+    def _fits(self, size: int) -> bool:
+        "Tell whether batches of this size fit on all ranks; every rank must reach this."
+        found = _on_all_ranks(partial(self._try, size))
+        peak = max(peak for peak, _, _ in found)
+        self.tried[size] = None if any(out for _, out, _ in found) else peak
+        fits = all(fits for _, _, fits in found)
+        self._wanted = self._wanted if fits else peak
+        return fits
+
+    def _try(self, size: int) -> tuple[int, bool, bool]:
+        "The most bytes that steps of this size take on this rank, whether there were no more, and whether they fit."
+        learn, device = self.learn, self.learn.dls.device
+        # DDP keeps the gradients once more, in its buckets.
+        params = unwrap(learn.model).parameters() if self.ranks > 1 else ()
+        beside = sum(p.nbytes for p in params if p.requires_grad)
+        live = None if device.type == "cuda" else _LimitedBytes(self._limit - beside)
+        if live is None:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        out = False
+        try:
+            self._train(size, live)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            out = True
+            _forget(error)
+        if out:  # its tensors may be in cycles; the next try begins with an empty cache
+            gc.collect()
+        # What the device's allocator keeps counts, too: others cannot have it.
+        peak = beside + (torch.cuda.max_memory_reserved(device) if live is None else live.peak)
+        return peak, out, not out and peak <= self._limit
+
+    def _train(self, size: int, live: LiveBytes | None) -> None:
+        "Take some steps, and validate, in this process alone; all is put back."
+        learn, accumulates = self.learn, self._n_batches(size) > 1
+        cbs: list[Callback] = [StepBudget(STEPS)]
+        if accumulates:  # gradients are there while the second batch of a step runs, as they are for any further one
+            cbs.append(GradientAccumulation(n_batches=2))
+        with ExitStack() as stack:
+            enter = stack.enter_context
+            if self.ranks > 1:
+                enter(world.alone())
+                enter(world.no_collectives("a step in one process"))  # else it would wait for ranks that do not come
+            enter(learn.removed_cbs([DistributedCallback, GradientAccumulation]))
+            train = enter(trying(learn, "find_batch_size", cbs))
+            enter(replaced(learn.dls, loaders=self._loaders(size, 2 * STEPS if accumulates else STEPS)))
+            if live is not None:
+                enter(uncompiled())  # as what compiled code takes is not seen
+                enter(live)
+                live.note(_held(learn))
+            train(n_steps=STEPS)
+            self._rates = plain_rates(learn)
+
+    def _n_batches(self, size: int) -> int:
+        "The batches of this size that make a step, of the effective batch that is wanted, or as the learner has it."
+        own = next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
+        wanted = self.bs if self.bs is not None or own is None else own.n_samples
+        if wanted is not None:
+            return -(-wanted // (size * self.ranks))
+        return 1 if own is None else own.n_batches or 1
+
+    def _loaders(self, size: int, n: int) -> list[Any]:
+        "Loaders of `n` batches of this size, and of one for validation, whose size is scaled alike."
+        valid = self.valid
+        if isinstance(valid, _Source):
+            valid = valid.batches(min(-(-size * valid.size // self.train.size), valid.n), 1)
+        return [self.train.batches(size, n), valid, *self.learn.dls.loaders[2:]]
+
+    def _found(self, size: int, limit: int) -> BatchSize:
+        learn, ranks, n = self.learn, self.ranks, None
+        cbs: list[Callback] = []
+        if self.bs is not None:
+            n = self._n_batches(size)
+            even = -(-self.bs // (n * ranks))
+            if even in self.tried or self._fits(even):
+                size = even
+            cbs.append(GradientAccumulation(n_batches=n))
+        whole = size * ranks if self.split else size
+        plain = BatchSampler(range(self.train.n), whole, False)
+        loaders = [with_batches(learn.dls.train, batch_sampler=plain, batch_size=whole), *learn.dls.loaders[1:]]
+        with learn.removed_cbs(GradientAccumulation if cbs else []), replaced(learn.dls, loaders=loaders):
+            effective = None if self.train.longest else step_of(learn, cbs).samples
+        lr: Any = None
+        if self._rates is not None and effective is not None and self.at is not None:
+            rates = [rate * rule(effective / self.at) for rate, rule in self._rates]
+            lr = rates[0] if len({*rates}) == 1 else rates
+        tokens = self.train.longest and size * self.train.longest
+        return BatchSize(size, self.tried, limit, n, effective, lr, self.train.what, tokens)
+
+
+class _LimitedBytes(LiveBytes):
+    """Ends a try whose tensors take more than a limit, before it takes the host's last memory."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit: float = limit
+
+    def changed(self) -> None:
+        if self.now > self.limit:
+            self.limit = float("inf")  # once, as what cleans up after it makes tensors, too
+            raise torch.OutOfMemoryError(f"{self.now}")
+
+
+class _Source:
+    """A loader, the samples that it may draw, and which of them are large.
+
+    Attributes:
+        n: how many samples it has.
+        size: samples of a batch as it is.
+        order: the samples from the largest on.
+        what: which they are, in words.
+        longest: the length of the longest, if a budget of tokens decides how many samples a batch has.
+    """
+
+    def __init__(self, dl: DataLoader) -> None:
+        batches: Any = dl.batch_sampler
+        self.dl, self.n = dl, loader_len(dl.dataset) or 0
+        self.longest: int | None = None
+        lengths = _lengths(dl.dataset)
+        if isinstance(batches, LengthBatches):
+            lengths = batches.lengths
+            self.longest = max(1, int(lengths.max()))
+        self.size = batches.batch_size if self.longest is None else max(1, batches.tokens // self.longest)
+        self.order: Sequence[int] = range(self.n)
+        self.what = "samples of one size"
+        if lengths is not None:
+            self.order, self.what = lengths.argsort(descending=True, stable=True).tolist(), "the longest samples"
+        elif not getattr(dl, "reads_rows", False):
+            read = torch.linspace(0, self.n - 1, min(READ, self.n), dtype=torch.float64).long().tolist()
+            with keep_seeds(dl):
+                sizes = {i: _size(dl.dataset[i]) for i in read}
+            if len({*sizes.values()}) > 1:
+                self.order = sorted(read, key=lambda i: -sizes[i])
+                self.what = f"the largest of {'all' if len(read) == self.n else f'{len(read)} of'} {self.n} samples"
+
+    def batches(self, size: int, n: int) -> DataLoader:
+        """A copy of the loader with `n` batches, each of the largest samples; they repeat where fewer are known."""
+        rows = list(islice(cycle(self.order), size))
+        one_process = {"num_workers": 0, "timeout": 0, "persistent_workers": False}
+        return with_batches(self.dl, batch_sampler=[rows] * n, batch_size=size, **one_process)
+
+
+def _why_fixed(dl: Any) -> str:
+    """Say why the size of a loader's batches cannot be changed; '' if it can."""
+    if not isinstance(dl, DataLoader):
+        return f"is a {type(dl).__name__}, whose batches are made already"
+    if isinstance(dl.dataset, IterableDataset) or loader_len(dl.dataset) is None:
+        return f"reads a {type(dl.dataset).__name__}, an iterable dataset or one without a length"
+    batches = dl.batch_sampler
+    known = isinstance(batches, LengthBatches) or isinstance(getattr(batches, "batch_size", None), int)
+    return "" if known else "has batch_size=None, or a batch sampler that does not tell how many samples a batch has"
+
+
+def _lengths(ds: Any) -> Tensor | None:
+    """The lengths of a dataset's samples, if it tells them by an attribute `lengths`."""
+    if isinstance(ds, Subset):
+        inner = _lengths(ds.dataset)
+        return None if inner is None else inner[torch.as_tensor(ds.indices)]
+    found: Any = getattr(ds, "lengths", None)
+    is_row = isinstance(found, Tensor | Sequence) or hasattr(found, "__array_interface__")
+    return torch.as_tensor(found) if is_row and len(found) == loader_len(ds) else None
+
+
+def _size(part: Any) -> int:
+    """The numbers, or characters, in a sample."""
+    if isinstance(part, str | bytes):
+        return len(part)
+    inside = entries(part)
+    return sum(_size(value) for _, value in inside) if inside else prod(getattr(part, "shape", ()))
+
+
+def _held(learn: "Learner") -> Iterator[Tensor]:
+    """The tensors that a learner has before a step: weights, buffers, gradients, the optimizer's state."""
+    for owner in (unwrap(learn.model), learn.loss_func):
+        if isinstance(owner, torch.nn.Module):
+            params = list(owner.parameters())
+            yield from (*params, *owner.buffers(), *(p.grad for p in params if p.grad is not None))
+    for opt in learn.opts:
+        yield from tensors_in(list(opt.state.values()))
+
+
+def _forget(error: BaseException | None) -> None:
+    """Drop the tensors that the frames of an error, and of those before it, refer to."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__context__
+
+
+def _on_all_ranks(call: Callable[[], _T]) -> list[_T]:
+    """Return what `call()` gives on each rank; an error on one is an error on all. Every rank must reach this."""
+    found: Any = None
+    error: Exception | None = None
+    try:
+        found = call()
+    except Exception as e:
+        error = e
+    everyone = world.all_gather((found, "" if error is None else in_one_line(error)))
+    if error is not None:
+        raise error
+    for rank, (_, reason) in enumerate(everyone):
+        if reason:
+            raise world.PeerError(f"no batch size was found, as rank {rank} failed: {reason}")
+    return [each for each, _ in everyone]
