@@ -266,7 +266,7 @@ def _tensor_restorer(x: Tensor, keep: Callable[[Tensor], Tensor], is_own: bool) 
     grad = restorer(x.grad if x.is_leaf else None, keep)
 
     def put_back() -> None:
-        place = unexpanded(x).detach()
+        place = unexpanded(x).data  # so that a graph made before the trial can still be differentiated
         # A host-device sync; what has not changed may be memory that cannot be written.
         if is_own or not torch.equal(place, values.to(x.device)):
             place.copy_(values)

@@ -409,6 +409,15 @@ class Odd(nn.Module):
         return self.last(self.first(x * self.wide))
 
 
+def test_a_graph_from_before_a_trial_can_be_differentiated():
+    learn = learner()
+    loss = learn.model(torch.randn(4, 4)).sum()
+    with trial(learn, learn.model), torch.no_grad():
+        learn.model(torch.randn(4, 4))
+    loss.backward()
+    assert learn.model.body.weight.grad.any()
+
+
 def test_an_expanded_buffer_is_given_back():
     learn = make_learner(DataLoaders(DataLoader(make_classes(8), 4), device="cpu"), Odd(), nn.CrossEntropyLoss())
     wide, before = learn.model.wide, weights(learn.model)
