@@ -75,6 +75,7 @@ from learnerkit.losses import (
 )
 from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import distrib_ctx
+from learnerkit.preflight.memory import explain_memory
 from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
 from learnerkit.shards import Gatherer, rows_for
@@ -1065,6 +1066,7 @@ class Learner(RunState):
                 yield nested
             except Exception as e:
                 explain(self, e)
+                explain_memory(self, e)
                 raise
             finally:
                 self._dispatch.close()
@@ -1326,19 +1328,28 @@ class Learner(RunState):
             self.recorder.log_metric(name, value)
 
     @on_workers
-    def check(self) -> bool:
+    def check(self, memory: str | int | None = None) -> bool:
         """Take one training step and one of validation, and print what is right and what is wrong with them.
 
         Shapes, types, devices, the range of targets, gradients, the optimizer, metrics: what one would rather know
-        before a long run. Afterwards everything is as it was: the state of the run, as `state_dict` returns it, and
-        with it gradients and the attributes of callbacks, of the model's and of the loss's modules. Samplers and
-        streams of data without `state_dict` and `load_state_dict` have seen one more step. Under DDP every rank must
-        reach this.
+        before a long run. So is how much memory a step needs, and how many samples fit: that is predicted from steps on
+        tensors without values, also on a machine without the device that the fit is meant for. Afterwards everything is
+        as it was: the state of the run, as `state_dict` returns it, and with it gradients and the attributes of
+        callbacks, of the model's and of the loss's modules. Samplers and streams of data without `state_dict` and
+        `load_state_dict` have seen one more step. Under DDP every rank must reach this.
+
+        Args:
+            memory: of the device that the fit is meant for, such as "24GiB" (also GB, MiB, MB), or its bytes as an int;
+                a batch that does not fit is a problem. `None`: of the loaders' device, and a hint.
 
         Returns:
             Whether nothing is wrong, on any rank.
+
+        Raises:
+            RuntimeError: called while something runs.
+            TypeError, ValueError: another `memory`.
         """
-        return check(self)
+        return check(self, memory)
 
     @on_workers
     def scaling_report(

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
@@ -46,6 +47,12 @@ def compiled_call(model: nn.Module) -> Callable | None:
 def set_compiled_call(model: nn.Module, call: Callable | None) -> None:
     """Set what a call of `model` runs; `None` undoes `nn.Module.compile`, for which torch has no public way."""
     model._compiled_call_impl = call
+
+
+def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
+    """Return the tables of a module's own hooks, of forward and backward passes."""
+    passes = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    return [hooks for hooks in passes if hooks is not None]
 
 
 def plain_call(model: nn.Module) -> Callable:
@@ -396,6 +403,14 @@ class LiveBytes(TorchDispatchMode):
             self.now -= self._sizes.pop(key)[1]
 
         return forget
+
+
+def fake_mode() -> Any:
+    """A context in which operations make tensors with shapes and types and without memory.
+
+    Its method `from_tensor` makes one that is like another tensor.
+    """
+    return FakeTensorMode()
 
 
 # Loaders

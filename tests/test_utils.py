@@ -50,6 +50,26 @@ def test_listify_copies():
     assert utils.listify(x) is not x
 
 
+OUT_OF_MEMORY = [
+    (torch.OutOfMemoryError("CUDA out of memory"), True),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+    (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes"), True),
+    (RuntimeError("the queue is out of memory"), False),
+    (MemoryError("DefaultCPUAllocator: not enough memory"), False),
+]
+
+
+@pytest.mark.parametrize(("error", "is_one"), OUT_OF_MEMORY)
+def test_only_what_an_allocator_says_of_full_memory_counts(error, is_one):
+    assert utils.is_out_of_memory(error) is is_one
+
+
+def test_the_hosts_allocator_says_so_itself():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50, dtype=torch.uint8)
+    assert utils.is_out_of_memory(caught.value)
+
+
 def test_a_note_of_a_kind_is_added_once():
     error = ValueError("x")
     utils.add_note_once(error, "raised in A.fit")

@@ -68,7 +68,8 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
     check_shaped([owner for owner in owners if isinstance(owner, nn.Module)])
     found = run_state.state_dict(learn)
     del found["model"]  # which is restored tensor by tensor, as some buffers cannot be loaded
-    state, held = restorer(found, keep), chain(learn.opts, *map(_held, learn.opts))  # with those inside of others
+    state = restorer(found, keep)
+    held = chain(learn.opts, *map(attribute_values, learn.opts))  # with those inside of others
     opts = [_put_back_optimizer(x, keep) for x in held if isinstance(x, Optimizer)]
 
     def put_back() -> None:
@@ -207,7 +208,7 @@ def check_shaped(modules: Iterable[nn.Module]) -> None:
 
 def put_back_attributes(owner: Any, stack: ExitStack) -> None:
     """Register on `stack` what restores an object's attributes: which they are, what is in containers, generators."""
-    for x in (getattr(owner, "__dict__", {}), *_held(owner)):
+    for x in (getattr(owner, "__dict__", {}), *attribute_values(owner)):
         if type(x) in _CONTAINERS:
             stack.callback(_refill, x, copy.copy(x))
         elif isinstance(x, GENERATORS):
@@ -217,11 +218,21 @@ def put_back_attributes(owner: Any, stack: ExitStack) -> None:
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 
 
-def _held(owner: Any) -> list[Any]:
+def attribute_values(owner: Any) -> list[Any]:
     """The attributes of an object, and what those that are containers hold: no deeper, as that may be anything."""
     values = list(getattr(owner, "__dict__", {}).values())
     inside = [x.values() if isinstance(x, dict) else x for x in values if type(x) in (tuple, *_CONTAINERS)]
     return [*values, *(item for items in inside for item in items)]
+
+
+def held_tensors(*owners: Any) -> list[Tensor]:
+    """The plain tensors of modules (parameters, buffers, attributes), and those of other objects and of partials."""
+    inner = [unbound(owner) for owner in owners]
+    parts = [part for x, _ in inner for part in (x.modules() if isinstance(x, nn.Module) else [x])]
+    found: list[Any] = [t for part in parts if isinstance(part, nn.Module) for t in own_tensors(part)]
+    found += [x for part in parts for x in attribute_values(part)]
+    found += [x for _, keywords in inner for x in keywords.values()]
+    return list({id(t): t for t in found if isinstance(t, Tensor) and t.layout is torch.strided}.values())
 
 
 def _refill(x: Any, content: Any) -> None:
@@ -248,7 +259,7 @@ def _put_back_modules(owner: Any, stack: ExitStack, keep: Callable[[Tensor], Ten
         if any(map(is_lazy, own)):
             continue
         put_back_attributes(part, stack)
-        for x in (*own, *_held(part)):
+        for x in (*own, *attribute_values(part)):
             if id(x) in seen:
                 continue
             seen.add(id(x))

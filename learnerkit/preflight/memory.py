@@ -1,46 +1,167 @@
-"""What a step needs of the memory: parameters, gradients and the optimizer's state, on this rank and as a whole."""
+"""What a step needs of the memory: its parts and its peak, whether a batch fits, and what would make it fit."""
 
-from collections.abc import Callable
+import re
+import traceback
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from learnerkit.callback import Callback
+from learnerkit.callbacks.accumulation import GradientAccumulation
+from learnerkit.callbacks.precision import MixedPrecision
+from learnerkit.callbacks.recomputing import ActivationCheckpointing
 from learnerkit.data.batches import tensors_in
-from learnerkit.preflight.report import HINT, OK, Finding
+from learnerkit.preflight.prediction import MARGIN, Prediction, Seen, fake_steps, predict_memory
+from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding
 from learnerkit.shards import local
 from learnerkit.text import in_units
-from learnerkit.utils import memory_of, unwrap
+from learnerkit.utils import is_out_of_memory, memory_of, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
-_MUCH = 0.5
-"""The share of the device's memory from which on it is worth a hint: activations need some, too."""
+_UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
+
+_NOTE = "the memory:"
+"""So the note begins that an error gets."""
 
 
-def judge_memory(learn: "Learner") -> list[Finding]:
-    """Count the bytes on this rank, after a step and before its gradients are cleared.
+def bytes_of(memory: str | int | None) -> int | None:
+    """Return a number of bytes that is given as `Learner.check` takes it.
 
-    It says so of a sharded model, and of another one that takes much of the memory of its device.
+    Raises:
+        TypeError, ValueError: it is neither such a text, nor a number above 0.
     """
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, str | int)):
+        raise TypeError(f"got memory={memory!r}; it is a text such as '24GiB', or a number of bytes as an int")
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)\s*", memory) if isinstance(memory, str) else None
+    size = round(float(found[1]) * _UNITS[found[2]]) if found else memory
+    if size is None or (isinstance(size, int) and size > 0):
+        return size
+    raise ValueError(
+        f"got memory={memory!r}; it is a number above 0 with one of the units {', '.join(_UNITS)}, such as '24GiB', or "
+        "a number of bytes"
+    )
+
+
+def judge_shards(learn: "Learner", memory: str | int | None) -> list[Finding]:
+    """Count the bytes of a sharded model on this rank, after a step and before its gradients are cleared.
+
+    Args:
+        learn: the learner.
+        memory: as for `judge_memory`.
+    """
+    if learn.shards is None:
+        return []
+    whole = ", ".join(in_units(sum(t.numel() * t.itemsize for t in part)) for part in _kinds(learn).values())
+    text = f"{_held(learn)} on this rank, of {whole} that are divided among {learn.n_ranks} ranks"
+    if memory is None:
+        return [Finding(OK, text)]
+    return [Finding(NOTHING, f"{text}; what a step needs beside these is not predicted for a sharded model")]
+
+
+def judge_memory(learn: "Learner", seen: Seen, memory: str | int | None) -> list[Finding]:
+    """Predict whether a training batch fits into the memory, and how large a batch would.
+
+    Args:
+        learn: the learner, after a step.
+        seen: the batch.
+        memory: of the device that the fit is meant for, as `Learner.check` takes it; `None`: of the loaders' device.
+    """
+    found, room = predict_memory(learn, seen), bytes_of(memory) or memory_of(learn.dls.device)
+    if isinstance(found, str):
+        return [Finding(NOTHING, f"not checked, as what a step needs cannot be predicted: {found}")]
+    has = memory if isinstance(memory, str) else in_units(room)
+    has = f"{has} ({100 * MARGIN:.0f} % assumed for fragmentation)"
+    if found.fits(room, found.batch_size):
+        return [Finding(OK, f"{_needs(found)}; up to {found.largest(room):,} fit in {has}")]
+    mark = HINT if memory is None else WRONG
+    return [Finding(mark, f"{_needs(found)}; that does not fit in {has}", _ways(learn, seen, found, room))]
+
+
+def explain_memory(learn: "Learner", error: Exception) -> None:
+    """Add a note to the error of a memory that is full: what a step needs, and what would make it fit.
+
+    The tensors of the failed step are let go first; the prediction itself takes no memory.
+    """
+    if not is_out_of_memory(error) or any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+        return
+    learn.pred = learn.output = learn.loss = learn.loss_grad = None
+    traceback.clear_frames(error.__traceback__)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        frame.f_locals.keys()  # the copy that `explain` has made in it, before Python 3.13, follows it
+    try:
+        error.add_note(f"{_NOTE} {_explained(learn)} (errors.html#out-of-memory)")
+    except Exception:  # code of the user's, such as a `__repr__`; the error itself must get through
+        return
+
+
+def _explained(learn: "Learner") -> str:
+    room, seen = memory_of(learn.dls.device), Seen(learn.batch, learn.xb, learn.yb)
+    if not learn.training:
+        return f"{_held(learn)}, of {in_units(room)}; in evaluation give the loader smaller batches"
+    found = predict_memory(learn, seen, on=[fake_steps])
+    if isinstance(found, str):
+        return (
+            f"{_held(learn)}, of {in_units(room)}; what a step needs cannot be predicted ({found}). Try SplitBatch(), "
+            "ActivationCheckpointing(), learn.to_bf16(), a smaller batch, or learn.distrib_ctx(shard=True)"
+        )
+    if not found.fits(room, found.batch_size):
+        return f"{_needs(found)}, of {in_units(room)}; {_ways(learn, seen, found, room)}"
+    return (
+        f"{_needs(found)}, which fits in {in_units(room)} unless other programs, callbacks or code of your own hold a "
+        f"part of it. Less is needed with SplitBatch(), ActivationCheckpointing(), learn.to_bf16() or a smaller batch"
+    )
+
+
+def _kinds(learn: "Learner") -> dict[str, list[Tensor]]:
     params = list(unwrap(learn.model).parameters())
-    kinds: dict[str, list[Tensor]] = {
-        "parameters": list(params),
+    return {
+        "parameters": list[Tensor](params),
         "gradients": [p.grad for p in params if p.grad is not None],
         "optimizer": [t for opt in learn.opts for state in opt.state.values() for t in tensors_in(state)],
     }
-    here = {kind: _bytes(tensors, lambda t: local(t).nbytes) for kind, tensors in kinds.items()}
-    text = ", ".join(f"{kind} {in_units(size)}" for kind, size in here.items())
-    if learn.shards is not None:
-        whole = {kind: _bytes(tensors, lambda t: t.numel() * t.itemsize) for kind, tensors in kinds.items()}
-        all_of = ", ".join(map(in_units, whole.values()))
-        return [Finding(OK, f"{text} on this rank, of {all_of} that are divided among {learn.n_ranks} ranks")]
-    room = memory_of(learn.dls.device)
-    if sum(here.values()) < _MUCH * room:
-        return []
-    advice = "with learn.distrib_ctx(shard=True): each of several ranks then has its rows alone"
-    return [Finding(HINT, f"{text}: {sum(here.values()) / room:.0%} of the {in_units(room)} that there are", advice)]
 
 
-def _bytes(tensors: list[Tensor], size: Callable[[Tensor], int]) -> int:
-    return sum(map(size, tensors))
+def _held(learn: "Learner") -> str:
+    """What is held on this rank now, in words."""
+    return ", ".join(f"{kind} {in_units(sum(local(t).nbytes for t in part))}" for kind, part in _kinds(learn).items())
+
+
+def _needs(found: Prediction) -> str:
+    """What a step on a batch needs, in words."""
+    kinds = {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
+    text = ", ".join(f"{kind} {in_units(size)}" for kind, size in kinds.items())
+    rest, each = in_units(found.peak - sum(kinds.values())), in_units(found.per_sample)
+    return f"{found.batch_size} samples take {in_units(found.peak)}: {text}, the rest {rest} ({each} a sample)"
+
+
+def _ways(learn: "Learner", seen: Seen, found: Prediction, room: float) -> str:
+    """What would make a batch fit, by predictions without values."""
+
+    def predicted(*cbs: Callback) -> Prediction | None:
+        added = predict_memory(learn, seen, cbs, [fake_steps])
+        return None if isinstance(added, str) else added
+
+    n, ways = found.batch_size, dict[str, float]()
+    split = predicted(GradientAccumulation(n_batches=2)) or found
+    if 0 < (most := split.largest(room)) < n:
+        parts = -(-n // most)
+        ways[f"SplitBatch({parts})"] = split.at(-(-n // parts))
+    again, half = ActivationCheckpointing(), MixedPrecision("bf16")
+    tries: dict[str, list[Callback]] = {"ActivationCheckpointing()": [again], "learn.to_bf16()": [half]}
+    tries["ActivationCheckpointing() and learn.to_bf16()"] = [again, half]  # where neither is enough
+    has = {type(cb) for cb in learn.cbs}
+    for name, cbs in tries.items():
+        if not has & set(map(type, cbs)) and (len(cbs) == 1 or not ways):
+            with_these = predicted(*cbs)
+            if with_these and with_these.fits(room, n):
+                ways[name] = with_these.peak
+    if most := found.largest(room):
+        ways[f"batches of at most {most}"] = found.at(most)
+    static = found.parameters + found.gradients + found.optimizer
+    shares = ((ranks, found.peak - static * (1 - 1 / ranks)) for ranks in (2, 4, 8, 16, 32, 64))
+    for ranks, size in [(ranks, size) for ranks, size in shares if size <= room * (1 - MARGIN)][:1]:
+        ways[f"learn.distrib_ctx(shard=True) on {ranks} ranks"] = size
+    text = ", or ".join(f"{name} ({in_units(size)})" for name, size in ways.items())
+    return f"it fits with {text}" if ways else "nothing that is known makes it fit: take a smaller model or samples"

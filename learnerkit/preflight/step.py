@@ -20,7 +20,8 @@ from learnerkit.events import CancelFitException, CancelValidException
 from learnerkit.inspection.undoing import trial
 from learnerkit.metrics import make_meters
 from learnerkit.preflight.activations import judge_activations
-from learnerkit.preflight.memory import judge_memory
+from learnerkit.preflight.memory import bytes_of, judge_memory, judge_shards
+from learnerkit.preflight.prediction import Seen
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
 from learnerkit.shards import gathered
 from learnerkit.text import first_few, in_one_line
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 
-def check(learn: "Learner") -> bool:
+def check(learn: "Learner", memory: str | int | None = None) -> bool:
     """Do what `Learner.check` says. Every rank must reach this, and it waits for the device.
 
     The learner's callbacks take part, except those that are `only_fit`. In the report `ok` is fine, `??` a hint that
@@ -39,10 +40,12 @@ def check(learn: "Learner") -> bool:
 
     Raises:
         RuntimeError: called while something runs.
+        TypeError, ValueError: another `memory` than `Learner.check` takes.
     """
     if learn.task is not None:
         raise RuntimeError(f"check was called during {learn.task!r}; call it before a fit")
-    step, sharded = StepCheck(), False
+    bytes_of(memory)
+    step, sharded = StepCheck(memory), False
     try:
         arguments.check_fit(learn, n_epoch=1)
         step.check_loaders(learn)
@@ -51,6 +54,9 @@ def check(learn: "Learner") -> bool:
             sharded = learn.n_ranks > 1
             step.stage = "optimizer"
             train(n_epoch=1)
+            step.stage = "memory"
+            if step.seen is not None and not step.found["memory"]:
+                step.found["memory"] += judge_memory(learn, step.seen, memory)
             step.stage = "activations"
             step.found[step.stage] += judge_activations(learn, step.batch)
     except Exception as e:
@@ -106,13 +112,15 @@ class StepCheck(Callback):
         first: a callback that sees the gradients before others may drop them.
         rates: the learning rates before a schedule or a callback changes them, as `_rates` returns them.
         batch: the training batch of this rank; `None` until the model has seen it, and of a rank without data.
+        seen: the same with the inputs and targets that the model has got of it.
     """
 
     order = 1000  # after all others, to see what they have made of it
     reads_predictions = True  # in training too: ParallelCallback gathers them
 
-    def __init__(self) -> None:
+    def __init__(self, memory: str | int | None = None) -> None:
         super().__init__()
+        self._memory = memory
         self.found: dict[str, list[Finding]] = defaultdict(list)
         self.stage = "inputs"
         self.first = Callback(order=-1000, before_fit=self._note_rates, after_backward=self._note_gradients)
@@ -122,6 +130,7 @@ class StepCheck(Callback):
         self._before: dict[str, Tensor] | None = None  # the parameters that the step should change
         self._xb: Any = None
         self.batch: Any = None
+        self.seen: Seen | None = None
         self._running_model = False
         self._norm_hooks = ExitStack()
 
@@ -166,7 +175,7 @@ class StepCheck(Callback):
         targets = judge_targets(learn.loss_func, learn.pred, learn.yb)
         wrong = [f._replace(text=f"targets: {f.text}") for f in targets if f.mark == WRONG]
         if learn.training:
-            self.batch = learn.batch
+            self.batch, self.seen = learn.batch, Seen(learn.batch, learn.xb, learn.yb)
             self.found["inputs"] += judge_inputs(self._xb, unwrap(learn.model), ran=True)
             self.found["prediction"] += judge_prediction(learn.loss_func, learn.pred)
             self.found["targets"] += targets
@@ -200,7 +209,7 @@ class StepCheck(Callback):
             after = {name: gathered(now[name].detach()).cpu() for name in self._before}
             stuck = [name for name, before in self._before.items() if torch.equal(after[name], before)]
             self.found["optimizer"] += judge_optimizer(self._named, stuck, self.learn.opts)
-        self.found["memory"] += judge_memory(self.learn)
+        self.found["memory"] += judge_shards(self.learn, self._memory)
 
     def after_cancel_step(self) -> None:
         if self.stage != "optimizer":  # cancelled before this callback's before_step

@@ -1,0 +1,290 @@
+"""What a training step needs of the memory, predicted from steps on fake tensors, which have shapes and no values."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from learnerkit import optim, world
+from learnerkit.callback import Callback
+from learnerkit.callbacks.precision import MODES, MixedPrecision, predictions_in_float32
+from learnerkit.callbacks.recomputing import ActivationCheckpointing
+from learnerkit.data.batches import map_batch, tensors_in, to_device
+from learnerkit.data.cuts import map_rows, parted, row_counts
+from learnerkit.data.order import first_batch, keep_seeds
+from learnerkit.inspection.undoing import held_tensors, unchanged
+from learnerkit.parallel import ParallelCallback, will_shard
+from learnerkit.text import in_one_line
+from learnerkit.torch_internals import LiveBytes, fake_mode, hook_tables, uncompiled
+from learnerkit.utils import describe, itself, own_loss_arguments, spanned_devices, training_modes, unwrap
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
+MARGIN = 0.08
+"""The share of the memory that is left for what is not seen: blocks between tensors, and what kernels take."""
+
+_KEEPERS = ("gradient_accumulation", "split_batch")
+"""Names of the callbacks with which gradients are alive during the forward pass."""
+
+_MANY = 10**9
+
+_SEAMS = {"_forward", "_loss", "_backward", "_step", "_zero_grad"}
+
+
+class Seen(NamedTuple):
+    """A batch as the model gets it, after callbacks have changed it.
+
+    Attributes:
+        batch: as the loader gave it.
+        xb, yb: inputs and targets.
+    """
+
+    batch: Any
+    xb: tuple
+    yb: tuple
+
+
+class Prediction(NamedTuple):
+    """What a training step needs of the memory, in bytes of live tensors.
+
+    Attributes:
+        parameters, gradients, optimizer: bytes of each.
+        per_sample: bytes that each further sample adds to a large batch.
+        base: bytes of a large batch without those of its samples.
+        peak: the most that is alive at a time in a step on the batch.
+        batch_size: the batch's samples.
+        lines: (base, per_sample) of lines, the highest of which counts; the last one is that of large batches.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    per_sample: float
+    base: float
+    peak: int
+    batch_size: int
+    lines: tuple[tuple[float, float], ...]
+
+    def with_more(self, size: int) -> "Prediction":
+        """Return the same with so many bytes more, whatever the batch."""
+        lines = tuple((base + size, slope) for base, slope in self.lines)
+        return self._replace(base=self.base + size, peak=self.peak + size, lines=lines)
+
+    def at(self, n: int) -> int:
+        """Return the peak of a batch of `n` samples, in bytes."""
+        return self.peak if n == self.batch_size else round(max(base + slope * n for base, slope in self.lines))
+
+    def largest(self, memory: float) -> int:
+        """Return how many samples fit into so many bytes, of which the margin is left free; 0 if none does."""
+        room = memory * (1 - MARGIN)
+        fits = [(room - base) / slope if slope > 0 else _MANY * (room >= base) for base, slope in self.lines]
+        return max(0, int(min(*fits, _MANY)))
+
+    def fits(self, memory: float, n: int) -> bool:
+        """Tell whether a batch of `n` samples fits into so many bytes, with the margin."""
+        return self.at(n) <= memory * (1 - MARGIN)
+
+
+def predict_memory(
+    learn: "Learner", batch: Any = None, cbs: Sequence[Callback] = (), on: "Sequence[Trial] | None" = None
+) -> Prediction | str:
+    """Predict what a training step of this process needs of the memory. It communicates with no other rank.
+
+    Steps are taken on a copy of model, loss and optimizer that has fake tensors. Where their code cannot do with these,
+    a few are taken on themselves, and what they change is put back.
+
+    Args:
+        learn: the learner.
+        batch: as the loader gives it, or a `Seen`; `None`: the learner's own while something runs, else the first one
+            of training.
+        cbs: callbacks that are to take part beside the learner's.
+        on: `[fake_steps]`: without steps on the model itself, which need the memory that is predicted.
+
+    Returns:
+        The prediction, or why there is none.
+    """
+    every = [*learn.cbs, *cbs]
+    if why := _not_predicted(learn, every):
+        return why
+    reason, several = "", learn.n_ranks > 1
+    try:
+        seen = _seen(learn, batch)
+        n = _samples(learn, seen)
+    except Exception as error:  # of a loader, or of what it gave
+        return in_one_line(error)
+    for trial in on or ((fake_steps,) if several else (fake_steps, real_steps)):
+        try:
+            with world.alone(), trial(learn) as (one, like):
+                others = (4 * n, 8 * n) if trial is fake_steps else (n // 2 if n > 3 else 2 * n,)
+                found = _measured(one, map_batch(like, seen), n, every, others)
+                return found.with_more(found.gradients) if several else found  # DDP has copies of them
+        except Exception as error:  # code of the user's that cannot do with tensors without values, or with this size
+            reason = reason or in_one_line(error)
+    return reason
+
+
+def _not_predicted(learn: "Learner", cbs: Sequence[Callback]) -> str:
+    """The reason why a learner's steps are not those that would be tried; '' for most learners."""
+    if will_shard(learn):
+        return "the model is divided among the ranks"
+    if any(isinstance(cb, ParallelCallback) for cb in cbs):
+        return "DataParallel divides each batch among devices"
+    if devices := spanned_devices(unwrap(learn.model)):
+        return f"the model spans {', '.join(map(str, devices))}"
+    if _SEAMS & vars(learn).keys():
+        return "the optimizer evaluates the loss several times, or a step of your own is assigned"
+    return ""
+
+
+def _seen(learn: "Learner", batch: Any) -> Seen:
+    """The batch as the model gets it, on the device."""
+    if isinstance(batch, Seen):
+        return batch
+    if batch is None and learn.task is not None and learn.xb:
+        return Seen(learn.batch, learn.xb, learn.yb)
+    batch = to_device(first_batch(learn.dls.train) if batch is None else batch, learn.dls.device)
+    return Seen(batch, *learn.dls.split(batch, own_loss_arguments(learn.loss_func, learn.model)))
+
+
+def _samples(learn: "Learner", seen: Seen) -> int:
+    """The number of samples, which all parts of a batch that have samples agree on."""
+    inputs, targets, _ = parted(learn.dls.batch_dim, learn.dls.target_keys, len(seen.xb), len(seen.yb))
+    found = {*row_counts(seen.xb, inputs, _refuse).values(), *row_counts(seen.yb, targets, _refuse).values()}
+    if len(found) != 1 or 0 in found:
+        _refuse(seen.batch)
+    return found.pop()
+
+
+def _refuse(part: Any) -> None:
+    raise ValueError(f"it is not known where the samples of {describe(part)} are")
+
+
+def _resized(learn: "Learner", seen: Seen, n: int) -> Seen:
+    """A batch with `n` samples, those of another one again and again."""
+    made = dict[int, Any]()  # by the part, as inputs and targets are parts of the batch, too
+
+    def sized(rows: Any, dim: int, place: tuple) -> Any:
+        old = rows.shape[dim] if hasattr(rows, "shape") else len(rows)
+        new: Any
+        if isinstance(rows, Tensor):
+            new = rows.index_select(dim, torch.arange(n, device=rows.device) % old)
+        elif isinstance(rows, tuple | list):
+            new = type(rows)(rows[i % old] for i in range(n))
+        else:
+            new = rows.take([i % old for i in range(n)], dim)  # an array
+        return made.setdefault(id(rows), new)
+
+    inputs, targets, _ = parted(learn.dls.batch_dim, learn.dls.target_keys, len(seen.xb), len(seen.yb))
+    dims = (learn.dls.batch_dim, inputs, targets)
+    return Seen(*(map_rows(sized, part, dim, itself) for part, dim in zip(seen, dims, strict=True)))
+
+
+Trial = Callable[["Learner"], AbstractContextManager[tuple["Learner", Callable[[Tensor], Tensor]]]]
+"""A context for steps on a copy of a learner, and what makes such tensors as the copy has of others."""
+
+
+@contextmanager
+def fake_steps(learn: "Learner") -> Iterator[tuple["Learner", Callable[[Tensor], Tensor]]]:
+    """Copy a learner with fake tensors for those of model and loss, with an optimizer of its own.
+
+    The copy has no hooks but torch's own, such as that of `weight_norm`: others may keep what they see.
+    """
+    one, owners = copy.copy(learn), (unwrap(learn.model), learn.loss_func)
+    on_cpu = learn.dls.device.type == "cpu"
+    if any(isinstance(m, nn.LSTM if on_cpu else nn.RNNBase) for m in owners[0].modules()):
+        raise ValueError("kernels of recurrent layers keep what tensors without values do not show")
+    mode, logger = fake_mode(), logging.getLogger("torch._subclasses.fake_tensor")
+    memo: dict[int, Any] = {id(x): x for x in (learn.dls, *learn.cbs)} | {id(learn): one}  # not copied along with hooks
+    for t in held_tensors(*owners):
+        memo[id(t)] = fake = mode.from_tensor(t)
+        fake.grad = None
+    for m in (m for x in owners if isinstance(x, nn.Module) for m in x.modules()):
+        memo |= {id(hooks): type(hooks)(_torchs_own(hooks)) for hooks in hook_tables(m)}
+    with ExitStack() as stack:
+        stack.callback(setattr, logger, "disabled", logger.disabled)
+        logger.disabled = True  # it prints errors, which are dealt with here
+        for context in (keep_seeds(device=learn.dls.device), uncompiled(), mode):
+            stack.enter_context(context)
+        one.model, one.loss_func = copy.deepcopy(owners, memo)
+        one.opt = None
+        made = one.create_opt()
+        one.opt = optim.as_one(one.opt if made is None else made)
+        yield one, mode.from_tensor
+
+
+def _torchs_own(hooks: dict[int, Any]) -> dict[int, Any]:
+    return {key: hook for key, hook in hooks.items() if (getattr(hook, "__module__", "") or "").startswith("torch.")}
+
+
+@contextmanager
+def real_steps(learn: "Learner") -> Iterator[tuple["Learner", Callable[[Tensor], Tensor]]]:
+    """Copy a learner without its model and optimizer, which are the same, and are put back at the end."""
+    one = copy.copy(learn)
+    one.model = unwrap(learn.model)
+    with unchanged(learn), training_modes(one.model), keep_seeds(device=learn.dls.device), uncompiled():
+        if one.opt is None:
+            made = one.create_opt()
+            one.opt = optim.as_one(one.opt if made is None else made)
+        yield one, itself
+
+
+def _measured(one: "Learner", seen: Seen, n: int, cbs: Sequence[Callback], others: Sequence[int]) -> Prediction:
+    """Take a step on `n` samples, and the passes of batches of other sizes."""
+    model, live, peaks = one.model.train(), LiveBytes(), dict[int, int]()
+    mode = next((cb.mode for cb in cbs if isinstance(cb, MixedPrecision)), None)
+    again = next((cb.modules for cb in cbs if isinstance(cb, ActivationCheckpointing)), None)
+    keeps = any(cb.name in _KEEPERS for cb in cbs)
+    state = _state(one)
+    with ExitStack() as stack:
+        stack.callback(torch.clear_autocast_cache)
+        if again is not None:
+            stack.enter_context(ActivationCheckpointing(again).recomputed(model))
+        stack.enter_context(torch.enable_grad())
+        live.note((*held_tensors(model, one.loss_func), *state))
+        stack.enter_context(live)
+        for i, size in enumerate((n, *[n] * keeps, *others)):  # gradients that are kept are those of the passes before
+            live.peak = live.now
+            one.batch, one.xb, one.yb = _resized(one, seen, size)
+            one.batch_size = size
+            with nullcontext() if mode is None else torch.autocast(one.dls.device.type, MODES[mode]):
+                one._forward()
+                if mode is not None:
+                    predictions_in_float32(one)
+                one._loss()
+            one._backward()
+            passes, after, live.peak = live.peak, live.now, live.now
+            if not i:
+                gradients = _bytes(p.grad for p in model.parameters() if p.grad is not None)
+                one._step()
+                made, floor = _bytes(_state(one)) - _bytes(state), live.peak
+                extra = floor - after - made  # the state, which the step has made, is there from now on
+                peaks[size] = max(passes + made, floor)
+            else:
+                peaks[size] = max(passes, after + extra)
+            if not keeps:
+                one._zero_grad()
+            one.batch = one.pred = one.output = one.loss = one.loss_grad = None
+            one.xb = one.yb = ()
+    kinds, ends = (_bytes(model.parameters()), gradients, _bytes(_state(one))), sorted(peaks.items())
+    pairs = zip(ends, ends[1:], strict=False)
+    lines = ((float(floor), 0.0), *(_line(low, high) for low, high in pairs))
+    return Prediction(*kinds, lines[-1][1], lines[-1][0], peaks[n], n, lines)
+
+
+def _line(low: tuple[int, int], high: tuple[int, int]) -> tuple[float, float]:
+    """The line through two points, as (value at 0, slope)."""
+    slope = (high[1] - low[1]) / (high[0] - low[0])
+    return low[1] - slope * low[0], slope
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.nbytes for t in tensors)
+
+
+def _state(one: "Learner") -> list[Tensor]:
+    return [t for opt in one.opts for state in opt.state.values() for t in tensors_in(state)]

@@ -1,0 +1,323 @@
+"""What a step needs of the memory is predicted: within 10 % of the live tensors of real steps, and without a trace."""
+
+import copy
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from helpers import same_weights, weights
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from learnerkit import (
+    EMA,
+    ActivationCheckpointing,
+    Callback,
+    DataLoaders,
+    GradientAccumulation,
+    Learner,
+    MixedPrecision,
+    TabularData,
+    TextData,
+    tabular_learner,
+    text_learner,
+    unet_learner,
+    vision_learner,
+)
+from learnerkit.inspection.undoing import held_tensors
+from learnerkit.preflight.prediction import Prediction, fake_steps, predict_memory, real_steps
+from learnerkit.torch_internals import LiveBytes
+
+
+def learner(model, x, y, loss=None, **kwargs):
+    return Learner(DataLoaders([(x, y)] * 4, device="cpu"), model, loss or nn.CrossEntropyLoss(), **kwargs)
+
+
+def mlp(bs=32, model=None, **kwargs):
+    layers = [nn.Linear(50, 200), nn.BatchNorm1d(200), nn.ReLU(), nn.Dropout(0.1), nn.Linear(200, 10)]
+    return learner(model or nn.Sequential(*layers), torch.randn(bs, 50), torch.randint(10, (bs,)), **kwargs)
+
+
+def conv(bs=6):
+    blocks = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(3)]
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+    return learner(model, torch.randn(bs, 3, 24, 24), torch.randint(10, (bs,)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(100, 32), nn.LSTM(32, 64, batch_first=True), nn.Linear(64, 5)
+
+    def forward(self, x):
+        return self.head(self.body(self.table(x))[0][:, -1])
+
+
+def lstm(bs=16):
+    return learner(Recurrent(), torch.randint(100, (bs, 30)), torch.randint(5, (bs,)))
+
+
+def language(bs=8):
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    model = nn.Sequential(nn.Embedding(200, 32), nn.TransformerEncoder(layer, 2), nn.Linear(32, 200))
+    x, loss = torch.randint(200, (bs, 20)), lambda pred, y: F.cross_entropy(pred.mT, y)
+    return learner(model, x, x, loss)
+
+
+def image_data(n=16, size=64, classes=10):
+    return TensorDataset(torch.rand(n, 3, size, size), torch.arange(n) % classes)
+
+
+def timm_model(name, **kwargs):
+    timm = pytest.importorskip("timm")
+    dls = DataLoaders(DataLoader(image_data(), 4), device="cpu")
+    return Learner(dls, timm.create_model(name, num_classes=10, **kwargs), nn.CrossEntropyLoss())
+
+
+def vision():
+    from torchvision import models
+
+    dls = DataLoaders(DataLoader(image_data(), 4), DataLoader(image_data(), 4), device="cpu")
+    return vision_learner(dls, models.resnet18, 10)
+
+
+def unet():
+    from torchvision import models
+
+    data = TensorDataset(torch.rand(8, 3, 64, 64), torch.randint(3, (8, 64, 64)))
+    return unet_learner(DataLoaders.from_datasets(data, data, bs=2, device="cpu", classes=list("abc")), models.resnet18)
+
+
+def tabular():
+    pd = pytest.importorskip("pandas")
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"town": rng.choice(["Oslo", "Bonn"], 200), "area": rng.normal(90, 30, 200)})
+    frame["dear"] = frame["area"] > 90
+    dls = TabularData.from_df(frame, "dear", ["town"], ["area"]).dataloaders(bs=32, device="cpu")
+    return tabular_learner(dls, (200, 100))
+
+
+def text():
+    texts = [f"this is text number {i}, of {word} words" for i, word in enumerate(["few", "many"] * 100)]
+    data = TextData.from_texts(texts, ["a", "b"] * 100, vocab_size=300)
+    return text_learner(data.dataloaders(tokens=256, device="cpu"), size=32)
+
+
+def transformer(kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    ids = torch.randint(5, 200, (8, 32))
+    labels = ids
+    if kind == "bert":
+        config = transformers.BertConfig(vocab_size=200, num_labels=3, **sizes)
+        model, labels = transformers.BertForSequenceClassification(config), torch.arange(8) % 3
+    elif kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=200, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=200, num_key_value_heads=1, loss_type="ForCausalLM", **sizes)
+        )
+    return Learner(DataLoaders([{"input_ids": ids, "labels": labels}] * 4, device="cpu"), model)
+
+
+def measured(learn):
+    """The most bytes that are alive at a time in a fit of several steps."""
+    live = LiveBytes()
+    live.note(held_tensors(learn.model, learn.loss_func))
+    live.note(t for opt in learn.opts for state in opt.state.values() for t in state.values())
+    with live, learn.no_bar(), learn.no_logging():
+        learn.fit(1, 1e-5)
+    return live.peak
+
+
+QUICK = {"MLP": mlp, "convolutions": conv}
+
+TABLE = {
+    "LSTM": lstm, "language model": language, "vision_learner": vision, "unet_learner": unet, "tabular": tabular,
+    "text": text,
+    **{name: partial(timm_model, name) for name in ("resnet18", "efficientnet_b0", "convnext_atto")},
+    **{kind: partial(transformer, kind) for kind in ("bert", "gpt2", "llama")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_a_peak_is_predicted(kind):
+    learn = QUICK[kind]()
+    found = predict_memory(learn, on=[fake_steps])
+    assert isinstance(found, Prediction), found
+    assert found.peak == pytest.approx(measured(learn), rel=0.02)
+    n = 5 * found.batch_size
+    larger = measured(QUICK[kind](n))
+    assert found.at(n) == pytest.approx(larger, rel=0.02)
+    real = predict_memory(QUICK[kind](), on=[real_steps])
+    assert real.peak == pytest.approx(found.peak, rel=0.02)
+    assert real.at(n) == pytest.approx(larger, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", TABLE)
+def test_the_peaks_of_other_models(kind):
+    torch.manual_seed(0)
+    learn = TABLE[kind]()
+    found = predict_memory(learn)
+    assert isinstance(found, Prediction), found
+    assert found.peak == pytest.approx(measured(learn), rel=0.1)
+
+
+def test_its_parts_are_those_of_the_learner():
+    learn = mlp()
+    found = predict_memory(learn)
+    learn.fit(1, cbs=Keeps())
+    params = sum(p.nbytes for p in learn.model.parameters())
+    state = sum(t.nbytes for s in learn.opt.state.values() for t in s.values())
+    assert found[:3] == (params, params, state)
+    assert found.batch_size == 32
+    assert found.peak > params * 2 + state
+    frozen = mlp()
+    frozen.model[0].requires_grad_(False)
+    assert predict_memory(frozen).gradients == params - sum(p.nbytes for p in frozen.model[0].parameters())
+
+
+class Keeps(Callback):
+    pass
+
+
+@pytest.mark.parametrize(
+    "cb", [GradientAccumulation(n_batches=2), MixedPrecision("bf16"), ActivationCheckpointing()], ids=repr
+)
+def test_callbacks_take_part(cb):
+    plain = predict_memory(conv())
+    added = predict_memory(conv(), cbs=[cb])
+    learn = conv()
+    learn.add_cb(cb)
+    own = predict_memory(learn)
+    assert added == own
+    assert own.peak == pytest.approx(measured(learn), rel=0.1)
+    assert (own.peak > plain.peak) is isinstance(cb, GradientAccumulation)
+
+
+def facts(learn):
+    tensors = dict(learn.model.named_parameters()) | dict(learn.model.named_buffers())
+    grads = {name: p.grad for name, p in learn.model.named_parameters()}
+    modes = [m.training for m in learn.model.modules()]
+    seeds = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+    state = None if learn.opt is None else copy.deepcopy(learn.opt.state_dict())
+    return copy.deepcopy(tensors), copy.deepcopy(grads), modes, seeds, state, {**vars(learn)}
+
+
+@pytest.mark.parametrize("way", [fake_steps, real_steps])
+@pytest.mark.parametrize("fitted", [False, True])
+def test_nothing_changes(way, fitted):
+    learn = mlp()
+    if fitted:
+        learn.fit(1)
+    calls = []
+    learn.model[0].register_forward_hook(lambda *args: calls.append(args))
+    learn.model.eval()
+    before, values = facts(learn), weights(learn.model)
+    found = predict_memory(learn, on=[way])
+    assert isinstance(found, Prediction), found
+    after = facts(learn)
+    assert same_weights(values, learn.model)
+    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+    assert all(grad is None for grad in after[1].values()) or fitted
+    assert (before[2], before[3]) == (after[2], after[3])
+    assert str(before[4]) == str(after[4])
+    assert before[5].keys() == after[5].keys()
+    assert [name for name in before[5] if before[5][name] is not after[5][name] and name != "_scaler_state"] == []
+    assert bool(calls) is (way is real_steps)  # what a hook keeps is no fake tensor
+
+
+def test_torchs_own_hooks_take_part():
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(50, 400)), nn.ReLU(), nn.Linear(400, 10))
+    learn = mlp(model=model)
+    found = predict_memory(learn, on=[fake_steps])
+    assert isinstance(found, Prediction), found
+    assert found.peak == pytest.approx(measured(learn), rel=0.1)
+
+
+class Asks(nn.Module):
+    """It reads values."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(50, 10)
+
+    def forward(self, x):
+        return self.body(x) if x.sum() < 1e6 else self.body(2 * x)
+
+
+def test_where_values_are_read_real_steps_tell(caplog):
+    learn = mlp(model=Asks())
+    why = predict_memory(learn, on=[fake_steps])
+    assert isinstance(why, str)
+    assert "DataDependent" in why
+    found = predict_memory(learn)
+    assert found.peak == pytest.approx(measured(learn), rel=0.1)
+    assert not caplog.records
+
+
+def test_what_cannot_be_known_is_said():
+    assert "divides each batch" in predict_memory(mlp(cbs=parallel()))
+    graphs = DataLoaders([(torch.randn(6, 3), torch.randn(2, 1))] * 2, device="cpu")
+    assert "where the samples of" in predict_memory(Learner(graphs, nn.Linear(3, 1), nn.MSELoss()))
+    assert "read only once" in predict_memory(Learner(DataLoaders(iter([1])), nn.Linear(3, 1), nn.MSELoss()))
+    learn = mlp()
+    vars(learn)["_step"] = learn._step
+    assert "a step of your own" in predict_memory(learn)
+
+
+def parallel():
+    from learnerkit import ParallelCallback
+
+    return ParallelCallback()
+
+
+def test_samples_in_another_dimension_and_values_on_the_host():
+    x, y = torch.randn(7, 12, 4), torch.randn(7, 12, 1)
+    learn = Learner(DataLoaders([(x, y)] * 2, device="cpu", batch_dim=1), nn.Linear(4, 1), nn.MSELoss())
+    found = predict_memory(learn)
+    assert found.batch_size == 12
+    assert 7 * 4 * 5 < found.per_sample < 7 * 4 * 12
+    named = [{"x": torch.randn(6, 4), "name": list("abcdef"), "id": np.arange(6), "y": torch.randn(6, 1)}] * 2
+    learn = Learner(DataLoaders(named, device="cpu", target_keys="y"), Named(), nn.MSELoss())
+    found = predict_memory(learn, on=[fake_steps])
+    assert isinstance(found, Prediction), found
+
+
+class Named(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 1)
+
+    def forward(self, x, name, id):
+        assert len(x) == len(name) == len(id)
+        return super().forward(x)
+
+
+def test_lines_tell_how_many_fit():
+    found = Prediction(10, 10, 20, 8.0, 30.0, 60, 4, ((50.0, 0.0), (42.0, 4.0), (30.0, 8.0)))
+    assert (found.at(1), found.at(4), found.at(5), found.at(10)) == (50, 60, 70, 110)
+    assert found.largest(100) == 7  # 92 are used
+    assert found.largest(54) == 0
+    assert found.fits(100, 7)
+    assert not found.fits(100, 8)
+    more = found.with_more(5)
+    assert (more.at(1), more.peak, more.at(10), more.base) == (55, 65, 115, 35.0)
+
+
+def test_in_a_fit_the_batch_is_the_present_one():
+    found = []
+
+    class Asking(Callback):
+        def after_pred(self):
+            if not self.iter:
+                found.append(predict_memory(self.learn))
+
+    learn = mlp(cbs=[Asking(), EMA()])
+    learn.fit(1)
+    assert found[0].peak == predict_memory(learn).peak
