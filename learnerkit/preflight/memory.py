@@ -130,10 +130,11 @@ def _held(learn: "Learner") -> str:
 
 def _needs(found: Prediction) -> str:
     """What a step on a batch needs, in words."""
-    kinds = {"parameters": found.parameters, "gradients": found.gradients, "optimizer": found.optimizer}
-    text = ", ".join(f"{kind} {in_units(size)}" for kind, size in kinds.items())
-    rest, each = in_units(found.peak - sum(kinds.values())), in_units(found.per_sample)
-    return f"{found.batch_size} samples take {in_units(found.peak)}: {text}, the rest {rest} ({each} a sample)"
+    return (
+        f"{found.batch_size} samples take {in_units(found.peak)}: parameters {in_units(found.parameters)}, gradients "
+        f"{in_units(found.gradients)}, optimizer {in_units(found.optimizer)}, activations {in_units(found.per_sample)} "
+        "a sample"
+    )
 
 
 def _ways(learn: "Learner", seen: Seen, found: Prediction, room: float) -> str:

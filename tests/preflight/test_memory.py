@@ -57,7 +57,9 @@ def test_a_batch_that_fits(capsys):
     found = predict_memory(learn)
     mark, text = said(capsys, learn, True, "24GiB")
     assert mark == "ok"
-    assert re.match(r"64 samples take \S+ MB: parameters 517 KB, gradients 517 KB, optimizer 1.01 MB, the rest", text)
+    assert re.match(
+        r"64 samples take \S+ MB: parameters 517 KB, gradients 517 KB, optimizer 1.01 MB, activations", text
+    )
     assert f"up to {found.largest(24 * 2**30):,} fit in 24GiB (8 % assumed for fragmentation)" in text
     assert "fit in" in said(capsys, learn, True)[1]  # the memory of this machine
 
@@ -132,7 +134,10 @@ def test_a_full_memory_of_the_host_is_explained(monkeypatch):
         learn.fit(1)
     (note,) = (n for n in caught.value.__notes__ if n.startswith("the memory:"))
     assert re.match(r"the memory: 64 samples take 1\S* GB: parameters 16.2 KB, gradients 16.2 KB, optimizer 3", note)
-    assert "(16 MB a sample), of 300 MB; it fits with SplitBatch(4) (256 MB), or batches of at most 17 (272 MB)" in note
+    assert (
+        "activations 16 MB a sample, of 300 MB; it fits with SplitBatch(4) (256 MB), or batches of at most 17 (272 MB)"
+        in note
+    )
     assert "errors.html#out-of-memory" in note
     gc.collect()
     assert Large.held() is None  # though the error still is there
