@@ -107,7 +107,7 @@ def _explained(learn: "Learner") -> str:
             "ActivationCheckpointing(), learn.to_bf16(), a smaller batch, or learn.distrib_ctx(shard=True)"
         )
     if not found.fits(room, found.batch_size):
-        return f"{_needs(found)}, of {in_units(room)}; {_ways(learn, seen, found, room)}"
+        return f"{_needs(found)}, of {in_units(room)}; {_ways(learn, seen, found, room, learn.n_ranks > 1)}"
     return (
         f"{_needs(found)}, which fits in {in_units(room)} unless other programs, callbacks or code of your own hold a "
         f"part of it. Less is needed with SplitBatch(), ActivationCheckpointing(), learn.to_bf16() or a smaller batch"
@@ -137,15 +137,15 @@ def _needs(found: Prediction) -> str:
     )
 
 
-def _ways(learn: "Learner", seen: Seen, found: Prediction, room: float) -> str:
-    """What would make a batch fit, by predictions without values."""
+def _ways(learn: "Learner", seen: Seen, found: Prediction, room: float, waits: bool = False) -> str:
+    """What would make a batch fit, by predictions without values; `waits`: others wait for it, so by `found` alone."""
 
     def predicted(*cbs: Callback) -> Prediction | None:
-        added = predict_memory(learn, seen, cbs, [fake_steps])
+        added = "" if waits else predict_memory(learn, seen, cbs, [fake_steps])
         return None if isinstance(added, str) else added
 
     n, ways = found.batch_size, dict[str, float]()
-    split = predicted(GradientAccumulation(n_batches=2)) or found
+    split = predicted(GradientAccumulation(n_batches=2)) or found.with_more(found.gradients)  # which are kept
     if 0 < (most := split.largest(room)) < n:
         parts = -(-n // most)
         ways[f"SplitBatch({parts})"] = split.at(-(-n // parts))
@@ -160,9 +160,9 @@ def _ways(learn: "Learner", seen: Seen, found: Prediction, room: float) -> str:
                 ways[name] = with_these.peak
     if most := found.largest(room):
         ways[f"batches of at most {most}"] = found.at(most)
-    static = found.parameters + found.gradients + found.optimizer
-    shares = ((ranks, found.peak - static * (1 - 1 / ranks)) for ranks in (2, 4, 8, 16, 32, 64))
-    for ranks, size in [(ranks, size) for ranks, size in shares if size <= room * (1 - MARGIN)][:1]:
-        ways[f"learn.distrib_ctx(shard=True) on {ranks} ranks"] = size
-    text = ", or ".join(f"{name} ({in_units(size)})" for name, size in ways.items())
+    divided = found.parameters + found.optimizer  # and gradients, but of these not all may be there at the peak
+    shares = {ranks: found.peak - divided * (1 - 1 / ranks) for ranks in (2, 4, 8, 16, 32, 64)}
+    if few := next((ranks for ranks, size in shares.items() if size <= room * (1 - MARGIN)), 0):
+        ways[f"learn.distrib_ctx(shard=True) on {few} ranks"] = shares[few]
+    text = ", or ".join(f"{name} (about {in_units(size)})" for name, size in ways.items())
     return f"it fits with {text}" if ways else "nothing that is known makes it fit: take a smaller model or samples"
