@@ -254,14 +254,23 @@ class Asks(nn.Module):
         return self.body(x) if x.sum() < 1e6 else self.body(2 * x)
 
 
-def test_where_values_are_read_real_steps_tell(caplog):
+def test_where_values_are_read_real_steps_tell():
     learn = mlp(model=Asks())
     why = predict_memory(learn, on=[fake_steps])
     assert isinstance(why, str)
     assert "DataDependent" in why
     found = predict_memory(learn)
     assert found.peak == pytest.approx(measured(learn), rel=0.1)
-    assert not caplog.records
+
+
+def test_an_error_is_the_reason_and_is_printed_by_nobody(capfd):
+    assert "shape" in predict_memory(mlp(model=nn.Sequential(nn.Linear(50, 8), Adds(), nn.Linear(8, 10))))
+    assert capfd.readouterr() == ("", "")
+
+
+class Adds(nn.Module):
+    def forward(self, x):
+        return x + torch.ones(3)
 
 
 def test_what_cannot_be_known_is_said():
