@@ -205,12 +205,6 @@ def library_of(x: Any) -> str:
     return next((package for package in packages if package in _OTHERS), "")
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether there was not enough memory: of a device, or of the host by torch's allocator."""
-    host = type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)
-    return host or isinstance(error, torch.OutOfMemoryError)
-
-
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the user's own module inside DataParallel, DistributedDataParallel and compiled wrappers."""
     while True:
@@ -336,14 +330,6 @@ class PlainLock:
 
     def __reduce__(self) -> tuple:
         return PlainLock, ()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an allocator had not enough memory: a device's, or torch's for the host."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    texts = ("DefaultCPUAllocator", "not enough memory")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def memory_of(device: torch.device) -> int:

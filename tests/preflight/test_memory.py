@@ -78,7 +78,7 @@ def test_a_batch_that_does_not_fit(capsys, monkeypatch):
     again = predict_memory(learn, cbs=[ActivationCheckpointing()])
     assert ("ActivationCheckpointing() (" in text) is again.fits(room, 64) is True
     assert "batches of at most 40 (" in text
-    monkeypatch.setattr(memory, "_memory_of", lambda device: room)
+    monkeypatch.setattr(memory, "memory_of", lambda device: room)
     assert said(capsys, learn, True)[0] == "??"  # it has just run
 
 
@@ -128,7 +128,7 @@ class Large(nn.Module):
 
 
 def test_a_full_memory_of_the_host_is_explained(monkeypatch):
-    monkeypatch.setattr(memory, "_memory_of", lambda device: 300 * MB)
+    monkeypatch.setattr(memory, "memory_of", lambda device: 300 * MB)
     learn = learner(Large())
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as caught:
         learn.fit(1)
