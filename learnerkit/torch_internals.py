@@ -145,6 +145,20 @@ def _hook_tables(p: Tensor) -> tuple[Any, Any]:
     return p._backward_hooks, p._post_accumulate_grad_hooks
 
 
+def leaves_of(result: Tensor) -> list[Tensor]:
+    """Return the tensors with gradients of which one is a function, by a walk through its graph."""
+    seen, found, open_ = set[Any](), [result] if result.is_leaf and result.requires_grad else [], [result.grad_fn]
+    while open_:
+        node = open_.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            found.append(variable)
+        open_ += [other for other, _ in node.next_functions]
+    return found
+
+
 def version_of(t: Tensor) -> int:
     """Return a number that grows when a tensor is changed in place."""
     return t._version
@@ -217,6 +231,78 @@ def forget_forward_passes(modules: Iterable[nn.Module]) -> None:
         for group in _fsdp_groups(module):
             group._post_forward_indices.clear()
             group.comm_ctx.post_forward_order.clear()
+
+
+def reset_passes(modules: Iterable[nn.Module]) -> None:
+    """Have FSDP2 forget a pass that an error has ended, and free what it has gathered. Other ranks need not do so.
+
+    torch has it from 2.13 on, as `reset_iter_state`.
+
+    Args:
+        modules: the units, and last the outermost module.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    for module in modules:
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        for group in _fsdp_groups(module):
+            if group._all_gather_result is not None and (work := group._all_gather_result.all_gather_work) is not None:
+                work.wait()
+            group._all_gather_result = group._reshard_after_forward_event = None
+            group._training_state = TrainingState.IDLE
+            group._post_forward_indices.clear()
+            group.comm_ctx.post_forward_order.clear()
+            group._to_sharded()
+            for p in group.fsdp_params:
+                if (gathered := getattr(p, "_unsharded_param", None)) is not None:
+                    gathered.grad = None
+        state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None
+        state._state_ctx.post_backward_final_callback_queued = False
+
+
+class CollectivesDone:
+    """Counts, while it is entered, the collectives of sharded modules, and leaves those out that are done already.
+
+    So a rank can make the rest of a pass that an error has ended: it begins anew, on a smaller batch, and takes part in
+    the collectives that it has not yet made. What it gathers before is without values.
+
+    Args:
+        modules: the units, and the outermost module.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.groups = [group for module in modules for group in _fsdp_groups(module)]
+        self._n = self._done = 0
+
+    def begin_again(self) -> None:
+        """Leave out as many collectives as there were so far."""
+        self._n, self._done = 0, max(self._n, self._done)
+
+    def __enter__(self) -> "CollectivesDone":
+        for group in self.groups:
+            group._all_gather_comm = _Counted(group._all_gather_comm, self)
+            group._reduce_scatter_comm = _Counted(group._reduce_scatter_comm, self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for group in self.groups:
+            group._all_gather_comm = group._all_gather_comm.inner
+            group._reduce_scatter_comm = group._reduce_scatter_comm.inner
+
+    def is_next(self) -> bool:
+        """Count one, and tell whether it is to be made."""
+        self._n += 1
+        return self._n > self._done
+
+
+class _Counted:
+    """Makes a collective of FSDP2, if it is not done already."""
+
+    def __init__(self, inner: Any, done: CollectivesDone) -> None:
+        self.inner, self.done, self.allocate = inner, done, inner.allocate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs) if self.done.is_next() else None
 
 
 def make_outermost(model: nn.Module) -> None:

@@ -68,8 +68,8 @@ class SplitBatch(Callback):
 
     Raises:
         ValueError: a number of parts below 1; in a fit, what cannot be cut exactly: backward passes or closures of the
-            learner's own, a state that is carried from batch to batch, a loss_weight for each of several losses, a
-            model that is divided among the processes, or a loss that compares samples with each other.
+            learner's own, a state that is carried from batch to batch, a loss_weight for each of several losses, or a
+            loss that compares samples with each other.
         torch.OutOfMemoryError: one sample alone does not fit; or memory ran out where a batch cannot be taken again: in
             the optimizer's step, or late in a fit in the backward pass of an accumulated or distributed step.
     """
@@ -83,7 +83,7 @@ class SplitBatch(Callback):
         self.parts = parts or 1
         self._fits = 0  # the largest size of a training batch that is known to fit as it is
         self._evaluated = (1, 0)  # the same two numbers for evaluation
-        self._open: list[_Batches] = []  # a callback may evaluate in the middle of a training
+        self._open: list[Batches] = []  # a callback may evaluate in the middle of a training
         self._batches = 0  # of the present training, on every rank alike
         self._said = 0  # the number of parts that was said last
         self._checked = False  # the loss of the whole batch was that of its parts
@@ -101,8 +101,6 @@ class SplitBatch(Callback):
             why = f"{carries[0]!r} carries a state for the rows of the whole batch"
         elif learn.loss_weight is not None and isinstance(learn.loss_weight, dict):
             why = "loss_weight= has a count for each of several losses, which are known after the last part alone"
-        elif learn.shards is not None:
-            why = "the processes gather a divided model together"
         if why:
             raise ValueError(
                 f"SplitBatch cannot take a batch in parts: {why}. Leave SplitBatch out, and take smaller batches"
@@ -112,14 +110,21 @@ class SplitBatch(Callback):
     def before_train(self) -> None:
         learn = self.learn
         beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
-        self._open.append(_Batches(self, [*learn.model.parameters(), *beside]))
+        params: list[Tensor] = [*learn.model.parameters(), *beside]
         if learn.n_ranks > 1:
             self._batches = 0  # as ranks agree in these batches, they do so in each epoch
+        if learn.shards is not None:
+            from learnerkit.callbacks.splitting_shards import ShardedBatches  # which few fits need
+
+            self._open.append(ShardedBatches(self, params))
+            return
+        self._open.append(Batches(self, params))
+        if learn.n_ranks > 1:
             step: Any = next(cb for cb in learn.cbs if cb.name == "left_batch")
             step.step.agree = self._agree
 
     def before_validate(self) -> None:
-        self._open.append(_Batches(self, []))
+        self._open.append(Batches(self, []))
 
     def before_batch(self) -> None:
         self._open[-1].begin()
@@ -146,7 +151,7 @@ class SplitBatch(Callback):
         """The number of parts, and the largest size of a batch that fits as it is."""
         return (self.parts, self._fits) if self.learn.training else self._evaluated
 
-    def note_fit(self, batch: "_Batches") -> None:
+    def note_fit(self, batch: "Batches") -> None:
         """Note that a batch has fitted in its number of parts."""
         parts, fits = self.limits
         if batch.parts > 1:
@@ -163,10 +168,14 @@ class SplitBatch(Callback):
             but = f". Not equal to the whole batch: {unequal}" if unequal else ""
             self.learn.say(f"SplitBatch takes batches of {batch.rows} samples in {parts} parts{but}")
 
+    def count_batch(self) -> None:
+        """Count a batch of training, on every rank."""
+        self._batches += 1
+
     def _agree(self) -> None:
         """Take the largest number of parts that any rank needs; every rank must reach this before its backward pass."""
         careful = self.is_careful
-        self._batches += 1
+        self.count_batch()
         if not careful:
             return
         batch = self._open[-1] if self.learn.batch_size else None  # else there are no data here
@@ -226,7 +235,7 @@ class SplitBatch(Callback):
         (self.parts, self._fits), self._evaluated = joined("train"), joined("evaluation")
 
 
-class _Batches:
+class Batches:
     """Computes the batches of a training or an evaluation as they are, or in parts: in three seams of the loop.
 
     In parts, forward pass, loss and backward pass of each are over before the next begins. What the loop then sees is
@@ -257,7 +266,7 @@ class _Batches:
 
     def _forget(self) -> None:
         self.parts = self.size = self.rows = 0
-        self.cut: list[_Part] = []
+        self.cut: list[Part] = []
         self._is_computed = self._is_computing = False
         self._given: Any = None  # the tensors of the predictions, and their versions
         self._root: Any = None  # the loss that is differentiated, as the loop got it; it refers to this object
@@ -364,6 +373,8 @@ class _Batches:
             self._wanted = str(error).partition("\n")[0]
             traceback.clear_frames(error.__traceback__)  # which hold what has been computed
         learn.pred = learn.output = learn.loss = learn.loss_grad = None
+        if learn.shards is not None:
+            learn.shards.reset()
         self._put_back()
         gc.collect()
         if learn.dls.device.type != "cpu":
@@ -386,6 +397,11 @@ class _Batches:
 
     def compute(self, parts: int) -> None:
         """Compute the batch in so many parts, or in more if these do not fit."""
+        self._fit(parts)
+        self.cb.note_fit(self)
+        self._put_on()
+
+    def _fit(self, parts: int) -> None:
         self._is_computing = True
         try:
             while True:
@@ -396,13 +412,11 @@ class _Batches:
         finally:
             self._is_computing = False
         self.parts = len(self.cut)
-        self.cb.note_fit(self)
-        self._put_on()
 
-    def _cut(self, parts: int) -> "list[_Part]":
+    def _cut(self, parts: int) -> "list[Part]":
         learn = self.learn
         if parts == 1:
-            return [_Part(0, self.rows, {})]
+            return [Part(0, self.rows, {})]
         dls = learn.dls
         inputs, targets, _ = parted(dls.batch_dim, dls.target_keys, len(learn.xb), len(learn.yb))
         unknown: list[Any] = []
@@ -424,11 +438,11 @@ class _Batches:
             )
         ends = [0, *accumulate(even_sizes(self.rows, parts, 1))]
 
-        def part(start: int, stop: int) -> _Part:
+        def part(start: int, stop: int) -> Part:
             cut = {"xb": cut_rows(learn.xb, inputs, start, stop), "yb": cut_rows(learn.yb, targets, start, stop)}
             if {*row_counts(learn.batch, dls.batch_dim).values()} == {self.rows}:
                 cut["batch"] = cut_rows(learn.batch, dls.batch_dim, start, stop)
-            return _Part(start, stop, {**cut, "batch_size": stop - start})
+            return Part(start, stop, {**cut, "batch_size": stop - start})
 
         return [part(start, stop) for start, stop in pairwise(ends) if start < stop]
 
@@ -449,7 +463,7 @@ class _Batches:
             for p, grad in zip(params, before, strict=True):
                 p.grad = grad
 
-    def _enter(self, part: "_Part") -> None:
+    def _enter(self, part: "Part") -> None:
         """Run the model on a part."""
         learn = self.learn
         vars(learn).update(part.attributes)
@@ -488,7 +502,7 @@ class _Batches:
     def _count(self) -> Any:
         return host_count(self.learn.loss_count)
 
-    def _backward_of(self, part: "_Part", mean: GradientMean) -> Any:
+    def _backward_of(self, part: "Part", mean: GradientMean) -> Any:
         """Compute the gradients of a part, and return what its loss counts."""
         learn, count = self.learn, self._count()
         if learn.loss_grad is None:
@@ -513,10 +527,9 @@ class _Batches:
         self._is_computed = True
         whole, self._ways = _joined(self._seen, self.cut, self._shares, self._dim, self._summed())
         self._seen = []
-        self._linked, self._root = list(self._gradients), self._total
-        if self._linked:
-            outputs = [t for t, _ in self._ways]
-            self._root, *found = _OfParts.apply(self, len(outputs), self._total, *outputs, *self._linked)
+        self._root, outputs = self._total, [t for t, _ in self._ways]
+        if learn.training:
+            self._root, found = self._linked_to(outputs)
             new = {id(t): made for t, made in zip(outputs, found, strict=True)}
             whole = map_batch(lambda t: new.get(id(t), t), whole)
         learn.pred, learn.output = whole
@@ -525,6 +538,14 @@ class _Batches:
         self._given = _versions(learn.pred)
         if len(self.cut) > 1 and learn.training:
             self.cb.check_loss(self._own["_loss"], self._total)
+
+    def _linked_to(self, outputs: list[Tensor]) -> tuple[Any, Sequence[Tensor]]:
+        """Return the loss, and these outputs, as functions of the parameters."""
+        self._linked = list(self._gradients)
+        if not self._linked:
+            return self._total, outputs
+        root, *found = _OfParts.apply(self, len(outputs), self._total, *outputs, *self._linked)
+        return root, found
 
     def _summed(self) -> list[Any]:
         """Return the entries of the first part's output that are counts."""
@@ -564,7 +585,7 @@ class _Batches:
                 part.draw_again(learn.dls.device)
                 with torch.autocast(kind, dtype, enabled=enabled):
                     self._enter(part)
-                made = [t for t, _ in _distinct((learn.pred, learn.output))]
+                made = [t for t, _ in distinct((learn.pred, learn.output))]
                 given = {
                     made[way.place]: way.of_part(grad, i)
                     for (_, way), grad in zip(self._ways, of_outputs, strict=True)
@@ -575,7 +596,7 @@ class _Batches:
         return found
 
 
-class _Part:
+class Part:
     """The samples of a batch from `start` to `stop`.
 
     Attributes:
@@ -620,7 +641,7 @@ class _OfParts(torch.autograd.Function):
     """The loss and the predictions of a batch as a function of parameters whose gradients are computed already."""
 
     @staticmethod
-    def forward(ctx: Any, batch: _Batches, n: int, loss: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, batch: Batches, n: int, loss: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.batch, ctx.n = batch, n
         ctx.set_materialize_grads(False)
         return tuple(t.view_as(t) for t in (loss, *tensors[:n]))
@@ -646,7 +667,7 @@ def _versions(x: Any) -> list[tuple[int, int]]:
     return [(id(t), version_of(t)) for t in tensors_in(x)]
 
 
-def _distinct(x: Any) -> list[tuple[Tensor, int]]:
+def distinct(x: Any) -> list[tuple[Tensor, int]]:
     """Return the tensors in something, each once, with their places."""
     return [(t, i) for i, t in enumerate({id(t): t for t in tensors_in(x)}.values())]
 
@@ -669,14 +690,14 @@ def _weighed(values: list[Tensor], shares: list[Any]) -> Tensor:
 
 
 def _joined(
-    pieces: list[tuple[Any, Any]], parts: list[_Part], shares: list[Any], dim: Any, summed: list[Any]
+    pieces: list[tuple[Any, Any]], parts: list[Part], shares: list[Any], dim: Any, summed: list[Any]
 ) -> tuple[tuple[Any, Any], list[tuple[Tensor, _Way]]]:
     """Join the outputs of the parts; what has no row for each sample is `None`.
 
     Returns:
         The output of the whole batch, and its floating-point tensors, each with how it is made.
     """
-    columns = list(zip(*([t for t, _ in _distinct(piece)] for piece in pieces), strict=True))
+    columns = list(zip(*([t for t, _ in distinct(piece)] for piece in pieces), strict=True))
     ways, made = list[tuple[Tensor, _Way]](), dict[int, Any]()
     for place, column in enumerate(columns):
         first = column[0]
@@ -697,7 +718,7 @@ def _joined(
     return map_batch(lambda t: made[id(t)], pieces[0]), ways
 
 
-def _dim_of_rows(column: Sequence[Tensor], parts: list[_Part], dim: Any) -> int | None:
+def _dim_of_rows(column: Sequence[Tensor], parts: list[Part], dim: Any) -> int | None:
     """Return the dimension in which each part's tensor has its samples, or so many rows for each of them."""
     for at in (dim if isinstance(dim, int) else 0, 0):
         fits = all(at < t.ndim and t.shape[at] % part.rows == 0 for t, part in zip(column, parts, strict=True))
@@ -709,7 +730,7 @@ def _dim_of_rows(column: Sequence[Tensor], parts: list[_Part], dim: Any) -> int 
 # In words
 
 
-def _unequal(model: nn.Module, parts: list[_Part]) -> str:
+def _unequal(model: nn.Module, parts: list[Part]) -> str:
     """Name what is not as in the whole batch."""
     named = [(name or type(m).__name__, m) for name, m in model.named_modules() if m.training]
     norms = [name for name, m in named if isinstance(m, BatchNorm)]
@@ -719,7 +740,7 @@ def _unequal(model: nn.Module, parts: list[_Part]) -> str:
     return " and ".join([*found, *[f"the random numbers of {drawn} (equal in law)"] * bool(drawn)])
 
 
-def _draws(parts: list[_Part]) -> bool:
+def _draws(parts: list[Part]) -> bool:
     (first, first_device), (second, second_device) = (part.streams for part in parts[:2])
     return not all(map(torch.equal, (first[0], *first_device), (second[0], *second_device)))
 

@@ -15,7 +15,14 @@ from learnerkit import optim, world
 from learnerkit.data.batches import map_batch, tensors_in
 from learnerkit.shards import gathered, is_shard, local, owners, put_parameter, rows_of
 from learnerkit.text import first_few, in_units
-from learnerkit.torch_internals import forget_forward_passes, is_gathered, make_outermost, undo_fully_shard
+from learnerkit.torch_internals import (
+    CollectivesDone,
+    forget_forward_passes,
+    is_gathered,
+    make_outermost,
+    reset_passes,
+    undo_fully_shard,
+)
 from learnerkit.utils import add_note_once
 
 if TYPE_CHECKING:
@@ -195,6 +202,14 @@ class Shards:
         self.end_votes()
         for _, owner, name, p in self._divided:
             put_parameter(owner, name, p)
+
+    def reset(self) -> None:
+        """Forget a pass of this rank that an error has ended, and free what it has gathered."""
+        reset_passes([*self.units, self.model])
+
+    def collectives(self) -> CollectivesDone:
+        """Return a context that counts the collectives of passes, so that a pass that has failed can be ended."""
+        return CollectivesDone([*self.units, self.model])
 
     def restore(self, gather: bool = True) -> None:
         """Make the model whole, with its own parameters; with `gather` every rank must reach this.

@@ -15,7 +15,7 @@ from learnerkit.gradient_mean import zero_loss
 from learnerkit.parallel.sharded import Shards
 from learnerkit.shards import owners
 from learnerkit.text import first_few
-from learnerkit.torch_internals import begin_backward_at, is_backward_pass, make_outermost
+from learnerkit.torch_internals import begin_backward_at, is_backward_pass, leaves_of, make_outermost
 
 if TYPE_CHECKING:
     from learnerkit.parallel.rank_step import RankStep
@@ -41,7 +41,9 @@ class Sharded:
         sync: reduce the gradients in each batch of a step, and not those of all at its last one.
 
     Attributes:
+        sync: as above.
         is_inside: a forward pass of the model has begun, and not ended.
+        compares: compare, in the first batch, which units the ranks call.
         silent: the shards of which the gradients of own passes are weighed, and to which none has given one.
     """
 
@@ -60,7 +62,7 @@ class Sharded:
         self._check: Callable[[], None] | None = check
         self._weight: float | None = None  # of the gradients in passes that are the learner's own, once there is one
         self._without_grad = set[nn.Module]()  # units that were called without gradients
-        self._settled, self._sync = False, sync
+        self._settled, self.sync = False, sync
         self._looks = True  # for parameters on which the loss of a batch does not depend
         mine = {id(p) for _, p in shards.pairs}
         self._replicated = {name: p for name, p in step.params.items() if id(p) not in mine}
@@ -81,6 +83,7 @@ class Sharded:
         self._outputs: list[Tensor] = []  # of all units, in this batch
         self._calls: list[str] = []  # of units, in this batch
         self.is_inside = self._is_backward = False
+        self.compares = True
         self._weighed = set(self._replicated)  # the parameters that need no hook for that any more
         self.silent = step.params.keys() - self._weighed
         make_outermost(shards.model)
@@ -176,7 +179,7 @@ class Sharded:
     def _begin(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not is_backward_pass():
             self.is_inside = True
-            if (self._votes or not self._settled) and not self.shards.voting:
+            if self.compares and (self._votes or not self._settled) and not self.shards.voting:
                 self.shards.begin_votes()  # on ranks that call different units it ends in an error, not in a hang
 
     def _check_calls(self) -> None:
@@ -202,10 +205,10 @@ class Sharded:
             self._make_own_passes()
             return
         loss = learn.loss_grad
-        if self._sync or not self.mean.begun:
+        if self.sync or not self.mean.begun:
             self._used.clear()
             self._before = {name for name, p in step.params.items() if p.grad is not None} if self._looks else set()
-        if not self._sync:
+        if not self.sync:
             if not self.mean.begun:
                 for name in self._gathered.keys() - self._replicated.keys():  # of a step that was not finished
                     self._gathered[name].grad = None
@@ -244,9 +247,9 @@ class Sharded:
         self._note_reduced()
         if self._looks:
             self._used |= step.params.keys() - set(unused) if something else set()
-            if self._sync or learn.step_due:
+            if self.sync or learn.step_due:
                 self._share_use()
-        self._forget_calls()
+        self.forget_calls()
         if work is not None:
             self._average_replicated()
             work.wait()
@@ -263,7 +266,7 @@ class Sharded:
         self._weight = None
         step.learn._backward()
         self._note_reduced()
-        self._forget_calls()
+        self.forget_calls()
         vector = world.reduce(step.vector(), "mean", among="gradients")
         step.mean.expected = vector[0].item()  # a host-device sync
         step.passes.average(step.weight(step.mean.expected), among="gradients")
@@ -276,21 +279,14 @@ class Sharded:
             check, self._check = self._check, None
             check()
 
-    def _forget_calls(self) -> None:
+    def forget_calls(self) -> None:
+        """Forget what the forward passes of this batch have called."""
         for found in (self._outputs, self._calls, self._without_grad):
             found.clear()
 
     def _unused(self, loss: Tensor) -> list[str]:
         """Return the trainable parameters of which a loss is no function, by a walk through its graph."""
-        seen, found, open_ = set[Any](), set[int](), [loss.grad_fn]
-        while open_:
-            node = open_.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if (variable := getattr(node, "variable", None)) is not None:
-                found.add(id(variable))
-            open_ += [other for other, _ in node.next_functions]
+        found = {id(t) for t in leaves_of(loss)}
         trained = {name: p for name, p in self._gathered.items() if p.requires_grad and name not in self._later}
         return [name for name, p in trained.items() if id(p) not in found]
 

@@ -1,0 +1,252 @@
+"""Batches in parts, of a model that is divided among the ranks: all make as many passes, also after an error."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from learnerkit import world
+from learnerkit.callbacks.splitting import Batches, Part, SplitBatch, distinct
+from learnerkit.data.batches import in_float32, tensors_in
+from learnerkit.data.cuts import cut_rows, parted
+from learnerkit.losses import output_of, pass_kept, take_loss, wants_loss
+from learnerkit.torch_internals import leaves_of
+
+if TYPE_CHECKING:
+    from learnerkit.parallel.sharded_step import Sharded
+
+_SAMPLE = 2
+"""The samples on which a rank ends a pass that has failed: of one alone BatchNorm has no variance."""
+
+
+class ShardedBatches(Batches):
+    """Computes the batches of a training of a sharded model, as they are or in parts.
+
+    The ranks gather each unit together, and so make the same passes. Before each batch they agree on the number of its
+    parts. Predictions and the loss come from passes without gradients, in which each rank is free; then all ranks make
+    the passes that have gradients, a part each. A rank that runs out of memory in one ends it on a few samples, with
+    the collectives that it has not yet made, so that no other rank waits. Then all begin again, with more parts.
+
+    Args:
+        cb: says in how many parts.
+        params: those that get gradients.
+    """
+
+    def __init__(self, cb: SplitBatch, params: list[Tensor]) -> None:
+        super().__init__(cb, params)
+        learn = self.learn
+        inner: Any = learn._gradient
+        self._inner: Sharded = inner.inner if isinstance(inner, _InParts) else inner
+        learn._gradient = _InParts(self._inner, self)
+        self._shards = self._inner.shards
+        self._is_taken = self._is_careful = False  # the present batch is, or may fail
+        self._failed = False  # a pass of this rank, in the present part
+
+    def begin(self) -> None:
+        """Agree on the parts of a batch; every rank must reach this, and then its backward pass."""
+        learn, cb = self.learn, self.cb
+        x = learn.xb[0]
+        numel = x.numel() if type(x) is Tensor else sum(t.numel() for t in tensors_in(learn.xb)) or learn.batch_size
+        self.size = numel if learn.batch_size else 0
+        parts, fits = cb.limits
+        mine = (1 if self.size <= fits else parts, cb.is_careful or self.size > fits)
+        found, careful = zip(*world.all_gather(mine, among="votes"), strict=True)
+        cb.count_batch()
+        self._wanted_parts, self._is_careful = max(found), any(careful)
+        self._is_taken = self._wanted_parts > 1 or self._is_careful
+        if self._is_taken:
+            self._shards.begin_votes()
+            super().begin()
+
+    def _forward(self) -> None:
+        learn = self.learn
+        if self.parts or self._is_computing:
+            self._own["_forward"]()
+            return
+        self.rows, self._yb = learn.batch_size, learn.yb
+        self._note(everything=True)
+        self._compute_values(self._wanted_parts)
+
+    def _compute_values(self, parts: int) -> None:
+        """Compute predictions and loss in so many parts, without gradients."""
+        with torch.no_grad():
+            self._fit(parts)
+        with torch.enable_grad():
+            self._put_on()
+
+    def _linked_to(self, outputs: list[Tensor]) -> tuple[Any, Sequence[Tensor]]:
+        self._leaves = [t.detach().requires_grad_() for t in outputs]
+        return None if self._total is None else self._total.detach().clone().requires_grad_(), self._leaves
+
+    # The passes with gradients
+
+    def backward(self) -> None:
+        """Compute the gradients of the batch; every rank must reach this."""
+        learn, inner = self.learn, self._inner
+        if not self._is_taken:
+            inner.backward()
+            return
+        has_data, due = bool(learn.batch_size), learn.step_due
+        parts = self._agreed(self.parts if has_data else 0)
+        self._shards.end_votes()
+        ways = self._factors() if has_data else (None, [])
+        inner.forget_calls()
+        inner.compares, mean = False, inner.mean
+        before = mean.begun, mean.expected, mean.counted
+        grads = [p.grad for p in self.params]
+        try:
+            while not self._made(parts, ways, due, has_data):
+                if not inner.sync and (parts > 1 or before[0]):
+                    raise torch.OutOfMemoryError(
+                        f"{self._wanted}: with sync=False the gradients of earlier batches of the step, or parts, "
+                        "are lost; give SplitBatch(parts=...) the number of parts, or leave sync=False out"
+                        " (errors.html#split-batch)"
+                    )
+                mean.begun, mean.expected, mean.counted = before
+                if self._failed:
+                    self._more(parts)  # raises where there is no smaller part
+                self._shards.begin_votes()
+                if has_data:
+                    self._put_back()
+                    self._compute_values(min(self.rows, max(parts + 1, parts * 5 // 4)))
+                parts = self._agreed(self.parts if has_data else 0)
+                self._shards.end_votes()
+        finally:
+            learn.step_due, inner.compares = due, True
+            for p, grad in zip(self.params, grads, strict=True):
+                if grad is not None:
+                    p.grad = grad if p.grad is None else grad.add_(p.grad)
+        if has_data:
+            self.cb.note_fit(self)
+        self.cb.parts = max(self.cb.parts, parts)
+
+    def _agreed(self, mine: int) -> int:
+        """Return the number of passes that all ranks make, once all have their values; every rank must reach this."""
+        last = 0
+        while True:
+            everyone = world.all_gather(mine, among="votes")
+            most = max(1, *everyone)
+            if most == last or all(parts in (0, most) for parts in everyone):
+                return most
+            last = most
+            if 0 < mine < most and mine < self.rows:  # else it has no smaller parts, and makes passes without data
+                self._put_back()
+                self._compute_values(min(most, self.rows))
+                mine = self.parts
+
+    def _factors(self) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Return the gradients of the learner's loss by that of the batch, and by the predictions."""
+        learn = self.learn
+        if learn.loss_grad is None or learn.loss_grad is self._root:
+            return None, []
+        known = {id(t) for t in (self._root, *self._leaves)}
+        if not {id(t) for t in leaves_of(learn.loss_grad)} <= known:
+            raise ValueError(
+                "a callback has made the loss depend on something beside the predictions, and SplitBatch cannot take "
+                "that apart for a sharded model: compute it in the loss function, or leave SplitBatch out"
+                " (errors.html#split-batch)"
+            )
+        learn.loss_grad.backward()
+        return self._root.grad, [t.grad for t in self._leaves]
+
+    def _made(self, parts: int, ways: Any, due: bool, has_data: bool) -> bool:
+        """Make a pass for each part, and tell whether there was memory on all ranks; every rank must reach this."""
+        learn, inner = self.learn, self._inner
+        for p in self.params:
+            p.grad = None
+        if has_data:
+            self._put_back()
+        for i in range(parts):
+            learn.step_due, self._failed = due and i == parts - 1, False
+            part = self.cut[i] if has_data and i < len(self.cut) else None
+            with pass_kept(learn), self._shards.collectives() if self._is_careful else nullcontext() as done:
+                self._pass(part, ways, i, done)
+            if self._is_careful and any(world.all_gather(self._failed, among="votes")):
+                inner.forget_calls()
+                return False
+        return True
+
+    def _pass(self, part: Part | None, ways: Any, i: int, done: Any) -> None:
+        """Make the forward and the backward pass of a part; without one, of a few samples that weigh nothing."""
+        learn = self.learn
+        if part is None:
+            self._sample()
+        elif done is None:
+            self._enter_again(part)
+        elif not self._tried(partial(self._enter_again, part)):
+            self._begin_again(done)
+        if part is not None and not self._failed:
+            learn.loss_grad = self._loss_of(ways, i)
+        if done is not None:
+            vars(learn)["_backward"] = partial(self._tried_backward, done)
+        try:
+            self._inner.backward()
+        finally:
+            vars(learn).pop("_backward", None)
+
+    def _enter_again(self, part: Part) -> None:
+        part.draw_again(self.learn.dls.device)
+        enabled, dtype = self._autocast
+        with torch.autocast(self.learn.dls.device.type, dtype, enabled=enabled):
+            self._enter(part)
+            if wants_loss(self.learn):
+                take_loss(self.learn)
+
+    def _loss_of(self, ways: Any, i: int) -> Any:
+        """Return the loss of a part, with what callbacks have made of that of the batch."""
+        factor, of_outputs = ways
+        loss = in_float32(self.learn.loss_grad)
+        if factor is not None:
+            loss = loss * factor
+        made = [t for t, _ in distinct((self.learn.pred, self.learn.output))]
+        share = self._shares[i]
+        for (_, way), grad in zip(self._ways, of_outputs, strict=False):
+            if grad is not None and share:
+                loss = loss + (made[way.place] * way.of_part(grad, i)).sum() / share
+        return loss
+
+    def _tried_backward(self, done: Any) -> None:
+        if not self._tried(self._own["_backward"]):
+            self._begin_again(done)
+            outputs = [t.float().sum() for t in tensors_in(output_of(self.learn)) if t.requires_grad]
+            torch.stack(outputs).sum().backward()
+
+    def _begin_again(self, done: Any) -> None:
+        """Begin a pass that has failed again, on a few samples; what it computes is not used."""
+        self._failed = True
+        self._inner.forget_calls()
+        done.begin_again()
+        self._sample()
+
+    def _sample(self) -> None:
+        learn = self.learn
+        inputs, targets, _ = parted(learn.dls.batch_dim, learn.dls.target_keys, len(learn.xb), len(learn.yb))
+        learn.xb = cut_rows(learn.xb, inputs, 0, _SAMPLE)
+        learn.yb = cut_rows(learn.yb, targets, 0, _SAMPLE)
+        learn.batch_size, learn.loss, learn.loss_grad = 0, None, None
+        self._own["_forward"]()
+
+
+class _InParts:
+    """The interface by which the learner has the gradients of a sharded model made in parts.
+
+    Args:
+        inner: makes the gradients of one pass.
+        batches: makes the passes.
+    """
+
+    def __init__(self, inner: "Sharded", batches: ShardedBatches) -> None:
+        self.inner, self.mean = inner, inner.mean
+        self.backward: Callable[[], None] = batches.backward
+
+    @property
+    def is_inside(self) -> bool:
+        """Tell whether a forward pass with gradients has begun, and not ended."""
+        return self.inner.is_inside
+
+    def detach(self) -> None:
+        """Take the hooks off the units."""
+        self.inner.detach()
