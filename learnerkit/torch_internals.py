@@ -233,13 +233,14 @@ def forget_forward_passes(modules: Iterable[nn.Module]) -> None:
             group.comm_ctx.post_forward_order.clear()
 
 
-def reset_passes(modules: Iterable[nn.Module]) -> None:
+def reset_passes(modules: Iterable[nn.Module], kept: Collection[nn.Module] = ()) -> None:
     """Have FSDP2 forget a pass that an error has ended, and free what it has gathered. Other ranks need not do so.
 
     torch has it from 2.13 on, as `reset_iter_state`.
 
     Args:
-        modules: the units, and last the outermost module.
+        modules: the units, and the outermost module.
+        kept: those of them that stay gathered, as they are on all ranks.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -252,7 +253,8 @@ def reset_passes(modules: Iterable[nn.Module]) -> None:
             group._training_state = TrainingState.IDLE
             group._post_forward_indices.clear()
             group.comm_ctx.post_forward_order.clear()
-            group._to_sharded()
+            if module not in kept:
+                group._to_sharded()
             for p in group.fsdp_params:
                 if (gathered := getattr(p, "_unsharded_param", None)) is not None:
                     gathered.grad = None

@@ -521,12 +521,12 @@ class Batches:
         """Give the learner the predictions of the whole batch; in training they are a part of its graph."""
         learn, last = self.learn, self._total_shown
         self._total_shown = self._total
+        whole, self._ways = _joined(self._seen, self.cut, self._shares, self._dim, self._summed())
+        self._seen = []
         if self._is_computed:  # other ranks need more parts; the events have taken place
             learn.loss = self._total if learn.loss is last else learn.loss
             return
         self._is_computed = True
-        whole, self._ways = _joined(self._seen, self.cut, self._shares, self._dim, self._summed())
-        self._seen = []
         self._root, outputs = self._total, [t for t, _ in self._ways]
         if learn.training:
             self._root, found = self._linked_to(outputs)

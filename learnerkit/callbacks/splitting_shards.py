@@ -212,7 +212,7 @@ class ShardedBatches(Batches):
         if not self._tried(self._own["_backward"]):
             self._begin_again(done)
             outputs = [t.float().sum() for t in tensors_in(output_of(self.learn)) if t.requires_grad]
-            torch.stack(outputs).sum().backward()
+            self._inner.with_all(torch.stack(outputs).sum()).backward()
 
     def _begin_again(self, done: Any) -> None:
         """Begin a pass that has failed again, on a few samples; what it computes is not used."""

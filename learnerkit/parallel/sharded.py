@@ -205,7 +205,8 @@ class Shards:
 
     def reset(self) -> None:
         """Forget a pass of this rank that an error has ended, and free what it has gathered."""
-        reset_passes([*self.units, self.model])
+        kept = [*(self.units[i] for i in self._kept), *[self.model] * self._rest] if self.voting else []
+        reset_passes([*self.units, self.model], kept)
 
     def collectives(self) -> CollectivesDone:
         """Return a context that counts the collectives of passes, so that a pass that has failed can be ended."""

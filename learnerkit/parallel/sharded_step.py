@@ -233,9 +233,8 @@ class Sharded:
         if not self._settled:
             looks = self._settle(unused if something else None)
             self._settled, self._looks = looks is not None, looks is not False
-        if unused and (left := self._unused(learn.loss_grad)):
-            # Ranks reduce the gradients of the same parameters: here these are zeros.
-            learn.loss_grad = learn.loss_grad + zero_loss([self._gathered[name] for name in left])
+        if unused:
+            learn.loss_grad = self.with_all(learn.loss_grad)
         self._is_backward = True
         try:
             learn._backward()
@@ -289,6 +288,11 @@ class Sharded:
         found = {id(t) for t in leaves_of(loss)}
         trained = {name: p for name, p in self._gathered.items() if p.requires_grad and name not in self._later}
         return [name for name, p in trained.items() if id(p) not in found]
+
+    def with_all(self, loss: Tensor) -> Tensor:
+        """Return a loss that depends on all parameters: ranks reduce the gradients of the same, here with zeros."""
+        left = self._unused(loss)
+        return loss + zero_loss([self._gathered[name] for name in left]) if left else loss
 
     def _share_use(self) -> None:
         """Leave no gradient where no rank has one in this step; every rank must reach this. A host-device sync."""

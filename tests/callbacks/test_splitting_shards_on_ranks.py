@@ -1,0 +1,221 @@
+"""SplitBatch on sharded models: all ranks make as many passes, also if one runs out of memory in the middle of one."""
+
+import time
+import warnings
+
+import pytest
+import torch
+from helpers import mostly_slow
+from memory_limits import FAILURE, Limit
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from learnerkit import (
+    Callback,
+    CancelBatchException,
+    CancelStepException,
+    DataLoaders,
+    GradientAccumulation,
+    GradientClip,
+    Learner,
+    MixedPrecision,
+    MixUp,
+    SplitBatch,
+    world,
+)
+
+pytestmark = pytest.mark.ranks(2, slow=[3])
+
+RANK = world.rank()
+
+
+class Block(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(6, 6), nn.Linear(6, 6), nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.b(self.drop(torch.tanh(self.a(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.inp, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+
+    def forward(self, x):
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class InPasses(Limit):
+    """A limit in the middle of a pass with gradients: other ranks gather the next unit."""
+
+    def put_on(self, model):
+        model.register_forward_pre_hook(lambda _, given: self.seen.append(len(given[0])))
+        place = model.blocks[1].a
+        if self.where == "forward":
+            place.register_forward_pre_hook(lambda m, x: self._check(m, x[0]) if torch.is_grad_enabled() else None)
+        elif self.where == "without gradients":
+            place.register_forward_pre_hook(lambda m, x: None if torch.is_grad_enabled() else self._check(m, x[0]))
+        else:
+            place.register_full_backward_hook(lambda m, _, grads: self._check(m, grads[0]))
+
+
+def fitted(limit=None, cbs=(), together=True, model=Net, epochs=2, n=100, loss=None, options=None, **kwargs):
+    """A learner that all ranks have trained together, or one process by itself."""
+    torch.manual_seed(3)
+    x, y = torch.randn(n, 4, dtype=torch.float64), torch.randint(3, (n,))
+    dls = DataLoaders.from_datasets(TensorDataset(x, y), TensorDataset(x[:30], y[:30]), bs=12, device="cpu")
+    net = model().double()
+    learn = Learner(dls, net, loss or nn.CrossEntropyLoss(), opt_func=torch.optim.AdamW, lr=0.01, cbs=cbs, **kwargs)
+    if limit is not None:
+        limit.put_on(net)
+    with learn.no_logging(), learn.no_bar(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* processes each train a whole copy")
+        if together:
+            with learn.distrib_ctx(split_batches=True, shard=True, **(options or {})):
+                learn.fit(epochs)
+        else:
+            learn.fit(epochs)
+    return learn
+
+
+def far(a, b):
+    values = [
+        torch.cat(
+            [p.detach().flatten() for p in learn.model.parameters()] + [torch.tensor(learn.recorder.values).flatten()]
+        )
+        for learn in (a, b)
+    ]
+    return (values[0] - values[1]).abs().max().item()
+
+
+def on(rank, rows, where="forward", **kwargs):
+    """A limit on one rank, or with -1 on all."""
+    return InPasses(rows if rank in (-1, RANK) else 1000, where, **kwargs)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "without gradients"])
+@pytest.mark.parametrize("which", mostly_slow([-1, 0, 1], 1))
+def test_a_rank_that_runs_out_of_memory_in_a_pass_leaves_no_rank_waiting(which, where):
+    limit = on(which, 2, where)
+    split = fitted(limit, [SplitBatch()])
+    assert bool(limit.failures) == (which in (-1, RANK))
+    found = world.all_gather(split.split_batch.parts)
+    assert len({*found}) == 1
+    assert found[0] > 1
+    assert far(fitted(together=False), split) < 1e-9
+    assert far(fitted(cbs=[SplitBatch(parts=found[0])]), split) == 0
+
+
+class Penalty(Callback):
+    """Makes the loss depend on the predictions in another way, too."""
+
+    def after_loss(self):
+        if self.learn.training and self.learn.batch_size:
+            self.learn.loss_grad = self.loss_grad + 0.1 * self.learn.pred.square().mean()
+
+
+def tokens(pred, y):
+    return F.cross_entropy(pred, y.masked_fill(y == 2, -100))
+
+
+JOBS = {
+    "a rank without data": {"n": 49},
+    "accumulated": {"cbs": [lambda: GradientAccumulation(n_batches=2), lambda: GradientClip(0.1)]},
+    "reduced once": {"cbs": [lambda: GradientAccumulation(n_batches=2)], "options": {"sync": False}, "parts": 3},
+    "gathered for both passes": {"options": {"reshard_after_forward": False}},
+    "penalty": {"cbs": [Penalty]},
+    "counted": {"loss": tokens, "loss_weight": lambda y: (y != 2).sum()},
+    "sum": {"loss": nn.CrossEntropyLoss(reduction="sum")},
+    "unused parameters": {"model": lambda: WithUnused()},
+}
+
+
+class WithUnused(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].c = nn.Linear(6, 6)
+        self.more = nn.Linear(3, 3)
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was chosen")
+@pytest.mark.parametrize("where", mostly_slow(["forward", "backward"], "backward"))
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_in_parts_equals_one_process(job, where):
+    given = dict(JOBS[job])
+    cbs, options, parts = given.pop("cbs", []), given.pop("options", None), given.pop("parts", None)
+    limit = None if parts else on(1, 2, where)
+    split = fitted(limit, [*(cb() for cb in cbs), SplitBatch(parts=parts)], options=options, **given)
+    assert limit is None or world.reduce(limit.failures) > 0
+    assert far(fitted(cbs=[cb() for cb in cbs], together=False, **given), split) < 1e-9
+
+
+def test_samples_are_mixed_and_precision_is_lowered_as_without_parts():
+    for cbs in ([MixUp], [lambda: MixedPrecision("bf16")]):
+        limit = on(0, 3)
+        split = fitted(limit, [*(cb() for cb in cbs), SplitBatch()])
+        assert world.reduce(limit.failures) > 0
+        assert far(fitted(cbs=[cb() for cb in cbs]), split) < (1e-9 if cbs == [MixUp] else 5e-2)
+
+
+def test_random_numbers_are_those_of_as_many_parts_beforehand():
+    limit = on(1, 2, "backward")
+    split = fitted(limit, [SplitBatch()], model=lambda: Net(0.5))
+    assert far(fitted(cbs=[SplitBatch(parts=split.split_batch.parts)], model=lambda: Net(0.5)), split) == 0
+
+
+class Cancels(Callback):
+    """Cancels a batch, or its step, on one rank."""
+
+    def __init__(self, event, error, at, rank):
+        super().__init__(**{event: lambda cb: cb.cancel()})
+        self.error, self.at, self.which = error, at, rank
+
+    def cancel(self):
+        if self.learn.training and self.learn.train_iter == self.at and self.which == RANK:
+            raise self.error
+
+
+def test_a_cancel_on_one_rank_leaves_no_rank_waiting():
+    cases = [
+        (0, "before_batch", CancelBatchException, 0),
+        (0, "before_batch", CancelBatchException, 1),
+        (0, "after_pred", CancelBatchException, 0),
+        (1, "after_loss", CancelBatchException, 1),
+        (3, "before_batch", CancelBatchException, 0),
+        (1, "before_step", CancelStepException, 0),
+    ]
+    for at, event, error, which in cases:
+        whole = fitted(cbs=[Cancels(event, error, at, 0)], epochs=1)
+        limit = on(which, 3)
+        split = fitted(limit, [SplitBatch(), Cancels(event, error, at, 0)], epochs=1)
+        assert far(whole, split) < 1e-9, (at, event)
+
+
+def test_evaluation_is_cut_on_the_rank_that_needs_it():
+    limit = on(1, 3, "without gradients", trains=False)
+    split = fitted(limit, [SplitBatch()])
+    assert world.reduce(limit.failures) > 0
+    assert far(fitted(together=False), split) < 1e-9
+
+
+def test_a_rank_that_cannot_hold_one_sample_ends_all_in_seconds():
+    start = time.monotonic()
+    limit = on(1, 0)
+    with pytest.raises((torch.OutOfMemoryError, world.PeerError)) as caught:
+        fitted(limit, [SplitBatch()])
+    assert time.monotonic() - start < 30
+    assert FAILURE in str(caught.value)
+
+
+def test_what_would_lose_gradients_is_an_error():
+    limit = on(1, 2, begins=5)
+    cbs = [GradientAccumulation(n_batches=4), SplitBatch()]
+    with pytest.raises((torch.OutOfMemoryError, world.PeerError), match="sync=False"):
+        fitted(limit, cbs, options={"sync": False})
