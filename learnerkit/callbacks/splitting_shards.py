@@ -13,14 +13,10 @@ from learnerkit.callbacks.splitting import Batches, Part, SplitBatch, distinct
 from learnerkit.data.batches import in_float32, tensors_in
 from learnerkit.data.cuts import cut_rows, parted
 from learnerkit.losses import output_of, pass_kept, take_loss, wants_loss
-from learnerkit.torch_internals import leaves_of
+from learnerkit.torch_internals import BatchNorm, leaves_of
 
 if TYPE_CHECKING:
     from learnerkit.parallel.sharded_step import Sharded
-
-_SAMPLE = 2
-"""The samples on which a rank ends a pass that has failed: of one alone BatchNorm has no variance."""
-
 
 class ShardedBatches(Batches):
     """Computes the batches of a training of a sharded model, as they are or in parts.
@@ -224,8 +220,8 @@ class ShardedBatches(Batches):
     def _sample(self) -> None:
         learn = self.learn
         inputs, targets, _ = parted(learn.dls.batch_dim, learn.dls.target_keys, len(learn.xb), len(learn.yb))
-        learn.xb = cut_rows(learn.xb, inputs, 0, _SAMPLE)
-        learn.yb = cut_rows(learn.yb, targets, 0, _SAMPLE)
+        n = 2 if any(isinstance(m, BatchNorm) for m in learn.model.modules()) else 1  # of one it has no variance
+        learn.xb, learn.yb = cut_rows(learn.xb, inputs, 0, n), cut_rows(learn.yb, targets, 0, n)
         learn.batch_size, learn.loss, learn.loss_grad = 0, None, None
         self._own["_forward"]()
 

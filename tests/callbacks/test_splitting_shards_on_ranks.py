@@ -1,5 +1,6 @@
 """SplitBatch on sharded models: all ranks make as many passes, also if one runs out of memory in the middle of one."""
 
+import random
 import time
 import warnings
 
@@ -78,7 +79,7 @@ def fitted(limit=None, cbs=(), together=True, model=Net, epochs=2, n=100, loss=N
     with learn.no_logging(), learn.no_bar(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* processes each train a whole copy")
         if together:
-            with learn.distrib_ctx(split_batches=True, shard=True, **(options or {})):
+            with learn.distrib_ctx(split_batches=True, **({"shard": True} | (options or {}))):
                 learn.fit(epochs)
         else:
             learn.fit(epochs)
@@ -219,3 +220,17 @@ def test_what_would_lose_gradients_is_an_error():
     cbs = [GradientAccumulation(n_batches=4), SplitBatch()]
     with pytest.raises((torch.OutOfMemoryError, world.PeerError), match="sync=False"):
         fitted(limit, cbs, options={"sync": False})
+
+
+@pytest.mark.soak
+def test_no_rank_waits_in_forty_runs():
+    draw = random.Random(0)  # alike on all ranks
+    for run in range(40):
+        which, rows = draw.choice([-1, 0, 1]), draw.choice([1, 2, 3])
+        where = draw.choice(["forward", "backward", "without gradients"])
+        n, whole = draw.choice([49, 61, 100]), {"options": {"shard": draw.random() < 0.7}}
+        limit = on(which, rows, where, begins=draw.choice([0, 0, 3]) * (whole["options"]["shard"] is True))
+        if not whole["options"]["shard"] and where == "without gradients":
+            continue
+        split = fitted(limit, [SplitBatch()], n=n, epochs=1, **whole)
+        assert far(fitted(together=False, n=n, epochs=1), split) < 1e-9, (run, which, rows, where, n)
