@@ -99,19 +99,34 @@ def explain_memory(learn: "Learner", error: Exception) -> None:
 def _explained(learn: "Learner") -> str:
     room, seen = memory_of(learn.dls.device), Seen(learn.batch, learn.xb, learn.yb)
     if not learn.training:
-        return f"{_held(learn)}, of {in_units(room)}; in evaluation give the loader smaller batches"
+        ways = "" if "split_batch" in _names(learn) else "take SplitBatch(), or "
+        return f"{_held(learn)}, of {in_units(room)}; in evaluation {ways}give the loader smaller batches"
     found = predict_memory(learn, seen, on=[fake_steps])
     if isinstance(found, str):
         return (
-            f"{_held(learn)}, of {in_units(room)}; what a step needs cannot be predicted ({found}). Try SplitBatch(), "
-            "ActivationCheckpointing(), learn.to_bf16(), a smaller batch, or learn.distrib_ctx(shard=True)"
+            f"{_held(learn)}, of {in_units(room)}; what a step needs cannot be predicted ({found}). "
+            f"Try {', '.join(_less(learn))}, or learn.distrib_ctx(shard=True)"
         )
     if not found.fits(room, found.batch_size):
         return f"{_needs(found)}, of {in_units(room)}; {_ways(learn, seen, found, room, learn.n_ranks > 1)}"
     return (
         f"{_needs(found)}, which fits in {in_units(room)} unless other programs, callbacks or code of your own hold a "
-        f"part of it. Less is needed with SplitBatch(), ActivationCheckpointing(), learn.to_bf16() or a smaller batch"
+        f"part of it. Less is needed with {' or '.join(_less(learn))}"
     )
+
+
+def _names(learn: "Learner") -> set[str]:
+    return {cb.name for cb in learn.cbs}
+
+
+def _less(learn: "Learner") -> list[str]:
+    """What takes less memory, of that which the learner does not have yet."""
+    ways = {
+        "split_batch": "SplitBatch()",
+        "activation_checkpointing": "ActivationCheckpointing()",
+        "mixed_precision": "learn.to_bf16()",
+    }
+    return [*(way for name, way in ways.items() if name not in _names(learn)), "a smaller batch"]
 
 
 def _kinds(learn: "Learner") -> dict[str, list[Tensor]]:

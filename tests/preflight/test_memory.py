@@ -9,7 +9,7 @@ import torch
 from helpers import make_learner, raises, read_report
 from torch import nn
 
-from learnerkit import ActivationCheckpointing, Callback, DataLoaders, GradientAccumulation, Learner
+from learnerkit import ActivationCheckpointing, Callback, DataLoaders, GradientAccumulation, Learner, SplitBatch
 from learnerkit.preflight import memory
 from learnerkit.preflight.memory import bytes_of
 from learnerkit.preflight.prediction import predict_memory
@@ -160,6 +160,25 @@ def test_that_of_a_device_is_explained_and_other_errors_are_not():
     with pytest.raises(RuntimeError) as caught:
         learn.fit(1, cbs=full)
     assert not any(n.startswith("the memory:") for n in getattr(caught.value, "__notes__", ()))
+
+
+def test_what_the_learner_has_already_is_not_advised():
+    class Full(nn.Linear):
+        def forward(self, x):
+            if self.training == self.trains:
+                raise torch.OutOfMemoryError("full")
+            return super().forward(x)
+
+    for trains in (True, False):
+        for cbs in ([], [SplitBatch(), ActivationCheckpointing("0")]):
+            model = nn.Sequential(Full(64, 64))
+            model[0].trains = trains
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                learner(model, cbs=cbs).fit(1)
+            note = caught.value.__notes__[-1]
+            assert ("SplitBatch()" in note) is (not cbs)
+            assert ("ActivationCheckpointing()" in note) is (trains and not cbs)
+            assert "smaller batch" in note
 
 
 def test_without_a_prediction_the_parts_are_named():
