@@ -2,6 +2,7 @@
 
 import copy
 import os
+import resource
 import sys
 import threading
 import warnings
@@ -346,7 +347,9 @@ def memory_of(device: torch.device) -> int:
         for folder in (group, *group.parents) if kinds in ("", "memory") else ():
             with suppress(OSError, ValueError):  # it may be 'max'
                 found.append(int((folder / name).read_text(encoding="utf-8")))
-    return min(found) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    shared = min(found) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # of a process, as `ulimit -v` sets it
+    return shared if limit == resource.RLIM_INFINITY else min(shared, limit)
 
 
 def ipython_shell() -> Any:

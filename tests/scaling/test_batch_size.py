@@ -459,6 +459,14 @@ def test_the_memory_of_a_control_group_is_what_there_is(monkeypatch, tmp_path, v
     assert memory_of(torch.device("cpu")) == 2**27
 
 
+def test_a_limit_of_the_process_is_what_there_is(monkeypatch):
+    import resource
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**27, 2**30))
+    assert memory_of(torch.device("cpu")) == 2**27
+
+
 def test_a_line_for_one_sample():
     found = BatchSize(1, {1: 2**20, 2: None}, 2**21, None, 1, None, "samples of one size")
     assert str(found) == "1 sample fits (1 MB of 2 MB); 1 a step"
