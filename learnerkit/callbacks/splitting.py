@@ -2,10 +2,12 @@
 
 import gc
 import os
+import resource
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -391,7 +393,8 @@ class Batches:
                 "distrib_ctx(shard=True) on several processes take less memory"
                 " (errors.html#split-batch)"
             )
-        return min(self.rows, max(parts + 1, parts * 5 // 4))
+        largest = -(-self.rows // parts)
+        return max(min(self.rows, parts * 5 // 4), -(-self.rows // (largest - 1)))  # whose largest part is smaller
 
     # In parts
 
@@ -732,12 +735,18 @@ def _dim_of_rows(column: Sequence[Tensor], parts: list[Part], dim: Any) -> int |
 
 def _unequal(model: nn.Module, parts: list[Part]) -> str:
     """Name what is not as in the whole batch."""
-    named = [(name or type(m).__name__, m) for name, m in model.named_modules() if m.training]
+    named = [(_called(name, m), m) for name, m in model.named_modules() if m.training]
     norms = [name for name, m in named if isinstance(m, BatchNorm)]
     drops = [name for name, m in named if isinstance(m, Dropout) and m.p]
     drawn = first_few(drops) if drops else "the model" if _draws(parts) else ""
     found = [f"the statistics of {first_few(norms)}"] * bool(norms)
     return " and ".join([*found, *[f"the random numbers of {drawn} (equal in law)"] * bool(drawn)])
+
+
+def _called(name: str, module: nn.Module) -> str:
+    """Name a module; a number, as in `nn.Sequential`, says nothing without its type."""
+    kind = type(module).__name__
+    return f"{name} ({kind})" if name.rpartition(".")[2].isdigit() else name or kind
 
 
 def _draws(parts: list[Part]) -> bool:
@@ -748,7 +757,13 @@ def _draws(parts: list[Part]) -> bool:
 def _free(device: torch.device) -> str:
     if device.type == "cuda":
         return in_units(torch.cuda.mem_get_info(device)[0])
-    return in_units(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # as `ulimit -v` and some clusters set it
+    if limit != resource.RLIM_INFINITY:
+        with suppress(OSError):  # it is Linux's
+            taken = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+            found.append(max(0, limit - taken))
+    return in_units(min(found))
 
 
 def _largest(learn: "Learner", n: int = 3) -> str:
