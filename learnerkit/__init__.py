@@ -192,7 +192,8 @@ _ELSEWHERE = {  # names of other libraries, and what serves the same purpose her
     "EarlyStopping": "EarlyStoppingCallback", "LearningRateFinder": "Learner.lr_find", "seed_everything": "set_seed",
     "rank_zero_only": "on_rank0", "GradientAccumulationScheduler": "GradientAccumulation",
     "StochasticWeightAveraging": "SWA", "Interpretation": "ClassificationInterpretation",
-    "skm_to_fastai": "AccumMetric", "MCDropoutCallback": "MCDropout",
+    "skm_to_fastai": "AccumMetric", "MCDropoutCallback": "MCDropout", "find_executable_batch_size": "SplitBatch",
+    "BatchSizeFinder": "Learner.find_batch_size",
 }  # fmt: skip
 
 
