@@ -75,6 +75,9 @@ def judge_memory(learn: "Learner", seen: Seen, memory: str | int | None) -> list
     has = f"{has} ({100 * MARGIN:.0f} % assumed for fragmentation)"
     if found.fits(room, found.batch_size):
         return [Finding(OK, f"{_needs(found)}; up to {found.largest(room):,} fit in {has}")]
+    if "split_batch" in _names(learn) and 0 < (most := found.largest(room)):
+        parts = -(-found.batch_size // most)
+        return [Finding(OK, f"{_needs(found)}; in {has} SplitBatch takes them in {parts} parts")]
     mark = HINT if memory is None else WRONG
     return [Finding(mark, f"{_needs(found)}; that does not fit in {has}", _ways(learn, seen, found, room))]
 

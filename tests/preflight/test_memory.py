@@ -82,6 +82,12 @@ def test_a_batch_that_does_not_fit(capsys, monkeypatch):
     assert said(capsys, learn, True)[0] == "??"  # it has just run
 
 
+def test_a_batch_that_split_batch_will_take_in_parts(capsys):
+    mark, text = said(capsys, learner(cbs=SplitBatch()), True, "10MB")
+    assert mark == "ok"
+    assert re.search(r"in 10MB \(8 % assumed for fragmentation\) SplitBatch takes them in \d+ parts", text)
+
+
 def test_nothing_makes_it_fit(capsys):
     assert "nothing that is known makes it fit" in said(capsys, learner(), False, 1000)[1]
     wide = learner(nn.Sequential(nn.Linear(64, 5000), nn.Linear(5000, 64)), bs=2)
