@@ -83,9 +83,9 @@ def test_a_batch_that_does_not_fit(capsys, monkeypatch):
 
 
 def test_a_batch_that_split_batch_will_take_in_parts(capsys):
-    mark, text = said(capsys, learner(cbs=SplitBatch()), True, "10MB")
+    mark, text = said(capsys, learner(cbs=SplitBatch()), True, "5MB")
     assert mark == "ok"
-    assert re.search(r"in 10MB \(8 % assumed for fragmentation\) SplitBatch takes them in \d+ parts", text)
+    assert re.search(r"in 5MB \(8 % assumed for fragmentation\) SplitBatch takes them in \d+ parts", text)
 
 
 def test_nothing_makes_it_fit(capsys):
