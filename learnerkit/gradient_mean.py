@@ -84,7 +84,7 @@ class GradientMean:
         if isinstance(weight, Tensor):
             return torch.where(weight > 0, loss * weight, 0.0).to(loss.dtype)
         if not weight:  # the loss may be the mean of nothing, a NaN, and so would its gradient times 0 be
-            return zero_loss(output)
+            return zero_loss(loss if output is None else output)  # nobody reads what SplitBatch has left out
         return loss if weight == 1 else loss * weight
 
     def correction(self, tolerance: float = 0.0) -> float | Tensor:

@@ -145,51 +145,66 @@ def _hook_tables(p: Tensor) -> tuple[Any, Any]:
     return p._backward_hooks, p._post_accumulate_grad_hooks
 
 
-def leaves_of(result: Tensor) -> list[Tensor]:
-    """Return the tensors with gradients of which one is a function, by a walk through its graph."""
-    seen, found, open_ = set[Any](), [result] if result.is_leaf and result.requires_grad else [], [result.grad_fn]
+def leaves_of(results: Iterable[Tensor]) -> set[Tensor]:
+    """Return the tensors with gradients of which some are functions, by a walk through their graphs."""
+    results = list(results)
+    found, open_ = {t for t in results if t.is_leaf and t.requires_grad}, [t.grad_fn for t in results]
+    seen = set[Any]()
     while open_:
         node = open_.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if (variable := getattr(node, "variable", None)) is not None:
-            found.append(variable)
+            found.add(variable)
         open_ += [other for other, _ in node.next_functions]
     return found
 
 
 def version_of(t: Tensor) -> int:
-    """Return a number that grows when a tensor is changed in place."""
-    return t._version
+    """Return a number that grows when a tensor is changed in place; of one made in `torch.inference_mode` it is 0."""
+    return 0 if t.is_inference() else t._version
 
 
 class BuffersKept:
-    """Keeps the values that the buffers of a module have now, and puts them back.
+    """Keeps the values that the buffers of modules have now, and puts them back.
 
     Args:
-        module: the module, which has the buffers that it will have.
+        modules: the modules, which have the names of all buffers that they will have; some may be `None` as yet.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        tables = {id(m._buffers): m._buffers for m in module.modules()}.values()
-        self._places = [(table, name) for table in tables for name, b in table.items() if b is not None]
-        self._now: list[Tensor] = []
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        tables = {id(m._buffers): m._buffers for module in modules for m in module.modules()}.values()
+        self._places = [(table, name) for table in tables for name in table]
+        self._now: list[Tensor | None] = []
         self._copies: list[Tensor] = []
 
     def keep(self) -> None:
         """Copy the values, by one kernel for many of them."""
-        self._now = [b for table, name in self._places if (b := table[name]) is not None]
-        if [b.shape for b in self._now] != [b.shape for b in self._copies]:
-            self._copies = [b.detach().clone() for b in self._now]
-        elif self._now:
-            torch._foreach_copy_(self._copies, self._now)
+        self._now = [table[name] for table, name in self._places]
+        found = [b for b in self._now if b is not None]
+        if [b.shape for b in found] != [b.shape for b in self._copies]:
+            self._copies = [b.detach().clone() for b in found]
+        elif found:
+            torch._foreach_copy_(self._copies, found)
 
     def put_back(self) -> None:
         """Put back the tensors, and the values that were copied last."""
-        for (table, name), b, copy in zip(self._places, self._now, self._copies, strict=True):
+        copies = iter(self._copies)
+        for (table, name), b in zip(self._places, self._now, strict=True):
             table[name] = b
-            b.detach().copy_(copy)
+            if b is not None:
+                b.detach().copy_(next(copies))
+
+    def changed(self) -> list[dict[str, Any]]:
+        """Return the tables of buffers whose values are not those that were copied last. A host-device sync."""
+        copies, found = iter(self._copies), dict[int, dict[str, Any]]()
+        for (table, name), b in zip(self._places, self._now, strict=True):
+            copy, now = None if b is None else next(copies), table[name]
+            same = now is copy or (now is not None and copy is not None and torch.equal(now, copy))
+            if not same:
+                found[id(table)] = table
+        return list(found.values())
 
 
 # FSDP2

@@ -285,7 +285,7 @@ class Sharded:
 
     def _unused(self, loss: Tensor) -> list[str]:
         """Return the trainable parameters of which a loss is no function, by a walk through its graph."""
-        found = {id(t) for t in leaves_of(loss)}
+        found = {id(t) for t in leaves_of([loss])}
         trained = {name: p for name, p in self._gathered.items() if p.requires_grad and name not in self._later}
         return [name for name, p in trained.items() if id(p) not in found]
 

@@ -75,7 +75,7 @@ def judge_memory(learn: "Learner", seen: Seen, memory: str | int | None) -> list
     has = f"{has} ({100 * MARGIN:.0f} % assumed for fragmentation)"
     if found.fits(room, found.batch_size):
         return [Finding(OK, f"{_needs(found)}; up to {found.largest(room):,} fit in {has}")]
-    if "split_batch" in _names(learn) and 0 < (most := found.largest(room)):
+    if "split_batch" in _names(learn) and (most := found.largest(room)) > 0:
         parts = -(-found.batch_size // most)
         return [Finding(OK, f"{_needs(found)}; in {has} SplitBatch takes them in {parts} parts")]
     mark = HINT if memory is None else WRONG

@@ -44,7 +44,7 @@ class Spy(Callback):
     def _note(self, event):
         learn = self.learn
         loss = learn.loss.item() if isinstance(learn.loss, torch.Tensor) else None
-        self.seen.append((event, learn.training, None if learn.pred is None else learn.pred.tolist(), loss))
+        self.seen.append((event, learn.training, getattr(learn.pred, "tolist", lambda: None)(), loss))
 
 
 def make_net(dropout=0.0, norm=False):
@@ -234,15 +234,90 @@ def test_evaluation_is_cut_too_and_gives_the_same_table_and_predictions(rows):
     assert abs(split.validate()[0] - whole.validate()[0]) < 1e-9
 
 
-def test_a_validation_in_the_middle_of_a_batch_leaves_its_parts_alone():
+@pytest.mark.parametrize("order", [0, 20])
+def test_a_validation_in_the_middle_of_a_batch_leaves_its_parts_alone(order):
     class Validates(Callback):
         def __init__(self, event):
             super().__init__(**{event: lambda cb: cb.learn.validate() if cb.learn.training else None})
+            self.order = order
 
     for event in ("before_batch", "after_pred", "after_loss", "after_backward", "after_batch"):
         limit = Limit(7)
         assert difference(fitted(cbs=[Validates(event)]), fitted(limit, [SplitBatch(), Validates(event)])) < 1e-9
         assert limit.failures
+
+
+def test_inputs_may_have_a_graph_and_get_their_gradients_once():
+    class Scaled(Callback):
+        def before_batch(self):
+            if self.training:
+                factor = self.model[0].bias[0].exp()
+                self.learn.xb = ((self.learn.x * factor).requires_grad_(),)
+                self.learn.x.retain_grad()
+                self.given = getattr(self, "given", [])
+
+        def after_backward(self):
+            self.given.append(self.learn.x.grad.clone())
+
+    class Second(Limit):
+        def _check(self, module, rows):
+            if len(self.seen) == 2 and not self.failures:
+                self.failures += 1
+                raise self.error
+
+    loss = nn.CrossEntropyLoss(weight=WEIGHTS)
+    whole = fitted(cbs=[Scaled()], loss=loss)
+    for limit in (Second(20), Limit(7, "backward")):
+        split = fitted(limit, [Scaled(), SplitBatch(parts=2)], loss=loss)
+        assert limit.failures
+        assert difference(whole, split) < 1e-9
+        pairs = zip(whole.scaled.given, split.scaled.given, strict=True)
+        assert all(torch.allclose(a, b, atol=1e-9) for a, b in pairs)
+
+
+class Heads(nn.Module):
+    """Has a head of which the loss knows nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.other, self.unused = make_net(), make_net(), make_net()
+        self.other[0].weight.register_hook(lambda grad: 2 * grad)  # not called without one
+
+    def forward(self, x):
+        return {"logits": self.body(x), "more": self.other(x)}
+
+
+def test_a_callback_may_make_a_loss_of_an_output_that_the_loss_leaves_out():
+    class More(Callback):
+        def after_loss(self):
+            if self.training:
+                self.learn.loss_grad = self.loss_grad + self.output["more"].square().mean()
+
+    for limit, parts in ((None, 3), (Limit(7), None)):
+        split = fitted(limit, [More(), SplitBatch(parts)], Heads)
+        assert difference(fitted(cbs=[More()], model=Heads), split) < 1e-9
+        assert difference(fitted(model=Heads), fitted(limit, [Spy(), SplitBatch(parts)], Heads)) < 1e-9
+
+
+def test_targets_that_a_callback_changes_in_place_behind_the_forward_pass_count():
+    class Relabels(Callback):
+        def after_pred(self):
+            if self.training:
+                self.learn.y[:3] = 0
+
+    assert difference(fitted(cbs=[Relabels()]), fitted(Limit(7), [Relabels(), SplitBatch()])) < 1e-9
+
+
+def test_a_batch_that_counts_nothing_in_a_step_of_several():
+    class Ignores(Callback):
+        def before_batch(self):
+            if self.training and self.iter == 1:
+                self.learn.yb = (torch.full_like(self.learn.y, -100),)
+
+    def accumulated(*cbs):
+        return fitted(cbs=[Ignores(), GradientAccumulation(n_batches=2), *cbs])
+
+    assert difference(accumulated(), accumulated(SplitBatch(parts=2))) < 1e-9
 
 
 # What a failed try leaves behind
@@ -257,6 +332,56 @@ def test_random_states_and_buffers_are_as_before_the_failed_try(where):
     assert difference(fitted(cbs=[SplitBatch(parts=3)], model=model), split) == 0
     late = [fitted(Limit(7, where, begins=8), [SplitBatch()], model=model, epochs=3) for _ in range(2)]
     assert difference(*late) == 0
+
+
+class Centred(nn.Module):
+    """Has a buffer that its first forward pass makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = make_net()
+        self.register_buffer("mean", None)
+
+    def forward(self, x):
+        if self.training:
+            now = x.mean(0).detach()
+            self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return self.body(x - self.mean)
+
+
+class Counted(nn.CrossEntropyLoss):
+    """A loss that counts its batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, pred, y):
+        self.calls += 1
+        return super().forward(pred, y)
+
+
+def test_buffers_that_the_first_pass_makes_and_those_of_the_loss_are_as_before_too(capsys):
+    assert difference(fitted(None, [SplitBatch(parts=3)], Centred), fitted(Limit(7), [SplitBatch()], Centred)) == 0
+    assert "Not equal to the whole batch: the buffers of Centred" in capsys.readouterr().out
+    beforehand = fitted(None, [SplitBatch(parts=3)], loss=Counted())
+    split = fitted(Limit(7, "backward"), [SplitBatch()], loss=Counted())
+    assert torch.equal(beforehand.loss_func.calls, split.loss_func.calls)
+
+
+def test_inputs_that_a_model_changes_in_place_are_an_error_and_no_wrong_result():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = make_net()
+
+        def forward(self, x):
+            return self.body(x.mul_(0.5))
+
+    fitted(None, [SplitBatch()], Halves)
+    assert difference(fitted(model=Halves), fitted(None, [SplitBatch(parts=2)], Halves)) < 1e-9
+    with pytest.raises(torch.OutOfMemoryError, match="its inputs have been changed in place"):
+        fitted(Limit(7), [SplitBatch()], Halves)
 
 
 def test_what_cannot_be_equal_is_said_by_name_once(capsys):

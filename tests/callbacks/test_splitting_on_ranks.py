@@ -147,6 +147,35 @@ def test_a_larger_batch_late_in_an_epoch_is_cut_on_its_rank_and_all_agree_in_the
         assert len({*world.all_gather(split.split_batch.parts)}) == 1
 
 
+class Penalty(Callback):
+    """Adds something to the loss that depends on the predictions."""
+
+    def after_loss(self):
+        if self.training:
+            self.learn.loss_grad = self.loss_grad + 0.1 * self.learn.pred.square().mean()
+
+
+@pytest.mark.parametrize("accumulates", mostly_slow([False, True], False))
+def test_a_loss_that_a_callback_changes_while_ddp_averages_or_other_ranks_need_more_parts(accumulates):
+    def cbs():
+        return [Penalty(), *[GradientAccumulation(n_batches=2)] * accumulates]
+
+    whole = fitted(cbs=cbs(), together=False)
+    assert far(whole, fitted(cbs=[*cbs(), SplitBatch(parts=2)])) < 1e-9
+    for which in (0, 1):
+        assert far(whole, fitted(on(which, 2), [*cbs(), SplitBatch()])) < 1e-9
+
+
+def test_a_rank_that_begins_again_since_others_need_more_parts_has_its_random_states_and_buffers_back():
+    def model():
+        return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, 3)).double()
+
+    split = fitted(on(1, 2), [SplitBatch()], model=model)
+    beforehand = fitted(cbs=[SplitBatch(parts=split.split_batch.parts)], model=model)
+    assert far(beforehand, split) == 0
+    assert all(map(torch.equal, beforehand.model.buffers(), split.model.buffers()))
+
+
 def test_a_loss_over_tokens_and_evaluation_in_parts():
     def loss(pred, y):
         return F.cross_entropy(pred, y.masked_fill(y == 2, -100))
@@ -162,6 +191,11 @@ def test_a_rank_that_cannot_hold_one_sample_ends_all_in_seconds():
         fitted(on(1, 0), [SplitBatch()])
     assert time.monotonic() - start < 30
     assert f"one sample alone does not fit: {FAILURE}" in str(caught.value)
+
+
+def test_static_graph_is_refused_in_words():
+    with pytest.raises(ValueError, match="static_graph=True DDP counts backward passes"):
+        fitted(cbs=[SplitBatch()], options={"static_graph": True})
 
 
 def test_a_state_of_another_number_of_ranks_has_the_most_parts():

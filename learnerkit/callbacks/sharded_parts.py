@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from learnerkit import world
-from learnerkit.callbacks.splitting import Batches, Part, SplitBatch, distinct
+from learnerkit.callbacks.batch_parts import Batches, Part, distinct
 from learnerkit.data.batches import in_float32, tensors_in
 from learnerkit.data.cuts import cut_rows, parted
 from learnerkit.losses import output_of, pass_kept, take_loss, wants_loss
 from learnerkit.torch_internals import BatchNorm, leaves_of
 
 if TYPE_CHECKING:
+    from learnerkit.callbacks.splitting import SplitBatch
     from learnerkit.parallel.sharded_step import Sharded
+
 
 class ShardedBatches(Batches):
     """Computes the batches of a training of a sharded model, as they are or in parts.
@@ -31,7 +33,7 @@ class ShardedBatches(Batches):
         params: those that get gradients.
     """
 
-    def __init__(self, cb: SplitBatch, params: list[Tensor]) -> None:
+    def __init__(self, cb: "SplitBatch", params: list[Tensor]) -> None:
         super().__init__(cb, params)
         learn = self.learn
         inner: Any = learn._gradient
@@ -44,9 +46,7 @@ class ShardedBatches(Batches):
     def begin(self) -> None:
         """Agree on the parts of a batch; every rank must reach this, and then its backward pass."""
         learn, cb = self.learn, self.cb
-        x = learn.xb[0]
-        numel = x.numel() if type(x) is Tensor else sum(t.numel() for t in tensors_in(learn.xb)) or learn.batch_size
-        self.size = numel if learn.batch_size else 0
+        self.size = self._size() if learn.batch_size else 0
         parts, fits = cb.limits
         mine = (1 if self.size <= fits else parts, cb.is_careful or self.size > fits)
         found, careful = zip(*world.all_gather(mine, among="votes"), strict=True)
@@ -58,11 +58,10 @@ class ShardedBatches(Batches):
             super().begin()
 
     def _forward(self) -> None:
-        learn = self.learn
         if self.parts or self._is_computing:
             self._own["_forward"]()
             return
-        self.rows, self._yb = learn.batch_size, learn.yb
+        self._note_batch()
         self._note(everything=True)
         self._compute_values(self._wanted_parts)
 
@@ -74,8 +73,8 @@ class ShardedBatches(Batches):
             self._put_on()
 
     def _linked_to(self, outputs: list[Tensor]) -> tuple[Any, Sequence[Tensor]]:
-        self._leaves = [t.detach().requires_grad_() for t in outputs]
-        return None if self._total is None else self._total.detach().clone().requires_grad_(), self._leaves
+        self._ends = [t.detach().requires_grad_() for t in outputs]
+        return None if self._total is None else self._total.detach().clone().requires_grad_(), self._ends
 
     # The passes with gradients
 
@@ -138,15 +137,16 @@ class ShardedBatches(Batches):
         learn = self.learn
         if learn.loss_grad is None or learn.loss_grad is self._root:
             return None, []
-        known = {id(t) for t in (self._root, *self._leaves)}
-        if not {id(t) for t in leaves_of(learn.loss_grad)} <= known:
+        known = {id(t) for t in (self._root, *self._ends)}
+        if not {id(t) for t in leaves_of([learn.loss_grad])} <= known:
             raise ValueError(
                 "a callback has made the loss depend on something beside the predictions, and SplitBatch cannot take "
                 "that apart for a sharded model: compute it in the loss function, or leave SplitBatch out"
                 " (errors.html#split-batch)"
             )
         learn.loss_grad.backward()
-        return self._root.grad, [t.grad for t in self._leaves]
+        factor = torch.zeros(()) if self._root.grad is None else self._root.grad
+        return factor, [t.grad for t in self._ends]
 
     def _made(self, parts: int, ways: Any, due: bool, has_data: bool) -> bool:
         """Make a pass for each part, and tell whether there was memory on all ranks; every rank must reach this."""
