@@ -6,7 +6,7 @@ import resource
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from learnerkit import world
 from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
-from learnerkit.data.batches import get_field, in_float32, map_batch, tensors_in
+from learnerkit.data.batches import Rows, get_field, in_float32, map_batch, tensors_in, with_rows
 from learnerkit.data.cuts import cut_rows, even_sizes, parted, row_counts
 from learnerkit.gradient_mean import GradientMean, host_count, scale_each
 from learnerkit.losses import loss_sums, output_of, pass_kept, take_loss, wants_loss, weighting_of
@@ -567,7 +567,10 @@ def _joined(
     Returns:
         The output of the whole batch, and its floating-point tensors, each with how it is made.
     """
+    lists = [_listed(outputs, parts) for outputs in zip(*pieces, strict=True)]
+    pieces = [(pred if lists[0] is None else None, out if lists[1] is None else None) for pred, out in pieces]
     columns = list(zip(*([t for t, _ in distinct(piece)] for piece in pieces), strict=True))
+    n_pred = len(distinct(pieces[0][0]))  # which may have several rows for each sample
     ways, made = list[tuple[Tensor, _Way]](), dict[int, Any]()
     for place, column in enumerate(columns):
         first = column[0]
@@ -576,7 +579,7 @@ def _joined(
         elif not first.ndim:
             kept = [1.0] * len(parts) if not first.is_floating_point() or any(first is t for t in summed) else shares
             way, whole = _Way(place, None, [], kept), _weighed(list(column), kept)
-        elif (at := _dim_of_rows(column, parts, dim)) is None:
+        elif (at := _dim_of_rows(column, parts, dim, place < n_pred)) is None:
             made[id(first)] = None
             continue
         else:
@@ -585,15 +588,22 @@ def _joined(
         made[id(first)] = whole
         if whole.is_floating_point():
             ways.append((whole, way))
-    return map_batch(lambda t: made[id(t)], pieces[0]), ways
+    pred, output = map_batch(lambda t: made[id(t)], pieces[0])
+    return (pred if lists[0] is None else lists[0], output if lists[1] is None else lists[1]), ways
 
 
-def _dim_of_rows(column: Sequence[Tensor], parts: list[Part], dim: Any) -> int | None:
-    """Return the dimension in which each part's tensor has its samples, or so many rows for each of them."""
+def _listed(outputs: Sequence[Any], parts: list[Part]) -> list[Any] | None:
+    """Join lists that have an entry for each sample; `None`: the outputs are no such lists."""
+    found = [with_rows(output, part.rows) for output, part in zip(outputs, parts, strict=True)]
+    return list(chain(*found)) if len(parts) > 1 and all(isinstance(x, Rows) for x in found) else None
+
+
+def _dim_of_rows(column: Sequence[Tensor], parts: list[Part], dim: Any, several: bool) -> int | None:
+    """Return the dimension in which each part's tensor has its samples, or `several` rows for each of them."""
     for at in (dim if isinstance(dim, int) else 0, 0):
-        fits = all(at < t.ndim and t.shape[at] % part.rows == 0 for t, part in zip(column, parts, strict=True))
-        if fits and len({t.shape[at] // part.rows for t, part in zip(column, parts, strict=True)}) == 1:
-            return at
+        pairs = [(t.shape[at] if at < t.ndim else -1, part.rows) for t, part in zip(column, parts, strict=True)]
+        if all(n == rows or (several and n > 0 and n % rows == 0) for n, rows in pairs):
+            return at if len({n // rows for n, rows in pairs}) == 1 else None
     return None
 
 

@@ -537,3 +537,61 @@ def test_time_major_batches_are_cut_along_their_samples():
     whole = fitted(dls=dls(), model=Net, loss=nn.MSELoss())
     split = fitted(None, [SplitBatch(parts=5)], dls=dls(), model=Net, loss=nn.MSELoss())
     assert difference(whole, split) < 1e-9
+
+
+class Listed(nn.Module):
+    """Returns as many numbers for a sample as it likes, with states that have no row for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = make_net()
+
+    def forward(self, x):
+        found = self.body(x)
+        return [row[: 1 + i % 2] for i, row in enumerate(found)] if not self.training else found
+
+
+def test_lists_with_an_entry_for_each_sample_are_joined():
+    def listed(limit=None, cbs=()):
+        set_seed(1)
+        learn = Learner(make_loaders(), Listed(), nn.CrossEntropyLoss(), cbs=list(cbs))
+        if limit is not None:
+            limit.put_on(learn.model.body)
+        with learn.no_bar(), learn.no_logging():
+            return learn.get_preds(cbs=Single())[0]
+
+    class Single(Callback):
+        def after_pred(self):
+            assert isinstance(self.learn.pred, list)
+            assert len(self.learn.pred) == self.learn.batch_size
+            self.learn.pred = torch.stack([row[0] for row in self.learn.pred])
+
+    whole, limit = listed(), Limit(13, trains=False)
+    assert torch.allclose(whole, listed(limit, [SplitBatch()]), atol=1e-9)
+    assert limit.failures
+
+
+@pytest.mark.gpu
+def test_a_gpu_whose_memory_is_limited():
+    def trained(cbs=()):
+        set_seed(1)
+        x = torch.randn(256, 2048, dtype=torch.float64)
+        data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 128)
+        widths = [2048, *[4096] * 6, 1]
+        layers = [layer for a, b in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(a, b), nn.Tanh())]
+        net = nn.Sequential(*layers[:-1], nn.Unflatten(0, (-1, 1)), nn.Flatten()).double()
+        learn = Learner(DataLoaders(data, device="cuda"), net, nn.MSELoss(), opt_func=torch.optim.SGD, lr=1e-4, cbs=cbs)
+        with learn.no_bar(), learn.no_logging():
+            learn.fit(1)
+        return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
+
+    whole = trained()
+    total, peak = torch.cuda.get_device_properties(0).total_memory, torch.cuda.max_memory_reserved()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.995 * peak / total)
+    try:
+        split = SplitBatch()
+        assert (trained([split]) - whole).abs().max().item() < 1e-9
+        assert split.parts > 1
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
