@@ -32,9 +32,22 @@ ROOT = Path(__file__).parents[1]
 # Data, models, learners
 
 
-def mostly_slow(values, *quick):
-    """The values of a parameter, of which all but some are for `pytest -m slow`."""
-    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+def mostly_slow(values, *quick, slow=None):
+    """The values of a parameter, or tuples of those of several, of which all but some are for `pytest -m slow`.
+
+    If `slow` is given, those are, and the others are for `pytest -m soak`.
+    """
+
+    def marked(value):
+        mark = pytest.mark.slow if slow is None or value in slow else pytest.mark.soak
+        return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)
+
+    return [value if value in quick else marked(value) for value in values]
+
+
+def mostly_soak(values, *kept):
+    """The values of a parameter, of which all but some are for `pytest -m soak`."""
+    return mostly_slow(values, *kept, slow=())
 
 
 def make_data(n=8, n_in=4, n_out=1, seed=0):

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import raises
+from helpers import mostly_slow, raises
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import TensorDataset
@@ -110,7 +110,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", mostly_slow(SCHEDULES, "one cycle", "one cycle of groups"))
 def test_schedules(name):
     equal_to_one_process(SCHEDULES[name])
 
@@ -221,6 +221,7 @@ def test_the_rate_finder_finds_the_same_and_leaves_no_trace():
     assert all(tuple(there) == other for other in world.all_gather(tuple(there)))
 
 
+@pytest.mark.slow
 def test_the_rate_finder_finds_the_same_with_accumulation():
     (_, here), (_, there) = both(lambda learn: learn.lr_find(num_it=40), cbs=GradientAccumulation(n_batches=2))
     assert close(list(here), list(there)), (here, there)

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import raises
+from helpers import mostly_slow, raises
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -104,7 +104,7 @@ class Bare(ByPlace):
         return super().forward(x, targets)[1]
 
 
-@pytest.mark.parametrize("model", [ByPlace, Bare])
+@pytest.mark.parametrize("model", mostly_slow([ByPlace, Bare], ByPlace))
 def test_a_loss_that_the_model_returns(model):
     check_equal(model, loss_weight="samples")
 
@@ -165,7 +165,7 @@ def test_several_losses_with_steps_after_the_backward_pass():
     check_equal(Parts, kind=Own, loss_weight=WEIGHTS, cbs=NotesWeights)
 
 
-@pytest.mark.parametrize("event", ["before_batch", "after_pred", "before_backward"])
+@pytest.mark.parametrize("event", mostly_slow(["before_batch", "after_pred", "before_backward"], "after_pred"))
 def test_a_rank_that_leaves_a_batch_counts_nothing(event):
     """Rank 1 leaves each batch: the steps are those of rank 0's samples."""
 

@@ -554,7 +554,7 @@ def test_averages_on_ranks_are_those_of_one_process(found, job):
         assert rank["n"] == alone["n"] > 0
 
 
-@pytest.mark.parametrize("job", ["EMA, norms", "SWA, norms"])
+@pytest.mark.parametrize("job", mostly_slow(["EMA, norms", "SWA, norms"], "SWA, norms"))
 def test_statistics_on_ranks_are_validated_and_saved_alike(found, job):
     first, second = found[2, job]
     assert len(first["seen"]) == 2

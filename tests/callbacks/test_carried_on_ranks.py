@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from helpers import mostly_slow
 from resume_jobs import Killed, _KillBefore
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -60,7 +61,7 @@ def fit(learn, epochs=2, **options):
     return torch.cat([p.detach().flatten() for p in learn.model.parameters()])
 
 
-@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("accumulated", mostly_slow([False, True], True))
 def test_two_processes_have_the_rows_of_one(accumulated):
     cbs = [GradientAccumulation(n_batches=2)] if accumulated else []
     alone, learn = (learner(cbs=cbs and [GradientAccumulation(n_batches=2)]) for _ in range(2))
@@ -84,7 +85,7 @@ def test_a_resumed_run_has_the_same_weights(stop, tmp_path):
     assert torch.equal(whole, again), (whole - again).abs().max()
 
 
-@pytest.mark.parametrize("of_one", [True, False])
+@pytest.mark.parametrize("of_one", mostly_slow([True, False], False))
 def test_states_are_divided_anew(of_one):
     """In the middle of an epoch each rank gets its rows again, of the states of one process or of as many."""
     done = []

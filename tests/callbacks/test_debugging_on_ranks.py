@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from helpers import mostly_slow
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -84,7 +85,7 @@ ONE_BATCH = {
 }
 
 
-@pytest.mark.parametrize("case", ONE_BATCH)
+@pytest.mark.parametrize("case", mostly_slow(ONE_BATCH, "a group", "the last by samples"))
 def test_one_batch_is_overfitted_as_on_one_process(case):
     equals_one_process(ONE_BATCH[case])
 

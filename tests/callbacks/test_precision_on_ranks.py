@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from helpers import mostly_slow
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -95,7 +96,7 @@ def clipping(n_batches):
     return [GradientClip(0.1), Norms(), GradientAccumulation(n_batches=n_batches)]
 
 
-@pytest.mark.parametrize("n_batches", [1, 3])
+@pytest.mark.parametrize("n_batches", mostly_slow([1, 3], 3))
 def test_clipping_is_that_of_one_process(n_batches):
     one, expected = trained(clipping(n_batches), alone=True, kind=torch.float64)
     two, found = trained(clipping(n_batches), kind=torch.float64)
@@ -115,7 +116,7 @@ def test_clipping_elements_or_each_parameter_is_that_of_one_process(kwargs):
     assert not torch.allclose(expected, trained(alone=True, kind=torch.float64)[1])
 
 
-@pytest.mark.parametrize("n", [30, 25])  # the last batch of 25 has a single sample: a rank without data
+@pytest.mark.parametrize("n", mostly_slow([30, 25], 25))  # its last batch has a single sample: a rank without data
 @pytest.mark.parametrize("mode", ["fp16", "bf16"])
 def test_half_precision_trains_as_on_one_process(mode, n):
     kwargs = {"init_scale": 256.0} if mode == "fp16" else {}
@@ -143,8 +144,10 @@ def test_ranks_skip_an_overflowing_step_alike(n_batches):
     assert (len(note.skipped), learn.mixed_precision.skipped) == (1, 1)
 
 
-@pytest.mark.parametrize("event", ["before_batch", "after_pred", "after_backward", "before_step"])
-@pytest.mark.parametrize("overflow", [True, False], ids=["with overflow", "without"])
+@pytest.mark.parametrize(
+    "event", mostly_slow(["before_batch", "after_pred", "after_backward", "before_step"], "after_pred", "before_step")
+)
+@pytest.mark.parametrize("overflow", mostly_slow([True, False], True), ids=["with overflow", "without"])
 def test_a_rank_that_leaves_its_batch_or_step_keeps_its_scale(event, overflow):
     """Whatever rank 0 cancels while rank 1 overflows."""
     note = Norms()
@@ -181,6 +184,7 @@ def test_compiled_training_gives_the_same_weights_and_leaves_the_model_as_it_was
     assert torch.allclose(weights(learn), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_trial_compiles_nothing():
     graphs = []
 

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from helpers import mostly_soak
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
@@ -62,7 +63,7 @@ def trained(*cbs, n=30, **kwargs):
 
 
 @pytest.mark.parametrize("n", [64, 57], ids=["", "a rank without data"])
-@pytest.mark.parametrize("n_batches", [1, 3])
+@pytest.mark.parametrize("n_batches", mostly_soak([1, 3], 3))
 def test_ddp_averages_the_same_gradients_during_the_same_pass(n, n_batches):
     def accumulation():
         return GradientAccumulation(n_batches=n_batches)

@@ -23,7 +23,7 @@ from learnerkit import (
     world,
 )
 
-pytestmark = pytest.mark.ranks(2, slow=[3])
+pytestmark = pytest.mark.ranks(2, slow=[3])  # what is slow on two is for `-m soak` on three
 
 RANK, N = world.rank(), world.world_size()
 ROWS = 12
@@ -67,9 +67,18 @@ def on(rank, rows, *args, **kwargs):
     return Limit(rows if rank in (-1, RANK) else 1000, *args, **kwargs)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("which", [-1, 0, 1])
-@pytest.mark.parametrize("rows", mostly_slow([3, 1], 3))
+QUICK = [(1, "forward", 3), (0, "backward", 3)]
+SLOW = [(-1, "forward", 3), (-1, "backward", 1), (0, "forward", 1)]
+
+
+@pytest.mark.parametrize(
+    ("which", "where", "rows"),
+    mostly_slow(
+        [(which, where, rows) for rows in (3, 1) for which in (-1, 0, 1) for where in ("forward", "backward")],
+        *QUICK,
+        slow=SLOW,
+    ),
+)
 def test_all_ranks_take_the_parts_that_one_of_them_needs(which, where, rows):
     limit = on(which, rows, where)
     split = fitted(limit, [SplitBatch()])
@@ -101,18 +110,20 @@ class Cancels(Callback):
             raise self.error
 
 
-def test_a_cancel_on_one_rank_in_the_first_batches_leaves_no_rank_waiting():
-    cases = [
-        (0, "before_batch", CancelBatchException, 0),
-        (0, "before_batch", CancelBatchException, 1),
-        (0, "after_pred", CancelBatchException, 0),
-        (1, "after_loss", CancelBatchException, 1),
-        (1, "before_step", CancelStepException, 0),
-    ]
-    for at, event, error, which in cases:
-        whole = fitted(cbs=[Cancels(event, error, at, 0)], epochs=1)
-        limit = on(which, 3)
-        assert far(whole, fitted(limit, [SplitBatch(), Cancels(event, error, at, 0)], epochs=1)) < 1e-9
+CASES = [
+    (0, "before_batch", CancelBatchException, 0),
+    (0, "before_batch", CancelBatchException, 1),
+    (0, "after_pred", CancelBatchException, 0),
+    (1, "after_loss", CancelBatchException, 1),
+    (1, "before_step", CancelStepException, 0),
+]
+
+
+@pytest.mark.parametrize(("at", "event", "error", "which"), mostly_slow(CASES, CASES[1]))
+def test_a_cancel_on_one_rank_in_the_first_batches_leaves_no_rank_waiting(at, event, error, which):
+    whole = fitted(cbs=[Cancels(event, error, at, 0)], epochs=1)
+    limit = on(which, 3)
+    assert far(whole, fitted(limit, [SplitBatch(), Cancels(event, error, at, 0)], epochs=1)) < 1e-9
 
 
 def test_a_larger_batch_late_in_an_epoch_is_cut_on_its_rank_and_all_agree_in_the_next():

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from data.test_position import WORKERS, Log, N, Remembering, Resume, Stream, make_dls
+from helpers import mostly_slow
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -49,13 +50,13 @@ def alone(log, epoch):
     return [int(x[0]) for seen in log.seen if seen[0] and seen[1] == epoch for x in seen[4]]
 
 
-QUICK = [("shuffled", "no workers", True), ("global", "no workers", True)]
+QUICK, SLOW = [("shuffled", "no workers", True)], [("global", "no workers", True)]
 SOAK = [
     ("buckets", "persistent", False), ("own generator", "workers", True),
     ("shuffled", "workers", False), ("drop_last", "persistent", False), ("weighted", "no workers", False),
     ("global batches", "workers", False), ("batches of the dataset", "workers", False),
 ]  # fmt: skip
-CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.soak) for case in SOAK)]
+CASES = mostly_slow([*QUICK, *SLOW, *SOAK], *QUICK, slow=SLOW)
 
 
 @pytest.mark.parametrize(("sampler", "workers", "split"), CASES)
@@ -112,7 +113,8 @@ def test_t8_a_stream_goes_on_in_another_number_of_ranks(workers, split):
 
 
 @pytest.mark.parametrize(
-    ("empties", "split"), [(True, False), *(pytest.param(False, split, marks=pytest.mark.slow) for split in (0, 1))]
+    ("empties", "split"),
+    mostly_slow([(True, False), (False, False), (False, True)], slow=[(True, False), (False, True)]),
 )
 @pytest.mark.filterwarnings("ignore:.*batches of this epoch are read again", "ignore:the data of rank")
 def test_t9_a_stream_with_a_state_goes_on_in_the_order_of_its_epoch(empties, split):

@@ -5,10 +5,12 @@ import torch
 from rank_pool import Results
 from sample_jobs import JOBS, REFUSED, do
 
-QUICK = [
-    "dataclass", "positions first, sizes of the sampler", "mapping, stream", "detection", "graphs, accumulated",
-    "packed",
+QUICK = ["dataclass", "mapping, stream", "detection", "graphs, accumulated"]
+SLOW = [
+    "positions first, sizes of the sampler", "packed", "nodes, stream", "mapping, told", "left out", "scalar first",
+    "lists", "adjacency, accumulated",
 ]  # fmt: skip
+"""The others are for `pytest -m soak`."""
 
 
 @pytest.fixture(scope="module")
@@ -18,14 +20,13 @@ def found(rank_pools):
 
 
 def on_ranks(jobs):
-    later = {2: pytest.mark.slow, 3: pytest.mark.soak}
+    def later(n, job):
+        if n == 2 and job in QUICK:
+            return []
+        return pytest.mark.slow if n == 2 and (job in SLOW or job in REFUSED) else pytest.mark.soak
+
     return pytest.mark.parametrize(
-        ("n", "job"),
-        [
-            pytest.param(n, job, id=f"{n}-ranks-{job}", marks=[] if n == 2 and job in QUICK else later[n])
-            for n in (2, 3)
-            for job in jobs
-        ],
+        ("n", "job"), [pytest.param(n, job, id=f"{n}-ranks-{job}", marks=later(n, job)) for n in (2, 3) for job in jobs]
     )
 
 

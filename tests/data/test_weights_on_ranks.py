@@ -63,7 +63,7 @@ def fitted(learn, **how):
 
 
 @pytest.mark.filterwarnings("ignore:.*each train a whole copy")  # that is what is compared with
-@pytest.mark.ranks(2, slow=[3])
+@pytest.mark.ranks(2, soak=[3])
 @pytest.mark.parametrize("name", MAKE)
 def test_ranks_draw_the_samples_of_one_process_and_come_to_its_numbers(name):
     alone, together = MAKE[name](), fitted(MAKE[name](), split_batches=True)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import mostly_soak
 from rank_pool import Results
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -127,7 +128,7 @@ def test_a_model_of_timm_learns(found, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, id=f"2-ranks-{name}") for name in JOBS])
+@pytest.mark.parametrize("name", mostly_soak(JOBS, "mixup", "resnet"), ids=[f"2-ranks-{name}" for name in JOBS])
 def test_a_model_of_timm_on_ranks(found, name):
     first, second = found[2, name]
     if name == "resnet":  # the statistics of BatchNorm in the average are each process's own

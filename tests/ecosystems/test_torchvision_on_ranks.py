@@ -131,7 +131,7 @@ def test_a_detector_trains_by_the_sum_of_its_losses_and_is_validated_by_metrics(
     [
         pytest.param(2, "pairs", id="2-ranks-pairs"),
         pytest.param(2, "mappings", id="2-ranks-mappings", marks=pytest.mark.slow),
-        pytest.param(3, "pairs", id="3-ranks-pairs", marks=pytest.mark.slow),
+        pytest.param(3, "pairs", id="3-ranks-pairs", marks=pytest.mark.soak),
     ],
 )
 def test_a_detector_on_ranks_equals_one_process(found, n, collate):

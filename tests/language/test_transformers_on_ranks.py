@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import mostly_soak
 from text_jobs import make_data, make_stream
 from torch.nn import functional as F
 from torch.optim import AdamW
@@ -88,8 +89,8 @@ def test_a_classifier_in_steps_of_two_batches_with_clipped_gradients():
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("model", ["classifier", "gpt2", "llama"])
-@pytest.mark.parametrize("saving_memory", [False, True])
+@pytest.mark.parametrize("model", mostly_soak(["classifier", "gpt2", "llama"], "classifier", "llama"))
+@pytest.mark.parametrize("saving_memory", mostly_soak([False, True], True))
 def test_all_of_them(model, saving_memory):
     pytest.importorskip("transformers")
     cbs = [GradientClip(0.5), *([GradientAccumulation(n_batches=3)] if saving_memory else [])]

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from helpers import mostly_soak
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -32,7 +33,7 @@ from learnerkit import (
 from learnerkit.checkpoints import storage
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-on_ranks = pytest.mark.ranks(2, slow=[3])
+on_ranks = pytest.mark.ranks(2, soak=[3])
 slow_on_ranks = pytest.mark.ranks(slow=[2], soak=[3])
 
 RANK, N = world.rank(), world.world_size()
@@ -180,7 +181,7 @@ class Raises(Callback):
 
 
 @slow_on_ranks
-@pytest.mark.parametrize("event", ["before_batch", "after_loss", "before_validate"])
+@pytest.mark.parametrize("event", mostly_soak(["before_batch", "after_loss", "before_validate"], "after_loss"))
 def test_after_an_error_the_next_fit_goes_on_with_the_shards(event):
     learn = learner()
     with sharded(learn):
@@ -353,7 +354,7 @@ class Side(Net):
 
 
 @slow_on_ranks
-@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("sync", mostly_soak([True, False], True))
 def test_a_parameter_that_a_later_batch_of_a_step_leaves_out_keeps_its_gradient(sync):
     from learnerkit import GradientAccumulation
 
@@ -438,7 +439,7 @@ class Nested(Callback):
 
 
 @slow_on_ranks
-@pytest.mark.parametrize("event", ["before_validate", "after_validate", "before_step"])
+@pytest.mark.parametrize("event", mostly_soak(["before_validate", "after_validate", "before_step"], "before_validate"))
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_validation_inside_a_validation_does_not_end_it(event, reshard):
     set_seed(1)
@@ -469,7 +470,7 @@ class Scales(Callback):
 
 
 @slow_on_ranks
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", mostly_soak([True, False], True))
 def test_weights_that_change_around_a_validation(reshard):
     learn = learner(Scales())
     with learn.distrib_ctx(shard=True, split_batches=True, reshard_after_forward=reshard):

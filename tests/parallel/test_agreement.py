@@ -164,12 +164,12 @@ def action_of(kind):
 
 
 def anywhere():
-    """Parametrize by every cancel at every event; quick are some of them."""
+    """Parametrize by every cancel at every event; quick are some of them, and slow one at each event."""
     found = []
     for kind in CANCELS:
-        for event, training in WHEN:
-            quick = training and event in (QUICK if kind is CancelFitException else QUICK[1:3])
-            seldom = kind in (CancelEpochException, CancelTrainException) and event not in QUICK
+        for i, (event, training) in enumerate(WHEN):
+            quick = training and event in (QUICK[:2] if kind is CancelFitException else QUICK[1:2])
+            seldom = not (training and event in QUICK[1:3]) and kind is not CANCELS[(0, 4, 0, 3)[i % 4]]
             name = f"{kind.__name__}-{event}{'' if training else ' of validation'}"
             marks = () if quick else pytest.mark.soak if seldom else pytest.mark.slow
             found.append(pytest.param(kind.__name__, event, training, id=name, marks=marks))
@@ -213,7 +213,8 @@ def test_of_two_cancels_of_a_rank_the_stronger_one_counts():
 
 @on_ranks
 @pytest.mark.parametrize(
-    "event", mostly_slow(["before_batch", "after_pred", "after_backward", "after_batch"], "after_pred")
+    "event",
+    mostly_slow(["before_batch", "after_pred", "after_backward", "after_batch"], "after_pred", slow=["after_batch"]),
 )
 def test_a_cancel_in_the_middle_of_a_group_of_batches(event):
     learn = make_learner([Do(event, throw(CancelTrainException())), GradientAccumulation(n_batches=4)])
@@ -233,7 +234,9 @@ class Late(Callback):
 
 @on_ranks
 @kinds(CancelFitException, slow=[CancelBatchException, KeyboardInterrupt])
-@pytest.mark.parametrize("event", mostly_slow([e for e in EVENTS if e in INNER_EVENTS], "after_loss", "after_batch"))
+@pytest.mark.parametrize(
+    "event", mostly_slow([e for e in EVENTS if e in INNER_EVENTS], "after_loss", slow=["before_batch", "after_batch"])
+)
 def test_where_the_host_must_not_wait_for_the_device_all_leave_a_step_later(kind, event):
     learn = make_learner([Do(event, action_of(exception(kind))), Late()])
     error, took = fit(learn)
@@ -260,10 +263,8 @@ class Meets(Callback):
 
 @on_ranks
 @kinds(CancelFitException, slow=[CancelBatchException, CancelTrainException, KeyboardInterrupt])
-@pytest.mark.parametrize(
-    "event", mostly_slow(["after_batch", "after_step", "before_step"], "after_step", "before_step")
-)
-@pytest.mark.parametrize("late", [False, True], ids=["read at once", "read late"])
+@pytest.mark.parametrize("event", mostly_slow(["after_batch", "after_step", "before_step"], "after_step"))
+@pytest.mark.parametrize("late", mostly_slow([False, True], True), ids=["read at once", "read late"])
 def test_a_cancel_before_a_collective_of_the_users_own(kind, event, late):
     learn = make_learner([Do(event, action_of(exception(kind)), order=5), Meets(), *([Late()] if late else [])])
     error, took = fit(learn)
@@ -272,7 +273,7 @@ def test_a_cancel_before_a_collective_of_the_users_own(kind, event, late):
 
 
 @on_ranks
-@pytest.mark.parametrize("training", [True, False], ids=["in a group of batches", "in validation"])
+@pytest.mark.parametrize("training", mostly_slow([True, False], True), ids=["in a group of batches", "in validation"])
 def test_a_cancel_before_a_collective_after_a_batch_without_a_step(training):
     error = CancelTrainException() if training else CancelValidException()
     meet = Callback(after_batch=lambda cb: world.reduce(1), order=20)
@@ -353,11 +354,13 @@ def leaves(kind, event, expected, order=0, ranks=(LAST,)):
 
 
 def cases(*found):
-    """Parametrize by (exception, event), and by the callback's order."""
+    """Parametrize by (exception, event), and by the callback's order; of each exception the last event is quick."""
     names = [(kind.__name__, event) for kind, events in found for event in events]
+    quick = [(kind.__name__, events[-1]) for kind, events in found]
 
     def mark(test):
-        test = pytest.mark.parametrize(("kind", "event"), names, ids=[" in ".join(pair) for pair in names])(test)
+        ids = [" in ".join(pair) for pair in names]
+        test = pytest.mark.parametrize(("kind", "event"), mostly_slow(names, *quick), ids=ids)(test)
         orders = [0, pytest.param(70, marks=pytest.mark.soak)]
         return pytest.mark.parametrize("order", orders, ids="order {}".format)(test)
 
@@ -391,7 +394,7 @@ def test_a_cancelled_fit_has_made_its_whole_steps(kind, event, order):
 @on_ranks
 @kinds(CancelFitException, CancelBatchException)
 @pytest.mark.parametrize(
-    "event", mostly_slow([e for e in EVENTS if e in INNER_EVENTS], "before_batch", "after_pred", "after_step")
+    "event", mostly_slow([e for e in EVENTS if e in INNER_EVENTS], "after_pred", slow=["before_batch", "after_step"])
 )
 @pytest.mark.parametrize("order", [0, pytest.param(70, marks=pytest.mark.soak)], ids="order {}".format)
 @pytest.mark.parametrize(
@@ -523,7 +526,7 @@ def keep_last(cb):
 
 
 @on_ranks
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", mostly_slow(["mean", "sum"], "sum"))
 def test_gradients_that_one_rank_alone_has_before_a_fit_keep_no_other_rank_waiting(reduction):
     learn = make_learner()
     learn.loss_func = nn.CrossEntropyLoss(reduction=reduction)
@@ -535,7 +538,7 @@ def test_gradients_that_one_rank_alone_has_before_a_fit_keep_no_other_rank_waiti
 
 
 @on_ranks
-@pytest.mark.parametrize("unused", [None, True])
+@pytest.mark.parametrize("unused", mostly_slow([None, True], None))
 def test_gradients_that_are_kept_from_one_fit_to_the_next_count_once(unused):
     def keeping():
         learn = make_learner(Callback(after_backward=keep_last), lr=0.01)
@@ -556,7 +559,11 @@ class Clip(Callback):
 
 @on_ranks
 @pytest.mark.parametrize(
-    ("kind", "event"), [("CancelStepException", "before_step"), ("CancelBatchException", "after_backward")]
+    ("kind", "event"),
+    [
+        ("CancelStepException", "before_step"),
+        pytest.param("CancelBatchException", "after_backward", marks=pytest.mark.slow),
+    ],
 )
 def test_other_callbacks_go_on_with_what_a_cancel_has_stopped_on_one_rank(kind, event):
     kind = exception(kind)
@@ -643,16 +650,18 @@ def ends_in_boom(event, learn):
 
 
 @on_ranks
-@pytest.mark.parametrize("event", [e if e in QUICK else pytest.param(e, marks=pytest.mark.slow) for e in EVENTS])
+@pytest.mark.parametrize("event", mostly_slow(EVENTS, *QUICK[:2], slow=["after_loss", "before_step", "after_epoch"]))
 def test_an_error_at_any_event_ends_all_ranks(event):
     ends_in_boom(event, make_learner(Do(event, throw(ValueError("boom")))))
 
 
+@pytest.mark.slow
 @on_ranks
 def test_an_error_in_validation_ends_all_ranks():
     ends_in_boom("before_batch", make_learner(Do("before_batch", throw(ValueError("boom")), training=False)))
 
 
+@pytest.mark.slow
 @on_ranks
 def test_an_error_ends_ranks_that_wait_for_buffers():
     ends_in_boom("before_batch", make_learner(Do("before_batch", throw(ValueError("boom"))), norm=True))
@@ -687,7 +696,7 @@ def test_an_error_in_the_model_ends_all_ranks():
 
 
 @on_ranks
-@pytest.mark.parametrize("event", ["cleanup_fit", "cleanup_train"])
+@pytest.mark.parametrize("event", mostly_slow(["cleanup_fit", "cleanup_train"], "cleanup_train"))
 def test_an_error_in_a_cleanup_ends_ranks_that_are_through_with_everything_else(event):
     learn = make_learner(Do(event, throw(ValueError("boom"))))
     error, took = fit(learn)
@@ -739,7 +748,7 @@ def test_a_callback_of_rank_0_alone_runs_there_only():
 
 
 @on_ranks
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("name", mostly_slow(COLLECTIVES, "torch.distributed (allreduce_)", slow=["world.barrier"]))
 def test_a_callback_of_rank_0_alone_may_not_communicate_by_whatever_name(name):
     learn = make_learner(Alone(COLLECTIVES[name]))
     error, took = fit(learn)

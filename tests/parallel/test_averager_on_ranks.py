@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import raises
+from helpers import mostly_slow, raises
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -130,7 +130,7 @@ class Assigns(Learner):
 
 
 @pytest.mark.parametrize("reduction", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("cls", [Backward, Clips, Assigns])
+@pytest.mark.parametrize("cls", mostly_slow([Backward, Clips, Assigns], Backward))
 def test_a_learner_with_passes_of_its_own_says_so_and_equals_one_process(cls, reduction):
     seam, lr = "_step" if cls is Assigns else "_backward", 0.1 if reduction == "mean" else 0.01
     check_equals_one("Deferred", f"{cls.__name__} has a {seam} of its own", cls=cls, reduction=reduction, lr=lr)
@@ -210,7 +210,7 @@ def now_and_then(cb):
         early(cb)
 
 
-@pytest.mark.parametrize("when", [early, now_and_then])
+@pytest.mark.parametrize("when", mostly_slow([early, now_and_then], now_and_then))
 def test_a_pass_of_a_callback_before_the_losss_has_its_weight(when):
     """Also on a rank without data, where it is of a sample, or of nothing: the mean of nothing is a NaN."""
     for cut in (Net.cut, whole):
@@ -369,7 +369,7 @@ def test_a_part_that_a_later_batch_leaves_out_is_an_error_on_all_ranks(view):
 # Forward passes
 
 
-@pytest.mark.parametrize("cls", [Learner, Backward])
+@pytest.mark.parametrize("cls", mostly_slow([Learner, Backward], Backward))
 def test_the_model_runs_once_for_each_batch(cls):
     """Also on a rank without data, and nothing is tried out before."""
     for cut, of_none in ((whole, [0]), (Net.cut, [0, 1])):  # one that cannot run on nothing gets a sample

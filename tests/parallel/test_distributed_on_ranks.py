@@ -285,7 +285,7 @@ class OwnTokens(nn.Module):
 
 
 @pytest.mark.parametrize("counts", [False, True])
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("at", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_models_own_loss_is_counted_by_one_rule_whatever_a_rank_has(at, counts):
     """And what is not known is told at once, by rank 0."""
     torch.manual_seed(3)

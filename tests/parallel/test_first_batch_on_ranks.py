@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import mostly_slow
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -94,7 +95,7 @@ def trained(how, name, company):
     return [*tensors, model.rows, model.replaced], (model.counts, model.pointer, loss.calls, names)
 
 
-@pytest.mark.parametrize("how", ["fresh", "a second fit", "resumed"])
+@pytest.mark.parametrize("how", mostly_slow(["fresh", "a second fit", "resumed"], "resumed"))
 def test_two_processes_equal_one(how):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

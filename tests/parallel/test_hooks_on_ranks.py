@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers import mostly_slow
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -57,7 +58,9 @@ def hooks(model):
     return of_modules, {(name, kind): getattr(p, kind) for name, p in model.named_parameters() for kind in kinds}
 
 
-@pytest.mark.parametrize("kind", FITS)
+@pytest.mark.parametrize(
+    "kind", mostly_slow(FITS, "plain", "parts, unused", "passes of a callback", "accumulation", "noise")
+)
 def test_no_hook_stays(kind):
     torch.manual_seed(3)
     options = dict(FITS[kind])

@@ -129,7 +129,10 @@ CASES = {  # (the loaders, split_batches, how many batches a step has)
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, *list(CASES)[::2]))
+SLOW = ["random, with a worker", "weighted", "batch sampler", "batch_size=None"]
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, "random", "rows, drop_last", "python's generator", slow=SLOW))
 def test_ranks_together_see_the_steps_and_the_evaluation_of_one_process(case):
     made, split, accumulated = CASES[case]
     of_one = accumulated if split else accumulated * N  # without splitting N batches make up a global one

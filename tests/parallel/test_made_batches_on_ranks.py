@@ -105,7 +105,7 @@ def same(alone, learn):
 
 
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, "items"))
-@pytest.mark.parametrize("dims", [1, (1, None, 0)])
+@pytest.mark.parametrize("dims", mostly_slow([1, (1, None, 0)], (1, None, 0)))
 def test_batches_that_are_cut_train_as_on_one_process(kind, dims):
     """Weights, losses, metrics and predictions; a batch of one sample, too."""
     alone, learn = make(kind, dims), make(kind, dims)
@@ -137,7 +137,7 @@ class Steps(Callback):
         self.open = 0
 
 
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, "list", "stream"))
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "stream"))
 def test_a_step_of_so_many_samples(kind):
     totals = []
     for options in ({}, {"split_batches": True}):
@@ -151,7 +151,7 @@ def test_a_step_of_so_many_samples(kind):
     same(alone, learn)
 
 
-@pytest.mark.parametrize("kind", ["list", "stream"])
+@pytest.mark.parametrize("kind", mostly_slow(["list", "stream"], "stream"))
 def test_batches_in_turn_are_counted_where_all_ranks_know_them(kind):
     steps = Steps()
     learn = make(kind, cbs=[steps, GradientAccumulation(n_samples=11)])

@@ -18,11 +18,10 @@ REFUSED = {
 
 QUICK = [
     "loss with parameters, in the splitter", "callback's own backward pass before the loss's",
-    "LBFGS by itself, with a line search", "SAM that needs a closure",
-    "a _backward of its own, of experts", "a mask of attention", "experts", "cancel in a forward hook, on one rank",
+    "SAM that needs a closure", "a _backward of its own, of experts", "cancel in a forward hook, on one rank",
     "a buffer of features",
 ]  # fmt: skip
-"""The others are for `pytest -m slow`."""
+"""Of the others every fourth is for `pytest -m slow`, and all on one process; the rest is for `pytest -m soak`."""
 
 LEAVES = "cancel in a forward hook"
 """Steps that all ranks leave out have a place in the recorder's losses on several ranks alone."""
@@ -39,7 +38,7 @@ def on_ranks(*numbers):
     found = []
     for n in numbers:
         for i, job in enumerate(JOBS):
-            marks = pytest.mark.slow if n == 2 and i % 3 == 1 else pytest.mark.soak
+            marks = pytest.mark.slow if n == 2 and i % 4 == 1 else pytest.mark.soak
             found.append(pytest.param(n, job, marks=() if n == 2 and job in QUICK else marks, id=f"{n}-ranks-{job}"))
     return pytest.mark.parametrize(("n", "job"), found)
 

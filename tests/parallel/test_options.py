@@ -129,9 +129,12 @@ def ddp_buckets(**options):
 
 @pytest.mark.parametrize(
     ("accumulated", "options"),
-    [(1, {}), (3, {}), (1, {"bucket_cap_mb": 0.0004}), (2, {"bucket_cap_mb": 0.0004})],
+    mostly_slow(
+        [(1, {}), (3, {}), (1, {"bucket_cap_mb": 0.0004}), (2, {"bucket_cap_mb": 0.0004})],
+        (1, {}), (2, {"bucket_cap_mb": 0.0004}),
+    ),
     ids=["plain", "accumulated", "buckets", "buckets-accumulated"],
-)
+)  # fmt: skip
 def test_a_step_costs_one_reduction_of_each_bucket(accumulated, options):
     few, _ = collectives(4, 1, accumulated, **options)
     many, buckets = collectives(9, 1, accumulated, **options)
@@ -146,7 +149,7 @@ def with_buffer(model, **sizes):
     return make_learner(model, **sizes)
 
 
-@pytest.mark.parametrize("learner", [make_learner, with_buffer])
+@pytest.mark.parametrize("learner", mostly_slow([make_learner, with_buffer], with_buffer))
 def test_micro_batches_cost_no_collectives(learner):
     """Three times as many micro-batches for as many steps take as many collectives."""
     assert collectives(4, 2, 2, learner)[0] == collectives(4, 2, 6, learner)[0]
@@ -286,7 +289,7 @@ def test_ddps_own_options_reach_it_and_change_no_number(name):
 @pytest.mark.parametrize(
     ("name", "near"),
     [
-        ("bf16", 0.01),
+        pytest.param("bf16", 0.01, marks=pytest.mark.soak),
         pytest.param("fp16", 0.001, marks=pytest.mark.slow),
         pytest.param("powersgd", 0.2, marks=pytest.mark.slow),
     ],
@@ -381,7 +384,7 @@ class Halved(Learner):
         (self.loss_grad * 0.5).backward()
 
 
-@pytest.mark.parametrize("kind", ["Scaled", "Halved"])
+@pytest.mark.parametrize("kind", mostly_slow(["Scaled", "Halved"], "Halved"))
 def test_a_backward_of_ones_own_gets_the_exact_mean(kind):
     """A rank without data, which runs along, counts nothing."""
     cls, found = globals()[kind], []

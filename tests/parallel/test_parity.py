@@ -15,7 +15,13 @@ GANS = ["Both", "BothByInputs", "OneByOne", "InTurn"]
 SLOW_ON_TWO = [
     *(f"{loss}: {way}" for loss in LOSSES[1:] for way in WAYS[2:]), *(f"{loss}: micro-batches" for loss in LOSSES[4:]),
     "one_cycle", "generator", "weighted", "drop_last", "regression", "no_length", "cut_short", "GAN: BothByInputs",
-    "GAN: InTurn", "lengths",
+    "GAN: InTurn", "lengths", "mapping", "shuffled", "class weights: whole", "class weights: micro-batches",
+    "sum: micro-batches", "tokens: whole",
+]  # fmt: skip
+# Combinations of a loss and a way of which others stand for the same
+SOAK_ON_TWO = [
+    *(f"{loss}: {way}" for loss in ("class weights", "ignore_index", "own tokens") for way in WAYS[2:]),
+    "tokens: samples", "own shifted: batches per rank", "own tokens: micro-batches", "generator", "regression",
 ]  # fmt: skip
 OTHERS = ["lengths", "predictions", "batch_norm"]
 
@@ -28,6 +34,10 @@ ON_THREE = [
     *(f"{loss}: micro-batches" for loss in LOSSES), *(f"{loss}: whole" for loss in LOSSES),
     "mean: batches per rank", "mean: samples",
 ]  # fmt: skip
+SLOW_ON_THREE = [
+    "tiny", "dropout_order", "predictions", "batch_norm", "GAN: OneByOne", "mean: batches per rank", "sum: whole",
+    "ignore_index: micro-batches", "own shifted: whole",
+]  # fmt: skip
 ON_FOUR = [
     "tiny", *OTHERS, *(f"{loss}: micro-batches" for loss in LOSSES), "mean: whole", "sum: whole", "GAN: Both",
     "mean: batches per rank",
@@ -35,14 +45,20 @@ ON_FOUR = [
 JOBS = {1: ALL, 2: ALL, 3: ON_THREE, 4: ON_FOUR}
 
 
+def later(n, job):
+    """The marks of a job on so many processes."""
+    if n == 4 or (n == 3 and job not in SLOW_ON_THREE) or (n == 2 and job in SOAK_ON_TWO):
+        return [pytest.mark.soak]
+    return [pytest.mark.slow] if n == 3 or job in SLOW_ON_TWO else []
+
+
 def on_ranks(jobs, alone=False):
-    """Parametrize by the number of processes and the job; three are for `pytest -m slow`, four for `-m soak`."""
+    """Parametrize by the number of processes and the job; some three are for `pytest -m slow`, four for `-m soak`."""
     found = []
     for n, done in JOBS.items():
         for job in done:
             if job in jobs and (n > 1 or alone):
-                later = [pytest.mark.soak] if n == 4 else [pytest.mark.slow] if n == 3 or job in SLOW_ON_TWO else []
-                found.append(pytest.param(n, job, marks=later, id=f"{n}-ranks-{job}"))
+                found.append(pytest.param(n, job, marks=later(n, job), id=f"{n}-ranks-{job}"))
     return pytest.mark.parametrize(("n", "job"), found)
 
 

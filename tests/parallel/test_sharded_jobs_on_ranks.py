@@ -70,19 +70,13 @@ PIECES_OF_THREE = {"callback's own backward pass of the data, accumulated": "are
 
 REPRESENTATIVE = [
     "loss with parameters, accumulated",
-    "auxiliary loss in _loss",
     "lazy layers, one cycle",
-    "a mask of attention",
     "checkpoint of a shared module",
-    "parametrizations",
-    "a compiled model",
     "frozen in mid-epoch",
     "a NaN on one rank",
     "gradient penalty of the input",
     "forward by parts",
-    "SAM in two steps",
     "a _backward of its own, in two passes",
-    "callback's own backward pass of the data, with a sum",
 ]
 """The others are for `pytest -m soak`."""
 

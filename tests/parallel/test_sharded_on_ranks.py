@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import shard_jobs
 import torch
+from helpers import mostly_soak
 from shard_jobs import JOBS, Block, Net, learner
 from torch import nn, optim
 from torch.nn import functional as F
@@ -41,15 +42,13 @@ SOON = 15  # seconds; a second on an idle machine
 
 QUICK = ["plain", "tied weights and shared modules", "parts that one rank alone uses"]
 SLOW = [
-    "optimizer SGD", "blocks frozen in before_epoch, by parameters that are held", "first unfrozen in before_batch",
-    "EMA of a module", "check", "a loss with parameters, clipped each and accumulated", "a sum", "DriftCheck",
-    "parts that one rank alone uses, accumulated and clipped", "a part left out later", "hooks of modules",
-    "validate and get_preds in a fit", "a method that calls the units differently often on each rank",
-    "a GAN of two units",
+    "blocks frozen in before_epoch, by parameters that are held", "EMA of a module",
+    "a loss with parameters, clipped each and accumulated", "a part left out later", "validate and get_preds in a fit",
+    "a method that calls the units differently often on each rank", "check",
 ]  # fmt: skip
 
 
-@on_ranks
+@pytest.mark.ranks(2, soak=[3])
 def test_training_on_shards_equals_one_process():
     for name in QUICK:
         shard_jobs.check(name)
@@ -152,7 +151,7 @@ def cancel(kind, when, **options):
         check_after(learn, took, where, alike=error is None)
 
 
-@on_ranks
+@slow_on_ranks
 def test_a_cancel_on_one_rank_ends_all():
     cancel("CancelFitException", [("before_batch", True), ("after_pred", False)])
 
@@ -163,7 +162,7 @@ CANCELS = ["CancelFitException", "CancelEpochException", "CancelTrainException",
 
 @slow_on_ranks
 def test_ctrl_c_at_some_events_ends_all():
-    cancel("KeyboardInterrupt", WHEN[::2])
+    cancel("KeyboardInterrupt", WHEN[::4])
 
 
 @soak_on_ranks
@@ -183,14 +182,14 @@ def fail(when, error=ValueError, make=learner, **kwargs):
         check_after(learn, took, where, alike=False)
 
 
-@on_ranks
+@pytest.mark.ranks(2, soak=[3])
 def test_an_error_on_one_rank_ends_all():
     fail([("after_loss", True)])
 
 
 @slow_on_ranks
 def test_an_error_at_some_events_ends_all():
-    fail(WHEN[::4])
+    fail(WHEN[::6])
 
 
 @soak_on_ranks
@@ -225,7 +224,9 @@ class BrokenStep(optim.AdamW):
 
 
 @slow_on_ranks
-@pytest.mark.parametrize("what", ["forward", "backward", "validation", "optimizer", "hook"])
+@pytest.mark.parametrize(
+    "what", mostly_soak(["forward", "backward", "validation", "optimizer", "hook"], "backward", "optimizer")
+)
 def test_an_error_inside_the_model_or_the_optimizer_ends_all(what):
     model = Net(n=3)
     if what in ("forward", "backward"):
@@ -373,7 +374,10 @@ def test_what_cannot_be_sharded_is_refused():
 
 
 @slow_on_ranks
-@pytest.mark.parametrize("name", [name for name in REFUSED if name not in QUICK_REFUSED])
+@pytest.mark.parametrize(
+    "name",
+    mostly_soak([n for n in REFUSED if n not in QUICK_REFUSED], *[n for n in REFUSED if n not in QUICK_REFUSED][::2]),
+)
 def test_other_things_that_cannot_be_sharded_are_refused(name):
     refused(*REFUSED[name])
 
@@ -477,10 +481,15 @@ PITFALLS = {
     "p21_rows_that_no_number_divides": ["optimizer SGD", "EMA", "SWA"],
     "p23_offload_of_a_model_on_the_host": ["offload"],
 }
+SLOW_PITFALLS = [
+    "p02_tied_and_uneven", "p03_the_norm_is_of_all_ranks", "p04_buffers_that_are_in_no_state",
+    "p05_a_rank_without_data", "p06_unfrozen_later", "p08_moved_in_a_fit", "p10_compiled",
+    "p13_hooks_of_parameters", "p23_offload_of_a_model_on_the_host",
+]  # fmt: skip
 
 
 @slow_on_ranks
-@pytest.mark.parametrize("pitfall", PITFALLS)
+@pytest.mark.parametrize("pitfall", mostly_soak(PITFALLS, *SLOW_PITFALLS))
 def test_pitfall(pitfall):
     for name in PITFALLS[pitfall]:
         shard_jobs.check(name)

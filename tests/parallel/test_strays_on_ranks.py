@@ -99,7 +99,7 @@ DIFFERENT = {
 
 @on_ranks
 @pytest.mark.parametrize("event", ["after_batch", pytest.param("after_epoch", marks=SLOW)])
-@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize("name", mostly_slow(DIFFERENT, "sizes", "calls", "ours"))
 def test_collectives_that_differ_are_an_error_on_every_rank(name, event):
     error, took = run(make_learner(once(event, lambda learn: DIFFERENT[name](), ranks=range(N))))
     assert took < SOON
@@ -126,7 +126,8 @@ PLACES = [
     ("before_fit", True), ("before_train", True), ("before_batch", True), ("after_loss", True), ("after_batch", True),
     ("after_batch", False), ("before_validate", False), ("after_epoch", True), ("after_fit", True),
 ]  # fmt: skip
-QUICK = [("all_reduce", "after_batch", True), ("world.reduce", "after_epoch", True)]
+QUICK = [("world.reduce", "after_epoch", True)]
+LATER = [("all_reduce", "after_batch", True), ("validate", "before_fit", True), ("objects", "after_loss", True)]
 
 
 @on_ranks
@@ -134,14 +135,11 @@ QUICK = [("all_reduce", "after_batch", True), ("world.reduce", "after_epoch", Tr
     ("name", "event", "training"),
     [
         pytest.param(
-            name, event, training, marks=() if (name, event, training) in QUICK else SLOW if each and i % 2 else SOAK
+            *case,
+            marks=() if case in QUICK else SLOW if case in LATER else SOAK,  # all take a quarter of an hour
         )
-        for i, name in enumerate(MISSED)
-        for j, (event, training) in enumerate(PLACES)
-        if (name, event) != ("validate", "before_validate")
-        for each in [
-            i % len(PLACES) == j
-        ]  # every other name once, each at another place; the others take a quarter of an hour
+        for case in ((name, *place) for name in MISSED for place in PLACES)
+        if case[:2] != ("validate", "before_validate")
     ],
 )
 def test_a_call_that_the_other_ranks_do_not_make_ends_the_run_everywhere(name, event, training):
@@ -155,7 +153,7 @@ EVALUATIONS = {"validate": lambda learn: learn.validate(), "get_preds": lambda l
 
 
 @on_ranks
-@pytest.mark.parametrize("name", EVALUATIONS)
+@pytest.mark.parametrize("name", mostly_slow(EVALUATIONS, "validate"))
 @pytest.mark.parametrize("event", mostly_slow(["before_fit", "after_train", "after_epoch", "after_fit"], "after_train"))
 def test_an_evaluation_on_one_rank_alone_is_noticed_at_once(event, name):
     error, took = run(make_learner(once(event, EVALUATIONS[name])))
@@ -172,8 +170,12 @@ def test_an_evaluation_on_one_rank_alone_is_noticed_at_once(event, name):
 
 @on_ranks
 @pytest.mark.parametrize(
-    ("first", "second"), [("fit", "validate"), ("validate", "get_preds"), ("lr_find", "fit"), ("get_preds", "lr_find")]
-)
+    ("first", "second"),
+    mostly_slow(
+        [("fit", "validate"), ("validate", "get_preds"), ("lr_find", "fit"), ("get_preds", "lr_find")],
+        ("fit", "validate"), ("lr_find", "fit"),
+    ),
+)  # fmt: skip
 def test_ranks_that_make_different_runs_are_told_which(first, second):
     calls = EVALUATIONS | {"fit": lambda learn: learn.fit(1), "lr_find": lambda learn: learn.lr_find(show_plot=False)}
     error, took = run(make_learner(), calls[second if RANK == LAST else first])
@@ -186,7 +188,7 @@ def test_ranks_that_make_different_runs_are_told_which(first, second):
 
 @on_ranks
 @pytest.mark.parametrize("who", [0, pytest.param(LAST, marks=SLOW)])
-@pytest.mark.parametrize("name", ["fit", pytest.param("get_preds", marks=SLOW), pytest.param("validate", marks=SLOW)])
+@pytest.mark.parametrize("name", ["fit", pytest.param("get_preds", marks=SOAK), pytest.param("validate", marks=SLOW)])
 def test_a_run_of_one_rank_alone_ends_within_its_timeout(name, who):
     key = f"test/{world.all_gather(time.monotonic_ns())[0]}"
     if who == RANK:

@@ -108,7 +108,10 @@ def batches(n, size):
 
 
 @pytest.mark.parametrize("split", mostly_slow([True, False], False), ids=["batches cut", "batches per rank"])
-@pytest.mark.parametrize(("n", "workers", "aware"), [(23, 0, False), (22, 2, True), (3, 0, False)])
+@pytest.mark.parametrize(
+    ("n", "workers", "aware"),
+    mostly_slow([(23, 0, False), (22, 2, True), (3, 0, False)], (23, 0, False), (3, 0, False)),
+)
 def test_joined_ranks_use_all_data_in_the_batches_of_one_process(n, workers, aware, split):
     """Weights and losses are those of one process, too."""
     seen = Seen()
@@ -168,7 +171,7 @@ def test_workers_draw_what_they_draw_on_one_process():
     assert sorted(places(inputs)) == list(range(11))
 
 
-@pytest.mark.parametrize("sizes", [[9, 3, 5], [8, 0, 4], [0, 8, 4]], ids=str)
+@pytest.mark.parametrize("sizes", mostly_slow([[9, 3, 5], [8, 0, 4], [0, 8, 4]], [8, 0, 4]), ids=str)
 def test_a_dataset_that_shares_itself_out_is_left_alone(sizes):
     """A rank without any data keeps the others company."""
     seen = Seen()
@@ -214,8 +217,13 @@ class CountSteps(Callback):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"split_batches": True}, {"sharded": True}, {"sharded": True, "uneven": "join"}], ids=str
-)
+    "options",
+    mostly_slow(
+        [{}, {"split_batches": True}, {"sharded": True}, {"sharded": True, "uneven": "join"}],
+        {"split_batches": True}, {"sharded": True, "uneven": "join"},
+    ),
+    ids=str,
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:sharded=True says")
 def test_data_that_the_model_makes_are_made_by_the_model_of_that_step(options):
     sharded = "sharded" in options

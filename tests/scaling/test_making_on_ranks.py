@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import mostly_slow
 from scaling_jobs import BYTES_PER_SECOND, PART_OF, SECONDS, make_learner
 
 from learnerkit import Callback, PeerError, world
@@ -29,9 +30,9 @@ def report_of(learn, n=5, **kwargs):
     return report
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=SLOW), 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 1])
 @pytest.mark.parametrize(
-    "fault", ["backward", *(pytest.param(f, marks=SLOW) for f in ("dataset", "forward", "optimizer", "callback"))]
+    "fault", mostly_slow(["backward", "dataset", "forward", "optimizer", "callback"], "backward", slow=["dataset"])
 )
 def test_the_slow_rank_and_its_cause_are_named(fault, rank):
     for _ in range(3):  # on a busy machine it may look like chance

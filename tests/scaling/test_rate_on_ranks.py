@@ -40,7 +40,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("split", mostly_slow([False, True], True))
-@pytest.mark.parametrize("name", mostly_slow(CASES, "rows, two batches", "a stream"))
+@pytest.mark.parametrize("name", mostly_slow(CASES, "rows, two batches", slow=["a stream"]))
 def test_a_step_is_said_once_by_rank_0(name, split):
     stream, group = CASES[name]
     n, learn, seen = world.world_size(), learner(stream), []
