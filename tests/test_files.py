@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from checkpoint_files import largest_file
-from helpers import make_dls, make_learner, make_model, same_weights, spy, weights
+from helpers import make_dls, make_learner, make_model, mostly_slow, same_weights, spy, weights
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -337,7 +337,7 @@ def test_a_module_learns_by_which_version_its_weights_were_saved(tmp_path, with_
 
 @pytest.mark.parametrize("saved_wd", [None, 0.1])
 @pytest.mark.parametrize("own_wd", [None, 0.1])
-@pytest.mark.parametrize("fitted", [False, True])
+@pytest.mark.parametrize("fitted", mostly_slow([False, True], True))
 @pytest.mark.parametrize("splitter", [None, lambda m: [list(m[0].parameters()), list(m[3].parameters())]])
 def test_files_with_and_without_parted_groups_load_into_each_other(saved_wd, own_wd, fitted, splitter):
     learn = trained(wd=saved_wd, splitter=splitter)

@@ -48,6 +48,7 @@ def test_the_steps_on_a_gpu_are_measured_on_the_cpu_too():
     assert sum(line.startswith("    learnerkit ") for line in lines) == 3
 
 
+@pytest.mark.slow
 def test_the_airbench_learner_is_short_and_learns(monkeypatch):
     duel = load("airbench_learner", monkeypatch)
     assert len((BENCHMARKS / "airbench_learner.py").read_text().splitlines()) <= 120

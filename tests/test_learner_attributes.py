@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from fastcore.foundation import L
-from helpers import make_data, make_dls, make_learner, make_model, same_weights, words
+from helpers import make_data, make_dls, make_learner, make_model, mostly_slow, same_weights, words
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import AdamW
@@ -140,7 +140,7 @@ def test_several_inputs_and_targets():
 NAMES = words("dl batch batch_size xb yb pred output loss loss_grad iter n_iter training task epoch n_epoch train_iter")
 
 
-@pytest.mark.parametrize("verb", ["validate", "get_preds"])
+@pytest.mark.parametrize("verb", mostly_slow(["validate", "get_preds"], "get_preds"))
 @pytest.mark.parametrize(
     ("event", "training"),
     [("before_batch", True), ("after_pred", True), ("before_step", True), ("after_batch", True), ("after_pred", False),

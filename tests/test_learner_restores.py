@@ -10,6 +10,7 @@ from helpers import (
     make_data,
     make_learner,
     make_model,
+    mostly_slow,
     notes,
     raising,
     spy,
@@ -81,8 +82,8 @@ HEARD = [event for event in Event if event != "after_create"]
 
 
 ERRORS = [
-    *[ValueError("x"), KeyboardInterrupt(), *CANCELS[::2]],
-    *(pytest.param(cancel, marks=pytest.mark.slow) for cancel in CANCELS[1::2]),
+    *[ValueError("x"), KeyboardInterrupt(), *CANCELS[::3]],
+    *mostly_slow([cancel for i, cancel in enumerate(CANCELS) if i % 3], slow=CANCELS[2::3]),
 ]
 
 

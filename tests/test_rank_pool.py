@@ -4,6 +4,7 @@ import os
 import time
 
 import pytest
+import rank_pool
 from rank_pool import RankPools, Ranks, RanksFailed
 
 from learnerkit import world
@@ -51,7 +52,8 @@ def leave_a_variable():
         pytest.param(leave_a_variable, 60, ["the test left these changed", "$LEFT"], marks=pytest.mark.soak),
     ],
 )
-def test_a_failure_is_shown_and_the_next_test_gets_fresh_processes(pools, function, seconds, said):
+def test_a_failure_is_shown_and_the_next_test_gets_fresh_processes(pools, monkeypatch, function, seconds, said):
+    monkeypatch.setattr(rank_pool, "FOLLOW_SECONDS", 1)
     before = pools.run(Ranks(2), rank_and_process)
     with pytest.raises(RanksFailed) as caught:
         pools.run(Ranks(2), function, seconds=seconds)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import raises
+from helpers import mostly_slow, raises
 from servers import FOREIGN, serving
 
 from learnerkit import on_rank0, rank0_first, set_seed, world
@@ -144,7 +144,7 @@ def second_of_two(monkeypatch):
     return set_port
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", mostly_slow(FOREIGN, "http", "speaks first", "closes", slow=["silent"]))
 def test_something_else_at_the_address_of_rank_0_is_one_error(second_of_two, capfd, name):
     serve, answer = FOREIGN[name]
     with serving(serve) as port:
@@ -165,6 +165,7 @@ def test_nobody_at_the_address_of_rank_0(second_of_two, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_a_launchers_store_however_late_rank_0_imports_torch(monkeypatch, second_of_two):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     listener, stores = socket.create_server((LOOPBACK, 0)), []

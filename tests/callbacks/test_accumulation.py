@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from helpers import make_classes, make_data, make_dls, make_learner, make_model, raising, same_weights, weights
+from helpers import (
+    make_classes,
+    make_data,
+    make_dls,
+    make_learner,
+    make_model,
+    mostly_slow,
+    raising,
+    same_weights,
+    weights,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -195,7 +205,7 @@ def whole():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("verb", ["fit", "fit_one_cycle"])
+@pytest.mark.parametrize("verb", mostly_slow(["fit", "fit_one_cycle"], "fit_one_cycle"))
 def test_small_batches_make_the_steps_of_large_ones(whole, loss, way, verb):
     expected, steps = whole(loss, verb)
     bs, size = WAYS[way]
@@ -314,7 +324,7 @@ def expected_after(groups, **kwargs):
     return weights(learn.model)
 
 
-@pytest.mark.parametrize("order", [0, 20])  # before and after GradientAccumulation
+@pytest.mark.parametrize("order", mostly_slow([0, 20], 0))  # before and after GradientAccumulation
 @pytest.mark.parametrize(("error", "event"), [
     (CancelBatchException, "before_batch"),
     (CancelBatchException, "after_pred"),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import same_weights
+from helpers import mostly_slow, same_weights
 from resume_jobs import Killed, _KillBefore
 from torch import nn
 from torch.nn import functional as F
@@ -198,7 +198,7 @@ def test_a_callback_may_call_the_model_with_a_state_of_its_own():
     assert same_weights(fit(learner()).model, fit(learner(cbs=[Hidden(dim=1), Callback(after_step=look)])).model)
 
 
-@pytest.mark.parametrize("stop", [1, 3, 5, 7])
+@pytest.mark.parametrize("stop", mostly_slow([1, 3, 5, 7], 3, 7))
 @pytest.mark.filterwarnings("ignore:.*read again and dropped")  # as a list of batches on one process is
 def test_a_resumed_run_goes_on_with_it(stop, tmp_path):
     def make(*cbs):

@@ -6,7 +6,18 @@ from functools import partial
 import psutil
 import pytest
 import torch
-from helpers import OwnLoss, Seen, Wrapped, make_classes, make_data, make_dls, make_learner, make_model, raising
+from helpers import (
+    OwnLoss,
+    Seen,
+    Wrapped,
+    make_classes,
+    make_data,
+    make_dls,
+    make_learner,
+    make_model,
+    mostly_slow,
+    raising,
+)
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -117,7 +128,7 @@ def test_numbers_out_of_range(make):
         make()
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", mostly_slow([False, True], True))
 @pytest.mark.parametrize("cb", [partial(ShortEpochCallback, n=2), partial(OverfitBatch, 2)])
 def test_workers_end_with_the_short_reading(cb, persistent):
     dl = DataLoader(Items(), 4, num_workers=2, persistent_workers=persistent)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, make_data, make_dls, make_learner, raising, same_weights, weights
+from helpers import ROOT, make_data, make_dls, make_learner, mostly_slow, raising, same_weights, weights
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -234,7 +234,7 @@ def test_everything_is_what_it_was_and_the_next_fit_too(fitted, error, tmp_path)
     assert same_weights(rows[0][1], rows[1][1])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", mostly_slow([0, 2], 0))
 def test_the_order_of_the_data_is_what_it_was(workers):
     seen = []
     for tried in (False, True):

@@ -11,6 +11,7 @@ from helpers import (
     make_dls,
     make_learner,
     make_model,
+    mostly_slow,
     raises,
     raising,
     same_weights,
@@ -125,14 +126,14 @@ def test_nested_predictions_become_float32_and_integers_stay():
     make_learner(model=Two(), loss_func=loss, cbs=MixedPrecision("bf16")).fit(1)
 
 
-@pytest.mark.parametrize("mode", LOW)
+@pytest.mark.parametrize("mode", mostly_slow(LOW, "fp16"))
 @pytest.mark.parametrize("event", IN_BATCH)
 @pytest.mark.parametrize(
     "error",
     [CancelBatchException, CancelBackwardException, CancelStepException, CancelTrainException, CancelEpochException,
      CancelFitException, ZeroDivisionError, KeyboardInterrupt],
 )  # fmt: skip
-@pytest.mark.parametrize("order", [-5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("order", [-5, pytest.param(50, marks=pytest.mark.soak)])
 def test_nothing_stays_of_a_batch_that_was_cut_short(mode, event, error, order):
     between = []
     learn = make_learner(cbs=[MixedPrecision(mode), raising(event, error(), order=order)])
@@ -733,7 +734,7 @@ def test_a_fit_runs_compiled_code_and_a_second_one_compiles_nothing(make, fresh_
     assert same_weights(plain.model, model)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", mostly_slow(["eager", "aot_eager"], "eager"))
 def test_compiled_training_is_the_same(backend, fresh_compiler):
     models = []
     for cbs in ([], [Compile(backend=backend)]):

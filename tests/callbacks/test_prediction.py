@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import make_classes, make_data, make_dls, make_learner, make_model, raising
+from helpers import make_classes, make_data, make_dls, make_learner, make_model, mostly_slow, raising
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -228,7 +228,7 @@ class Noisy(Dataset):
         return torch.full((4,), random.random() + np.random.rand()) + torch.rand(4), torch.ones(1)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", mostly_slow([0, 2], 0))
 @pytest.mark.parametrize("generator", [None, torch.Generator()])
 def test_an_augmenting_loader_gives_other_data_each_time(workers, generator):
     loader = DataLoader(Noisy(), 3, num_workers=workers, generator=generator)

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from helpers import mostly_slow, same_weights
+from helpers import mostly_slow, mostly_soak, same_weights
 from memory_limits import FAILURE, Limit
 from torch import nn
 from torch.nn import functional as F
@@ -82,8 +82,13 @@ def difference(a, b):
 # Equal to the whole batch
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize(("rows", "parts"), [(10, 2), (7, 3), (3, 7)])
+@pytest.mark.parametrize(
+    ("where", "rows", "parts"),
+    mostly_slow(
+        [(where, *case) for where in ("forward", "backward") for case in ((10, 2), (7, 3), (3, 7))],
+        ("forward", 10, 2), ("backward", 7, 3), slow=[("forward", 3, 7), ("backward", 3, 7)],
+    ),
+)  # fmt: skip
 def test_a_batch_that_runs_out_of_memory_is_taken_in_parts_with_the_same_result(where, rows, parts, capsys):
     whole, spies = fitted(cbs=[(first := Spy())], metrics=accuracy), [first, Spy(), Spy()]
     limit = Limit(rows, where)
@@ -210,8 +215,10 @@ def case(name):
 
 
 @pytest.mark.filterwarnings("ignore:the model makes its own loss", "ignore:mixed precision with float16")
-@pytest.mark.parametrize("where", mostly_slow(["forward", "backward"], "forward"))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("where", mostly_soak(["forward", "backward"], "forward"))
+@pytest.mark.parametrize(
+    "name", mostly_slow(CASES, "sum", "a count by predictions", "own loss", "penalty", "clipped and averaged", "fp16")
+)
 def test_losses_and_callbacks_see_the_whole_batch(name, where):
     (cbs, given), (others, again) = case(name), case(name)
     limit = Limit(4, where)
@@ -221,7 +228,7 @@ def test_losses_and_callbacks_see_the_whole_batch(name, where):
     assert difference(fitted(cbs=cbs, **given), split) < tolerance
 
 
-@pytest.mark.parametrize("rows", [4, 13])
+@pytest.mark.parametrize("rows", mostly_slow([4, 13], 4))
 def test_evaluation_is_cut_too_and_gives_the_same_table_and_predictions(rows):
     whole, limit = fitted(metrics=accuracy), Limit(rows, trains=False)
     split = fitted(limit, [SplitBatch()], metrics=accuracy)
@@ -234,6 +241,7 @@ def test_evaluation_is_cut_too_and_gives_the_same_table_and_predictions(rows):
     assert abs(split.validate()[0] - whole.validate()[0]) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [0, 20])
 def test_a_validation_in_the_middle_of_a_batch_leaves_its_parts_alone(order):
     class Validates(Callback):
@@ -323,7 +331,7 @@ def test_a_batch_that_counts_nothing_in_a_step_of_several():
 # What a failed try leaves behind
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", mostly_slow(["forward", "backward"], "forward"))
 def test_random_states_and_buffers_are_as_before_the_failed_try(where):
     def model():
         return make_net(dropout=0.5, norm=True)
@@ -392,7 +400,7 @@ def test_what_cannot_be_equal_is_said_by_name_once(capsys):
     )
 
 
-@pytest.mark.parametrize("where", mostly_slow(["forward", "backward"], "backward"))
+@pytest.mark.parametrize("where", mostly_slow(["forward", "backward"], slow=["backward"]))
 def test_no_tensor_of_a_failed_try_stays(where):
     def alive():
         gc.collect()

@@ -88,9 +88,13 @@ def whole():
 
 
 QUICK = ("one cycle", "accumulation")
+SLOW = (
+    "workers", "EMA", "fp16", "early stopping", "counting sampler", "LBFGS", "torch's schedulers", "batch norm",
+    "cancels", "augmentation", "several optimizers", "budget",
+)  # fmt: skip
 STEPS_OF = [
     *(pytest.param(name, (EPOCH, EPOCH + 5), id=name) for name in QUICK),
-    *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in ONE_FIT if name not in QUICK),
+    *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in SLOW),
     *(pytest.param(name, range(1, STEPS + 1), id=f"{name}, all", marks=pytest.mark.soak) for name in ONE_FIT),
 ]
 
@@ -328,10 +332,10 @@ def test_the_fits_before_return_at_once_with_what_they_were(at, tmp_path, whole,
     assert capsys.readouterr().out.count("was done before") == done
 
 
+@pytest.mark.parametrize("name", mostly_slow(CARRIED, "counting sampler", slow=["persistent workers", "own generator"]))
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "counting sampler" else pytest.mark.slow) for name in CARRIED]
+    "at", mostly_slow([0, 2 * EPOCH, EPOCH + 2, 2 * EPOCH + 1, STEPS - 1], 2 * EPOCH, slow=[EPOCH + 2])
 )
-@pytest.mark.parametrize("at", mostly_slow([0, 2 * EPOCH, EPOCH + 2, 2 * EPOCH + 1, STEPS - 1], 2 * EPOCH))
 def test_a_second_fit_finds_the_loader_as_the_first_one_has_left_it(name, at, tmp_path, whole):
     name = f"{name}, twice"
     learn = make(name, tmp_path, Kill(at))

@@ -110,8 +110,9 @@ def test_r01_r14_a_run_is_killed_and_restarted_then_a_rank_gets_term_and_it_goes
 
 @pytest.mark.slow
 def test_r01_r02_killed_ranks_are_restarted_and_the_run_ends_as_it_would_have(tmp_path, whole):
-    run = Run(tmp_path, "--async", fault="kill:1:27,kill:0:34", restarts=2).finish()
-    assert run.ends() == whole().ends(), run
+    run = Run(tmp_path, "--async", fault="kill:1:27,kill:0:34", restarts=2)
+    expected = whole().ends()  # at the same time
+    assert run.finish().ends() == expected, run
     assert run.read("out").count("resumed fit 0") == 2, run
 
 
@@ -251,8 +252,9 @@ def close(a, b):
 
 @pytest.mark.slow
 def test_r01_a_sharded_run_is_killed_and_ends_as_it_would_have(tmp_path, whole):
-    run = Run(tmp_path, "--shard", fault="kill:1:27", restarts=1).finish()
-    assert run.ends() == whole("--shard").ends(), run
+    run = Run(tmp_path, "--shard", fault="kill:1:27", restarts=1)
+    expected = whole("--shard").ends()  # at the same time
+    assert run.finish().ends() == expected, run
     assert run.read("out").count("resumed fit 0") == 1, run
 
 

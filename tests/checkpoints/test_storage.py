@@ -17,7 +17,7 @@ import pytest
 import safetensors.torch
 import torch
 from checkpoint_files import is_state, largest_file, resign, save, save_and_wait, spoil, state_of, three
-from helpers import make_learner, make_model, same_weights, weights
+from helpers import make_learner, make_model, mostly_slow, same_weights, weights
 from launching import run_script
 from torch import nn
 
@@ -281,7 +281,7 @@ def test_r24_a_file_that_is_missing_is_damage(tmp_path, file):
         assert is_state(found.newest(), 2)
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", mostly_slow(FILES, "model.safetensors", "manifest.json"))
 def test_r25_a_flipped_bit_anywhere_is_found(tmp_path, file):
     found = three(tmp_path)
     path = tmp_path / "step3" / file

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, python
+from helpers import ROOT, mostly_slow, python
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -243,13 +243,12 @@ def check_all_places(make, places=PLACES, cbs=tuple, Log=Log):
     return whole
 
 
-QUICK = {"shuffled": ["workers"]}
-SLOW = ("global",)  # with workers: the others are for `-m soak`
+SLOW = [("shuffled", "workers")]  # with workers: the others are for `-m soak`
 
 
 @pytest.mark.parametrize(("sampler", "workers"), [
     pytest.param(
-        s, w, marks=() if w in QUICK.get(s, ["no workers"]) else pytest.mark.slow if s in SLOW else pytest.mark.soak
+        s, w, marks=() if w == "no workers" else pytest.mark.slow if (s, w) in SLOW else pytest.mark.soak
     )
     for s in SAMPLERS for w in WORKERS
 ])  # fmt: skip
@@ -439,9 +438,7 @@ class Generator:
         yield from DataLoader(Noisy(), 4)
 
 
-@pytest.mark.parametrize(
-    "workers", [w if w == "no workers" else pytest.param(w, marks=pytest.mark.slow) for w in WORKERS]
-)
+@pytest.mark.parametrize("workers", mostly_slow(WORKERS, "no workers", slow=["persistent"]))
 def test_a_stream_without_a_state_is_read_forward_and_it_says_so(workers):
     def make():
         return DataLoaders(DataLoader(Stream(), 4, **WORKERS[workers]), device="cpu")

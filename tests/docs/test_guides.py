@@ -131,7 +131,10 @@ def missing(page):
     return [name for name in needs(page.read_text(encoding="utf-8")) if importlib.util.find_spec(name) is None]
 
 
-LONG = ("reinforcement.md", "gan.md")  # half a minute or more, of what other tests have, too
+LONG = (
+    "agreement.md", "gan.md", "hang.md", "language_model.md", "launching.md", "reinforcement.md", "transformers.md",
+)  # fmt: skip
+"""They start many processes, wait, or train for long, and show what tests of `-m slow` have, too."""
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from helpers import (
     make_dls,
     make_learner,
     make_model,
+    mostly_soak,
     same_weights,
     state_of,
 )
@@ -163,7 +164,7 @@ def test_a_fresh_process_loads_a_program_without_the_models_class(script_env):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", mostly_soak(MODELS, "mapping"))
 def test_onnx_runs_on_batches_of_any_size(kind):
     onnxruntime = pytest.importorskip("onnxruntime")
     onnx = pytest.importorskip("onnx")

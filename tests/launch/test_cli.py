@@ -405,12 +405,12 @@ def test_what_can_be_run_as_a_module(launched, tmp_path, name, said):
     ("how", "code", "first"),
     [
         ("exit", 3, "rank 1 failed (exit code 3)"),
-        ("text", 1, "rank 1 failed (exit code 1)"),
-        ("abrupt", 5, "rank 1 failed (exit code 5)"),
-        ("interrupted", 130, "rank 1 failed (exit code 130)"),
+        pytest.param("text", 1, "rank 1 failed (exit code 1)", marks=pytest.mark.slow),
+        pytest.param("abrupt", 5, "rank 1 failed (exit code 5)", marks=pytest.mark.slow),
+        pytest.param("interrupted", 130, "rank 1 failed (exit code 130)", marks=pytest.mark.slow),
         ("crash", 139, "rank 1 was killed by signal 11 (SIGSEGV)"),
-        ("killed", 137, "rank 1 was killed by signal 9 (SIGKILL)"),
-        ("syntax", 1, "rank 1 failed (exit code 1)"),
+        pytest.param("killed", 137, "rank 1 was killed by signal 9 (SIGKILL)", marks=pytest.mark.slow),
+        pytest.param("syntax", 1, "rank 1 failed (exit code 1)", marks=pytest.mark.slow),
     ],
 )
 def test_the_exit_code_is_the_scripts(launched, tmp_path, how, code, first):
@@ -469,7 +469,7 @@ def test_a_rank_may_end_early(launched):
         ("raises", 1, "rank 1 failed (exit code 1)", "ValueError: the cause", "Follower: rank 1 failed in before_step"),
         pytest.param(
             "exits", 3, "rank 1 failed (exit code 3)", "", "Follower: rank 1 failed in before_step",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.soak,
         ),
         pytest.param(
             "killed", 137, "rank 1 was killed by signal 9 (SIGKILL)", "", "RuntimeError: Connection closed by peer",

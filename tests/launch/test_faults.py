@@ -216,6 +216,7 @@ def raised(faulty):
     return run
 
 
+@pytest.mark.slow
 def test_r07_exc_one_rank(raised):
     assert raised.code == 1, raised
     assert in_time(raised.after, 10)
@@ -233,6 +234,7 @@ def test_r07_exc_one_rank(raised):
     assert second.startswith("learnerkit.launch: rank 0 then failed: PeerError: rank 1 failed"), raised
 
 
+@pytest.mark.slow
 def test_r40_log_escape(raised):
     logs = {path.name: without_chatter(path.read_text()) for path in (raised.folder / "logs" / "attempt-0").iterdir()}
     assert sorted(logs) == ["rank-0.log", "rank-1.log"]
@@ -266,19 +268,10 @@ def test_r09_early_exit0(faulty, kind):
     assert re.search(r"rank 1 (failed|left|ended) .*\(epoch 3, step 7\)", run.says[0]), run
 
 
-@pytest.fixture(scope="module")
-def hanging_and_slow(faulty):
-    """Two runs at once, which mostly wait: in one rank 1 is stopped, in the other it is slow for longer than 8 s."""
-    runs = [faulty("--timeout", 8, fault=f"{kind}:1:20") for kind in ("stop", "slow")]
-    for run in runs:
-        run.code = run.finish()
-    return runs
-
-
 @pytest.mark.slow
-def test_r10_hang(hanging_and_slow):
-    run = hanging_and_slow[0]
-    assert run.code == 1, run
+def test_r10_hang(faulty):
+    run = faulty("--timeout", 8, fault="stop:1:20")
+    assert run.finish() == 1, run
     assert in_time(run.after, 20)
     assert "not arrived: rank 1" in run.err, run
     assert "rank 1 came to a standstill in before_batch of Faults (epoch 2, step 0): it is silent" in run.err
@@ -287,9 +280,9 @@ def test_r10_hang(hanging_and_slow):
 
 
 @pytest.mark.soak
-def test_r11_straggler(hanging_and_slow, uninterrupted):
-    run = hanging_and_slow[1]
-    assert (run.code, run.err) == (0, ""), run
+def test_r11_straggler(faulty, uninterrupted):
+    run = faulty("--timeout", 8, fault="slow:1:20")  # together for longer than that
+    assert (run.finish(), run.err) == (0, ""), run
     assert run.digests("sgd") == uninterrupted["sgd"]
 
 

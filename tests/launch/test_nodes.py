@@ -14,6 +14,7 @@ from functools import partial
 
 import psutil
 import pytest
+from helpers import mostly_slow
 from launching import SCRIPTS, environment
 from servers import FOREIGN, serving
 
@@ -128,7 +129,7 @@ def other_than_a_launcher(spec, port):
     return f"what listens at {LOOPBACK}:{port} does not answer like a launcher (", end
 
 
-@pytest.mark.parametrize("name", ["http", *(pytest.param(n, marks=pytest.mark.slow) for n in FOREIGN if n != "http")])
+@pytest.mark.parametrize("name", mostly_slow(FOREIGN, "http", slow=["silent"]))
 @pytest.mark.parametrize(
     "spec",
     [
@@ -377,6 +378,7 @@ def train(launcher, host, *options, file="out.json", epochs=2, pause=0.0):
 def test_two_hosts_train_as_one(launcher, hosts, tmp_path):
     a, b, _ = hosts
     at = ["--nnodes", 2, "--master-addr", a[1], "--master-port", 29555, "--nproc", 1]
+    late = train(launcher, b, *at, "--node-rank", 1)
     alone = subprocess.run(
         [sys.executable, SCRIPTS / "nodes_train.py", "alone.json", "2", "0"],
         env=environment(),
@@ -384,7 +386,6 @@ def test_two_hosts_train_as_one(launcher, hosts, tmp_path):
         timeout=LIMIT,
     )
     assert alone.returncode == 0
-    late = train(launcher, b, *at, "--node-rank", 1)
     late.wait_for(f"waiting for node 0 at {a[1]}:29555 (3 s)")
     first = train(launcher, a, *at, "--node-rank", 0)
     for one in (first, late):

@@ -7,6 +7,7 @@ import time
 from functools import partial
 
 import pytest
+from helpers import mostly_slow, mostly_soak
 from servers import FOREIGN, serving, slowly
 from torch.distributed import TCPStore
 
@@ -55,9 +56,7 @@ def test_a_connection_to_itself_is_nobody(monkeypatch):
     assert not store_answers(*own, 5.0)
 
 
-@pytest.mark.parametrize(
-    "name", ["silent", *(pytest.param(n, marks=pytest.mark.slow) for n in FOREIGN if n != "silent")]
-)
+@pytest.mark.parametrize("name", mostly_slow(FOREIGN, "silent", slow=["http", "closes"]))
 def test_something_else_is_told_by_its_answer(name):
     serve, answer = FOREIGN[name]
     began = time.monotonic()
@@ -120,7 +119,7 @@ def test_which_torch_need_not_be_asked(monkeypatch, release, tested):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", mostly_soak(FOREIGN, "http", "closes"))
 def test_if_the_protocol_has_changed_nothing_counts_as_something_else(own_store, monkeypatch, name):
     monkeypatch.setattr(ping, "TESTED", (2, 9))
     assert ping_is_known()

@@ -56,6 +56,7 @@ def test_a_forked_child_may_end_in_its_own_way(tmp_path):
     assert run(ENDING + child, tmp_path / "file") == (0, "hook thread hook ", "")  # the hooks of both
 
 
+@pytest.mark.slow
 def test_a_group_is_killed_with_all_that_it_has_started():
     sleeps = "import subprocess, time; subprocess.Popen(['sleep', '60']); print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", sleeps], stdout=subprocess.PIPE, process_group=0) as process:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import make_data, make_dls, make_learner, raises, raising
+from helpers import make_data, make_dls, make_learner, mostly_slow, raises, raising
 from resume_jobs import Kill, Killed
 
 from learnerkit import (
@@ -191,7 +191,7 @@ def test_a_row_is_in_the_csv_file_before_the_next_batch():
     assert seen == [0, 0, 2, 2, 3]
 
 
-@pytest.mark.parametrize("at", [5, 6])
+@pytest.mark.parametrize("at", mostly_slow([5, 6], 5))
 def test_the_last_record_of_an_epoch_is_there_if_the_run_goes_on_from_that_step(at, tmp_path):
     def steps(*cbs, resume=False):
         checkpoints = CheckpointCallback(tmp_path / "run", every=1, resume=resume)

@@ -137,6 +137,7 @@ def test_tensorboard_has_steps_rows_text_and_plots(tmp_path, plt):
         TensorBoardCallback("../x")
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_the_files_of_several_processes_in_the_order_of_their_making(tmp_path):
     pytest.importorskip("torch.utils.tensorboard")
     learn = make_learner(make_dls(), cbs=TensorBoardCallback(tmp_path))

@@ -300,8 +300,8 @@ def test_ranks_together_evaluate_every_sample_once_and_in_order(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["random", "batch sampler", OPAQUE])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", ["random", pytest.param("batch sampler", marks=pytest.mark.soak), OPAQUE])
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_with_workers_too(kind, persistent, monkeypatch):
     case = Case(kind, n=37, bs=5, ranks=3, drop_last=False, split=kind == "random", least=2, accumulated=2)
     workers = {"num_workers": 1, "persistent_workers": persistent}
@@ -509,7 +509,7 @@ def pieces_of_ranks(monkeypatch):
     [
         (Strided, None, 0),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.slow if case[0] is Uneven else pytest.mark.soak)
             for case in [(Strided, None, 2), (Uneven, None, 3), (Parted, take_a_part, 2), (Range, None, 2)]
         ),
     ],

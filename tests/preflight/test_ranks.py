@@ -39,6 +39,10 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def soak(*values):
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
 def make_dls(n=60, bs=8, **kwargs):
     data = make_classes(n)
     return DataLoaders(DataLoader(data, bs, **{"shuffle": True} | kwargs), DataLoader(data, bs), device="cpu")
@@ -130,19 +134,19 @@ def streams():
     ("case", "says"),
     [
         (lambda: make(dls=DataLoaders.from_datasets(make_classes(50), make_classes(20), bs=8, device="cpu")), ""),
-        slow(lambda: make(dls=weighted()), "each global batch the same, each sample once (30 samples)"),
-        (
+        soak(lambda: make(dls=weighted()), "each global batch the same, each sample once (30 samples)"),
+        slow(
             lambda: make(batch_norm_and_dropout()),
             "-- left out dropout was off (1), BatchNorm used its running statistics (1)",
         ),
-        slow(lambda: make(Recurrent()), "dropout was off (1)"),
+        soak(lambda: make(Recurrent()), "dropout was off (1)"),
         slow(lambda: make(Single()), "cannot compute in: RuntimeError: mat1 and mat2 must have the same dtype"),
-        slow(lambda: make(loss_func=nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0]), reduction="sum")), ""),
-        slow(
+        soak(lambda: make(loss_func=nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0]), reduction="sum")), ""),
+        soak(
             lambda: make(dls=DataLoaders(DataLoader(make_classes(20), 8), device="cpu"), cbs=Noise(rank=5)), "3 steps"
         ),
-        slow(lambda: make().to_distributed(), ""),
-        slow(lambda: make(cbs=RandomStart()), ""),
+        soak(lambda: make().to_distributed(), ""),
+        soak(lambda: make(cbs=RandomStart()), ""),
         slow(lambda: make(dls=streams()), "(30 samples)"),
     ],
     ids=[
@@ -167,7 +171,7 @@ def test_a_right_learner_passes(case, says, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "single"), [(PartlySingle, True), (Single, True), (lambda: None, False)])
+@pytest.mark.parametrize(("model", "single"), [(PartlySingle, True), soak(Single, True), (lambda: None, False)])
 def test_the_rounding_of_float32_is_told_from_that_of_float64(model, single, capsys):
     found, report, _ = verdict(capsys, make(model()))
     assert found is True
@@ -342,25 +346,25 @@ def highest(pred, target):
             {"samples": r"step 1: sample \d has other data on rank [01] than on one process"},
             "the dataset gives other data for a sample each time",
         ),
-        slow(
+        soak(
             lambda: make(dls=make_dls(shuffle=False, sampler=RandomOrder())),
             NAMES,
             {"samples": r"step 1: rank 0 read sample \d+ in place of \d+"},
             "the sampler is random in itself",
         ),
-        slow(
+        soak(
             lambda: make(Functional()),
             NAMES - {"samples"},
             {"weights": r"linear.weight\[0, 0\]: [-\d.]+ on rank [01], [-\d.]+ on one process"},
             "draws random numbers in a step",
         ),
-        (
+        slow(
             lambda: make(cbs=Scaled(), opt_func=torch.optim.SGD),
             NAMES - {"samples"},
             {"losses": r"step 2: "},
             "gradients that depend on how a batch is split",
         ),
-        slow(
+        soak(
             lambda: own_loss(3.0),
             NAMES - {"samples"},
             {"losses": r"step 1: "},
@@ -373,7 +377,7 @@ def highest(pred, target):
             "each rank pads its piece of a batch to the longest sample in it",
         ),
         (lambda: make(metrics=highest), {"validation"}, {"validation": "metric 1: "}, "a metric that is not a mean"),
-        slow(lambda: make(Centred()), {"validation", "predictions"}, {"predictions": r"output 0\[0, 0\]"}, "a metric"),
+        soak(lambda: make(Centred()), {"validation", "predictions"}, {"predictions": r"output 0\[0, 0\]"}, "a metric"),
     ],
     ids=[
         "one rank",

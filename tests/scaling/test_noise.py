@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers import same_weights
+from helpers import mostly_slow, same_weights
 from noise_jobs import LOSSES, Batches, Mixed, exact, make_data, make_learner, make_model, per_sample, recomputed, shown
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -41,7 +41,7 @@ def accumulated(n=4):
 # The estimate
 
 
-@pytest.mark.parametrize("how", ["parts", "uneven parts", "cut"])
+@pytest.mark.parametrize("how", mostly_slow(["parts", "uneven parts", "cut"], "uneven parts"))
 @pytest.mark.parametrize("loss", ["mean", pytest.param("weighted", marks=pytest.mark.soak)])
 def test_it_is_that_of_single_samples(how, loss):
     """With replacement, so that the data are all there is."""
@@ -107,7 +107,10 @@ def test_gradients_are_seen_before_others_change_them(extra):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize(("size", "kind"), [(8, {"n_batches": 3}), (8, {"n_samples": 20}), (2, {"n_batches": 7})])
+@pytest.mark.parametrize(
+    ("size", "kind"),
+    [(8, {"n_batches": 3}), (8, {"n_samples": 20}), pytest.param(2, {"n_batches": 7}, marks=pytest.mark.slow)],
+)
 def test_each_part_counts_by_what_it_had(size, kind, loss):
     """The last step has a smaller part, and of two samples both may be ignored."""
     learn = make_learner([GradientAccumulation(**kind), batches := Batches()], loss, make_data(101), batch_size=size)
@@ -151,7 +154,7 @@ class Leave(Callback):
     [("before_batch", CancelBatchException), ("after_loss", CancelBatchException),
      ("before_backward", CancelBackwardException), ("before_backward", CancelBatchException)],
 )  # fmt: skip
-@pytest.mark.parametrize("order", [-8, 8, 80])
+@pytest.mark.parametrize("order", mostly_slow([-8, 8, 80], 8))
 def test_a_batch_that_is_left_out_is_no_part(event, error, order):
     data, batches = make_data(96), Batches()
     learn = make_learner([*accumulated(3), leave := Leave(event, error, order)], data=data, batch_size=8)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
-from helpers import Wrapped, same_weights, weights
+from helpers import Wrapped, mostly_slow, same_weights, weights
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
@@ -96,8 +96,12 @@ FAMILIES = {
 
 @pytest.mark.filterwarnings("ignore:The default weight initialization of GoogleNet")
 @pytest.mark.parametrize(
-    "name", [name if i < 1 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(FAMILIES)]
-)
+    "name",
+    mostly_slow(
+        FAMILIES, "resnet18",
+        slow=["efficientnet_b0", "densenet121", "mobilenet_v3_small", "swin_t", "regnet_y_400mf", "squeezenet1_1"],
+    ),
+)  # fmt: skip
 def test_families_of_torchvision(name):
     last, n_maps = FAMILIES[name]
     model = check_model(image_learner(name).model, size=64)
@@ -108,7 +112,7 @@ def test_families_of_torchvision(name):
     assert not any(isinstance(m, nn.Linear) and m.out_features == 1000 for m in model.modules())
 
 
-@pytest.mark.parametrize("vit", ["small", "vit_b_32"])
+@pytest.mark.parametrize("vit", mostly_slow(["small", "vit_b_32"], "small"))
 def test_vision_transformers_have_no_pooling(vit):
     kwargs = {"model_fn": small_vit} if vit == "small" else {"model_fn": vit, "model_kwargs": {"image_size": 32}}
     model = check_model(image_learner(**kwargs).model, size=32)
@@ -353,8 +357,12 @@ def loader(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wanted", ["DEFAULT", "IMAGENET1K_V1", "ResNet18_Weights.DEFAULT", models.ResNet18_Weights.IMAGENET1K_V1]
-)
+    "wanted",
+    mostly_slow(
+        ["DEFAULT", "IMAGENET1K_V1", "ResNet18_Weights.DEFAULT", models.ResNet18_Weights.IMAGENET1K_V1],
+        "DEFAULT", models.ResNet18_Weights.IMAGENET1K_V1,
+    ),
+)  # fmt: skip
 def test_weights_as_torchvision_takes_them(loader, monkeypatch, wanted):
     learn = image_learner("resnet18", weights=wanted)
     assert loader.asked == [models.ResNet18_Weights.IMAGENET1K_V1.url]

@@ -84,7 +84,9 @@ def test_an_encoder_that_is_trained_is_frozen_at_first_and_stays_what_it_is():
     assert not any(isinstance(m, nn.BatchNorm2d) for m in learn.model.modules())
 
 
-@pytest.mark.parametrize("end", ["pt2", pytest.param("onnx", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "end", [pytest.param("pt2", marks=pytest.mark.slow), pytest.param("onnx", marks=pytest.mark.soak)]
+)
 def test_a_mask_is_predicted_and_the_model_goes_into_a_file(end):
     dls = mask_dls()
     learn = unet_learner(dls, encoder(), normalize=False, norm=None)
