@@ -132,7 +132,8 @@ def missing(page):
 
 
 LONG = (
-    "agreement.md", "gan.md", "hang.md", "language_model.md", "launching.md", "reinforcement.md", "transformers.md",
+    "agreement.md", "gan.md", "hang.md", "language_model.md", "large_models.md", "launching.md", "reinforcement.md",
+    "transformers.md",
 )  # fmt: skip
 """They start many processes, wait, or train for long, and show what tests of `-m slow` have, too."""
 
@@ -219,9 +220,12 @@ def run(server, folder, text):
         ("Zero", "Value", "page.md, line 33: it should raise ValueDivisionError"),
         ("add.py 3", "add.py 2", "page.md, line 43"),
         ("x = 1", "import os; os._exit(5)", "page.md: its process ended with 5, at its first fence"),
-        ("x = 1", "import subprocess; x = 1; subprocess.Popen(['sleep', '61'])", "left a process behind: sleep 61"),
+        pytest.param(  # which is waited for
+            "x = 1", "import subprocess; x = 1; subprocess.Popen(['sleep', '61'])", "left a process behind: sleep 61",
+            marks=pytest.mark.soak,
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_page_that_does_not_do_what_it_says_is_found(old, new, problem, server, tmp_path):
     wrong = run(server, tmp_path, PAGE.replace(old, new, 1))
     assert (problem in wrong) if problem else not wrong, wrong
