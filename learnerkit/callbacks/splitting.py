@@ -34,8 +34,8 @@ class SplitBatch(Callback):
 
     The loss is the mean over what the losses of the parts count (`loss_weight=`), so that loss and gradient differ from
     those of the whole batch by rounding alone. What cannot be equal is said once: statistics of BatchNorm, and random
-    numbers such as those of dropout, which are drawn for each part. A loss that compares the samples of a batch with
-    each other is refused. If a callback makes the loss depend on the predictions in another way, as MixUp does, the
+    numbers such as those of dropout, which are drawn for each part. A loss function that compares the samples of a
+    batch with each other is refused. If a callback makes the loss depend on the predictions in another way, as MixUp does, the
     gradient is exact, too, and the parts are computed twice.
 
     Args:
