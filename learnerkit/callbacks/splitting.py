@@ -1,6 +1,6 @@
 """Batches that run out of memory, which are taken in parts of one optimizer step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,8 +35,8 @@ class SplitBatch(Callback):
     The loss is the mean over what the losses of the parts count (`loss_weight=`), so that loss and gradient differ from
     those of the whole batch by rounding alone. What cannot be equal is said once: statistics of BatchNorm, and random
     numbers such as those of dropout, which are drawn for each part. A loss function that compares the samples of a
-    batch with each other is refused. If a callback makes the loss depend on the predictions in another way, as MixUp does, the
-    gradient is exact, too, and the parts are computed twice.
+    batch with each other is refused. If a callback makes the loss depend on the predictions in another way, as MixUp
+    does, the gradient is exact, too, and the parts are computed twice.
 
     Args:
         parts: the number of parts of a training batch; `None`: 1, and more where a batch runs out of memory.
@@ -77,7 +77,7 @@ class SplitBatch(Callback):
             )
         elif carries := [cb for cb in learn.cbs if isinstance(cb, CarriedState)]:
             why = f"{carries[0]!r} carries a state for the rows of the whole batch"
-        elif learn.loss_weight is not None and isinstance(learn.loss_weight, dict):
+        elif isinstance(learn.loss_weight, Mapping):
             why = "loss_weight= has a count for each of several losses, which are known after the last part alone"
         elif any(getattr(cb, "ddp_kwargs", {}).get("static_graph") for cb in learn.cbs):
             why = "with static_graph=True DDP counts backward passes, of which each part has one"
