@@ -6,6 +6,7 @@ import resource
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,13 +70,11 @@ class Batches:
         self._is_computed = self._is_computing = False
         self._given: Any = None  # the tensors of the predictions, and their versions
         self._root: Any = None  # the loss that is differentiated, as the loop got it; it refers to this object
-        self._total: Any = None  # its value
-        self._total_shown: Any = None  # as the learner got it last
+        self._found = _Found(None, {}, [], [], [])  # by the parts
+        self._shown: Any = None  # the loss, as the learner got it
         self._ways: list[tuple[Tensor, _Way]] = []  # the predictions, each with how it is made of those of the parts
-        self._gradients: dict[Tensor, Tensor] = {}
-        self._reached: list[Tensor] = []  # parameters on which the predictions depend and the loss does not
-        self._linked: list[Tensor] = []  # those of which the loss is a function for the loop
-        self._linked_by_outputs: list[Tensor] = []
+        self._linked: list[Tensor] = []  # the parameters of which the loss is a function for the loop
+        self._linked_by_outputs: list[Tensor] = []  # and the predictions
         self._xb: Any = None  # inputs and targets as they were given, and their versions
         self._yb: Any = None
         self._versions_of_inputs = self._versions_of_targets = list[tuple[int, int]]()
@@ -149,7 +148,7 @@ class Batches:
                 self._root = learn.loss_grad
                 return
             self.compute(self._more(1))
-        learn.loss_grad, learn.loss = self._root, self._total
+        learn.loss_grad, learn.loss = self._root, self._found.total
 
     def _targets_are_changed(self) -> bool:
         return self.learn.yb is not self._yb or _versions(self._yb) != self._versions_of_targets
@@ -162,7 +161,7 @@ class Batches:
             for p in self.params:
                 p.grad = None
             self.compute(self._more(1))
-            learn.loss = self._total
+            learn.loss = self._found.total
             self._root.backward()
 
     # Trying
@@ -337,12 +336,10 @@ class Batches:
         factor = mean.correction()
         if isinstance(factor, Tensor) or factor != 1:
             scale_each(found.values(), factor)
-        self._gradients, self._reached = found, [p for p in self._trained() if p in reached and p not in found]
-        self._shares = _shares([count for _, count in losses], mean.sums)
+        shares = _shares([count for _, count in losses], mean.sums)
         values = [in_float32(loss) for loss, _ in losses if loss is not None]
-        self._total = _weighed(values, self._shares) if values else None
-        self._seen = seen
-        self._dim = parted(learn.dls.batch_dim, learn.dls.target_keys, len(learn.xb), len(learn.yb))[2]
+        beside = [p for p in self._trained() if p in reached and p not in found]
+        self._found = _Found(_weighed(values, shares) if values else None, found, beside, shares, seen)
 
     def _count(self) -> Any:
         return host_count(self.learn.loss_count)
@@ -364,55 +361,52 @@ class Batches:
 
     def _put_on(self) -> None:
         """Give the learner the predictions of the whole batch; in training they are a part of its graph."""
-        learn, last = self.learn, self._total_shown
-        self._total_shown = self._total
-        whole, ways = _joined(self._seen, self.cut, self._shares, self._dim, self._summed())
-        self._seen = []
+        learn, found, last = self.learn, self._found, self._shown
+        dim = parted(learn.dls.batch_dim, learn.dls.target_keys, len(learn.xb), len(learn.yb))[2]
+        counts = [get_field(found.outputs[0][1], name) for name in weighting_of(learn).entries]
+        whole, ways = _joined(found.outputs, self.cut, found.shares, dim, counts)
+        self._shown, found.outputs = found.total, []
         if self._is_computed:  # other ranks need more parts; the events have taken place
-            learn.loss = self._total if learn.loss is last else learn.loss
+            learn.loss = found.total if learn.loss is last else learn.loss
             by_place = {way.place: way for _, way in ways}
             self._ways = [(t, by_place.get(way.place, way)) for t, way in self._ways]
             return
-        self._is_computed, self._ways, self._root = True, ways, self._total
-        outputs = [t for t, _ in self._ways]
+        self._is_computed, self._ways, self._root = True, ways, found.total
+        outputs = [t for t, _ in ways]
         if learn.training:
-            self._root, found = self._linked_to(outputs)
-            new = {id(t): made for t, made in zip(outputs, found, strict=True)}
+            self._root, linked = self._linked_to(outputs)
+            new = {id(t): made for t, made in zip(outputs, linked, strict=True)}
             whole = map_batch(lambda t: new.get(id(t), t), whole)
         learn.pred, learn.output = whole
         if learn.output is not None and _versions(learn.pred) == _versions(learn.output):
             learn.output = learn.pred
         self._given = _versions(learn.pred)
         if len(self.cut) > 1 and learn.training:
-            self.cb.check_loss(self._own["_loss"], self._total)
+            self.cb.check_loss(self._own["_loss"], found.total)
 
     def _linked_to(self, outputs: list[Tensor]) -> tuple[Any, Sequence[Tensor]]:
         """Return the loss, and these outputs, as functions of the parameters."""
-        root, found = self._total, outputs
+        root, found, total = self._found.total, outputs, self._found.total
         inputs = {leaf: t for t, leaf in self._leaves.items()}
-        self._linked = list(self._gradients)
+        self._linked = list(self._found.gradients)
         linked = [inputs.get(p, p) for p in self._linked]
         if linked:
-            (root,) = _OfParts.apply(self.of_loss, 1, self._total, *linked)
-        self._linked_by_outputs = [*self._linked, *self._reached]
+            (root,) = _OfParts.apply(self.of_loss, 1, total, *linked)
+        self._linked_by_outputs = [*self._linked, *self._found.reached]
         if outputs and self._linked_by_outputs:
-            linked += [inputs.get(p, p) for p in self._reached]
+            linked += [inputs.get(p, p) for p in self._found.reached]
             found = _OfParts.apply(self.of_outputs, len(outputs), *outputs, *linked)
         return root, found
 
-    def _summed(self) -> list[Any]:
-        """Return the entries of the first part's output that are counts."""
-        return [get_field(self._seen[0][1], name) for name in weighting_of(self.learn).entries]
-
     def of_loss(self, factor: Tensor | None) -> list[Tensor | None]:
         """Return the gradient of each linked parameter, once; `factor`: that of the batch's loss."""
-        if not self._gradients:
+        if not self._found.gradients:
             raise RuntimeError(
                 "the gradients of a batch that SplitBatch has taken in parts were given already: call backward once for"
                 " a batch, or leave SplitBatch out"
                 " (errors.html#split-batch)"
             )
-        found, self._gradients = self._gradients, {}
+        found, self._found.gradients = self._found.gradients, {}
         if factor is None:
             return [None] * len(self._linked)
         if not (factor.is_cpu and factor == self._scale):  # on a device it is not read
@@ -448,6 +442,25 @@ class Batches:
                     torch.autograd.backward(list(given), list(given.values()))
         self._put_back()
         return found
+
+
+@dataclass
+class _Found:
+    """The results of the parts of a batch.
+
+    Attributes:
+        total: the loss of the whole batch, without a graph.
+        gradients: its gradients, by parameter, times the scale of the loss.
+        reached: parameters on which the predictions depend, and the loss does not.
+        shares: of the parts in what the batch counts.
+        outputs: predictions and output of each part.
+    """
+
+    total: Any
+    gradients: dict[Tensor, Tensor]
+    reached: list[Tensor]
+    shares: list[Any]
+    outputs: list[tuple[Any, Any]]
 
 
 class Part:

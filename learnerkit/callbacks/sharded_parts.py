@@ -74,7 +74,8 @@ class ShardedBatches(Batches):
 
     def _linked_to(self, outputs: list[Tensor]) -> tuple[Any, Sequence[Tensor]]:
         self._ends = [t.detach().requires_grad_() for t in outputs]
-        return None if self._total is None else self._total.detach().clone().requires_grad_(), self._ends
+        total = self._found.total
+        return None if total is None else total.detach().clone().requires_grad_(), self._ends
 
     # The passes with gradients
 
@@ -198,7 +199,7 @@ class ShardedBatches(Batches):
         if factor is not None:
             loss = loss * factor
         made = [t for t, _ in distinct((self.learn.pred, self.learn.output))]
-        share = self._shares[i]
+        share = self._found.shares[i]
         for (_, way), grad in zip(self._ways, of_outputs, strict=False):
             if grad is not None and share:
                 loss = loss + (made[way.place] * way.of_part(grad, i)).sum() / share
