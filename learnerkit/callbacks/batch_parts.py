@@ -639,8 +639,8 @@ def _largest(learn: "Learner", n: int = 3) -> str:
     """Name the largest tensors that are alive."""
     names = {id(p): name for name, p in unwrap(learn.model).named_parameters()}
     names |= {id(p.grad): f"the gradient of {name}" for name, p in learn.model.named_parameters() if p.grad is not None}
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]  # not isinstance, which asks proxies
-    alive = [t for t in tensors if t.layout is torch.strided]
+    plain = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]  # others may have no memory of their own
+    alive = [t for t in plain if t.layout is torch.strided]
     places = {t.untyped_storage().data_ptr(): t for t in sorted(alive, key=lambda t: id(t) in names)}
     first = sorted(places.values(), key=lambda t: -t.untyped_storage().nbytes())[:n]
     return ", ".join(f"{names.get(id(t), describe(t))} {in_units(t.untyped_storage().nbytes())}" for t in first)

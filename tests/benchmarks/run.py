@@ -59,10 +59,11 @@ def step(rounds: int) -> list[tuple[str, str, str]]:
     """Training steps of a Learner, with its default callbacks and a live bar, against a hand-written loop."""
     rows = []
     for name, found in measure_in_terminal([sys.executable, HERE / "step.py", rounds]).items():
-        extra = median(kit - raw for raw, kit in found)
-        what = f"Learner's step over a hand-written one, {name} ({median(raw for raw, _ in found):.0f} us)"
+        extra, split = median(kit - raw for raw, kit, _ in found), median(more - kit for _, kit, more in found)
+        what = f"Learner's step over a hand-written one, {name} ({median(raw for raw, *_ in found):.0f} us)"
         rows.append((what, f"{ratio(found):.3f}", ""))
         rows.append(("    extra time a step", f"{extra:+.1f} us", "10 us" if name == "MLP" else ""))
+        rows.append(("    with SplitBatch(), extra over a Learner without", f"{split:+.1f} us", ""))
     return rows
 
 

@@ -6,13 +6,14 @@ Processor time, which with one thread is the time it takes, and which a busy mac
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from run import take_turns
 from torch import nn
 
-from learnerkit import DataLoaders, Learner
+from learnerkit import DataLoaders, Learner, SplitBatch
 
 EPOCHS = 3
 LOSS = nn.CrossEntropyLoss()
@@ -46,13 +47,19 @@ def by_hand(model, batches):
     return means
 
 
-def by_learner(model, batches):
+def by_learner(model, batches, cbs=None):
     "The same, with the callbacks every Learner has."
     learn = Learner(
-        DataLoaders(batches), model, LOSS, opt_func=lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9)
-    )
+        DataLoaders(batches), model, LOSS, cbs=cbs,
+        opt_func=lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9),
+    )  # fmt: skip
     learn.fit(EPOCHS, 1e-3)
     return [row[0] for row in learn.recorder.values]
+
+
+def with_split_batch(model, batches):
+    "The same, with a callback that takes a batch in parts where it does not fit, as none does here."
+    return by_learner(model, batches, SplitBatch())
 
 
 def compare(rounds, make, shape, classes, steps):
@@ -70,10 +77,12 @@ def compare(rounds, make, shape, classes, steps):
         outcome[train] = (means, model.state_dict())
         return took / EPOCHS / steps * 1e6
 
-    found = take_turns(rounds, lambda: timed(by_hand), lambda: timed(by_learner))
-    (means, weights), (others, twins) = outcome[by_hand], outcome[by_learner]
-    assert torch.allclose(torch.tensor(means), torch.tensor(others))
-    assert all(torch.equal(weights[k], twins[k]) for k in weights), "they did not do the same"
+    contestants = by_hand, by_learner, with_split_batch
+    found = take_turns(rounds, *(partial(timed, contestant) for contestant in contestants))
+    means, weights = outcome[by_hand]
+    for others, twins in (outcome[by_learner], outcome[with_split_batch]):
+        assert torch.allclose(torch.tensor(means), torch.tensor(others))
+        assert all(torch.equal(weights[k], twins[k]) for k in weights), "they did not do the same"
     return found
 
 

@@ -481,6 +481,17 @@ def test_one_sample_that_does_not_fit_is_an_error_with_numbers():
     assert "ActivationCheckpointing()" in text
 
 
+def test_memory_that_runs_out_in_the_optimizers_step_is_an_error_that_says_what_would_help():
+    class Full(torch.optim.SGD):
+        def step(self, closure=None):
+            raise torch.OutOfMemoryError(FAILURE)
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fitted(cbs=[SplitBatch()], opt_func=Full)
+    assert str(caught.value) == FAILURE
+    assert any(note.startswith("the memory:") for note in caught.value.__notes__)
+
+
 def test_a_loss_that_compares_samples_is_refused():
     def contrastive(pred, y):
         return F.cross_entropy(pred @ pred.mT, torch.arange(len(pred)))

@@ -822,13 +822,14 @@ def test_a_model_without_its_loss_is_refused(three_gpus):
 def test_which_of_our_callbacks_read_predictions():
     # ParallelCallback takes it that in training none but the recorder does, and that for train_metrics alone, and what
     # says so by `reads_predictions`; MixedPrecision has nothing to do where there are none, and GradientAccumulation
-    # reads them where a count on the host is 0, which on several GPUs is on the device.
+    # reads them where a count on the host is 0, which on several GPUs is on the device. SplitBatch joins those of the
+    # parts, if there are any.
     readers = set()
     for path in (ROOT / "learnerkit" / "callbacks").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if getattr(node, "attr", "") in ("pred", "output") or getattr(node, "id", "") == "output_of":
                 readers.add(path.stem)
-    known = {"prediction", "recorder", "precision", "accumulation"}
+    known = {"prediction", "recorder", "precision", "accumulation", "batch_parts", "sharded_parts"}
     assert readers == known, "a new reader: have ParallelCallback._wanted know it"
 
 
