@@ -53,7 +53,7 @@ from learnerkit.events import (
     Event,
     FitDone,
 )
-from learnerkit.explain import explain
+from learnerkit.explain import explain, is_out_of_memory
 from learnerkit.files import CheckpointError, File, Saved, fitted, save_whole
 from learnerkit.inspection.undoing import give_shapes, move_to_device, unchanged
 from learnerkit.large.mapped import made_model
@@ -1066,7 +1066,8 @@ class Learner(RunState):
                 yield nested
             except Exception as e:
                 explain(self, e)
-                explain_memory(self, e)
+                if is_out_of_memory(e):
+                    explain_memory(self, e)
                 raise
             finally:
                 self._dispatch.close()

@@ -92,14 +92,6 @@ def add_note_once(error: BaseException, note: str) -> None:
         error.add_note(note)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error says that the memory of a device, or of the host, is full; no other error counts."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    full = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in full)
-
-
 def warn(message: str) -> None:
     """Warn, and name the line outside this package that led here; control characters are escaped."""
     level = 1

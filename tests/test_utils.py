@@ -10,6 +10,7 @@ from helpers import make_model
 from torch import nn
 
 from learnerkit import utils
+from learnerkit.explain import is_out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -61,13 +62,13 @@ OUT_OF_MEMORY = [
 
 @pytest.mark.parametrize(("error", "is_one"), OUT_OF_MEMORY)
 def test_only_what_an_allocator_says_of_full_memory_counts(error, is_one):
-    assert utils.is_out_of_memory(error) is is_one
+    assert is_out_of_memory(error) is is_one
 
 
 def test_the_hosts_allocator_says_so_itself():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**50, dtype=torch.uint8)
-    assert utils.is_out_of_memory(caught.value)
+    assert is_out_of_memory(caught.value)
 
 
 def test_a_note_of_a_kind_is_added_once():

@@ -9,6 +9,7 @@ from traceback import walk_tb
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from learnerkit.endings import ending_of
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
 
 _LOADING = "torch.utils.data."
 LONGEST = 500  # characters of a line
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says that the memory of a device, or of the host, is full; no other error counts."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    full = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in full)
 
 
 class Explanation(str):

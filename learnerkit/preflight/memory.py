@@ -15,7 +15,7 @@ from learnerkit.preflight.prediction import MARGIN, Prediction, Seen, fake_steps
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding
 from learnerkit.shards import local
 from learnerkit.text import in_units
-from learnerkit.utils import is_out_of_memory, memory_of, unwrap
+from learnerkit.utils import memory_of, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -87,7 +87,7 @@ def explain_memory(learn: "Learner", error: Exception) -> None:
 
     The tensors of the failed step are let go first; the prediction itself takes no memory.
     """
-    if not is_out_of_memory(error) or any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+    if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
         return
     learn.pred = learn.output = learn.loss = learn.loss_grad = None
     traceback.clear_frames(error.__traceback__)

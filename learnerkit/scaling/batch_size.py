@@ -22,13 +22,14 @@ from learnerkit.callbacks.training import StepBudget
 from learnerkit.data.batches import entries, loader_len, tensors_in
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.order import keep_seeds, with_batches
+from learnerkit.explain import is_out_of_memory
 from learnerkit.parallel.distributed import DistributedCallback, member_of
 from learnerkit.parallel.model_checks import rank_norms
 from learnerkit.scaling.rate import plain_rates, ranks_of, step_of
 from learnerkit.scaling.trials import replaced, trying
 from learnerkit.text import in_one_line, in_units
 from learnerkit.torch_internals import LiveBytes, uncompiled
-from learnerkit.utils import is_out_of_memory, memory_of, unwrap
+from learnerkit.utils import memory_of, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
