@@ -131,7 +131,7 @@ def remove_hooks(handles: Iterable[Any], tensors: Iterable[Tensor]) -> None:
 @contextmanager
 def hooks_left_out(params: Iterable[Tensor]) -> Iterator[None]:
     """Have nobody who has a hook on some leaf tensors hear of their gradients in here."""
-    found = [(hooks, dict(hooks)) for p in params for hooks in _hook_tables(p) if hooks]
+    found = [(hooks, dict(hooks)) for p in params for hooks in gradient_hooks(p) if hooks]
     for hooks, _ in found:
         hooks.clear()
     try:
@@ -141,7 +141,8 @@ def hooks_left_out(params: Iterable[Tensor]) -> Iterator[None]:
             hooks.update(kept)
 
 
-def _hook_tables(p: Tensor) -> tuple[Any, Any]:
+def gradient_hooks(p: Tensor) -> tuple[Any, Any]:
+    """Return the tables of a tensor's hooks: on its gradient, and after the gradient is there; or `None`."""
     return p._backward_hooks, p._post_accumulate_grad_hooks
 
 
@@ -277,51 +278,6 @@ def reset_passes(modules: Iterable[nn.Module], kept: Collection[nn.Module] = ())
         state._state_ctx.post_backward_final_callback_queued = False
 
 
-class CollectivesDone:
-    """Counts, while it is entered, the collectives of sharded modules, and leaves those out that are done already.
-
-    So a rank can make the rest of a pass that an error has ended: it begins anew, on a smaller batch, and takes part in
-    the collectives that it has not yet made. What it gathers before is without values.
-
-    Args:
-        modules: the units, and the outermost module.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.groups = [group for module in modules for group in _fsdp_groups(module)]
-        self._n = self._done = 0
-
-    def begin_again(self) -> None:
-        """Leave out as many collectives as there were so far."""
-        self._n, self._done = 0, max(self._n, self._done)
-
-    def __enter__(self) -> "CollectivesDone":
-        for group in self.groups:
-            group._all_gather_comm = _Counted(group._all_gather_comm, self)
-            group._reduce_scatter_comm = _Counted(group._reduce_scatter_comm, self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for group in self.groups:
-            group._all_gather_comm = group._all_gather_comm.inner
-            group._reduce_scatter_comm = group._reduce_scatter_comm.inner
-
-    def is_next(self) -> bool:
-        """Count one, and tell whether it is to be made."""
-        self._n += 1
-        return self._n > self._done
-
-
-class _Counted:
-    """Makes a collective of FSDP2, if it is not done already."""
-
-    def __init__(self, inner: Any, done: CollectivesDone) -> None:
-        self.inner, self.done, self.allocate = inner, done, inner.allocate
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs) if self.done.is_next() else None
-
-
 def make_outermost(model: nn.Module) -> None:
     """Have FSDP2 take a module for the outermost one, as it else takes the first that is called."""
     model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
@@ -339,15 +295,38 @@ def begin_backward_at(model: nn.Module, outputs: Iterable[Tensor]) -> None:
         t.register_hook(state._pre_backward)
 
 
-class _Timed:
-    """Has a collective of FSDP2 run in a context."""
+class _Wrapped:
+    """Has a collective of FSDP2 made by a function, which gets what makes it."""
 
-    def __init__(self, inner: Any, context: Callable[[], AbstractContextManager]) -> None:
-        self.inner, self.context, self.allocate = inner, context, inner.allocate
+    def __init__(self, inner: Any, run: Callable[[Callable[[], Any]], Any]) -> None:
+        self.inner, self.run, self.allocate = inner, run, inner.allocate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.context():
-            return self.inner(*args, **kwargs)
+        return self.run(lambda: self.inner(*args, **kwargs))
+
+
+def wrap_collectives(
+    modules: Iterable[nn.Module],
+    gather: Callable[[Callable[[], Any]], Any],
+    scatter: Callable[[Callable[[], Any]], Any],
+) -> Callable[[], None]:
+    """Have functions make each all-gather and each reduce-scatter of sharded modules; return what undoes it.
+
+    Args:
+        modules: the modules.
+        gather, scatter: called with what makes the collective, whose result they return.
+    """
+    found = [group for module in modules for group in _fsdp_groups(module)]
+    for group in found:
+        group._all_gather_comm = _Wrapped(group._all_gather_comm, gather)
+        group._reduce_scatter_comm = _Wrapped(group._reduce_scatter_comm, scatter)
+
+    def undo() -> None:
+        for group in found:
+            group._all_gather_comm = group._all_gather_comm.inner
+            group._reduce_scatter_comm = group._reduce_scatter_comm.inner
+
+    return undo
 
 
 def time_collectives(
@@ -356,17 +335,45 @@ def time_collectives(
     scatter: Callable[[], AbstractContextManager],
 ) -> Callable[[], None]:
     """Enter contexts for each all-gather and each reduce-scatter of sharded modules; return what undoes it."""
-    found = [group for module in modules for group in _fsdp_groups(module)]
-    for group in found:
-        group._all_gather_comm = _Timed(group._all_gather_comm, gather)
-        group._reduce_scatter_comm = _Timed(group._reduce_scatter_comm, scatter)
 
-    def undo() -> None:
-        for group in found:
-            group._all_gather_comm = group._all_gather_comm.inner
-            group._reduce_scatter_comm = group._reduce_scatter_comm.inner
+    def within(context: Callable[[], AbstractContextManager]) -> Callable[[Callable[[], Any]], Any]:
+        def run(collective: Callable[[], Any]) -> Any:
+            with context():
+                return collective()
 
-    return undo
+        return run
+
+    return wrap_collectives(modules, within(gather), within(scatter))
+
+
+class CollectivesDone:
+    """Counts, while it is entered, the collectives of sharded modules, and leaves those out that are done already.
+
+    So a rank can make the rest of a pass that an error has ended: it begins anew, on a smaller batch, and takes part in
+    the collectives that it has not yet made. What it gathers before is without values.
+
+    Args:
+        modules: the units, and the outermost module.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = list(modules)
+        self._n = self._done = 0
+
+    def begin_again(self) -> None:
+        """Leave out as many collectives as there were so far."""
+        self._n, self._done = 0, max(self._n, self._done)
+
+    def __enter__(self) -> "CollectivesDone":
+        self._undo = wrap_collectives(self.modules, self._count, self._count)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._undo()
+
+    def _count(self, collective: Callable[[], Any]) -> Any:
+        self._n += 1
+        return collective() if self._n > self._done else None
 
 
 def _fsdp_groups(module: nn.Module) -> list[Any]:

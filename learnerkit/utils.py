@@ -5,6 +5,7 @@ import os
 import resource
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -90,6 +91,13 @@ def add_note_once(error: BaseException, note: str) -> None:
     kind = " ".join(note.split()[:2])
     if not any(n.startswith(kind) for n in getattr(error, "__notes__", ())):
         error.add_note(note)
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Drop what the frames of an error, and of those behind it, refer to; frames that still run keep it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def warn(message: str) -> None:
@@ -342,6 +350,19 @@ def memory_of(device: torch.device) -> int:
     shared = min(found) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # of a process, as `ulimit -v` sets it
     return shared if limit == resource.RLIM_INFINITY else min(shared, limit)
+
+
+def free_memory(device: torch.device) -> int:
+    """The bytes of memory of a device that are free; of the host, those that this process may still take."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        with suppress(OSError):  # it is Linux's
+            taken = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
+            found.append(max(0, limit - taken))
+    return min(found)
 
 
 def ipython_shell() -> Any:

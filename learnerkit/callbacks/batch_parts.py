@@ -1,14 +1,10 @@
 """The parts of a batch: their forward and backward passes, and what is made of them for the whole."""
 
 import gc
-import os
-import resource
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,19 +14,24 @@ from torch.autograd.function import once_differentiable
 from learnerkit import world
 from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
 from learnerkit.data.batches import Rows, get_field, in_float32, map_batch, tensors_in, with_rows
-from learnerkit.data.cuts import cut_rows, even_sizes, parted, row_counts
+from learnerkit.data.cuts import cut_rows, even_sizes, row_counts
 from learnerkit.explain import is_out_of_memory
 from learnerkit.gradient_mean import GradientMean, host_count, scale_each
 from learnerkit.losses import loss_sums, output_of, pass_kept, take_loss, wants_loss, weighting_of
 from learnerkit.text import in_units
 from learnerkit.torch_internals import BuffersKept, hooks_left_out, leaves_of, version_of
-from learnerkit.utils import describe, unwrap
+from learnerkit.utils import describe, forget_frames, free_memory, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.callbacks.splitting import SplitBatch
     from learnerkit.learner import Learner
 
 _SEAMS = ("_forward", "_loss", "_backward")
+
+_CHANGED = (
+    "SplitBatch cannot take the batch again, as its inputs have been changed in place: make new tensors of them "
+    "(x = x / 255 rather than x /= 255)"
+)
 
 
 class Batches:
@@ -183,12 +184,9 @@ class Batches:
         if self._buffers is not None:
             self._buffers.put_back()
         if _versions(self._xb) != self._versions_of_inputs:
-            error = torch.OutOfMemoryError if self._wanted else RuntimeError
-            raise error(
-                f"{self._wanted}{': ' * bool(self._wanted)}SplitBatch cannot take the batch again, as its inputs have "
-                "been changed in place: make new tensors of them (x = x / 255 rather than x /= 255)"
-                " (errors.html#split-batch)"
-            )
+            if self._wanted:
+                raise torch.OutOfMemoryError(f"{self._wanted}: {_CHANGED} (errors.html#split-batch)")
+            raise RuntimeError(f"{_CHANGED} (errors.html#split-batch)")
 
     def _tried(self, run: Callable[[], None]) -> bool:
         """Run something, and tell whether there was memory for it. If not, everything is as before."""
@@ -200,7 +198,7 @@ class Batches:
             if not is_out_of_memory(error):
                 raise
             self._wanted = str(error).partition("\n")[0]
-            traceback.clear_frames(error.__traceback__)  # which hold what has been computed
+            forget_frames(error)  # which hold what has been computed
         learn.pred = learn.output = learn.loss = learn.loss_grad = None
         if learn.shards is not None:
             learn.shards.reset()
@@ -214,14 +212,19 @@ class Batches:
         """Return the number of parts to try after so many have failed."""
         if parts >= self.rows:
             learn = self.learn
+            free = in_units(free_memory(learn.dls.device))
             raise torch.OutOfMemoryError(
-                f"one sample alone does not fit: {self._wanted} ({_free(learn.dls.device)} are free; the largest "
+                f"one sample alone does not fit: {self._wanted} ({free} are free; the largest "
                 f"tensors are {_largest(learn)}). ActivationCheckpointing(), to_bf16(), a smaller model, or "
                 "distrib_ctx(shard=True) on several processes take less memory"
                 " (errors.html#split-batch)"
             )
+        return self._next(parts)
+
+    def _next(self, parts: int) -> int:
+        """Return a larger number of parts, whose largest part is smaller; at most one for each sample."""
         largest = -(-self.rows // parts)
-        return max(min(self.rows, parts * 5 // 4), -(-self.rows // (largest - 1)))  # whose largest part is smaller
+        return max(min(self.rows, parts * 5 // 4), -(-self.rows // max(1, largest - 1)))
 
     # In parts
 
@@ -254,12 +257,9 @@ class Batches:
     def _cut(self, parts: int) -> "list[Part]":
         learn = self.learn
         if parts == 1:
-            return [Part(0, self.rows, {"xb": learn.xb, "yb": learn.yb})]
-        dls = learn.dls
-        inputs, targets, _ = parted(dls.batch_dim, dls.target_keys, len(learn.xb), len(learn.yb))
+            return [Part(self.rows, {"xb": learn.xb, "yb": learn.yb})]
         unknown: list[Any] = []
-        counts = {**row_counts(learn.xb, inputs, unknown.append), **row_counts((learn.yb,), [targets], unknown.append)}
-        if unknown or {*counts.values()} != {self.rows}:
+        if learn.dls.rows_of_pass(learn.xb, learn.yb, unknown.append) != {self.rows} or unknown:
             text = (
                 f"a batch of {self.rows} samples whose inputs are {describe(learn.xb)} and whose targets are "
                 f"{describe(learn.yb)}"
@@ -276,13 +276,21 @@ class Batches:
             )
         ends = [0, *accumulate(even_sizes(self.rows, parts, 1))]
 
+        dim, batch = learn.dls.batch_dim, learn.batch
+        is_cut = {*row_counts(batch, dim).values()} == {self.rows}
+
         def part(start: int, stop: int) -> Part:
-            cut = {"xb": cut_rows(learn.xb, inputs, start, stop), "yb": cut_rows(learn.yb, targets, start, stop)}
-            if {*row_counts(learn.batch, dls.batch_dim).values()} == {self.rows}:
-                cut["batch"] = cut_rows(learn.batch, dls.batch_dim, start, stop)
-            return Part(start, stop, {**cut, "batch_size": stop - start})
+            xb, yb = self._between(start, stop)
+            whole = {"batch": cut_rows(batch, dim, start, stop)} if is_cut else {}
+            return Part(stop - start, {"xb": xb, "yb": yb, "batch_size": stop - start} | whole)
 
         return [part(start, stop) for start, stop in pairwise(ends) if start < stop]
+
+    def _between(self, start: int, stop: int) -> tuple[Any, Any]:
+        """Return the samples of inputs and targets from `start` to `stop`."""
+        learn = self.learn
+        inputs, targets, _ = learn.dls.dims_of(learn.xb, learn.yb)
+        return cut_rows(learn.xb, inputs, start, stop), cut_rows(learn.yb, targets, start, stop)
 
     def _trained(self) -> list[Tensor]:
         return [*(p for p in self.params if p.requires_grad), *self._leaves.values()]
@@ -363,7 +371,7 @@ class Batches:
     def _put_on(self) -> None:
         """Give the learner the predictions of the whole batch; in training they are a part of its graph."""
         learn, found, last = self.learn, self._found, self._shown
-        dim = parted(learn.dls.batch_dim, learn.dls.target_keys, len(learn.xb), len(learn.yb))[2]
+        dim = learn.dls.dims_of(learn.xb, learn.yb)[2]
         counts = [get_field(found.outputs[0][1], name) for name in weighting_of(learn).entries]
         whole, ways = _joined(found.outputs, self.cut, found.shares, dim, counts)
         self._shown, found.outputs = found.total, []
@@ -431,7 +439,7 @@ class Batches:
                 part.draw_again(learn.dls.device)
                 with torch.autocast(kind, dtype, enabled=enabled):
                     self._enter(part)
-                made = [t for t, _ in distinct((learn.pred, learn.output))]
+                made = distinct((learn.pred, learn.output))
                 given = {
                     made[way.place]: way.of_part(grad, i)
                     for (_, way), grad in zip(self._ways, of_outputs, strict=True)
@@ -465,16 +473,16 @@ class _Found:
 
 
 class Part:
-    """The samples of a batch from `start` to `stop`.
+    """Some samples of a batch.
 
     Attributes:
+        rows: how many.
         attributes: those of the learner for this part.
         streams: the random states with which its forward pass begins.
     """
 
-    def __init__(self, start: int, stop: int, attributes: dict[str, Any]) -> None:
-        self.start, self.stop, self.attributes = start, stop, attributes
-        self.rows = stop - start
+    def __init__(self, rows: int, attributes: dict[str, Any]) -> None:
+        self.rows, self.attributes = rows, attributes
         self.streams: tuple[Any, list[Tensor]] = ((), [])
 
     def draw_again(self, device: torch.device) -> None:
@@ -551,9 +559,9 @@ def _versions(x: Any) -> list[tuple[int, int]]:
     return [(id(t), version_of(t)) for t in tensors_in(x)]
 
 
-def distinct(x: Any) -> list[tuple[Tensor, int]]:
-    """Return the tensors in something, each once, with their places."""
-    return [(t, i) for i, t in enumerate({id(t): t for t in tensors_in(x)}.values())]
+def distinct(x: Any) -> list[Tensor]:
+    """Return the tensors in something, in order and each once."""
+    return list({id(t): t for t in tensors_in(x)}.values())
 
 
 def _shares(counts: list[Any], sums: bool) -> list[Any]:
@@ -583,7 +591,7 @@ def _joined(
     """
     lists = [_listed(outputs, parts) for outputs in zip(*pieces, strict=True)]
     pieces = [(pred if lists[0] is None else None, out if lists[1] is None else None) for pred, out in pieces]
-    columns = list(zip(*([t for t, _ in distinct(piece)] for piece in pieces), strict=True))
+    columns = list(zip(*map(distinct, pieces), strict=True))
     n_pred = len(distinct(pieces[0][0]))  # which may have several rows for each sample
     ways, made = list[tuple[Tensor, _Way]](), dict[int, Any]()
     for place, column in enumerate(columns):
@@ -622,18 +630,6 @@ def _dim_of_rows(column: Sequence[Tensor], parts: list[Part], dim: Any, several:
 
 
 # Errors
-
-
-def _free(device: torch.device) -> str:
-    if device.type == "cuda":
-        return in_units(torch.cuda.mem_get_info(device)[0])
-    found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # as `ulimit -v` and some clusters set it
-    if limit != resource.RLIM_INFINITY:
-        with suppress(OSError):  # it is Linux's
-            taken = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
-            found.append(max(0, limit - taken))
-    return in_units(min(found))
 
 
 def _largest(learn: "Learner", n: int = 3) -> str:

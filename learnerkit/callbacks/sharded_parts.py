@@ -11,7 +11,6 @@ from torch import Tensor
 from learnerkit import world
 from learnerkit.callbacks.batch_parts import Batches, Part, distinct
 from learnerkit.data.batches import in_float32, tensors_in
-from learnerkit.data.cuts import cut_rows, parted
 from learnerkit.losses import output_of, pass_kept, take_loss, wants_loss
 from learnerkit.torch_internals import BatchNorm, leaves_of
 
@@ -107,7 +106,7 @@ class ShardedBatches(Batches):
                 self._shards.begin_votes()
                 if has_data:
                     self._put_back()
-                    self._compute_values(min(self.rows, max(parts + 1, parts * 5 // 4)))
+                    self._compute_values(self._next(min(parts, self.rows)))
                 parts = self._agreed(self.parts if has_data else 0)
                 self._shards.end_votes()
         finally:
@@ -198,7 +197,7 @@ class ShardedBatches(Batches):
         loss = in_float32(self.learn.loss_grad)
         if factor is not None:
             loss = loss * factor
-        made = [t for t, _ in distinct((self.learn.pred, self.learn.output))]
+        made = distinct((self.learn.pred, self.learn.output))
         share = self._found.shares[i]
         for (_, way), grad in zip(self._ways, of_outputs, strict=False):
             if grad is not None and share:
@@ -220,9 +219,8 @@ class ShardedBatches(Batches):
 
     def _sample(self) -> None:
         learn = self.learn
-        inputs, targets, _ = parted(learn.dls.batch_dim, learn.dls.target_keys, len(learn.xb), len(learn.yb))
         n = 2 if any(isinstance(m, BatchNorm) for m in learn.model.modules()) else 1  # of one it has no variance
-        learn.xb, learn.yb = cut_rows(learn.xb, inputs, 0, n), cut_rows(learn.yb, targets, 0, n)
+        learn.xb, learn.yb = self._between(0, n)
         learn.batch_size, learn.loss, learn.loss_grad = 0, None, None
         self._own["_forward"]()
 

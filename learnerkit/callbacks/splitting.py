@@ -110,7 +110,7 @@ class SplitBatch(Callback):
     def after_batch(self) -> None:
         self._open[-1].end()
         if self.learn.training and self.learn.n_ranks == 1:
-            self._batches += 1
+            self.count_batch()
 
     def cleanup_train(self) -> None:
         self._open.pop().end()  # of a batch that was left before its end
@@ -185,7 +185,7 @@ class SplitBatch(Callback):
         if self._checked or found is None or is_of_torch(learn.loss_func):
             return
         with torch.no_grad(), pass_kept(learn), keep_seeds(device=learn.dls.device):
-            before = world.seed_states()[0]
+            before = torch.get_rng_state()
             loss()
             whole, draws = in_float32(learn.loss), not torch.equal(before, torch.get_rng_state())
         if not draws and not torch.isclose(whole, found, rtol=1e-3, atol=1e-6, equal_nan=True):

@@ -417,13 +417,22 @@ class DataLoaders:
         found = self.row_sizes(batch)
         return found.pop() if len(found) == 1 else None
 
+    def dims_of(self, xb: tuple[Any, ...], yb: tuple[Any, ...]) -> tuple[Any, Any, int | None]:
+        """Return the parts of `batch_dim` that are for these inputs, for these targets, and for predictions."""
+        return parted(self.batch_dim, self.target_keys, len(xb), len(yb))
+
+    def rows_of_pass(self, xb: tuple[Any, ...], yb: tuple[Any, ...], others: Callable[[Any], Any]) -> set[int]:
+        """Return the numbers of rows that parts of inputs and targets have; `others`: as in `map_rows`."""
+        inputs, targets, _ = self.dims_of(xb, yb)
+        return {*row_counts(xb, inputs, others).values(), *row_counts(yb, targets, others).values()}
+
     def samples_first(self, pred: Any, xb: tuple[Any, ...], yb: tuple[Any, ...], n: int) -> tuple[Any, Any, Any]:
         """Return predictions, inputs and targets of a batch of `n` samples with these in the first dimension.
 
         Raises:
             ValueError: the predictions do not have their samples in the dimension where the last target has them.
         """
-        inputs, targets, dim = parted(self.batch_dim, self.target_keys, len(xb), len(yb))
+        inputs, targets, dim = self.dims_of(xb, yb)
         if {*row_counts(pred, dim).values()} != {n}:
             raise ValueError(
                 f"the predictions of a batch of {n} samples are {describe(pred)}, and do not have these in dimension "

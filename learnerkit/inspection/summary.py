@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from learnerkit.callbacks.precision import MODES, MixedPrecision
-from learnerkit.data.batches import entries, tensors_in
+from learnerkit.data.batches import entries
 from learnerkit.data.order import first_batch
 from learnerkit.data.show import WIDTH, Table
-from learnerkit.inspection.undoing import give_shapes, predict, trial
+from learnerkit.inspection.undoing import give_shapes, predict, state_tensors, trial
 from learnerkit.losses import loss_name
 from learnerkit.shards import local
 from learnerkit.text import in_units
@@ -195,7 +195,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 def _state_bytes(learn: "Learner", trained: list[nn.Parameter]) -> int | None:
     """What the optimizer keeps: as it is, or tried out on parameters without data."""
-    found = [t for opt in learn.opts for state in opt.state.values() for t in tensors_in(state)]
+    found = state_tensors(learn.opts)
     if found or overrides(learn, "create_opt"):
         return _bytes(found) if found else None
     copies = [nn.Parameter(torch.empty_like(p, device="meta")) for p in trained]
@@ -206,4 +206,4 @@ def _state_bytes(learn: "Learner", trained: list[nn.Parameter]) -> int | None:
         opt.step()
     except Exception:  # an optimizer may need a closure, or read the values that these have not
         return None
-    return _bytes(t for state in opt.state.values() for t in tensors_in(state))
+    return _bytes(state_tensors([opt]))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from learnerkit import run_state
 from learnerkit.callback import Callback
-from learnerkit.data.batches import rows_of, to_device
+from learnerkit.data.batches import rows_of, tensors_in, to_device
 from learnerkit.data.iterable import source_of
 from learnerkit.data.order import (
     GENERATORS,
@@ -233,6 +233,11 @@ def held_tensors(*owners: Any) -> list[Tensor]:
     found += [x for part in parts for x in attribute_values(part)]
     found += [x for _, keywords in inner for x in keywords.values()]
     return list({id(t): t for t in found if isinstance(t, Tensor) and t.layout is torch.strided}.values())
+
+
+def state_tensors(opts: Iterable[Optimizer]) -> list[Tensor]:
+    """The tensors that optimizers keep from step to step."""
+    return [t for opt in opts for state in opt.state.values() for t in tensors_in(state)]
 
 
 def _refill(x: Any, content: Any) -> None:

@@ -15,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
@@ -26,6 +25,7 @@ from learnerkit.endings import ExceptionReport, ending_of
 from learnerkit.launch.rank_main import user_traceback
 from learnerkit.launch.supervise import kill_group
 from learnerkit.notebook import pickling, settings, transfer
+from learnerkit.utils import forget_frames
 
 
 def serve(fd: int, front: str) -> None:
@@ -180,8 +180,5 @@ def _describe_failure(error: BaseException) -> tuple[ExceptionReport, bytes]:
     text, pickled = f"{type(error).__name__}: {error}", pickling.dump_error(error)
     report = ExceptionReport(time.monotonic(), None, text, user_traceback(error), ending=ending_of(error))
     # Frames hold the iterators of loaders. Without them, the loaders' processes end at once.
-    each: BaseException | None = error
-    while each is not None:
-        traceback.clear_frames(each.__traceback__)
-        each = each.__cause__ or each.__context__
+    forget_frames(error)
     return report, pickled

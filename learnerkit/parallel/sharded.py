@@ -18,6 +18,7 @@ from learnerkit.text import first_few, in_units
 from learnerkit.torch_internals import (
     CollectivesDone,
     forget_forward_passes,
+    gradient_hooks,
     is_gathered,
     make_outermost,
     reset_passes,
@@ -400,7 +401,7 @@ def _same(x: Any) -> Any:
 
 def _hooks_of(p: Tensor) -> tuple[list[Any], list[Any]] | None:
     """The hooks of a parameter on its gradient, and those after the gradient is there."""
-    found = [[*(hooks or {}).values()] for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
+    found = [[*(hooks or {}).values()] for hooks in gradient_hooks(p)]
     return (found[0], found[1]) if any(found) else None
 
 

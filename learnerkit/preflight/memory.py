@@ -10,12 +10,12 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.precision import MixedPrecision
 from learnerkit.callbacks.recomputing import ActivationCheckpointing
-from learnerkit.data.batches import tensors_in
+from learnerkit.inspection.undoing import state_tensors
 from learnerkit.preflight.prediction import MARGIN, Prediction, Seen, fake_steps, predict_memory
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding
 from learnerkit.shards import local
 from learnerkit.text import in_units
-from learnerkit.utils import memory_of, unwrap
+from learnerkit.utils import forget_frames, memory_of, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -90,7 +90,7 @@ def explain_memory(learn: "Learner", error: Exception) -> None:
     if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
         return
     learn.pred = learn.output = learn.loss = learn.loss_grad = None
-    traceback.clear_frames(error.__traceback__)
+    forget_frames(error)
     for frame, _ in traceback.walk_tb(error.__traceback__):
         frame.f_locals.keys()  # the copy that `explain` has made in it, before Python 3.13, follows it
     try:
@@ -137,7 +137,7 @@ def _kinds(learn: "Learner") -> dict[str, list[Tensor]]:
     return {
         "parameters": list[Tensor](params),
         "gradients": [p.grad for p in params if p.grad is not None],
-        "optimizer": [t for opt in learn.opts for state in opt.state.values() for t in tensors_in(state)],
+        "optimizer": state_tensors(learn.opts),
     }
 
 

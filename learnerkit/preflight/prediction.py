@@ -13,10 +13,10 @@ from learnerkit import optim, world
 from learnerkit.callback import Callback
 from learnerkit.callbacks.precision import MODES, MixedPrecision, predictions_in_float32
 from learnerkit.callbacks.recomputing import ActivationCheckpointing
-from learnerkit.data.batches import map_batch, tensors_in, to_device
-from learnerkit.data.cuts import map_rows, parted, row_counts
+from learnerkit.data.batches import map_batch, to_device
+from learnerkit.data.cuts import map_rows
 from learnerkit.data.order import first_batch, keep_seeds
-from learnerkit.inspection.undoing import held_tensors, unchanged
+from learnerkit.inspection.undoing import held_tensors, state_tensors, unchanged
 from learnerkit.parallel import ParallelCallback, will_shard
 from learnerkit.text import in_one_line
 from learnerkit.torch_internals import LiveBytes, fake_mode, hook_tables, uncompiled
@@ -153,8 +153,7 @@ def _seen(learn: "Learner", batch: Any) -> Seen:
 
 def _samples(learn: "Learner", seen: Seen) -> int:
     """The number of samples, which all parts of a batch that have samples agree on."""
-    inputs, targets, _ = parted(learn.dls.batch_dim, learn.dls.target_keys, len(seen.xb), len(seen.yb))
-    found = {*row_counts(seen.xb, inputs, _refuse).values(), *row_counts(seen.yb, targets, _refuse).values()}
+    found = learn.dls.rows_of_pass(seen.xb, seen.yb, _refuse)
     if len(found) != 1 or 0 in found:
         _refuse(seen.batch)
     return found.pop()
@@ -179,7 +178,7 @@ def _resized(learn: "Learner", seen: Seen, n: int) -> Seen:
             new = rows.take([i % old for i in range(n)], dim)  # an array
         return made.setdefault(id(rows), new)
 
-    inputs, targets, _ = parted(learn.dls.batch_dim, learn.dls.target_keys, len(seen.xb), len(seen.yb))
+    inputs, targets, _ = learn.dls.dims_of(seen.xb, seen.yb)
     dims = (learn.dls.batch_dim, inputs, targets)
     return Seen(*(map_rows(sized, part, dim, itself) for part, dim in zip(seen, dims, strict=True)))
 
@@ -239,7 +238,7 @@ def _measured(one: "Learner", seen: Seen, n: int, cbs: Sequence[Callback], other
     mode = next((cb.mode for cb in cbs if isinstance(cb, MixedPrecision)), None)
     again = next((cb.modules for cb in cbs if isinstance(cb, ActivationCheckpointing)), None)
     keeps = any(cb.name in _KEEPERS for cb in cbs)
-    state = _state(one)
+    state = state_tensors(one.opts)
     with ExitStack() as stack:
         stack.callback(torch.clear_autocast_cache)
         if again is not None:
@@ -261,7 +260,7 @@ def _measured(one: "Learner", seen: Seen, n: int, cbs: Sequence[Callback], other
             if not i:
                 gradients = _bytes(p.grad for p in model.parameters() if p.grad is not None)
                 one._step()
-                made, floor = _bytes(_state(one)) - _bytes(state), live.peak
+                made, floor = _bytes(state_tensors(one.opts)) - _bytes(state), live.peak
                 extra = floor - after - made  # the state, which the step has made, is there from now on
                 peaks[size] = max(passes + made, floor)
             else:
@@ -270,7 +269,7 @@ def _measured(one: "Learner", seen: Seen, n: int, cbs: Sequence[Callback], other
                 one._zero_grad()
             one.batch = one.pred = one.output = one.loss = one.loss_grad = None
             one.xb = one.yb = ()
-    kinds, ends = (_bytes(model.parameters()), gradients, _bytes(_state(one))), sorted(peaks.items())
+    kinds, ends = (_bytes(model.parameters()), gradients, _bytes(state_tensors(one.opts))), sorted(peaks.items())
     pairs = zip(ends, ends[1:], strict=False)
     lines = ((float(floor), 0.0), *(_line(low, high) for low, high in pairs))
     return Prediction(*kinds, lines[-1][1], lines[-1][0], peaks[n], n, lines)
@@ -284,7 +283,3 @@ def _line(low: tuple[int, int], high: tuple[int, int]) -> tuple[float, float]:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.nbytes for t in tensors)
-
-
-def _state(one: "Learner") -> list[Tensor]:
-    return [t for opt in one.opts for state in opt.state.values() for t in tensors_in(state)]

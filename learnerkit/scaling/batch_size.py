@@ -1,7 +1,6 @@
 """The largest batch that fits into the memory, found by steps of training that leave no trace."""
 
 import gc
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -19,17 +18,18 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.callbacks.training import StepBudget
-from learnerkit.data.batches import entries, loader_len, tensors_in
+from learnerkit.data.batches import entries, loader_len
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.order import keep_seeds, with_batches
 from learnerkit.explain import is_out_of_memory
+from learnerkit.inspection.undoing import state_tensors
 from learnerkit.parallel.distributed import DistributedCallback, member_of
 from learnerkit.parallel.model_checks import rank_norms
 from learnerkit.scaling.rate import plain_rates, ranks_of, step_of
 from learnerkit.scaling.trials import replaced, trying
 from learnerkit.text import in_one_line, in_units
 from learnerkit.torch_internals import LiveBytes, uncompiled
-from learnerkit.utils import memory_of, unwrap
+from learnerkit.utils import forget_frames, memory_of, unwrap
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -199,7 +199,7 @@ class _Search:
             if not is_out_of_memory(error):
                 raise
             out = True
-            _forget(error)
+            forget_frames(error)
         if out:  # its tensors may be in cycles; the next try begins with an empty cache
             gc.collect()
         # What the device's allocator keeps counts, too: others cannot have it.
@@ -351,16 +351,7 @@ def _held(learn: "Learner") -> Iterator[Tensor]:
         if isinstance(owner, torch.nn.Module):
             params = list(owner.parameters())
             yield from (*params, *owner.buffers(), *(p.grad for p in params if p.grad is not None))
-    for opt in learn.opts:
-        yield from tensors_in(list(opt.state.values()))
-
-
-def _forget(error: BaseException | None) -> None:
-    """Drop the tensors that the frames of an error, and of those before it, refer to."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error = error.__context__
+    yield from state_tensors(learn.opts)
 
 
 def _on_all_ranks(call: Callable[[], _T]) -> list[_T]:
