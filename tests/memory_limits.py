@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from learnerkit import Callback, world
+
 FAILURE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
 
@@ -35,3 +37,31 @@ class Limit:
         if len(self.seen) > self.begins and len(rows) > self.rows and module.training == self.trains:
             self.failures += 1
             raise type(self.error)(*self.error.args)
+
+
+class Cancels(Callback):
+    """Cancels a batch of training, or its step, on one rank.
+
+    Args:
+        event: at which.
+        error: that is raised.
+        at: the number of the batch.
+        rank: which one.
+    """
+
+    def __init__(self, event, error, at, rank):
+        super().__init__(**{event: lambda cb: cb.cancel()})
+        self.error, self.at, self.which = error, at, rank
+
+    def cancel(self):
+        """Raise the error where it is due."""
+        if self.learn.training and self.learn.train_iter == self.at and self.which == world.rank():
+            raise self.error
+
+
+def far(a, b):
+    """How far the weights and the tables of two learners are from each other."""
+    parts = [[p.detach() for p in x.model.parameters()] for x in (a, b)]
+    tables = [torch.tensor(x.recorder.values, dtype=torch.float64) for x in (a, b)]
+    first, second = (torch.cat([t.flatten() for t in (*p, t)]) for p, t in zip(parts, tables, strict=True))
+    return (first - second).abs().max().item()

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from helpers import mostly_slow
-from memory_limits import FAILURE, Limit
+from memory_limits import FAILURE, Cancels, Limit, far
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -53,15 +53,6 @@ def fitted(limit=None, cbs=(), together=True, model=make_net, loss=None, epochs=
     return learn
 
 
-def values(learn):
-    table = torch.tensor(learn.recorder.values, dtype=torch.float64)
-    return torch.cat([*(p.detach().flatten() for p in learn.model.parameters()), table.flatten()])
-
-
-def far(a, b):
-    return (values(a) - values(b)).abs().max().item()
-
-
 def on(rank, rows, *args, **kwargs):
     """A limit on one rank, or with -1 on all; on the others there is none."""
     return Limit(rows if rank in (-1, RANK) else 1000, *args, **kwargs)
@@ -96,18 +87,6 @@ def test_ranks_without_data_and_steps_of_several_batches():
         limit = on(1, 2)
         split = fitted(limit, [SplitBatch(), *(cb() for cb in cbs)], n=49)
         assert far(fitted(cbs=[cb() for cb in cbs], together=False, n=49), split) < 1e-9
-
-
-class Cancels(Callback):
-    """Cancels a batch, or its step, on one rank, in one of the first batches."""
-
-    def __init__(self, event, error, at, rank):
-        super().__init__(**{event: lambda cb: cb.cancel()})
-        self.error, self.at, self.which = error, at, rank
-
-    def cancel(self):
-        if self.learn.training and self.learn.train_iter == self.at and self.which == RANK:
-            raise self.error
 
 
 CASES = [
