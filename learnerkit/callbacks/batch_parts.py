@@ -141,19 +141,23 @@ class Batches:
         self._versions_of_inputs, self._versions_of_targets = _versions(learn.xb), _versions(learn.yb)
 
     def _loss(self) -> None:
-        learn = self.learn
-        if self._is_computing or _versions(learn.pred) != self._given or self._targets_are_changed():
-            self._own["_loss"]()  # of a part, or of predictions or targets that a callback has changed
+        learn, own = self.learn, self._own["_loss"]
+        if self._is_computing or (self._is_computed and self._is_changed()):
+            own()  # of a part, or of predictions or targets that a callback has changed
             return
         if not self._is_computed:
-            if self._tried(self._own["_loss"]):
-                self._root = learn.loss_grad
+            if self._tried(own, lambda: not self._is_changed()):
+                self._root = learn.loss_grad if self._root is None else self._root
                 return
             self.compute(self._more(1))
         learn.loss_grad, learn.loss = self._root, self._found.total
 
-    def _targets_are_changed(self) -> bool:
-        return self.learn.yb is not self._yb or _versions(self._yb) != self._versions_of_targets
+    def _is_changed(self) -> bool:
+        """Tell whether a callback has changed the predictions, or the targets."""
+        learn = self.learn
+        if _versions(learn.pred) != self._given or learn.yb is not self._yb:
+            return True
+        return _versions(self._yb) != self._versions_of_targets
 
     def _backward(self) -> None:
         learn = self.learn
@@ -188,14 +192,14 @@ class Batches:
                 raise torch.OutOfMemoryError(f"{self._wanted}: {_CHANGED} (errors.html#split-batch)")
             raise RuntimeError(f"{_CHANGED} (errors.html#split-batch)")
 
-    def _tried(self, run: Callable[[], None]) -> bool:
+    def _tried(self, run: Callable[[], None], may_try_again: Callable[[], bool] = lambda: True) -> bool:
         """Run something, and tell whether there was memory for it. If not, everything is as before."""
         learn = self.learn
         try:
             run()
             return True
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            if not (is_out_of_memory(error) and may_try_again()):
                 raise
             self._wanted = str(error).partition("\n")[0]
             forget_frames(error)  # which hold what has been computed
