@@ -184,10 +184,12 @@ class BuffersKept:
         """Copy the values, by one kernel for many of them."""
         self._now = [table[name] for table, name in self._places]
         found = [b for b in self._now if b is not None]
-        if [b.shape for b in found] != [b.shape for b in self._copies]:
-            self._copies = [b.detach().clone() for b in found]
-        elif found:
+        if not found:
+            self._copies = []
+        elif [b.shape for b in found] == [b.shape for b in self._copies]:
             torch._foreach_copy_(self._copies, found)
+        else:
+            self._copies = [b.detach().clone() for b in found]
 
     def put_back(self) -> None:
         """Put back the tensors, and the values that were copied last."""

@@ -174,11 +174,11 @@ class Batches:
 
     def _note(self, everything: bool) -> None:
         """Note what a try changes; with `everything` also the streams of python and numpy, which take longer."""
-        learn = self.learn
+        device = self.learn.dls.device
         if self._buffers is not None:
             self._buffers.keep()
         host: Any = world.seed_states() if everything else torch.get_rng_state()
-        self._streams = host, world.device_states(learn.dls.device)
+        self._streams = host, [] if device.type == "cpu" else world.device_states(device)
 
     def _put_back(self) -> None:
         """Put back what `_note` has noted."""
@@ -341,6 +341,8 @@ class Batches:
                 self._enter(part)
                 if wants_loss(learn):
                     take_loss(learn)
+                    if len(self.cut) > 1:
+                        self.cb.check_count()
                     losses.append((learn.loss, self._backward_of(part, mean) if learn.training else self._count()))
                 seen.append(_detached((learn.pred, learn.output)) if keeps else (None, None))
                 if keeps and learn.training:
@@ -394,7 +396,7 @@ class Batches:
         if learn.output is not None and _versions(learn.pred) == _versions(learn.output):
             learn.output = learn.pred
         self._given = _versions(learn.pred)
-        if len(self.cut) > 1 and learn.training:
+        if len(self.cut) > 1:
             self.cb.check_loss(self._own["_loss"], found.total)
 
     def _linked_to(self, outputs: list[Tensor]) -> tuple[Any, Sequence[Tensor]]:

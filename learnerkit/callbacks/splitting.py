@@ -13,7 +13,7 @@ from learnerkit.callbacks.carried import CarriedState
 from learnerkit.callbacks.sharded_parts import ShardedBatches
 from learnerkit.data.batches import in_float32
 from learnerkit.data.order import keep_seeds
-from learnerkit.losses import counts_predictions, is_of_torch, loss_name, pass_kept
+from learnerkit.losses import counts_predictions, doubtful_count, is_of_torch, loss_name, pass_kept
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import overrides, unwrap
@@ -64,7 +64,7 @@ class SplitBatch(Callback):
         self._open: list[Batches] = []  # a callback may evaluate in the middle of a training
         self._batches = 0  # of the present training, on every rank alike
         self._said = 0  # the number of parts that was said last
-        self._checked = False  # the loss of the whole batch was that of its parts
+        self._checked = False  # the loss of the whole batch is that of its parts
 
     def before_fit(self) -> None:
         learn, why = self.learn, ""
@@ -173,6 +173,18 @@ class SplitBatch(Callback):
         learn = self.learn
         is_known = self._checked or is_of_torch(learn.loss_func)
         return not is_known or bool(readers_of_predictions(learn)) or counts_predictions(learn)
+
+    def check_count(self) -> None:
+        """Refuse a loss that the model makes over a number of things that is not known. A host-device sync, once."""
+        if self._checked or self.learn.loss_func is not None:
+            return
+        if why := doubtful_count(self.learn):
+            raise ValueError(
+                f"{why}. Until then SplitBatch cannot take a batch in parts. If the loss compares the samples of a "
+                "batch with each other, as that of CLIP does, take smaller batches"
+                " (errors.html#split-batch)"
+            )
+        self._checked = True
 
     def check_loss(self, loss: Callable[[], None], found: Tensor | None) -> None:
         """Refuse a loss that is not that of the parts: it compares samples with each other. A host-device sync, once.

@@ -193,7 +193,7 @@ CASES = {
     "ignored": {"loss": nn.CrossEntropyLoss(ignore_index=1)},
     "a count of its own": {"loss": weighted, "loss_weight": lambda y: WEIGHTS[y].sum()},
     "a count by predictions": {"loss": weighted, "loss_weight": lambda pred, y: WEIGHTS[y].sum()},
-    "own loss": {"dls": padded, "model": Padded},
+    "own loss": {"dls": padded, "model": Padded, "loss_weight": lambda y: (y != -100).sum()},
     "penalty": {"cbs": [Penalty]},
     "predictions are changed": {"cbs": [Doubled]},
     "mixed": {"cbs": [MixUp]},
@@ -214,7 +214,7 @@ def case(name):
     return cbs, given
 
 
-@pytest.mark.filterwarnings("ignore:the model makes its own loss", "ignore:mixed precision with float16")
+@pytest.mark.filterwarnings("ignore:mixed precision with float16")
 @pytest.mark.parametrize("where", mostly_soak(["forward", "backward"], "forward"))
 @pytest.mark.parametrize(
     "name", mostly_slow(CASES, "sum", "a count by predictions", "own loss", "penalty", "clipped and averaged", "fp16")
@@ -499,6 +499,17 @@ def test_a_loss_that_compares_samples_is_refused():
     with pytest.raises(ValueError, match="contrastive compares the samples of a batch with each other"):
         fitted(Limit(7), [SplitBatch()], loss=contrastive)
     fitted(None, [SplitBatch()], loss=contrastive)  # as long as no batch is cut
+    with pytest.raises(ValueError, match="contrastive compares the samples of a batch with each other"):
+        fitted(Limit(7, trains=False), [SplitBatch()], loss=contrastive)
+
+
+@pytest.mark.filterwarnings("ignore:the model makes its own loss")
+def test_a_loss_of_the_model_is_refused_until_it_is_said_what_it_averages_over():
+    cbs, given = case("own loss")
+    del given["loss_weight"]
+    with pytest.raises(ValueError, match=r"not known what that averages over.* cannot take a batch in parts"):
+        fitted(Limit(4), [*cbs, SplitBatch()], **given)
+    fitted(None, [*cbs, SplitBatch()], **given)
 
 
 def test_what_cannot_be_cut_exactly_is_refused_in_words():
